@@ -1,0 +1,180 @@
+"""What a rank and its transfer agent say to each other (over `tandem.channel`, on the agent's unix socket).
+
+Every rank connects to its own agent and attaches its pool; its leader (rank 0) also connects to the agents of all
+ranks of the worker, to open and close handoffs. Tickets are named by `ticket_id` (hex).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """KvPoolLayout on the wire, with what the handshake must also compare."""
+
+    num_blocks: int
+    layers: int
+    kv_heads: int
+    block_tokens: int
+    head_dim: int
+    dtype: str
+
+
+class AttachPool(msgspec.Struct, frozen=True, tag=True):
+    """First message of a rank on its own agent's socket. The pool's file descriptor travels beside it (SCM_RIGHTS)."""
+
+    worker_id: str
+    epoch: int
+    rank: int
+    tp: int
+    model_kv_heads: int
+    model_fingerprint: str
+    layout: Layout
+    ticket_key: bytes
+    digests: bool
+    transport: str
+    bind_host: str
+    link_socket: str
+    ticket_ttl_s: float
+
+
+class Lead(msgspec.Struct, frozen=True, tag=True):
+    """First message of the leader on an agent's socket: reports about tickets and links go to this connection."""
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """One agent of another worker, as the controller's directory has it."""
+
+    worker_id: str
+    epoch: int
+    rank: int
+    tp: int
+    host_id: str
+    mapped_path: str
+    tcp_address: str
+
+
+class SetPeers(msgspec.Struct, frozen=True, tag=True):
+    """All agents this one may exchange blocks with. Links to those that are gone end; new ones are made and probed."""
+
+    peers: tuple[Peer, ...]
+
+
+class OpenReceive(msgspec.Struct, frozen=True, tag=True):
+    """Logical blocks [first_block, first_block + len(block_ids)) of a prompt may be written to `block_ids`."""
+
+    ticket_id: str
+    prefill_worker: str
+    prefill_epoch: int
+    first_block: int
+    block_ids: tuple[int, ...]
+    prompt_tokens: int
+
+
+class CloseReceive(msgspec.Struct, frozen=True, tag=True):
+    """Write nothing more for this ticket. Always answered by ReceiveClosed; only then are its blocks reused."""
+
+    ticket_id: str
+
+
+class OpenSend(msgspec.Struct, frozen=True, tag=True):
+    """A ticket to push for. `export_id` is the request id under which this rank's ExportRanges arrive."""
+
+    ticket_id: str
+    signed_ticket: bytes
+    export_id: str
+    decode_worker: str
+    decode_epoch: int
+    first_block: int
+    prompt_tokens: int
+
+
+class CloseSend(msgspec.Struct, frozen=True, tag=True):
+    """Push nothing more. Always answered by SendClosed, when the receiver can no longer read our blocks."""
+
+    ticket_id: str
+
+
+class Range(msgspec.Struct, frozen=True):
+    """tandem.engine.api.ExportRange on the wire."""
+
+    export_id: str
+    first_block: int
+    block_ids: tuple[int, ...]
+    last_block_tokens: int
+    in_cache: bool
+    is_last: bool
+
+
+class BeginStep(msgspec.Struct, frozen=True, tag=True):
+    ranges: tuple[Range, ...]
+
+
+class LayerDone(msgspec.Struct, frozen=True, tag=True):
+    """This layer of the current step's ranges is in the pool."""
+
+    layer: int
+
+
+ToAgent = AttachPool | Lead | SetPeers | OpenReceive | CloseReceive | OpenSend | CloseSend | BeginStep | LayerDone
+
+
+class Attached(msgspec.Struct, frozen=True, tag=True):
+    """Answer to AttachPool: where peers reach this agent."""
+
+    host_id: str
+    mapped_path: str
+    tcp_address: str
+
+
+class Received(msgspec.Struct, frozen=True, tag=True):
+    """Every block of the ticket is in this rank's pool, complete and with good digests. Nothing more is written."""
+
+    ticket_id: str
+    bytes: int
+    blocks: int
+    pieces: int
+    verify_s: float
+
+
+class ReceiveFailed(msgspec.Struct, frozen=True, tag=True):
+    """Nothing more is written for this ticket. `cause` is a HandoffCause."""
+
+    ticket_id: str
+    cause: str
+    message: str
+
+
+class ReceiveClosed(msgspec.Struct, frozen=True, tag=True):
+    ticket_id: str
+
+
+class Sent(msgspec.Struct, frozen=True, tag=True):
+    """Every piece was acknowledged; the blocks may be released."""
+
+    ticket_id: str
+    bytes: int
+    pieces: int
+
+
+class SendFailed(msgspec.Struct, frozen=True, tag=True):
+    ticket_id: str
+    cause: str
+    message: str
+
+
+class SendClosed(msgspec.Struct, frozen=True, tag=True):
+    ticket_id: str
+
+
+class LinkReport(msgspec.Struct, frozen=True, tag=True):
+    peer_worker: str
+    peer_epoch: int
+    peer_rank: int
+    transport: str
+    state: str  # connecting, ready, refused, down
+    reason: str
+    bytes: int
+
+
+FromAgent = Attached | Received | ReceiveFailed | ReceiveClosed | Sent | SendFailed | SendClosed | LinkReport

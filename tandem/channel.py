@@ -1,0 +1,67 @@
+"""Typed messages between processes of one worker, over a unix socket: 4-byte length, then a msgspec-encoded struct.
+
+Both ends decode into the tagged union they expect; anything else closes the channel. No pickle, and a length beyond
+the limit is refused before memory is allocated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+MAX_MESSAGE_BYTES = 64 << 20
+_LENGTH = struct.Struct("<I")
+
+T = TypeVar("T")
+
+
+class ChannelError(Exception):
+    """The peer sent what is no message of ours."""
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Channel(Generic[T]):
+    """One connection. `T` is the union of message types that may arrive."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receives: Any) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(receives)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queues one message; never waits. A closed channel drops it: the reader side reports the end."""
+        if not self._writer.is_closing():
+            self._writer.write(encode(message))
+
+    async def drain(self) -> None:
+        await self._writer.drain()
+
+    async def __aiter__(self) -> AsyncIterator[T]:
+        """Messages until the peer closes.
+
+        Raises:
+            ChannelError: the peer sent something too long or not of the expected types.
+        """
+        while True:
+            try:
+                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                if length > MAX_MESSAGE_BYTES:
+                    raise ChannelError(f"expected a message of at most {MAX_MESSAGE_BYTES} bytes, got {length}")
+                body = await self._reader.readexactly(length)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return
+            try:
+                yield self._decoder.decode(body)
+            except msgspec.MsgspecError as error:
+                raise ChannelError(f"expected a known message: {error}") from error
+
+    def close(self) -> None:
+        self._writer.close()

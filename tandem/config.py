@@ -1,0 +1,152 @@
+"""The one schema of Tandem's configuration: YAML file, environment, command line and Helm values are all this.
+
+Frozen, validated once, resolved before anything is built, never changed afterwards. `cluster/spec_loader.py` reads
+it; everything below receives it. Defaults are what `tandem up` runs.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Count = Annotated[int, Field(ge=0, le=4096)]
+PositiveCount = Annotated[int, Field(ge=1, le=4096)]
+
+DEMO_MODEL = "smollm2-135m"
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class PoolSpec(Frozen):
+    """All workers of one role."""
+
+    workers: Count = 1
+    tp: PositiveCount = Field(1, description="Tensor-parallel ranks of each worker.")
+
+
+class EngineSpec(Frozen):
+    """What one worker's engine may use. The device is a parameter everywhere; `cpu` runs everywhere."""
+
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    threads_per_rank: PositiveCount = Field(1, description="CPU threads of each rank's tensor work.")
+    block_tokens: Literal[8, 16, 32, 64, 128] = 16
+    kv_blocks: Annotated[int, Field(ge=8)] | None = Field(
+        None, description="KV blocks of each rank's pool; unset: as many as kv_memory_bytes holds."
+    )
+    kv_memory_bytes: Annotated[int, Field(ge=1 << 20)] = 512 << 20
+    max_running_requests: PositiveCount = 64
+    max_step_tokens: Annotated[int, Field(ge=16, le=1 << 20)] = Field(
+        512, description="Token budget of one engine step: decode tokens first, then prefill chunks."
+    )
+    max_model_tokens: Annotated[int, Field(ge=16)] | None = Field(
+        None, description="Longest prompt plus answer; unset: the model's own context."
+    )
+
+
+class ModelSpec(Frozen):
+    """One served base model with its two pools. Zero prefill workers make it aggregated."""
+
+    source: str = Field(DEMO_MODEL, description="A pulled model's name, a checkpoint folder, or a GGUF file.")
+    name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,200}$")] | None = Field(
+        None, description="The name clients use; unset: the source's last path component."
+    )
+    prefill: PoolSpec = PoolSpec()
+    decode: PoolSpec = PoolSpec()
+    engine: EngineSpec = EngineSpec()
+
+    @model_validator(mode="after")
+    def _needs_decode(self) -> ModelSpec:
+        if self.decode.workers < 1:
+            raise ValueError("decode.workers: expected at least 1 (zero prefill workers make the cluster aggregated)")
+        return self
+
+    @property
+    def served_name(self) -> str:
+        return self.name or self.source.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
+
+
+class TransportKind(StrEnum):
+    AUTO = "auto"
+    MAPPED = "mapped"
+    PROCESS_GROUP = "process_group"
+
+
+class TransferSpec(Frozen):
+    transport: TransportKind = Field(TransportKind.AUTO, description="auto: mapped on one host, else process_group.")
+    digests: bool = True
+    ticket_ttl_s: Annotated[float, Field(gt=0, le=3600)] = Field(
+        30.0, description="A lease without progress ends after this."
+    )
+    bind_host: str = "127.0.0.1"
+
+
+class Disaggregation(StrEnum):
+    ALWAYS = "always"  # every request goes through a handoff while there is a prefill worker
+    AUTO = "auto"      # short uncached suffixes are prefilled on the decode worker
+    NEVER = "never"
+
+
+class RouterSpec(Frozen):
+    http_host: str = "127.0.0.1"
+    http_port: Port = 8000
+    grpc_host: str = "127.0.0.1"
+    grpc_port: Port = 50051
+    max_queued_requests: PositiveCount = 256
+    queue_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    max_prefill_tokens_in_flight: Annotated[int, Field(ge=1)] = Field(
+        2048, description="Prompt tokens dispatched to one prefill worker before requests wait in the router."
+    )
+    disaggregation: Disaggregation = Disaggregation.AUTO
+    local_prefill_max_tokens: Annotated[int, Field(ge=0)] = Field(
+        32, description="auto: at most this many uncached tokens are prefilled on the decode worker."
+    )
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
+
+
+class RedisSpec(Frozen):
+    mode: Literal["embedded", "external", "none"] = "embedded"
+    url: str | None = Field(None, description="external: redis://, rediss:// or unix:// URL.")
+
+    @model_validator(mode="after")
+    def _url_matches_mode(self) -> RedisSpec:
+        if (self.mode == "external") != (self.url is not None):
+            raise ValueError("redis.url: expected exactly when redis.mode is 'external'")
+        return self
+
+
+class ControlSpec(Frozen):
+    backend: Literal["ray", "subprocess"] = "ray"
+    ray_address: str | None = Field(None, description="An existing Ray cluster; unset: start one on this machine.")
+    admin_host: str = "127.0.0.1"
+    admin_port: Port = 50052
+    start_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+
+
+class ClusterSpec(Frozen):
+    """The whole cluster."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,40}$")] = "tandem"
+    models: Annotated[tuple[ModelSpec, ...], Field(min_length=1)] = (ModelSpec(),)
+    transfer: TransferSpec = TransferSpec()
+    router: RouterSpec = RouterSpec()
+    redis: RedisSpec = RedisSpec()
+    control: ControlSpec = ControlSpec()
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> ClusterSpec:
+        names = [model.served_name for model in self.models]
+        if len(set(names)) != len(names):
+            raise ValueError(f"models: expected different names, got {names}")
+        return self

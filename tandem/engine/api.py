@@ -1,0 +1,127 @@
+"""What goes into the engine and what comes out. Torch-free: workers, tests and the simulator share these types.
+
+The engine knows nothing of `kvtransfer`. It exposes *export* (an `EngineRequest` with `export_from_block` set reports
+every finished range of blocks through a `KvExporter`, layer by layer, and keeps its blocks leased until
+`release_export`) and *import* (`reserve` leases blocks, somebody else fills them, `join` starts decoding). The worker
+joins the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tandem.blockhash import BlockHash, HashKey
+from tandem.errors import TandemError
+from tandem.request import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A prompt to answer. `export_from_block` set: compute the prompt and the first token only, and export the prompt's
+    KV blocks from that logical block on (earlier ones are already where they must go)."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    hash_key: HashKey
+    use_prefix_cache: bool = True
+    export_from_block: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Blocks leased for a prompt whose KV will be imported. Logical block i of the prompt lives in physical block
+    `block_ids[i]`; those before `first_missing_block` are cached here and must not be written."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    first_missing_block: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRange:
+    """Logical blocks [first_block, first_block + len(block_ids)) of a prompt, in physical blocks `block_ids`, all full
+    but the last, which holds `last_block_tokens`. `in_cache`: their KV was there before this step (all layers may go at
+    once); otherwise each layer may go when `layer_done` names it. `is_last`: the prompt ends here."""
+
+    request_id: str
+    first_block: int
+    block_ids: tuple[int, ...]
+    last_block_tokens: int
+    in_cache: bool
+    is_last: bool
+
+
+class KvExporter(Protocol):
+    """Called by every rank's runner inside a step, for its own shard. Must not block."""
+
+    def begin_step(self, ranges: Sequence[ExportRange]) -> None: ...
+
+    def layer_done(self, layer: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOut:
+    """One sampled token. `logprob` and `top` only when asked for. `cached_tokens` on a request's first token."""
+
+    request_id: str
+    token_id: int
+    logprob: float | None = None
+    top: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """A request left the engine: finished for `reason`, or failed with `error`. For an exporting request that went
+    well there is an end too (reason None: its first token did not end it); its blocks stay leased until release."""
+
+    request_id: str
+    reason: FinishReason | None = None
+    error: TandemError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """Full blocks that became findable (`stored`) or no longer are, in order."""
+
+    stored: bool
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Every block is in exactly one state."""
+
+    free: int
+    cached: int
+    leased: int
+    in_use: int
+    total: int
+
+    @property
+    def conserved(self) -> bool:
+        return self.free + self.cached + self.leased + self.in_use == self.total
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    waiting_requests: int
+    running_requests: int
+    waiting_tokens: int
+    blocks: BlockCounts
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    tokens: tuple[TokenOut, ...] = ()
+    ended: tuple[RequestEnd, ...] = ()

@@ -1,0 +1,208 @@
+"""Every error Tandem raises on purpose, and what each becomes on the wire.
+
+    TandemError
+    ├── InputError            the caller's fault: names the field, what was expected, what came
+    │   ├── ModelNotFound
+    │   ├── ContextExceeded
+    │   ├── UnsupportedField
+    │   └── PayloadTooLarge
+    ├── OverloadedError       refused early; retry after a delay
+    ├── UnavailableError      a part of the cluster is not there; a retry may succeed
+    │   ├── WorkerLost
+    │   ├── NoWorker
+    │   └── KvExhausted
+    ├── HandoffError          the KV blocks did not arrive whole (cause in `cause`)
+    ├── DeadlineExceeded
+    ├── RequestCancelled
+    ├── ConfigError           configuration, checkpoint or machine: names the field and the remedy
+    │   ├── CheckpointError
+    │   ├── PortInUse
+    │   ├── IncompatiblePools
+    │   └── InsufficientMemory
+    └── InternalError         our fault
+
+An error says what was expected, what came, and what to do. `WIRE` maps each code to its gRPC status, HTTP status and
+metric label; a code that is missing there fails a test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+
+class ErrorCode(StrEnum):
+    INVALID_ARGUMENT = "invalid_argument"
+    MODEL_NOT_FOUND = "model_not_found"
+    CONTEXT_EXCEEDED = "context_length_exceeded"
+    UNSUPPORTED_FIELD = "unsupported_field"
+    PAYLOAD_TOO_LARGE = "payload_too_large"
+    OVERLOADED = "overloaded"
+    UNAVAILABLE = "unavailable"
+    WORKER_LOST = "worker_lost"
+    NO_WORKER = "no_worker"
+    KV_EXHAUSTED = "kv_exhausted"
+    HANDOFF_FAILED = "handoff_failed"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    CANCELLED = "cancelled"
+    CONFIG = "config"
+    CHECKPOINT = "checkpoint"
+    PORT_IN_USE = "port_in_use"
+    INCOMPATIBLE_POOLS = "incompatible_pools"
+    INSUFFICIENT_MEMORY = "insufficient_memory"
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How one error code looks from outside. `openai_type` is the `type` of OpenAI's error object."""
+
+    grpc_status: str
+    http_status: int
+    openai_type: str
+    retryable: bool = False
+
+
+WIRE: dict[ErrorCode, Wire] = {
+    ErrorCode.INVALID_ARGUMENT: Wire("INVALID_ARGUMENT", 400, "invalid_request_error"),
+    ErrorCode.MODEL_NOT_FOUND: Wire("NOT_FOUND", 404, "invalid_request_error"),
+    ErrorCode.CONTEXT_EXCEEDED: Wire("INVALID_ARGUMENT", 400, "invalid_request_error"),
+    ErrorCode.UNSUPPORTED_FIELD: Wire("INVALID_ARGUMENT", 400, "invalid_request_error"),
+    ErrorCode.PAYLOAD_TOO_LARGE: Wire("INVALID_ARGUMENT", 413, "invalid_request_error"),
+    ErrorCode.OVERLOADED: Wire("RESOURCE_EXHAUSTED", 429, "rate_limit_error", retryable=True),
+    ErrorCode.UNAVAILABLE: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
+    ErrorCode.WORKER_LOST: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
+    ErrorCode.NO_WORKER: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
+    ErrorCode.KV_EXHAUSTED: Wire("RESOURCE_EXHAUSTED", 503, "server_error", retryable=True),
+    ErrorCode.HANDOFF_FAILED: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
+    ErrorCode.DEADLINE_EXCEEDED: Wire("DEADLINE_EXCEEDED", 504, "server_error", retryable=True),
+    ErrorCode.CANCELLED: Wire("CANCELLED", 499, "invalid_request_error"),
+    ErrorCode.CONFIG: Wire("FAILED_PRECONDITION", 500, "server_error"),
+    ErrorCode.CHECKPOINT: Wire("FAILED_PRECONDITION", 500, "server_error"),
+    ErrorCode.PORT_IN_USE: Wire("FAILED_PRECONDITION", 500, "server_error"),
+    ErrorCode.INCOMPATIBLE_POOLS: Wire("FAILED_PRECONDITION", 500, "server_error"),
+    ErrorCode.INSUFFICIENT_MEMORY: Wire("FAILED_PRECONDITION", 500, "server_error"),
+    ErrorCode.INTERNAL: Wire("INTERNAL", 500, "server_error"),
+}
+
+
+class TandemError(Exception):
+    """Root of the tree.
+
+    Args:
+        message: one line: what was expected, what came, what to do.
+        field: the request field, option or file that is at fault, where there is one.
+        retry_after_s: how long a caller had better wait, where that is known.
+    """
+
+    code: ClassVar[ErrorCode] = ErrorCode.INTERNAL
+
+    def __init__(self, message: str, *, field: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+    @property
+    def wire(self) -> Wire:
+        return WIRE[self.code]
+
+
+class InputError(TandemError):
+    code = ErrorCode.INVALID_ARGUMENT
+
+
+class ModelNotFound(InputError):
+    code = ErrorCode.MODEL_NOT_FOUND
+
+
+class ContextExceeded(InputError):
+    code = ErrorCode.CONTEXT_EXCEEDED
+
+
+class UnsupportedField(InputError):
+    code = ErrorCode.UNSUPPORTED_FIELD
+
+
+class PayloadTooLarge(InputError):
+    code = ErrorCode.PAYLOAD_TOO_LARGE
+
+
+class OverloadedError(TandemError):
+    code = ErrorCode.OVERLOADED
+
+
+class UnavailableError(TandemError):
+    code = ErrorCode.UNAVAILABLE
+
+
+class WorkerLost(UnavailableError):
+    code = ErrorCode.WORKER_LOST
+
+
+class NoWorker(UnavailableError):
+    code = ErrorCode.NO_WORKER
+
+
+class KvExhausted(UnavailableError):
+    code = ErrorCode.KV_EXHAUSTED
+
+
+class HandoffError(TandemError):
+    code = ErrorCode.HANDOFF_FAILED
+
+
+class DeadlineExceeded(TandemError):
+    code = ErrorCode.DEADLINE_EXCEEDED
+
+
+class RequestCancelled(TandemError):
+    code = ErrorCode.CANCELLED
+
+
+class ConfigError(TandemError):
+    code = ErrorCode.CONFIG
+
+
+class CheckpointError(ConfigError):
+    code = ErrorCode.CHECKPOINT
+
+
+class PortInUse(ConfigError):
+    code = ErrorCode.PORT_IN_USE
+
+
+class IncompatiblePools(ConfigError):
+    code = ErrorCode.INCOMPATIBLE_POOLS
+
+
+class InsufficientMemory(ConfigError):
+    code = ErrorCode.INSUFFICIENT_MEMORY
+
+
+class InternalError(TandemError):
+    code = ErrorCode.INTERNAL
+
+
+def _by_code() -> dict[ErrorCode, type[TandemError]]:
+    found: dict[ErrorCode, type[TandemError]] = {}
+    pending: list[type[TandemError]] = [TandemError]
+    while pending:
+        cls = pending.pop()
+        if cls is not TandemError:
+            found[cls.code] = cls
+        pending.extend(cls.__subclasses__())
+    return found
+
+
+_CLASSES = _by_code()
+
+
+def error_from_code(code: str, message: str, field: str | None = None) -> TandemError:
+    """The typed error for what a worker sent. An unknown code (a newer worker) becomes InternalError."""
+    try:
+        cls = _CLASSES[ErrorCode(code)]
+    except (ValueError, KeyError):
+        cls = InternalError
+    return cls(message, field=field or None)

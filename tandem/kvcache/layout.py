@@ -1,0 +1,60 @@
+"""The shape of a rank's KV pool, without the tensor: what engine, transfer agent and reshard plans agree on.
+
+`[block, layer, 2 (K,V), kv_head, block_tokens, head_dim]`, C-contiguous. One block is contiguous, so a finished prefix
+moves in few large pieces; so is one layer of one block, and one head of that (docs/architecture.md, KV blocks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+DTYPE_BYTES: Final[dict[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KvPoolLayout:
+    """One rank's pool. `kv_heads` are the rank's own (after sharding or replication)."""
+
+    num_blocks: int
+    layers: int
+    kv_heads: int
+    block_tokens: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int, int]:
+        return (self.num_blocks, self.layers, 2, self.kv_heads, self.block_tokens, self.head_dim)
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one head of one layer, K or V."""
+        return self.head_dim * self.element_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one layer of one block, K or V."""
+        return self.block_tokens * self.token_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one block, K and V."""
+        return 2 * self.kv_heads * self.head_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layers * self.layer_bytes
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+def blocks_for(tokens: int, block_tokens: int) -> int:
+    """Blocks that hold `tokens` tokens, the last one perhaps partly."""
+    return -(-tokens // block_tokens)

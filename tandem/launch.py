@@ -1,0 +1,76 @@
+"""What the control plane tells a process when it starts it: one JSON file in the worker's private run folder.
+
+The file names under `run_dir` are derived here and nowhere else, so no process is ever told a path by a peer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tandem.config import Frozen, ModelSpec, Role, RouterSpec, TransferSpec
+
+
+class WorkerLaunch(Frozen):
+    """One life (epoch) of one worker. All its ranks run on one host and share `run_dir` (mode 0700)."""
+
+    cluster: str
+    worker_id: str
+    epoch: int
+    role: Role
+    model: ModelSpec
+    model_dir: str
+    transfer: TransferSpec
+    controller_address: str
+    redis_url: str | None
+    run_dir: str
+    log_level: str = "info"
+
+    @property
+    def tp(self) -> int:
+        return (self.model.prefill if self.role is Role.PREFILL else self.model.decode).tp
+
+    @property
+    def leader_socket(self) -> Path:
+        """The worker's service connects to rank 0 here."""
+        return Path(self.run_dir) / "leader.sock"
+
+    def agent_socket(self, rank: int) -> Path:
+        """Ranks connect to rank `rank`'s transfer agent here."""
+        return Path(self.run_dir) / f"agent-{rank}.sock"
+
+    def link_socket(self, rank: int) -> Path:
+        """Peers' agents on this host connect to rank `rank`'s agent here (`mapped`)."""
+        return Path(self.run_dir) / f"link-{rank}.sock"
+
+    @property
+    def rendezvous_file(self) -> Path:
+        """The tensor-parallel group's file store."""
+        return Path(self.run_dir) / "rendezvous"
+
+    @classmethod
+    def load(cls, path: Path) -> WorkerLaunch:
+        return cls.model_validate_json(path.read_bytes())
+
+
+class ServedModel(Frozen):
+    name: str
+    model_dir: str
+    model_fingerprint: str
+    block_tokens: int
+    max_model_tokens: int | None = None
+
+
+class RouterLaunch(Frozen):
+    """One router process."""
+
+    cluster: str
+    router_id: str
+    router: RouterSpec
+    models: tuple[ServedModel, ...]
+    controller_address: str
+    redis_url: str | None
+    log_level: str = "info"
+
+    @classmethod
+    def load(cls, path: Path) -> RouterLaunch:
+        return cls.model_validate_json(path.read_bytes())

@@ -1,0 +1,173 @@
+"""A request's states and what it asks for. Torch-free; drawn in docs/request-lifecycle.md.
+
+`RequestState` is the life of a request as the router sees it, and its end states are metric labels.
+`SamplingParams` is already valid: build it with `SamplingParams.parse` at the edge and trust it afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tandem.errors import InputError, InternalError
+
+MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 64
+
+
+class RequestState(StrEnum):
+    RECEIVED = "received"
+    ADMITTED = "admitted"
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    HANDOFF = "handoff"
+    DECODING = "decoding"
+    MIGRATING = "migrating"
+    FINISHED = "finished"
+    REJECTED = "rejected"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    @property
+    def is_end(self) -> bool:
+        return self in END_STATES
+
+
+END_STATES = frozenset(
+    {RequestState.FINISHED, RequestState.REJECTED, RequestState.CANCELLED, RequestState.FAILED}
+)
+
+_S = RequestState
+# The edges of the lifecycle. Any state that is not an end may also become CANCELLED or FAILED.
+EDGES: dict[RequestState, frozenset[RequestState]] = {
+    _S.RECEIVED: frozenset({_S.ADMITTED, _S.REJECTED}),
+    _S.ADMITTED: frozenset({_S.QUEUED, _S.REJECTED}),
+    _S.QUEUED: frozenset({_S.PREFILLING, _S.REJECTED}),
+    _S.PREFILLING: frozenset({_S.HANDOFF, _S.DECODING, _S.FINISHED, _S.MIGRATING}),
+    _S.HANDOFF: frozenset({_S.DECODING, _S.FINISHED, _S.MIGRATING}),
+    _S.DECODING: frozenset({_S.FINISHED, _S.MIGRATING}),
+    _S.MIGRATING: frozenset({_S.QUEUED}),
+}
+
+
+class Lifecycle:
+    """The state of one request. Every change goes through a named transition, which refuses a wrong edge."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self) -> None:
+        self._state = RequestState.RECEIVED
+
+    @property
+    def state(self) -> RequestState:
+        return self._state
+
+    def _to(self, target: RequestState) -> None:
+        if target not in EDGES.get(self._state, frozenset()):
+            raise InternalError(f"request cannot go from {self._state} to {target}")
+        self._state = target
+
+    def admit(self) -> None:
+        self._to(_S.ADMITTED)
+
+    def enqueue(self) -> None:
+        self._to(_S.QUEUED)
+
+    def start_prefill(self) -> None:
+        self._to(_S.PREFILLING)
+
+    def start_handoff(self) -> None:
+        self._to(_S.HANDOFF)
+
+    def start_decode(self) -> None:
+        self._to(_S.DECODING)
+
+    def migrate(self) -> None:
+        self._to(_S.MIGRATING)
+
+    def finish(self) -> None:
+        self._to(_S.FINISHED)
+
+    def reject(self) -> None:
+        self._to(_S.REJECTED)
+
+    def cancel(self) -> None:
+        self._end(_S.CANCELLED)
+
+    def fail(self) -> None:
+        self._end(_S.FAILED)
+
+    def _end(self, target: RequestState) -> None:
+        if self._state.is_end:
+            raise InternalError(f"request already ended as {self._state}, cannot become {target}")
+        self._state = target
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. `temperature` 0 is greedy; None means "no limit" for `top_k`, "none" for `logprobs`.
+
+    The same (seed, position, token) always draws the same noise, so the choice does not depend on batch, worker or
+    tensor-parallel width (docs/architecture.md, Determinism).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int = 16
+    stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+    logprobs: int | None = None
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        seed: int,
+        max_tokens: int,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        stop_token_ids: frozenset[int] = frozenset(),
+        logprobs: int | None = None,
+    ) -> SamplingParams:
+        """Raises InputError naming the field. None takes the default."""
+        params = cls(
+            temperature=1.0 if temperature is None else float(temperature),
+            top_p=1.0 if top_p is None else float(top_p),
+            top_k=top_k or None,
+            min_p=0.0 if min_p is None else float(min_p),
+            seed=seed % 2**64,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            logprobs=logprobs,
+        )
+        _check_range("temperature", params.temperature, 0.0, 2.0)
+        _check_range("top_p", params.top_p, 0.0, 1.0, low_open=True)
+        _check_range("min_p", params.min_p, 0.0, 1.0)
+        if params.top_k is not None:
+            _check_range("top_k", params.top_k, 1, 2**31 - 1)
+        _check_range("max_tokens", params.max_tokens, 1, 2**31 - 1)
+        if logprobs is not None:
+            _check_range("logprobs", logprobs, 0, MAX_LOGPROBS)
+        if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InputError(
+                f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS}, got {len(stop_token_ids)}",
+                field="stop_token_ids",
+            )
+        return params
+
+
+def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+    too_low = value <= low if low_open else value < low
+    if math.isnan(value) or too_low or value > high:
+        bound = "greater than" if low_open else "at least"
+        raise InputError(f"{name}: expected a number {bound} {low:g} and at most {high:g}, got {value:g}", field=name)
