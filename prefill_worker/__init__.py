@@ -1,0 +1,1 @@
+"""The prefill service: the engine and the sending half of the handoff."""

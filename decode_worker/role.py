@@ -1,0 +1,193 @@
+"""The decode role: reserve blocks, wait until they are verified, join the batch, stream tokens. Or do it all here."""
+
+from __future__ import annotations
+
+import secrets
+
+from decode_worker.incoming import Incoming, IncomingBook, Phase
+from kvtransfer.control import CloseReceive, FromAgent, OpenReceive, ReceiveClosed, Received, ReceiveFailed
+from kvtransfer.ticket import Ticket
+from tandem.clock import Clock
+from tandem.engine.api import EngineRequest, Reservation, StepResult
+from tandem.engine.engine import Engine
+from tandem.errors import DeadlineExceeded, HandoffError, InputError, RequestCancelled, TandemError
+from tandem.v1 import worker_pb2
+from worker.agents import Agents
+from worker.identity import WorkerIdentity
+from worker.requests import RequestBook
+from worker.steps import report_step
+from worker.wire import parse_work
+
+
+class DecodeRole:
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        engine: Engine,
+        agents: Agents,
+        requests: RequestBook,
+        clock: Clock,
+        ticket_ttl_s: float,
+    ) -> None:
+        self._identity = identity
+        self._engine = engine
+        self._agents = agents
+        self._requests = requests
+        self._clock = clock
+        self._ttl_s = ticket_ttl_s
+        self._incoming = IncomingBook(clock, identity.tp, ticket_ttl_s)
+
+    # --- routers -----------------------------------------------------------------------------------------------
+
+    def on_frame(self, session: int, frame: worker_pb2.RouterFrame) -> None:
+        match frame.WhichOneof("frame"):
+            case "generate":
+                self._generate(session, frame.generate.work)
+            case "reserve":
+                self._reserve(session, frame.reserve)
+            case "join":
+                self._join(session, frame.join)
+            case "cancel":
+                if engine_id := self._requests.find(session, frame.cancel.request_id):
+                    self._end(engine_id, RequestCancelled("the router cancelled the request"))
+            case kind:
+                raise InputError(f"frame: a decode worker takes generate, reserve, join or cancel, got {kind}")
+
+    def on_session_closed(self, session: int) -> None:
+        for engine_id in self._requests.of_session(session):
+            self._end(engine_id, RequestCancelled("the router's session ended"))
+
+    def _generate(self, session: int, work: worker_pb2.Work) -> None:
+        engine_id = self._requests.open(session, work.request_id)
+        try:
+            self._engine.add(self._parse(work, engine_id))
+        except TandemError as error:
+            self._requests.fail(engine_id, error)
+
+    def _reserve(self, session: int, reserve: worker_pb2.Reserve) -> None:
+        engine_id = self._requests.open(session, reserve.work.request_id)
+        try:
+            request = self._parse(reserve.work, engine_id, use_prefix_cache=reserve.use_prefix_cache)
+            reservation = self._engine.reserve(request)
+        except TandemError as error:
+            self._requests.fail(engine_id, error)
+            return
+        ticket = self._ticket(reserve, reservation, len(request.prompt))
+        missing = reservation.block_ids[reservation.first_missing_block :]
+        self._incoming.open(ticket.ticket_id, engine_id, anything_to_receive=bool(missing))
+        if missing:
+            self._agents.broadcast(
+                OpenReceive(
+                    ticket_id=ticket.ticket_id,
+                    prefill_worker=reserve.prefill_worker,
+                    prefill_epoch=reserve.prefill_epoch,
+                    first_block=reservation.first_missing_block,
+                    block_ids=missing,
+                    prompt_tokens=len(request.prompt),
+                )
+            )
+        if target := self._requests.frame_of(engine_id):
+            frame, request_id = target
+            reserved = frame.reserved.add(request_id=request_id)
+            reserved.ticket.signed = ticket.sign(self._identity.ticket_key)
+            reserved.ticket.decode_worker = self._identity.worker_id
+            reserved.ticket.decode_epoch = self._identity.epoch
+            reserved.ticket.cached_tokens = reservation.cached_tokens
+
+    def _ticket(self, reserve: worker_pb2.Reserve, reservation: Reservation, prompt_tokens: int) -> Ticket:
+        return Ticket(
+            ticket_id=secrets.token_hex(16),
+            request_id=reserve.work.request_id,
+            decode_worker=self._identity.worker_id,
+            decode_epoch=self._identity.epoch,
+            prefill_worker=reserve.prefill_worker,
+            prefill_epoch=reserve.prefill_epoch,
+            first_block=reservation.first_missing_block,
+            block_count=len(reservation.block_ids) - reservation.first_missing_block,
+            prompt_tokens=prompt_tokens,
+            ttl_s=self._ttl_s,
+        )
+
+    def _join(self, session: int, join: worker_pb2.Join) -> None:
+        engine_id = self._requests.find(session, join.request_id)
+        entry = self._incoming.by_engine_id(engine_id) if engine_id else None
+        if entry is None or entry.phase is Phase.CLOSING:
+            return  # it ended meanwhile, and the router has been told
+        entry.first_token = join.first_token
+        self._join_if_ready(entry)
+
+    def _parse(self, work: worker_pb2.Work, engine_id: str, *, use_prefix_cache: bool = True) -> EngineRequest:
+        fingerprint = self._identity.model_fingerprint
+        return parse_work(work, engine_id=engine_id, model_fingerprint=fingerprint, use_prefix_cache=use_prefix_cache)
+
+    # --- transfer agents ---------------------------------------------------------------------------------------
+
+    def on_agent(self, rank: int, message: FromAgent) -> None:
+        match message:
+            case Received():
+                if entry := self._incoming.received(rank, message):
+                    self._join_if_ready(entry)
+            case ReceiveFailed(ticket_id=ticket_id, cause=cause, message=text):
+                if entry := self._incoming.by_ticket(ticket_id):
+                    self._end(entry.engine_id, HandoffError(f"the KV blocks did not arrive ({cause}): {text}"))
+            case ReceiveClosed(ticket_id=ticket_id):
+                self._closed(rank, ticket_id)
+            case _:
+                pass  # attachment and link reports are the agents' own business
+
+    def on_agent_lost(self, rank: int) -> None:
+        lost = HandoffError("the decode worker's transfer agent was lost (peer_lost): try again")
+        for entry in self._incoming.open_entries():
+            if entry.phase is Phase.EXPECTING and rank in entry.pending:
+                self._end(entry.engine_id, lost)
+            self._closed(rank, entry.ticket_id)
+
+    def _closed(self, rank: int, ticket_id: str) -> None:
+        if entry := self._incoming.closed(rank, ticket_id):
+            self._engine.cancel(entry.engine_id)
+
+    def _join_if_ready(self, entry: Incoming) -> None:
+        if not entry.can_join or entry.first_token is None:
+            return
+        self._incoming.joined(entry)
+        try:
+            self._engine.join(entry.engine_id, entry.first_token)
+        except TandemError as error:
+            self._engine.cancel(entry.engine_id)
+            self._requests.fail(entry.engine_id, error)
+            return
+        if target := self._requests.frame_of(entry.engine_id):
+            frame, request_id = target
+            frame.handoffs.add(
+                request_id=request_id,
+                bytes=entry.received_bytes,
+                blocks=entry.blocks,
+                pieces=entry.pieces,
+                verify_s=entry.verify_s,
+                reserve_to_join_s=self._clock.now_s() - entry.reserved_at_s,
+            )
+
+    # --- ends --------------------------------------------------------------------------------------------------
+
+    def _end(self, engine_id: str, error: TandemError) -> None:
+        """Tells the router at once; frees the blocks as soon as nobody can write to them any more."""
+        self._requests.fail(engine_id, error)
+        entry = self._incoming.by_engine_id(engine_id)
+        if entry is None:
+            self._engine.cancel(engine_id)
+        elif self._incoming.start_closing(entry):
+            self._agents.broadcast(CloseReceive(ticket_id=entry.ticket_id))
+            for rank in self._agents.lost_ranks():
+                self._closed(rank, entry.ticket_id)
+
+    def after_step(self, result: StepResult) -> None:
+        report_step(result, self._requests)
+        for end in result.ended:
+            if end.error is not None:
+                self._requests.fail(end.request_id, end.error)
+            elif end.reason is not None:
+                self._requests.finish(end.request_id, end.reason)
+
+    def tick(self) -> None:
+        for entry in self._incoming.late():
+            self._end(entry.engine_id, DeadlineExceeded(f"no first token came within {self._ttl_s:g} s of the blocks"))

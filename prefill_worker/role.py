@@ -1,0 +1,161 @@
+"""The prefill role: compute the prompt, push its blocks as they are finished, sample the first token."""
+
+from __future__ import annotations
+
+from kvtransfer.control import CloseSend, FromAgent, OpenSend, SendClosed, SendFailed, Sent
+from kvtransfer.ticket import ticket_id_of
+from prefill_worker.outgoing import Outgoing, OutgoingBook, Phase
+from tandem.engine.api import StepResult
+from tandem.engine.engine import Engine
+from tandem.errors import HandoffError, InputError, RequestCancelled, TandemError
+from tandem.request import RequestState
+from tandem.v1 import worker_pb2
+from worker.agents import Agents
+from worker.identity import WorkerIdentity
+from worker.requests import RequestBook
+from worker.steps import report_step
+from worker.wire import parse_work
+
+
+class PrefillRole:
+    """A request here is over when its first token is out *and* its blocks are acknowledged; both are tracked apart,
+    because the router must not wait for the second."""
+
+    def __init__(self, identity: WorkerIdentity, engine: Engine, agents: Agents, requests: RequestBook) -> None:
+        self._identity = identity
+        self._engine = engine
+        self._agents = agents
+        self._requests = requests
+        self._outgoing = OutgoingBook(identity.tp)
+        self._prefilled: set[str] = set()  # engine ids that left the engine and keep leased blocks
+
+    # --- routers -----------------------------------------------------------------------------------------------
+
+    def on_frame(self, session: int, frame: worker_pb2.RouterFrame) -> None:
+        match frame.WhichOneof("frame"):
+            case "prefill":
+                self._prefill(session, frame.prefill)
+            case "cancel":
+                if engine_id := self._requests.find(session, frame.cancel.request_id):
+                    self._end(engine_id, RequestCancelled("the router cancelled the request"))
+            case kind:
+                raise InputError(f"frame: a prefill worker takes prefill or cancel, got {kind}")
+
+    def on_session_closed(self, session: int) -> None:
+        for engine_id in self._requests.of_session(session):
+            self._end(engine_id, RequestCancelled("the router's session ended"))
+
+    def _prefill(self, session: int, prefill: worker_pb2.Prefill) -> None:
+        engine_id = self._requests.open(session, prefill.work.request_id)
+        try:
+            self._start(engine_id, prefill)
+        except TandemError as error:
+            self._end(engine_id, error)
+
+    def _start(self, engine_id: str, prefill: worker_pb2.Prefill) -> None:
+        ticket = prefill.ticket
+        ticket_id = ticket_id_of(ticket.signed)
+        if self._outgoing.by_ticket(ticket_id) is not None:
+            raise InputError("ticket: expected one that is not in use", field="ticket")
+        first_block = ticket.cached_tokens // self._identity.block_tokens
+        request = parse_work(
+            prefill.work,
+            engine_id=engine_id,
+            model_fingerprint=self._identity.model_fingerprint,
+            export_from_block=first_block,
+        )
+        self._engine.add(request)
+        if first_block * self._identity.block_tokens >= len(request.prompt):
+            return  # the decode worker has every block; only the first token is wanted
+        self._outgoing.open(ticket_id, engine_id)
+        self._agents.broadcast(
+            OpenSend(
+                ticket_id=ticket_id,
+                signed_ticket=ticket.signed,
+                export_id=engine_id,
+                decode_worker=ticket.decode_worker,
+                decode_epoch=ticket.decode_epoch,
+                first_block=first_block,
+                prompt_tokens=len(request.prompt),
+            )
+        )
+
+    # --- transfer agents ---------------------------------------------------------------------------------------
+
+    def on_agent(self, rank: int, message: FromAgent) -> None:
+        match message:
+            case Sent():
+                if entry := self._outgoing.sent(rank, message):
+                    self._acknowledged(entry)
+            case SendFailed(ticket_id=ticket_id, cause=cause, message=text):
+                if entry := self._outgoing.by_ticket(ticket_id):
+                    self._end(entry.engine_id, HandoffError(f"the KV blocks were not taken ({cause}): {text}"))
+            case SendClosed(ticket_id=ticket_id):
+                self._closed(rank, ticket_id)
+            case _:
+                pass  # attachment and link reports are the agents' own business
+
+    def on_agent_lost(self, rank: int) -> None:
+        lost = HandoffError("the prefill worker's transfer agent was lost (peer_lost): try again")
+        for entry in self._outgoing.open_entries():
+            if entry.phase is Phase.SENDING and rank in entry.pending:
+                self._end(entry.engine_id, lost)
+            self._closed(rank, entry.ticket_id)
+
+    def _acknowledged(self, entry: Outgoing) -> None:
+        if target := self._requests.frame_of(entry.engine_id):
+            frame, request_id = target
+            frame.handoffs.add(request_id=request_id, bytes=entry.sent_bytes, pieces=entry.pieces)
+        if entry.engine_id in self._prefilled:
+            self._complete(entry.engine_id)
+
+    def _complete(self, engine_id: str) -> None:
+        """The first token is out and nothing is left to send."""
+        self._requests.close(engine_id, RequestState.FINISHED)
+        self._release(engine_id)
+
+    def _closed(self, rank: int, ticket_id: str) -> None:
+        if entry := self._outgoing.closed(rank, ticket_id):
+            self._release(entry.engine_id)
+
+    def _release(self, engine_id: str) -> None:
+        if engine_id in self._prefilled:
+            self._prefilled.discard(engine_id)
+            self._engine.release_export(engine_id)
+        else:
+            self._engine.cancel(engine_id)
+
+    # --- ends --------------------------------------------------------------------------------------------------
+
+    def _end(self, engine_id: str, error: TandemError) -> None:
+        """Tells the router at once."""
+        self._requests.fail(engine_id, error)
+        self._stop_sending(engine_id)
+
+    def after_step(self, result: StepResult) -> None:
+        report_step(result, self._requests)
+        for end in result.ended:
+            if end.error is not None:
+                self._end(end.request_id, end.error)
+                continue
+            self._prefilled.add(end.request_id)
+            entry = self._outgoing.by_engine_id(end.request_id)
+            if end.reason is not None:
+                # The first token ended the request: the router drops the handoff, so nothing more need be sent.
+                self._requests.finish(end.request_id, end.reason)
+                self._stop_sending(end.request_id)
+            elif entry is None:
+                self._complete(end.request_id)
+
+    def _stop_sending(self, engine_id: str) -> None:
+        """Releases the blocks as soon as nobody can read them any more."""
+        entry = self._outgoing.by_engine_id(engine_id)
+        if entry is None:
+            self._release(engine_id)
+        elif self._outgoing.start_closing(entry):
+            self._agents.broadcast(CloseSend(ticket_id=entry.ticket_id))
+            for rank in self._agents.lost_ranks():
+                self._closed(rank, entry.ticket_id)
+
+    def tick(self) -> None:
+        """Deadlines of a push are the agents' own; nothing here waits on time."""

@@ -1,0 +1,83 @@
+"""Requests of a worker by router session: frames go where they belong, and every request ends once."""
+
+import pytest
+
+from tandem.engine.api import BlockCounts, EngineLoad
+from tandem.errors import InputError, KvExhausted, RequestCancelled
+from tandem.request import FinishReason, RequestState
+from tandem.v1 import inference_pb2, worker_pb2
+from worker.requests import Outbox, RequestBook
+
+LOAD = EngineLoad(0, 0, 0, BlockCounts(8, 0, 0, 0, 8))
+
+
+class Sent:
+    """Collects what was flushed, parsed again, by session."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[int, worker_pb2.WorkerFrame]] = []
+
+    def __call__(self, session: int, frame: bytes) -> None:
+        self.frames.append((session, worker_pb2.WorkerFrame.FromString(frame)))
+
+
+@pytest.fixture
+def sent() -> Sent:
+    return Sent()
+
+
+@pytest.fixture
+def book(sent: Sent) -> RequestBook:
+    book = RequestBook(Outbox(sent))
+    book.sessions = {1: "router-a", 2: "router-b"}
+    return book
+
+
+def flush(book: RequestBook) -> None:
+    book.outbox.flush(LOAD, iter(book.sessions))
+
+
+def test_one_frame_per_session_holds_everything_of_a_step(book: RequestBook, sent: Sent) -> None:
+    flush(book)
+    sent.frames.clear()
+    one, two = book.open(1, "x"), book.open(2, "x")
+    book.finish(one, FinishReason.STOP)
+    book.fail(two, KvExhausted("no room"))
+    flush(book)
+    frames = dict(sent.frames)
+    assert len(sent.frames) == 2
+    assert frames[1].ended[0].finish_reason == inference_pb2.FINISH_REASON_STOP
+    assert frames[2].ended[0].error.code == "kv_exhausted"
+
+
+def test_the_load_goes_to_every_session_only_when_it_changed(book: RequestBook, sent: Sent) -> None:
+    flush(book)
+    assert {session for session, frame in sent.frames if frame.HasField("load")} == {1, 2}
+    sent.frames.clear()
+    flush(book)
+    assert sent.frames == []
+
+
+def test_two_live_requests_of_one_session_cannot_share_an_id(book: RequestBook) -> None:
+    first = book.open(1, "x")
+    with pytest.raises(InputError, match="request_id"):
+        book.open(1, "x")
+    book.finish(first, FinishReason.LENGTH)
+    assert book.open(1, "x") != first
+
+
+def test_a_request_ends_once_and_is_counted_once(book: RequestBook) -> None:
+    engine_id = book.open(1, "x")
+    book.fail(engine_id, RequestCancelled("gone"))
+    book.finish(engine_id, FinishReason.STOP)
+    assert book.ends == {RequestState.CANCELLED: 1}
+
+
+def test_a_closed_session_hears_nothing_more(book: RequestBook, sent: Sent) -> None:
+    flush(book)
+    sent.frames.clear()
+    engine_id = book.open(1, "x")
+    del book.sessions[1]
+    book.finish(engine_id, FinishReason.STOP)
+    flush(book)
+    assert sent.frames == []

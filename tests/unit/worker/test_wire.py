@@ -1,0 +1,56 @@
+"""What a router sends is checked again by the worker, field by field."""
+
+import pytest
+
+from tandem.engine.api import TokenLogprob, TokenOut
+from tandem.errors import ErrorCode, InputError, KvExhausted, error_from_code
+from tandem.v1 import worker_pb2
+from worker.wire import error_frame, parse_work, token_frame
+
+
+def work(**sampling: object) -> worker_pb2.Work:
+    fields = {"temperature": 0.0, "top_p": 1.0, "max_tokens": 4} | sampling
+    return worker_pb2.Work(request_id="r", prompt=[1, 2, 3], sampling=worker_pb2.ResolvedSampling(**fields))  # type: ignore[arg-type]
+
+
+def test_a_request_carries_prompt_salt_and_sampling_through() -> None:
+    wire = work(top_k=5, seed=2**64 - 1, logprobs=2, stop_token_ids=[9])
+    wire.cache_salt = b"tenant"
+    request = parse_work(wire, engine_id="1:r", model_fingerprint="m", export_from_block=1)
+    assert request.prompt == (1, 2, 3)
+    assert request.hash_key.cache_salt == b"tenant"
+    assert (request.sampling.top_k, request.sampling.seed, request.sampling.logprobs) == (5, 2**64 - 1, 2)
+    assert request.sampling.stop_token_ids == {9}
+    assert request.export_from_block == 1
+
+
+def test_absent_limits_become_none_not_zero() -> None:
+    request = parse_work(work(), engine_id="1:r", model_fingerprint="m")
+    assert request.sampling.top_k is None
+    assert request.sampling.logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", float("nan")), ("top_p", 0.0), ("max_tokens", 0), ("logprobs", 21)]
+)
+def test_values_out_of_range_are_refused(field: str, value: float) -> None:
+    with pytest.raises(InputError):
+        parse_work(work(**{field: value}), engine_id="1:r", model_fingerprint="m")
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(InputError, match="prompt"):
+        parse_work(worker_pb2.Work(request_id="r"), engine_id="1:r", model_fingerprint="m")
+
+
+def test_a_token_keeps_its_logprobs() -> None:
+    frame = token_frame("r", TokenOut("1:r", 5, -0.25, (TokenLogprob(5, -0.25), TokenLogprob(7, -2.0)), 16))
+    assert (frame.token_id, frame.cached_tokens) == (5, 16)
+    assert [top.token_id for top in frame.logprobs.top] == [5, 7]
+
+
+def test_errors_keep_their_code_on_the_wire() -> None:
+    ended = error_frame("r", KvExhausted("no room", field="prompt"))
+    error = error_from_code(ended.error.code, ended.error.message, ended.error.field)
+    assert (error.code, error.field) == (ErrorCode.KV_EXHAUSTED, "prompt")
+    assert error.wire.retryable

@@ -1,0 +1,68 @@
+"""The leader's view of the transfer agents of its worker, one beside each rank."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from kvtransfer.control import FromAgent, LinkReport
+from tandem.v1 import worker_pb2
+
+
+class AgentConnection(Protocol):
+    def send(self, message: msgspec.Struct) -> None:
+        """Never waits; drops the message when the agent is gone (its loss is reported)."""
+        ...
+
+
+class Agents:
+    """Sends to all ranks' agents and keeps what they report about links. Used by the step loop only."""
+
+    def __init__(self, connections: list[AgentConnection]) -> None:
+        self._connections = connections
+        self._alive = set(range(len(connections)))
+        self._links: dict[tuple[int, str, int], LinkReport] = {}
+
+    def send(self, rank: int, message: msgspec.Struct) -> None:
+        self._connections[rank].send(message)
+
+    def broadcast(self, message: msgspec.Struct) -> None:
+        for connection in self._connections:
+            connection.send(message)
+
+    def note(self, rank: int, message: FromAgent) -> None:
+        if isinstance(message, LinkReport):
+            self._links[(rank, message.peer_worker, message.peer_rank)] = message
+
+    def lost(self, rank: int) -> None:
+        self._alive.discard(rank)
+        self._links = {key: link for key, link in self._links.items() if key[0] != rank}
+
+    def connected(self, rank: int) -> None:
+        self._alive.add(rank)
+
+    def lost_ranks(self) -> list[int]:
+        """Ranks whose agent is gone at present: they neither read nor write."""
+        return [rank for rank in range(len(self._connections)) if rank not in self._alive]
+
+    def forget_all_but(self, peers: set[tuple[str, int]]) -> None:
+        """Drops reports about lives (worker, epoch) that the directory no longer has."""
+        self._links = {
+            key: link for key, link in self._links.items() if (link.peer_worker, link.peer_epoch) in peers
+        }
+
+    def links(self) -> list[worker_pb2.LinkState]:
+        return [
+            worker_pb2.LinkState(
+                peer_worker=link.peer_worker,
+                peer_epoch=link.peer_epoch,
+                rank=rank,
+                peer_rank=link.peer_rank,
+                transport=link.transport,
+                state=link.state,
+                reason=link.reason,
+                bytes=link.bytes,
+            )
+            for (rank, _, _), link in sorted(self._links.items())
+        ]

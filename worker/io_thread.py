@@ -1,0 +1,74 @@
+"""The rank process's I/O thread: an event loop for the leader's socket, so that the step loop never waits on one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from tandem.channel import Channel, ChannelError
+from worker.inbox import Inbox, Stop
+from worker.messages import LeaderReady, ToLeader, ToRouter
+
+T = TypeVar("T")
+
+
+class IoThread:
+    """Runs coroutines for threads that must not wait."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        self.loop.call_soon_threadsafe(function, *args)
+
+
+class ServiceLink:
+    """Where the service process connects. Its loss is the worker's end: routers cannot reach us any more."""
+
+    def __init__(self, io: IoThread, inbox: Inbox) -> None:
+        self._io = io
+        self._inbox = inbox
+        self._channel: Channel[ToLeader] | None = None
+
+    def listen(self, path: Path, ready: LeaderReady) -> None:
+        """Accepts exactly one service, and greets it with `ready`."""
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if self._channel is not None:
+                writer.close()
+                return
+            channel: Channel[ToLeader] = Channel(reader, writer, ToLeader)
+            self._channel = channel
+            channel.send(ready)
+            try:
+                async for message in channel:
+                    self._inbox.put(message)
+                self._inbox.put(Stop("the service process is gone"))
+            except ChannelError as error:
+                self._inbox.put(Stop(f"the service process sent nonsense: {error}"))
+
+        self._io.submit(_listen(accept, path)).result()
+
+    def send(self, message: msgspec.Struct) -> None:
+        if self._channel is not None:
+            self._io.call(self._channel.send, message)
+
+    def send_frame(self, session: int, frame: bytes) -> None:
+        self.send(ToRouter(session, frame))
+
+
+async def _listen(
+    accept: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]], path: Path
+) -> None:
+    await asyncio.start_unix_server(accept, str(path))

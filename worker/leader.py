@@ -1,0 +1,151 @@
+"""The leader's loop: read what came in, run one engine step, say what came of it. One thread; no locks, no waiting on
+anything but the inbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from google.protobuf.message import DecodeError
+
+from kvtransfer.control import SetPeers
+from tandem.engine.api import StepResult
+from tandem.engine.engine import Engine
+from tandem.errors import InputError, TandemError
+from tandem.v1 import worker_pb2
+from worker.agents import Agents
+from worker.identity import WorkerIdentity
+from worker.inbox import AgentConnected, AgentLost, AgentSaid, Event, Inbox, Stop
+from worker.io_thread import ServiceLink
+from worker.messages import CacheChanged, FromRouter, Peers, SessionClosed, SessionOpened, StateAnswer, StateQuery
+from worker.requests import Outbox, RequestBook
+from worker.role import Role
+from worker.wire import load_frame
+
+log = logging.getLogger(__name__)
+
+IDLE_TICK_S = 1.0
+
+
+class Leader:
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        engine: Engine,
+        agents: Agents,
+        requests: RequestBook,
+        role: Role,
+        inbox: Inbox,
+        service: ServiceLink,
+    ) -> None:
+        self._identity = identity
+        self._engine = engine
+        self._agents = agents
+        self._requests = requests
+        self._role = role
+        self._inbox = inbox
+        self._service = service
+        self._peers = SetPeers(())
+        self._steps = 0
+        self._ticked_s = 0.0
+
+    def run(self) -> str:
+        """Returns why it stopped."""
+        while True:
+            busy = self._engine.has_work
+            for event in self._inbox.drain() if busy else self._inbox.wait(IDLE_TICK_S):
+                if isinstance(event, Stop):
+                    return event.reason
+                self._handle(event)
+            if self._engine.has_work:
+                self._step()
+            self._tick()
+            self._flush()
+
+    def _step(self) -> None:
+        result: StepResult = self._engine.step()
+        self._steps += 1
+        self._role.after_step(result)
+
+    def _tick(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._ticked_s >= IDLE_TICK_S:
+            self._ticked_s = now_s
+            self._engine.idle_tick()
+            self._role.tick()
+
+    def _flush(self) -> None:
+        for change in self._engine.take_cache_events():
+            self._service.send(CacheChanged(change.stored, b"".join(change.hashes)))
+        self._requests.outbox.flush(self._engine.load(), iter(self._requests.sessions))
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case FromRouter(session=session, frame=frame):
+                self._on_frame(session, frame)
+            case AgentSaid(rank=rank, message=message):
+                self._agents.note(rank, message)
+                self._role.on_agent(rank, message)
+            case AgentLost(rank=rank):
+                log.warning("the transfer agent of rank %d is gone", rank)
+                self._agents.lost(rank)
+                self._role.on_agent_lost(rank)
+            case AgentConnected(rank=rank):
+                self._agents.connected(rank)
+                self._agents.send(rank, self._peers)
+            case Peers(peers=peers):
+                self._peers = SetPeers(peers)
+                self._agents.forget_all_but({(peer.worker_id, peer.epoch) for peer in peers})
+                self._agents.broadcast(self._peers)
+            case SessionOpened(session=session, router_id=router_id):
+                self._requests.sessions[session] = router_id
+                self._requests.outbox.frame(session).load.CopyFrom(load_frame(self._engine.load()))
+            case SessionClosed(session=session):
+                self._requests.sessions.pop(session, None)
+                self._requests.outbox.drop(session)
+                self._role.on_session_closed(session)
+            case StateQuery(query=query):
+                self._service.send(StateAnswer(query, self._state().SerializeToString()))
+
+    def _on_frame(self, session: int, raw: bytes) -> None:
+        """One bad frame may fail itself, never the worker."""
+        request_id = ""
+        try:
+            frame = worker_pb2.RouterFrame.FromString(raw)
+            request_id = _request_id(frame)
+            self._role.on_frame(session, frame)
+        except DecodeError as error:
+            self._requests.refuse(session, request_id, InputError(f"frame: expected a RouterFrame: {error}"))
+        except TandemError as error:
+            self._requests.refuse(session, request_id, error)
+
+    def _state(self) -> worker_pb2.WorkerState:
+        return worker_pb2.WorkerState(
+            worker_id=self._identity.worker_id,
+            epoch=self._identity.epoch,
+            load=load_frame(self._engine.load()),
+            steps=self._steps,
+            links=self._agents.links(),
+            request_ends={state.value: number for state, number in self._requests.ends.items()},
+        )
+
+
+def _request_id(frame: worker_pb2.RouterFrame) -> str:
+    match frame.WhichOneof("frame"):
+        case "generate":
+            return frame.generate.work.request_id
+        case "reserve":
+            return frame.reserve.work.request_id
+        case "prefill":
+            return frame.prefill.work.request_id
+        case "join":
+            return frame.join.request_id
+        case "cancel":
+            return frame.cancel.request_id
+        case _:
+            return ""
+
+
+def make_requests(service: ServiceLink) -> RequestBook:
+    return RequestBook(Outbox(service.send_frame))

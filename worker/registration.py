@@ -1,0 +1,72 @@
+"""A worker's place in the cluster: register this life with the controller, then follow the directory for peers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from kvtransfer.control import Peer
+from tandem.grpc_errors import error_from_rpc
+from tandem.launch import WorkerLaunch
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+
+
+class Registration:
+    """Keeps trying while the controller is away: the worker serves on without it.
+
+    Args:
+        info: this life; registered again whenever the controller comes back.
+        on_peers: called with the agents of the same model's other workers after every change.
+    """
+
+    def __init__(
+        self,
+        launch: WorkerLaunch,
+        info: cluster_pb2.WorkerInfo,
+        on_peers: Callable[[tuple[Peer, ...]], None],
+    ) -> None:
+        self._launch = launch
+        self._info = info
+        self._on_peers = on_peers
+
+    async def run(self) -> None:
+        """Never returns. Raises TandemError when the controller refuses this worker for good."""
+        while True:
+            try:
+                async with grpc.aio.insecure_channel(self._launch.controller_address) as channel:
+                    stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+                    await stub.Register(cluster_pb2.RegisterRequest(worker=self._info), wait_for_ready=True)
+                    watching = stub.WatchDirectory(cluster_pb2.WatchDirectoryRequest(watcher=self._launch.worker_id))
+                    async for directory in watching:
+                        self._on_peers(peers_of(directory, self._info))
+            except grpc.aio.AioRpcError as failure:
+                if failure.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
+                    raise error_from_rpc(failure) from failure
+                log.info("controller is away (%s); trying again", failure.code().name)
+            await asyncio.sleep(RETRY_S)
+
+
+def peers_of(directory: cluster_pb2.Directory, own: cluster_pb2.WorkerInfo) -> tuple[Peer, ...]:
+    """The agents a worker may exchange blocks with: those of its model, of the other role."""
+    return tuple(
+        Peer(
+            worker_id=worker.worker_id,
+            epoch=worker.epoch,
+            rank=agent.rank,
+            tp=worker.layout.tp,
+            host_id=agent.host_id,
+            mapped_path=agent.mapped_path,
+            tcp_address=agent.tcp_address,
+        )
+        for worker in directory.workers
+        if worker.model == own.model and worker.role != own.role
+        for agent in worker.agents
+    )

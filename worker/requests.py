@@ -1,0 +1,117 @@
+"""Who asked for what: the requests of one worker, by router session, and the frames that go back.
+
+The engine names a request by an id made here, so a second attempt under the same request id never meets what is left
+of the first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+
+from tandem.engine.api import EngineLoad
+from tandem.errors import InputError, RequestCancelled, TandemError
+from tandem.request import FinishReason, RequestState
+from tandem.v1 import worker_pb2
+from worker.wire import FINISH_REASONS, error_frame, load_frame
+
+SendFrame = Callable[[int, bytes], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Where a request came from."""
+
+    session: int
+    request_id: str
+
+
+class Outbox:
+    """Gathers what one step has to say into one frame per router session."""
+
+    def __init__(self, send: SendFrame) -> None:
+        self._send = send
+        self._frames: defaultdict[int, worker_pb2.WorkerFrame] = defaultdict(worker_pb2.WorkerFrame)
+        self._told_load: EngineLoad | None = None
+
+    def frame(self, session: int) -> worker_pb2.WorkerFrame:
+        return self._frames[session]
+
+    def drop(self, session: int) -> None:
+        self._frames.pop(session, None)
+
+    def flush(self, load: EngineLoad, sessions: Iterator[int]) -> None:
+        """Sends every pending frame. The load rides along, and goes to all sessions whenever it changed."""
+        if load != self._told_load:
+            self._told_load = load
+            wire = load_frame(load)
+            for session in sessions:
+                self._frames[session].load.CopyFrom(wire)
+        for session, frame in self._frames.items():
+            self._send(session, frame.SerializeToString())
+        self._frames.clear()
+
+
+class RequestBook:
+    """The live requests of this worker. Every one leaves through `finish`, `fail` or `close`, exactly once."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.outbox = outbox
+        self.ends: Counter[RequestState] = Counter()
+        self.sessions: dict[int, str] = {}
+        self._ids = count(1)
+        self._clients: dict[str, Client] = {}
+        self._engine_ids: dict[Client, str] = {}
+
+    def open(self, session: int, request_id: str) -> str:
+        """The engine's id for a new request. Raises InputError when the session already has one of that name."""
+        client = Client(session, request_id)
+        if not request_id or client in self._engine_ids:
+            raise InputError("request_id: expected a new, non-empty id", field="request_id")
+        engine_id = f"{next(self._ids)}:{request_id}"
+        self._clients[engine_id] = client
+        self._engine_ids[client] = engine_id
+        return engine_id
+
+    def find(self, session: int, request_id: str) -> str | None:
+        return self._engine_ids.get(Client(session, request_id))
+
+    def client(self, engine_id: str) -> Client | None:
+        return self._clients.get(engine_id)
+
+    def of_session(self, session: int) -> list[str]:
+        return [engine_id for engine_id, client in self._clients.items() if client.session == session]
+
+    def frame_of(self, engine_id: str) -> tuple[worker_pb2.WorkerFrame, str] | None:
+        """The frame to add to and the router's id, or None when the router no longer wants to hear of it."""
+        client = self._clients.get(engine_id)
+        if client is None or client.session not in self.sessions:
+            return None
+        return self.outbox.frame(client.session), client.request_id
+
+    def finish(self, engine_id: str, reason: FinishReason) -> None:
+        if target := self.frame_of(engine_id):
+            frame, request_id = target
+            frame.ended.add(request_id=request_id, finish_reason=FINISH_REASONS[reason])
+        self.close(engine_id, RequestState.FINISHED)
+
+    def fail(self, engine_id: str, error: TandemError) -> None:
+        if target := self.frame_of(engine_id):
+            frame, request_id = target
+            frame.ended.append(error_frame(request_id, error))
+        cancelled = isinstance(error, RequestCancelled)
+        self.close(engine_id, RequestState.CANCELLED if cancelled else RequestState.FAILED)
+
+    def refuse(self, session: int, request_id: str, error: TandemError) -> None:
+        """A frame that never became a request."""
+        if session in self.sessions:
+            self.outbox.frame(session).ended.append(error_frame(request_id, error))
+        self.ends[RequestState.REJECTED] += 1
+
+    def close(self, engine_id: str, state: RequestState) -> None:
+        client = self._clients.pop(engine_id, None)
+        if client is not None:
+            del self._engine_ids[client]
+            self.ends[state] += 1

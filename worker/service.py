@@ -1,0 +1,242 @@
+"""The service process of a worker: ends the routers' gRPC streams, registers the worker, publishes its cache events.
+
+Torch-free, and a process of its own, so that no server shares the step loop's interpreter. Frames pass through as
+bytes to the leader (rank 0). When the leader goes, so does this process; the supervisor then ends the worker.
+
+    python -m worker.service --launch FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator
+from itertools import count
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from tandem.channel import Channel
+from tandem.errors import InputError, TandemError, UnavailableError
+from tandem.grpc_errors import abort
+from tandem.launch import WorkerLaunch
+from tandem.logs import setup_logging
+from tandem.v1 import cluster_pb2, worker_pb2
+from worker.event_publisher import EventPublisher
+from worker.messages import (
+    CacheChanged,
+    FromLeader,
+    FromRouter,
+    LeaderReady,
+    Peers,
+    SessionClosed,
+    SessionOpened,
+    StateAnswer,
+    StateQuery,
+    ToRouter,
+)
+from worker.registration import Registration
+from worker.wire import PROTOCOL_VERSION
+
+log = logging.getLogger(__name__)
+
+QUEUED_FRAMES = 4096  # per router; a router that does not read this many is cut off
+STATE_TIMEOUT_S = 2.0
+
+
+class LeaderLink:
+    """The connection to rank 0, and who waits for what it says."""
+
+    def __init__(self, channel: Channel[FromLeader], publisher: EventPublisher) -> None:
+        self.channel = channel
+        self._publisher = publisher
+        self._sessions: dict[int, asyncio.Queue[bytes | None]] = {}
+        self._session_ids = count(1)
+        self._queries: dict[int, asyncio.Future[bytes]] = {}
+        self._query_ids = count(1)
+
+    def open_session(self, router_id: str) -> tuple[int, asyncio.Queue[bytes | None]]:
+        session = next(self._session_ids)
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUED_FRAMES)
+        self._sessions[session] = queue
+        self.channel.send(SessionOpened(session, router_id))
+        return session, queue
+
+    def close_session(self, session: int) -> None:
+        if self._sessions.pop(session, None) is not None:
+            self.channel.send(SessionClosed(session))
+
+    async def query_state(self) -> bytes:
+        query = next(self._query_ids)
+        answer = asyncio.get_running_loop().create_future()
+        self._queries[query] = answer
+        self.channel.send(StateQuery(query))
+        try:
+            return await asyncio.wait_for(answer, STATE_TIMEOUT_S)
+        except TimeoutError:
+            raise UnavailableError(f"the engine did not answer within {STATE_TIMEOUT_S:g} s") from None
+        finally:
+            del self._queries[query]
+
+    def handle(self, message: FromLeader) -> None:
+        match message:
+            case ToRouter(session=session, frame=frame):
+                self._to_router(session, frame)
+            case CacheChanged(stored=stored, hashes=hashes):
+                self._publisher.publish(stored, hashes)
+            case StateAnswer(query=query, state=state):
+                if (answer := self._queries.get(query)) and not answer.done():
+                    answer.set_result(state)
+            case LeaderReady():
+                pass  # read once, before this loop
+
+    def _to_router(self, session: int, frame: bytes) -> None:
+        queue = self._sessions.get(session)
+        if queue is None:
+            return
+        try:
+            queue.put_nowait(frame)
+        except asyncio.QueueFull:
+            log.warning("router session %d does not read; ending it", session)
+            self.close_session(session)
+            queue.get_nowait()  # room for the end mark
+            queue.put_nowait(None)
+
+
+class WorkerService:
+    """The gRPC methods. Session frames stay bytes on both sides."""
+
+    def __init__(self, launch: WorkerLaunch, leader: LeaderLink) -> None:
+        self._launch = launch
+        self._leader = leader
+
+    async def session(
+        self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
+    ) -> AsyncIterator[bytes]:
+        try:
+            router_id = await self._greet(frames)
+        except TandemError as error:
+            await abort(context, error)
+            return
+        session, queue = self._leader.open_session(router_id)
+        reading = asyncio.create_task(self._read(session, frames, queue))
+        hello = worker_pb2.WorkerHello(
+            worker_id=self._launch.worker_id, epoch=self._launch.epoch, protocol=PROTOCOL_VERSION
+        )
+        try:
+            yield worker_pb2.WorkerFrame(hello=hello).SerializeToString()
+            while (frame := await queue.get()) is not None:
+                yield frame
+        finally:
+            reading.cancel()
+            self._leader.close_session(session)
+
+    async def _greet(self, frames: AsyncIterator[bytes]) -> str:
+        async for raw in frames:
+            frame = worker_pb2.RouterFrame.FromString(raw)
+            if frame.WhichOneof("frame") != "hello" or not frame.hello.router_id:
+                raise InputError("frame: expected a hello with a router_id first", field="frame")
+            if frame.hello.protocol != PROTOCOL_VERSION:
+                raise InputError(
+                    f"protocol: expected {PROTOCOL_VERSION}, got {frame.hello.protocol}; update the older side",
+                    field="protocol",
+                )
+            return frame.hello.router_id
+        raise InputError("frame: expected a hello, got the end of the stream", field="frame")
+
+    async def _read(self, session: int, frames: AsyncIterator[bytes], queue: asyncio.Queue[bytes | None]) -> None:
+        async for raw in frames:
+            self._leader.channel.send(FromRouter(session, raw))
+        if not queue.full():
+            queue.put_nowait(None)
+
+    async def get_state(self, request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        try:
+            return await self._leader.query_state()
+        except TandemError as error:
+            await abort(context, error)
+            raise  # abort raises; this line is for the type checker
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        return grpc.method_handlers_generic_handler(
+            "tandem.v1.Worker",
+            {
+                "Session": grpc.stream_stream_rpc_method_handler(self.session),
+                "GetState": grpc.unary_unary_rpc_method_handler(self.get_state),
+            },
+        )
+
+
+async def connect_leader(launch: WorkerLaunch) -> Channel[FromLeader]:
+    """Waits for rank 0 to listen; how long a start may take is the controller's business."""
+    while True:
+        try:
+            reader, writer = await asyncio.open_unix_connection(str(launch.leader_socket), limit=1 << 20)
+            return Channel(reader, writer, FromLeader)
+        except (FileNotFoundError, ConnectionRefusedError):
+            await asyncio.sleep(0.05)
+
+
+async def serve(launch: WorkerLaunch) -> None:
+    channel = await connect_leader(launch)
+    messages = aiter(channel)
+    first = await anext(messages, None)
+    if not isinstance(first, LeaderReady):
+        raise UnavailableError(f"expected the leader to be ready first, got {type(first).__name__}")
+    info = cluster_pb2.WorkerInfo.FromString(first.info)
+    publisher = EventPublisher(
+        cluster=launch.cluster, worker_id=launch.worker_id, epoch=launch.epoch, redis_url=launch.redis_url
+    )
+    leader = LeaderLink(channel, publisher)
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server.add_generic_rpc_handlers((WorkerService(launch, leader).handlers(),))
+    port = server.add_insecure_port(f"{launch.transfer.bind_host}:0")
+    await server.start()
+    info.address = f"{launch.transfer.bind_host}:{port}"
+    info.processes.add(name="service", pid=os.getpid())
+    registration = Registration(launch, info, on_peers=lambda peers: channel.send(Peers(peers)))
+    background = [asyncio.create_task(registration.run()), asyncio.create_task(publisher.run())]
+    for task in background:
+        task.add_done_callback(_end_process_on_failure)
+    try:
+        async for message in messages:
+            leader.handle(message)
+        log.warning("the leader is gone; ending")
+    finally:
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        await server.stop(grace=0.5)
+
+
+def _end_process_on_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()):
+        log.error("error: %s", error)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def run(launch: WorkerLaunch) -> None:
+    serving = asyncio.current_task()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, lambda: serving.cancel() if serving else None)
+    try:
+        await serve(launch)
+    except asyncio.CancelledError:
+        pass  # a signal asked for it
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The service process of one worker.")
+    parser.add_argument("--launch", type=Path, required=True)
+    launch = WorkerLaunch.load(parser.parse_args().launch)
+    setup_logging(launch.log_level, process=f"{launch.worker_id}/service")
+    asyncio.run(run(launch))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""From the Worker protocol's messages to the engine's types and back. Parsed once, trusted afterwards."""
+
+from __future__ import annotations
+
+import math
+
+from tandem.blockhash import HashKey
+from tandem.engine.api import EngineLoad, EngineRequest, TokenOut
+from tandem.errors import InputError, TandemError
+from tandem.request import FinishReason, SamplingParams
+from tandem.v1 import inference_pb2, worker_pb2
+
+PROTOCOL_VERSION = 1
+
+FINISH_REASONS = {
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+
+
+def parse_sampling(wire: worker_pb2.ResolvedSampling) -> SamplingParams:
+    """Raises InputError: a router's word is checked too, so that no router can harm the engine."""
+    if not all(math.isfinite(value) for value in (wire.temperature, wire.top_p, wire.min_p)):
+        raise InputError("sampling: expected finite numbers", field="sampling")
+    return SamplingParams.parse(
+        seed=wire.seed,
+        max_tokens=wire.max_tokens,
+        temperature=wire.temperature,
+        top_p=wire.top_p,
+        top_k=wire.top_k or None,
+        min_p=wire.min_p,
+        stop_token_ids=frozenset(wire.stop_token_ids),
+        logprobs=wire.logprobs if wire.HasField("logprobs") else None,
+    )
+
+
+def parse_work(
+    work: worker_pb2.Work,
+    *,
+    engine_id: str,
+    model_fingerprint: str,
+    use_prefix_cache: bool = True,
+    export_from_block: int | None = None,
+) -> EngineRequest:
+    if not work.prompt:
+        raise InputError("prompt: expected at least one token, got none", field="prompt")
+    return EngineRequest(
+        request_id=engine_id,
+        prompt=tuple(work.prompt),
+        sampling=parse_sampling(work.sampling),
+        hash_key=HashKey(model_fingerprint, cache_salt=work.cache_salt),
+        use_prefix_cache=use_prefix_cache,
+        export_from_block=export_from_block,
+    )
+
+
+def token_frame(request_id: str, token: TokenOut) -> worker_pb2.StepToken:
+    frame = worker_pb2.StepToken(request_id=request_id, token_id=token.token_id)
+    if token.cached_tokens is not None:
+        frame.cached_tokens = token.cached_tokens
+    if token.logprob is not None:
+        frame.logprobs.token_id = token.token_id
+        frame.logprobs.logprob = token.logprob
+        for top in token.top:
+            frame.logprobs.top.add(token_id=top.token_id, logprob=top.logprob)
+    return frame
+
+
+def error_frame(request_id: str, error: TandemError) -> worker_pb2.Ended:
+    wire = worker_pb2.WorkerError(code=error.code.value, message=error.message, field=error.field or "")
+    return worker_pb2.Ended(request_id=request_id, error=wire)
+
+
+def load_frame(load: EngineLoad) -> worker_pb2.WorkerLoad:
+    blocks = load.blocks
+    return worker_pb2.WorkerLoad(
+        waiting_requests=load.waiting_requests,
+        running_requests=load.running_requests,
+        waiting_tokens=load.waiting_tokens,
+        blocks=worker_pb2.BlockCounts(
+            free=blocks.free,
+            cached=blocks.cached,
+            leased=blocks.leased,
+            in_use=blocks.in_use,
+            total=blocks.total,
+        ),
+    )
