@@ -67,6 +67,7 @@ class DecodeRole:
     def _reserve(self, session: int, reserve: worker_pb2.Reserve) -> None:
         engine_id = self._requests.open(session, reserve.work.request_id)
         try:
+            self._agents.require_all()
             request = self._parse(reserve.work, engine_id, use_prefix_cache=reserve.use_prefix_cache)
             reservation = self._engine.reserve(request)
         except TandemError as error:

@@ -53,6 +53,7 @@ class PrefillRole:
             self._end(engine_id, error)
 
     def _start(self, engine_id: str, prefill: worker_pb2.Prefill) -> None:
+        self._agents.require_all()
         ticket = prefill.ticket
         ticket_id = ticket_id_of(ticket.signed)
         if self._outgoing.by_ticket(ticket_id) is not None:

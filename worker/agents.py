@@ -7,6 +7,7 @@ from typing import Protocol
 import msgspec
 
 from kvtransfer.control import FromAgent, LinkReport
+from tandem.errors import UnavailableError
 from tandem.v1 import worker_pb2
 
 
@@ -45,6 +46,11 @@ class Agents:
     def lost_ranks(self) -> list[int]:
         """Ranks whose agent is gone at present: they neither read nor write."""
         return [rank for rank in range(len(self._connections)) if rank not in self._alive]
+
+    def require_all(self) -> None:
+        """Raises UnavailableError while an agent is being replaced: a new handoff could not be told to it."""
+        if lost := self.lost_ranks():
+            raise UnavailableError(f"the transfer agents of ranks {lost} are being replaced: try again")
 
     def forget_all_but(self, peers: set[tuple[str, int]]) -> None:
         """Drops reports about lives (worker, epoch) that the directory no longer has."""

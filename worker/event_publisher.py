@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from tandem.blockhash import BlockHash
+from tandem.blockhash import HASH_BYTES, BlockHash
 from tandem.prefix_events import (
     EVENT_FIELD,
     MAX_EVENT_HASHES,
@@ -26,13 +25,13 @@ from tandem.prefix_events import (
     encode_snapshot,
     entry_id,
     snapshot_key,
+    split_hashes,
     stream_key,
 )
 
 log = logging.getLogger(__name__)
 
 STREAM_ENTRIES = 4096  # a reader further behind than this takes the snapshot
-SNAPSHOT_EVERY_EVENTS = STREAM_ENTRIES // 2
 HEARTBEAT_S = 5.0
 KEY_TTL_S = 3600  # a worker that never comes back leaves nothing behind for longer
 MAX_BACKOFF_S = 5.0
@@ -40,30 +39,38 @@ BATCH_EVENTS = 256
 
 
 class EventPublisher:
-    """One per worker life. `publish` may be called before `start` and at any rate; `close` removes the keys."""
+    """One per worker life. `publish` may be called before `run` and at any rate. `redis_url` None: nothing is told."""
 
-    def __init__(self, redis_url: str, cluster: str, worker_id: str, epoch: int) -> None:
-        self._redis = Redis.from_url(
-            redis_url, retry=Retry(NoBackoff(), 0), socket_timeout=5.0, socket_connect_timeout=2.0
-        )
+    def __init__(
+        self,
+        *,
+        cluster: str,
+        worker_id: str,
+        epoch: int,
+        redis_url: str | None,
+        stream_entries: int = STREAM_ENTRIES,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        self._redis = None if redis_url is None else _connect(redis_url)
         self._stream = stream_key(cluster, worker_id)
         self._snapshot = snapshot_key(cluster, worker_id)
         self._epoch = epoch
         self._seq = 0
+        self._stream_entries = stream_entries
+        self._heartbeat_s = heartbeat_s
         self._hashes: set[BlockHash] = set()
         self._pending: deque[PrefixEvent] = deque()
         self._snapshot_due = True
         self._events_since_snapshot = 0
         self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="event-publisher")
-
-    def publish(self, *, stored: bool, hashes: Sequence[BlockHash]) -> None:
-        """Notes that blocks became findable or no longer are. Never waits, never raises for Redis' sake."""
-        for start in range(0, len(hashes), MAX_EVENT_HASHES):
-            part = tuple(hashes[start : start + MAX_EVENT_HASHES])
+    def publish(self, stored: bool, hashes: bytes) -> None:
+        """Notes that blocks (their hashes, concatenated) became findable or no longer are. Never waits, never raises
+        for Redis' sake."""
+        if self._redis is None:
+            return
+        for start in range(0, len(hashes), MAX_EVENT_HASHES * HASH_BYTES):
+            part = split_hashes(hashes[start : start + MAX_EVENT_HASHES * HASH_BYTES])
             if stored:
                 self._hashes.update(part)
             else:
@@ -71,32 +78,34 @@ class EventPublisher:
             self._seq += 1
             if not self._snapshot_due:  # else the snapshot to come covers it
                 self._pending.append(PrefixEvent(self._epoch, self._seq, stored, part))
-        if len(self._pending) > STREAM_ENTRIES:
+        if len(self._pending) > self._stream_entries:
             self._need_snapshot()
         self._wake.set()
 
-    async def close(self) -> None:
-        """Stops and removes this worker's keys, as far as Redis is there."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+    async def run(self) -> None:
+        """Publishes until cancelled; then removes this worker's keys, as far as Redis is there."""
+        if self._redis is None:
+            return
         try:
-            async with asyncio.timeout(1.0):
-                await self._redis.delete(self._stream, self._snapshot)
-        except (RedisError, OSError, TimeoutError):
-            pass  # the keys expire by themselves
-        await self._redis.aclose()
+            await self._publish_forever(self._redis)
+        finally:
+            try:
+                async with asyncio.timeout(1.0):
+                    await self._redis.delete(self._stream, self._snapshot)
+            except (RedisError, OSError, TimeoutError):
+                pass  # the keys expire by themselves
+            await self._redis.aclose()
 
-    async def _run(self) -> None:
+    async def _publish_forever(self, redis: Redis) -> None:
         backoff_s = 0.1
         reachable = True
         while True:
             try:
-                await self._flush()
+                await self._flush(redis)
                 if not reachable:
                     log.info("redis is back", extra={"pending": len(self._pending)})
                 backoff_s, reachable = 0.1, True
-                await self._idle()
+                await self._idle(redis)
             except (RedisError, OSError) as error:
                 if reachable:
                     log.warning("redis is not reachable; prefix events wait", extra={"error": str(error)})
@@ -105,14 +114,14 @@ class EventPublisher:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
-    async def _idle(self) -> None:
+    async def _idle(self, redis: Redis) -> None:
         """Waits for work; meanwhile keeps the keys alive and notices a Redis that lost them."""
         while not self._wake.is_set():
             try:
-                async with asyncio.timeout(HEARTBEAT_S):
+                async with asyncio.timeout(self._heartbeat_s):
                     await self._wake.wait()
             except TimeoutError:
-                async with self._redis.pipeline(transaction=False) as pipe:
+                async with redis.pipeline(transaction=False) as pipe:
                     pipe.expire(self._stream, KEY_TTL_S)
                     pipe.expire(self._snapshot, KEY_TTL_S)
                     _, alive = await pipe.execute()
@@ -121,37 +130,39 @@ class EventPublisher:
                     return
         self._wake.clear()
 
-    async def _flush(self) -> None:
+    async def _flush(self, redis: Redis) -> None:
         while self._snapshot_due or self._pending:
             if self._snapshot_due:
-                await self._write_snapshot(fresh_stream=True)
-            elif self._events_since_snapshot >= SNAPSHOT_EVERY_EVENTS:
-                await self._append()
-                await self._write_snapshot(fresh_stream=False)
+                await self._write_snapshot(redis, fresh_stream=True)
+            elif self._events_since_snapshot >= self._stream_entries // 2:
+                await self._append(redis)
+                await self._write_snapshot(redis, fresh_stream=False)
             else:
-                await self._append()
+                await self._append(redis)
 
-    async def _append(self) -> None:
+    async def _append(self, redis: Redis) -> None:
         batch = [self._pending.popleft() for _ in range(min(BATCH_EVENTS, len(self._pending)))]
-        async with self._redis.pipeline(transaction=False) as pipe:
+        async with redis.pipeline(transaction=False) as pipe:
             for event in batch:
                 pipe.xadd(
                     self._stream,
                     {EVENT_FIELD: encode_event(event)},
                     id=entry_id(event.epoch, event.seq),
-                    maxlen=STREAM_ENTRIES,
+                    maxlen=self._stream_entries,
                     approximate=True,
                 )
+            pipe.expire(self._stream, KEY_TTL_S)
             await pipe.execute()
         self._events_since_snapshot += len(batch)
 
-    async def _write_snapshot(self, *, fresh_stream: bool) -> None:
+    async def _write_snapshot(self, redis: Redis, *, fresh_stream: bool) -> None:
         """`fresh_stream`: what the stream holds may be of another life or have a gap, so it starts anew."""
         snapshot = PrefixSnapshot(self._epoch, self._seq, tuple(self._hashes))
-        self._pending.clear()
-        self._snapshot_due = False
+        if fresh_stream:
+            self._pending.clear()
+            self._snapshot_due = False
         self._events_since_snapshot = 0
-        async with self._redis.pipeline(transaction=True) as pipe:
+        async with redis.pipeline(transaction=True) as pipe:
             if fresh_stream:
                 pipe.delete(self._stream)
             pipe.set(self._snapshot, encode_snapshot(snapshot), ex=KEY_TTL_S)
@@ -160,3 +171,7 @@ class EventPublisher:
     def _need_snapshot(self) -> None:
         self._snapshot_due = True
         self._pending.clear()
+
+
+def _connect(redis_url: str) -> Redis:
+    return Redis.from_url(redis_url, retry=Retry(NoBackoff(), 0), socket_timeout=5.0, socket_connect_timeout=2.0)

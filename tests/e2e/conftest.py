@@ -1,0 +1,179 @@
+"""A whole cluster as a user starts it: `tandem up`, with Ray, the demo model, the router and the embedded Redis.
+
+One cluster serves all tests of a session; those that kill parts of it leave it whole again. It is found by its own state
+folder, so a cluster of the user's is never touched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import yaml
+
+READY_TIMEOUT_S = 120.0
+GOLDEN_FILE = Path(__file__).parents[1] / "data" / "smollm2_golden.json"
+
+
+@dataclass
+class Golden:
+    """One prompt with the tokens any correct engine answers (fp32, greedy)."""
+
+    prompt: str
+    text: str
+    prompt_ids: list[int]
+    greedy_ids: list[int]
+
+
+def free_ports(number: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [opened.getsockname()[1] for opened in sockets]
+    for opened in sockets:
+        opened.close()
+    return ports
+
+
+@dataclass
+class Cluster:
+    """A running `tandem up`."""
+
+    process: subprocess.Popen[bytes]
+    env: dict[str, str]
+    http_port: int
+    grpc_port: int
+    admin_port: int
+    log: Path
+    started_in_s: float = 0.0
+    descendants: set[int] = field(default_factory=set)
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.base_url}/v1", api_key="none", **({"max_retries": 0} | options))
+
+    def async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", **({"max_retries": 0} | options))
+
+    def tandem(self, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "cluster", *arguments]
+        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+    def status(self) -> dict[str, Any]:
+        done = self.tandem("status", "--json")
+        assert done.returncode == 0, done.stderr
+        status: dict[str, Any] = json.loads(done.stdout)
+        return status
+
+    def worker(self, role: str) -> dict[str, Any]:
+        return next(worker for worker in self.status()["workers"] if worker["role"] == role)
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Until every worker is ready and the router answers."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"tandem up ended with {self.process.returncode}:\n{self.log.read_text()[-4000:]}")
+            try:
+                if httpx.get(f"{self.base_url}/ready", timeout=5.0).status_code == 200 and all(
+                    worker["state"] == "ready" for worker in self.status()["workers"]
+                ):
+                    return
+            except (httpx.HTTPError, AssertionError):
+                pass
+            time.sleep(0.3)
+        raise RuntimeError(f"not ready within {timeout_s:g} s:\n{self.log.read_text()[-4000:]}")
+
+    def assert_conserved(self, within_s: float = 5.0) -> None:
+        """Every worker at rest: nothing leased or in use, every block accounted for."""
+        deadline = time.monotonic() + within_s
+        while True:
+            blocks = [worker["blocks"] for worker in self.status()["workers"]]
+            at_rest = all(
+                found["free"] + found["cached"] + found["leased"] + found["in_use"] == found["total"]
+                and found["leased"] == found["in_use"] == 0
+                for found in blocks
+            )
+            if at_rest:
+                return
+            assert time.monotonic() < deadline, f"blocks leaked or never came to rest: {blocks}"
+            time.sleep(0.2)
+
+    def note_descendants(self) -> None:
+        self.descendants |= {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
+
+    def stop(self) -> int:
+        self.note_descendants()
+        self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(30.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+    def survivors(self) -> list[str]:
+        """Processes of the cluster that are still alive."""
+        alive = []
+        for pid in self.descendants:
+            try:
+                process = psutil.Process(pid)
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(f"{pid} {' '.join(process.cmdline())[:120]}")
+            except psutil.NoSuchProcess:
+                continue
+        return alive
+
+
+def start_cluster(folder: Path, *arguments: str, spec: dict[str, Any] | None = None) -> Cluster:
+    http_port, grpc_port, admin_port = free_ports(3)
+    config = folder / "cluster.yaml"
+    settings: dict[str, Any] = {
+        "router": {"http_port": http_port, "grpc_port": grpc_port},
+        "control": {"admin_port": admin_port},
+    }
+    for section, values in (spec or {}).items():
+        settings[section] = settings.get(section, {}) | values if isinstance(values, dict) else values
+    config.write_text(yaml.safe_dump(settings))
+    env = os.environ | {"XDG_STATE_HOME": str(folder / "state"), "PYTHONUNBUFFERED": "1"}
+    log = folder / "up.log"
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", "cluster", "up", "--config", str(config), *arguments]
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+    started_s = time.monotonic()
+    cluster = Cluster(process, env, http_port, grpc_port, admin_port, log)
+    try:
+        cluster.wait_ready()
+    except BaseException:
+        cluster.stop()
+        raise
+    cluster.started_in_s = time.monotonic() - started_s
+    cluster.note_descendants()
+    return cluster
+
+
+@pytest.fixture(scope="session")
+def golden() -> list[Golden]:
+    return [Golden(**entry) for entry in json.loads(GOLDEN_FILE.read_text())["prompts"]]
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    running = start_cluster(tmp_path_factory.mktemp("cluster"))
+    yield running
+    code = running.stop()
+    assert code == 0, running.log.read_text()[-4000:]
+    assert running.survivors() == []

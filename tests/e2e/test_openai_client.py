@@ -1,0 +1,201 @@
+"""The official client against a whole cluster: what it may ask, what it is told, and when it is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Cluster, Golden
+
+pytestmark = pytest.mark.e2e
+MODEL = "smollm2-135m"
+
+
+def user(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> openai.OpenAI:
+    return cluster.client()
+
+
+def test_chat_answers_with_the_reference_text(client: openai.OpenAI, golden: list[Golden]) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=user(golden[0].prompt), temperature=0, max_tokens=32
+    )
+    assert answer.choices[0].message.content == "The capital of France is Paris."
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(golden[0].prompt_ids)
+    assert answer.usage.completion_tokens == len(golden[0].greedy_ids)
+
+
+def test_chat_streams_the_same_text_with_usage_at_the_end(client: openai.OpenAI, golden: list[Golden]) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=user(golden[0].prompt),
+        temperature=0,
+        max_tokens=32,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "The capital of France is Paris."
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len(golden[0].greedy_ids)
+
+
+def test_completions_take_text_and_token_ids_alike(client: openai.OpenAI, golden: list[Golden]) -> None:
+    for prompt in (golden[0].text, golden[0].prompt_ids):
+        answer = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=32)
+        assert answer.choices[0].text == "The capital of France is Paris."
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_completions_stream(client: openai.OpenAI, golden: list[Golden]) -> None:
+    stream = client.completions.create(model=MODEL, prompt=golden[0].text, temperature=0, max_tokens=32, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == "The capital of France is Paris."
+
+
+def test_a_repeated_prompt_is_found_in_the_cache(client: openai.OpenAI) -> None:
+    question = user("Which river flows through Vienna, and which through Prague?")
+    for _ in range(2):
+        answer = client.chat.completions.create(model=MODEL, messages=question, temperature=0, max_tokens=2)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= 32
+
+
+def test_a_stop_string_ends_the_answer_before_it(client: openai.OpenAI, golden: list[Golden]) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=user(golden[0].prompt), temperature=0, max_tokens=32, stop=["of France"]
+    )
+    assert answer.choices[0].message.content == "The capital "
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_max_tokens_ends_the_answer_with_length(client: openai.OpenAI, golden: list[Golden]) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=user(golden[0].prompt), temperature=0, max_tokens=1)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 1
+
+
+def test_the_same_seed_gives_the_same_answer_and_another_seed_another(client: openai.OpenAI) -> None:
+    def ask(seed: int) -> str | None:
+        answer = client.chat.completions.create(
+            model=MODEL, messages=user("Tell me a story."), temperature=1.0, seed=seed, max_tokens=12
+        )
+        return answer.choices[0].message.content
+
+    assert ask(7) == ask(7)
+    assert len({ask(seed) for seed in (7, 8, 9)}) > 1
+
+
+def test_logprobs_of_chat_and_completions(client: openai.OpenAI, golden: list[Golden]) -> None:
+    chat = client.chat.completions.create(
+        model=MODEL, messages=user(golden[0].prompt), temperature=0, max_tokens=3, logprobs=True, top_logprobs=2
+    )
+    assert chat.choices[0].logprobs is not None
+    content = chat.choices[0].logprobs.content
+    assert content is not None
+    assert [token.token for token in content] == ["The", " capital", " of"]
+    assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in content)
+    assert all(token.top_logprobs[0].token == token.token for token in content)
+    text = client.completions.create(model=MODEL, prompt=golden[0].text, temperature=0, max_tokens=3, logprobs=2)
+    assert text.choices[0].logprobs is not None
+    assert text.choices[0].logprobs.tokens == ["The", " capital", " of"]
+
+
+def test_models_are_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_closing_a_stream_cancels_the_request(cluster: Cluster, client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL, messages=user("Count to a thousand."), temperature=0, max_tokens=1000, stream=True
+    )
+    next(iter(stream))
+    stream.close()
+    cluster.assert_conserved()
+
+
+def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=user("Hi"),
+        max_completion_tokens=1,
+        n=1,
+        user="me",
+        metadata={"a": "b"},
+        store=False,
+        service_tier="auto",
+    )
+    assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"n": 2}, "n"),
+        ({"temperature": 3.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"extra_body": {"no_such_field": 1}}, "no_such_field"),
+    ],
+)
+def test_what_is_wrong_is_refused_and_named(client: openai.OpenAI, change: dict[str, Any], param: str) -> None:
+    request: dict[str, Any] = {"model": MODEL, "messages": user("Hi"), "max_tokens": 4}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**(request | change))
+    assert refused.value.param == param
+    assert refused.value.type == "invalid_request_error"
+
+
+def test_an_unknown_model_is_a_404_that_names_those_there_are(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match=MODEL):
+        client.chat.completions.create(model="nobody", messages=user("Hi"))
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_the_numbers(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model=MODEL, prompt=[5] * 9000, max_tokens=4)
+    assert refused.value.code == "context_length_exceeded"
+    assert "9000" in str(refused.value)
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'"x"', b"\xff\xfe", b""])
+def test_a_body_that_is_no_request_is_refused(cluster: Cluster, body: bytes) -> None:
+    answer = httpx.post(f"{cluster.base_url}/v1/chat/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_sixteen_streams_get_the_right_tokens(cluster: Cluster, golden: list[Golden]) -> None:
+    async with cluster.async_client() as client:
+
+        async def ask(entry: Golden) -> str:
+            stream = await client.completions.create(
+                model=MODEL, prompt=entry.prompt_ids, temperature=0, max_tokens=32, stream=True
+            )
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        expected = [await ask(entry) for entry in golden]
+        assert expected[0] == "The capital of France is Paris."
+        answers = await asyncio.gather(*(ask(golden[number % 3]) for number in range(16)))
+    assert answers == [expected[number % 3] for number in range(16)]
+    cluster.assert_conserved()

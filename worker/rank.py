@@ -1,0 +1,236 @@
+"""The rank process: one device, one shard of the model, one step loop.
+
+Rank 0 leads: it schedules, samples and talks to the service. The others follow its steps. Every rank attaches its KV
+pool to the transfer agent beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtransfer.agent_client import AgentClient, RankExporter
+from kvtransfer.control import AttachPool, Attached, FromAgent, Layout, Lead
+from tandem.engine.engine import Engine
+from tandem.engine.factory import Rank, build_rank
+from tandem.errors import TandemError
+from tandem.launch import WorkerLaunch
+from tandem.logs import setup_logging
+from tandem.model_config import fingerprint
+from tandem.v1 import cluster_pb2
+from worker.agents import Agents
+from worker.identity import WorkerIdentity
+from worker.inbox import AgentConnected, AgentLost, AgentSaid, Inbox, Stop
+from worker.io_thread import IoThread, ServiceLink
+from worker.leader import Leader, make_requests
+from worker.messages import LeaderReady
+from worker.requests import RequestBook
+from worker.role import Role
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleParts:
+    """What a role is made of."""
+
+    launch: WorkerLaunch
+    identity: WorkerIdentity
+    engine: Engine
+    agents: Agents
+    requests: RequestBook
+
+
+MakeRole = Callable[[RoleParts], Role]
+
+
+def shared_ticket_key(run_dir: Path) -> bytes:
+    """The epoch's ticket key: made by whichever rank comes first, read by the others from the private run folder."""
+    path = run_dir / "ticket.key"
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except FileExistsError:
+        while len(key := path.read_bytes()) < 32:
+            time.sleep(0.01)  # its maker is between create and write
+        return key
+    with os.fdopen(handle, "wb") as file:
+        key = secrets.token_bytes(32)
+        file.write(key)
+    return key
+
+
+def make_identity(launch: WorkerLaunch, rank: Rank) -> WorkerIdentity:
+    return WorkerIdentity(
+        worker_id=launch.worker_id,
+        epoch=launch.epoch,
+        tp=launch.tp,
+        model_fingerprint=fingerprint(Path(launch.model_dir)),
+        block_tokens=rank.layout.block_tokens,
+        ticket_key=shared_ticket_key(Path(launch.run_dir)),
+    )
+
+
+def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, index: int) -> AttachPool:
+    layout = rank.layout
+    return AttachPool(
+        worker_id=identity.worker_id,
+        epoch=identity.epoch,
+        rank=index,
+        tp=identity.tp,
+        model_kv_heads=rank.config.kv_heads,
+        model_fingerprint=identity.model_fingerprint,
+        layout=Layout(
+            num_blocks=layout.num_blocks,
+            layers=layout.layers,
+            kv_heads=layout.kv_heads,
+            block_tokens=layout.block_tokens,
+            head_dim=layout.head_dim,
+            dtype=layout.dtype,
+        ),
+        ticket_key=identity.ticket_key,
+        digests=launch.transfer.digests,
+        transport=launch.transfer.transport.value,
+        bind_host=launch.transfer.bind_host,
+        link_socket=str(launch.link_socket(index)),
+        ticket_ttl_s=launch.transfer.ticket_ttl_s,
+    )
+
+
+def worker_info(
+    launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, attached: dict[int, Attached]
+) -> cluster_pb2.WorkerInfo:
+    role = cluster_pb2.ROLE_PREFILL if launch.role == "prefill" else cluster_pb2.ROLE_DECODE
+    info = cluster_pb2.WorkerInfo(
+        worker_id=launch.worker_id,
+        epoch=launch.epoch,
+        model=launch.model.served_name,
+        role=role,
+        layout=cluster_pb2.KvLayout(
+            model_fingerprint=identity.model_fingerprint,
+            dtype=rank.layout.dtype,
+            layers=rank.layout.layers,
+            kv_heads=rank.config.kv_heads,
+            head_dim=rank.layout.head_dim,
+            block_tokens=rank.layout.block_tokens,
+            tp=launch.tp,
+        ),
+        total_blocks=rank.layout.num_blocks,
+        max_model_tokens=rank.max_model_tokens,
+    )
+    for index, where in sorted(attached.items()):
+        info.agents.add(
+            rank=index, host_id=where.host_id, mapped_path=where.mapped_path, tcp_address=where.tcp_address
+        )
+    info.processes.add(name="rank-0", pid=os.getpid())
+    return info
+
+
+class LeaderConnections:
+    """Connects the leader to every rank's agent and feeds what they say into the inbox."""
+
+    def __init__(self, launch: WorkerLaunch, inbox: Inbox, io: IoThread) -> None:
+        self._launch = launch
+        self._inbox = inbox
+        self.clients = [AgentClient(io.loop) for _ in range(launch.tp)]
+
+    def connect(self) -> None:
+        for rank, client in enumerate(self.clients):
+            client.connect(
+                self._launch.agent_socket(rank),
+                first=Lead(),
+                fd=None,
+                on_message=lambda message, rank=rank: self._inbox.put(AgentSaid(rank, message)),
+                on_lost=lambda rank=rank: self._inbox.put(AgentLost(rank)),
+                on_connected=lambda rank=rank: self._inbox.put(AgentConnected(rank)),
+            )
+
+    def wait_attached(self) -> dict[int, Attached]:
+        """Blocks until every rank's pool is attached (agents repeat `Attached` to their leader)."""
+        attached: dict[int, Attached] = {}
+        while len(attached) < self._launch.tp:
+            for event in self._inbox.wait(1.0):
+                match event:
+                    case AgentSaid(rank=rank, message=Attached() as message):
+                        attached[rank] = message
+                    case AgentLost() | AgentConnected() | AgentSaid():
+                        pass
+                    case Stop(reason=reason):
+                        raise SystemExit(reason)
+                    case other:
+                        self._inbox.put(other)
+        return attached
+
+
+def attach_pool(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, index: int, own: AgentClient) -> None:
+    def ignore(message: FromAgent) -> None:
+        """Reports go to the leader's connection."""
+
+    own.connect(
+        launch.agent_socket(index),
+        first=attach_message(launch, identity, rank, index),
+        fd=rank.pool.fd,
+        on_message=ignore,
+        on_lost=lambda: None,
+    )
+
+
+def lead(launch: WorkerLaunch, make_role: MakeRole, rank: Rank, identity: WorkerIdentity, io: IoThread) -> str:
+    engine = rank.engine
+    inbox = Inbox()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda signum, frame: inbox.put(Stop(f"signal {signum}")))
+    connections = LeaderConnections(launch, inbox, io)
+    connections.connect()
+    attached = connections.wait_attached()
+    service = ServiceLink(io, inbox)
+    requests = make_requests(service)
+    agents = Agents(list(connections.clients))
+    role = make_role(RoleParts(launch, identity, engine, agents, requests))
+    info = worker_info(launch, identity, rank, attached)
+    service.listen(launch.leader_socket, LeaderReady(info.SerializeToString()))
+    log.info("ready: %d KV blocks, up to %d tokens a request", rank.layout.num_blocks, rank.max_model_tokens)
+    try:
+        return Leader(identity, engine, agents, requests, role, inbox, service).run()
+    finally:
+        engine.close()
+
+
+def run(launch: WorkerLaunch, index: int, make_role: MakeRole) -> None:
+    io = IoThread(name="rank-io")
+    own = AgentClient(io.loop)
+    rank = build_rank(
+        Path(launch.model_dir),
+        launch.model.engine,
+        rank=index,
+        size=launch.tp,
+        rendezvous_file=launch.rendezvous_file,
+        exporter=RankExporter(own),
+    )
+    identity = make_identity(launch, rank)
+    attach_pool(launch, identity, rank, index, own)
+    if index == 0:
+        log.info("stopping: %s", lead(launch, make_role, rank, identity, io))
+    else:
+        rank.follow()
+
+
+def main(make_role: MakeRole, description: str) -> None:
+    """The entry point of both roles' processes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--launch", type=Path, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    arguments = parser.parse_args()
+    launch = WorkerLaunch.load(arguments.launch)
+    setup_logging(launch.log_level, process=f"{launch.worker_id}/rank-{arguments.rank}")
+    try:
+        run(launch, arguments.rank, make_role)
+    except TandemError as error:
+        log.error("error: %s", error)
+        raise SystemExit(2) from None

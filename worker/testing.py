@@ -1,0 +1,228 @@
+"""A router reduced to one hand: drives live workers by the Worker protocol, request by request. For tests.
+
+It says exactly which worker does what, so that a test can put a prefix into one worker's cache and not the other's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+
+import grpc.aio
+
+from tandem.errors import TandemError, WorkerLost, error_from_code
+from tandem.request import FinishReason, SamplingParams
+from tandem.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
+from worker.wire import PROTOCOL_VERSION
+
+WireEvent = worker_pb2.StepToken | worker_pb2.Reserved | worker_pb2.HandoffDone | worker_pb2.Ended
+_REASONS = {
+    inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request came to."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: FinishReason | None = None
+    cached_tokens_prefill: int = 0
+    cached_tokens_decode: int = 0
+    kv_bytes: int = 0
+
+
+class WorkerSession:
+    """One router session with one worker; events come apart by request id."""
+
+    def __init__(self, stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
+        self._stub = stub
+        self._outgoing: asyncio.Queue[worker_pb2.RouterFrame | None] = asyncio.Queue()
+        self._events: defaultdict[str, asyncio.Queue[WireEvent | None]] = defaultdict(asyncio.Queue)
+        self.hello = worker_pb2.WorkerHello()
+        self._greeted = asyncio.Event()
+        self.lost = False
+
+    async def _frames(self) -> AsyncIterator[worker_pb2.RouterFrame]:
+        hello = worker_pb2.RouterHello(router_id="test", protocol=PROTOCOL_VERSION)
+        yield worker_pb2.RouterFrame(hello=hello)
+        while (frame := await self._outgoing.get()) is not None:
+            yield frame
+
+    async def run(self) -> None:
+        try:
+            async for frame in self._stub.Session(self._frames()):
+                if frame.HasField("hello"):
+                    self.hello = frame.hello
+                    self._greeted.set()
+                for event in (*frame.reserved, *frame.tokens, *frame.handoffs, *frame.ended):
+                    self._events[event.request_id].put_nowait(event)
+        except grpc.aio.AioRpcError:
+            pass  # the worker is gone; `lost` says so
+        finally:
+            self.lost = True
+            for queue in self._events.values():
+                queue.put_nowait(None)
+
+    async def greeted(self) -> None:
+        await asyncio.wait_for(self._greeted.wait(), 10.0)
+
+    def send(self, frame: worker_pb2.RouterFrame) -> None:
+        self._outgoing.put_nowait(frame)
+
+    def hang_up(self) -> None:
+        self._outgoing.put_nowait(None)
+
+    def cancel(self, request_id: str) -> None:
+        self.send(worker_pb2.RouterFrame(cancel=worker_pb2.Cancel(request_id=request_id)))
+
+    async def event(self, request_id: str) -> WireEvent:
+        """The request's next event. Raises what the worker reported, or WorkerLost."""
+        event = await asyncio.wait_for(self._events[request_id].get(), 60.0)
+        if event is None:
+            raise WorkerLost("the worker's stream ended")
+        if isinstance(event, worker_pb2.Ended) and event.HasField("error"):
+            raise error_from_code(event.error.code, event.error.message, event.error.field)
+        return event
+
+    async def state(self) -> worker_pb2.WorkerState:
+        return await self._stub.GetState(worker_pb2.GetStateRequest())
+
+
+@asynccontextmanager
+async def open_session(address: str) -> AsyncIterator[WorkerSession]:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
+        session = WorkerSession(stub)
+        running = asyncio.create_task(session.run())
+        try:
+            await session.greeted()
+            yield session
+        finally:
+            session.hang_up()
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+class HandRouter:
+    """Sends single requests along a chosen path."""
+
+    def __init__(self) -> None:
+        self._ids = count(1)
+
+    def work(self, prompt: Sequence[int], sampling: SamplingParams, salt: bytes = b"") -> worker_pb2.Work:
+        wire = worker_pb2.ResolvedSampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or 0,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=sorted(sampling.stop_token_ids),
+        )
+        if sampling.logprobs is not None:
+            wire.logprobs = sampling.logprobs
+        return worker_pb2.Work(request_id=f"test-{next(self._ids)}", prompt=prompt, sampling=wire, cache_salt=salt)
+
+    async def generate(self, decode: WorkerSession, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
+        """All of it on one worker."""
+        work = self.work(prompt, sampling)
+        decode.send(worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=work)))
+        answer = Answer()
+        await self._collect(decode, work.request_id, answer)
+        return answer
+
+    async def handoff(
+        self,
+        prefill: WorkerSession,
+        decode: WorkerSession,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        use_decode_cache: bool = True,
+    ) -> Answer:
+        work = self.work(prompt, sampling)
+        answer = Answer()
+        ticket = await self.reserve(prefill, decode, work, use_decode_cache=use_decode_cache)
+        answer.cached_tokens_decode = ticket.cached_tokens
+        first = await self.prefill(prefill, work, ticket)
+        answer.cached_tokens_prefill = first.cached_tokens
+        self._take(answer, first)
+        if sampling.max_tokens == 1 or first.token_id in sampling.stop_token_ids:
+            decode.cancel(work.request_id)
+            answer.reason = FinishReason.STOP if first.token_id in sampling.stop_token_ids else FinishReason.LENGTH
+            return answer
+        join = worker_pb2.Join(request_id=work.request_id, first_token=first.token_id)
+        decode.send(worker_pb2.RouterFrame(join=join))
+        await self._collect(decode, work.request_id, answer)
+        return answer
+
+    async def reserve(
+        self,
+        prefill: WorkerSession,
+        decode: WorkerSession,
+        work: worker_pb2.Work,
+        *,
+        use_decode_cache: bool = True,
+    ) -> worker_pb2.HandoffTicket:
+        reserve = worker_pb2.Reserve(
+            work=work,
+            prefill_worker=prefill.hello.worker_id,
+            prefill_epoch=prefill.hello.epoch,
+            use_prefix_cache=use_decode_cache,
+        )
+        decode.send(worker_pb2.RouterFrame(reserve=reserve))
+        reserved = await decode.event(work.request_id)
+        if not isinstance(reserved, worker_pb2.Reserved):
+            raise WorkerLost(f"expected a reservation, got {type(reserved).__name__}")
+        return reserved.ticket
+
+    async def prefill(
+        self, prefill: WorkerSession, work: worker_pb2.Work, ticket: worker_pb2.HandoffTicket
+    ) -> worker_pb2.StepToken:
+        prefill.send(worker_pb2.RouterFrame(prefill=worker_pb2.Prefill(work=work, ticket=ticket)))
+        while True:
+            event = await prefill.event(work.request_id)
+            if isinstance(event, worker_pb2.StepToken):
+                return event
+
+    async def _collect(self, decode: WorkerSession, request_id: str, answer: Answer) -> None:
+        while answer.reason is None:
+            match await decode.event(request_id):
+                case worker_pb2.StepToken() as token:
+                    if not answer.tokens:
+                        answer.cached_tokens_decode = token.cached_tokens
+                    self._take(answer, token)
+                case worker_pb2.HandoffDone() as done:
+                    answer.kv_bytes = done.bytes
+                case worker_pb2.Ended() as ended:
+                    answer.reason = _REASONS[ended.finish_reason]
+
+    def _take(self, answer: Answer, token: worker_pb2.StepToken) -> None:
+        answer.tokens.append(token.token_id)
+        if token.HasField("logprobs"):
+            answer.logprobs.append(token.logprobs.logprob)
+
+
+async def assert_conserved(*sessions: WorkerSession, timeout_s: float = 5.0) -> None:
+    """Every worker comes to rest with nothing leased or in use and every block accounted for.
+
+    Raises:
+        TandemError: the counts did not come to rest in time; they are in the message.
+    """
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    for session in sessions:
+        while True:
+            blocks = (await session.state()).load.blocks
+            conserved = blocks.free + blocks.cached + blocks.leased + blocks.in_use == blocks.total
+            if conserved and blocks.leased == blocks.in_use == 0:
+                break
+            if asyncio.get_running_loop().time() > deadline:
+                raise TandemError(f"blocks of {session.hello.worker_id} leaked or never came to rest: {blocks}")
+            await asyncio.sleep(0.05)
