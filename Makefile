@@ -1,0 +1,61 @@
+# Needs Python 3.11 to 3.13 with venv, and make. Everything else goes into .venv.
+# `make demo` and `make test` are the two commands; `make help` lists the rest.
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+
+PYTHON ?=
+TORCH ?= torch==2.13.0
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.stamp-runtime
+DEV := $(VENV)/.stamp-dev
+
+.PHONY: help setup demo up test check format proto docs wheel helm-tools clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# A stamp is newer than pyproject.toml when what it names is installed; nothing is looked up again until that changes.
+$(RUNTIME): pyproject.toml scripts/setup.sh
+	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' scripts/setup.sh runtime $(VENV)
+
+$(DEV): pyproject.toml scripts/setup.sh
+	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' scripts/setup.sh dev $(VENV)
+
+setup: $(DEV)  ## Create .venv with Tandem (editable) and the development tools
+
+demo: $(RUNTIME)  ## Start 1 prefill and 1 decode worker, answer three prompts, show where the time went
+	@$(BIN)/tandem demo $(ARGS)
+
+up: $(RUNTIME)  ## Start a cluster and keep it up (ARGS="--prefill 2 --decode 1")
+	@$(BIN)/tandem up $(ARGS)
+
+test: $(DEV)  ## Run the tests (ARGS="tests/unit/planner -k roofline")
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(ARGS)
+
+check: $(DEV)  ## Lint, types, import rules, generated files, chart
+	@PYTHON=$(BIN)/python scripts/check.sh
+
+format: $(DEV)  ## Let ruff fix what it can
+	@$(BIN)/ruff check --fix .
+
+proto: $(DEV)  ## Generate tandem/v1 from proto/
+	@PYTHON=$(BIN)/python scripts/generate-proto.sh
+
+docs: $(DEV)  ## Generate docs/configuration.md and the chart's schema from the configuration schema
+	@$(BIN)/python scripts/generate-config-doc.py
+	@$(BIN)/python scripts/generate-chart-schema.py
+
+wheel: $(DEV)  ## Build dist/*.whl
+	@rm -rf dist
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
+helm-tools:  ## Fetch the pinned helm and kubectl into .cache/tools
+	@scripts/fetch-helm.sh helm
+	@scripts/fetch-helm.sh kubectl
+
+clean:  ## Remove everything that was made here
+	rm -rf $(VENV) .cache dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

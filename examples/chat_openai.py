@@ -1,0 +1,36 @@
+"""A chat through the OpenAI client, streamed. Needs `pip install openai` and a running cluster.
+
+    python examples/chat_openai.py "Why is the sky blue?"
+
+TANDEM_HTTP names the router (default http://127.0.0.1:8000).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from openai import OpenAI
+
+
+def main(prompt: str) -> None:
+    url = os.environ.get("TANDEM_HTTP", "http://127.0.0.1:8000")
+    client = OpenAI(base_url=f"{url}/v1", api_key="unused")
+    model = client.models.list().data[0].id
+    stream = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": prompt}],
+        temperature=0,
+        max_tokens=64,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    for chunk in stream:
+        if chunk.choices:
+            print(chunk.choices[0].delta.content or "", end="", flush=True)
+        if chunk.usage is not None:
+            print(f"\n[{chunk.usage.prompt_tokens} prompt tokens, {chunk.usage.completion_tokens} new]")
+
+
+if __name__ == "__main__":
+    main(" ".join(sys.argv[1:]) or "What is the capital of France?")

@@ -1,0 +1,168 @@
+"""What prefill, decode and a KV transfer cost: the protocol that planner and simulator speak, and a first answer to it.
+
+`RooflineCostModel` needs no measurement: it bounds each step by arithmetic and by memory traffic and takes the larger
+(Williams et al., "Roofline", CACM 2009), scaled by the shares of both peaks that real kernels reach. A measured model
+implements the same protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tandem.errors import ConfigError
+
+
+class CostModel(Protocol):
+    """Seconds of one worker's work."""
+
+    def prefill_s(self, tokens: int, context: int) -> float:
+        """Computing `tokens` prompt tokens that follow `context` tokens already in the KV cache."""
+        ...
+
+    def decode_step_s(self, batch: int, context_tokens: int) -> float:
+        """One step that adds one token to each of `batch` requests, which hold `context_tokens` tokens together."""
+        ...
+
+    def transfer_s(self, num_bytes: int) -> float:
+        """Moving `num_bytes` of KV cache over one link."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder-only transformer, whole (before tensor parallelism).
+
+    Args:
+        block_params: parameters of all transformer blocks, each used once per token.
+        head_params: parameters of the output projection, used for tokens that are sampled from.
+        heads: query heads. kv_heads: key and value heads (grouped-query attention has fewer).
+        weight_bytes, kv_bytes: of one element.
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_params: int
+    head_params: int
+    weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "layers", "heads", "kv_heads", "head_dim", "block_params", "weight_bytes", "kv_bytes")
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"heads: expected a multiple of kv_heads ({self.kv_heads}), got {self.heads}", field="heads"
+            )
+
+    @property
+    def kv_token_bytes(self) -> float:
+        """KV cache of one token, all layers: 2·L·Hkv·dh·bytes."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
+
+    @property
+    def weights_bytes(self) -> float:
+        return (self.block_params + self.head_params) * self.weight_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceShape:
+    """One rank's device: its peaks, dense, and the shares of them that kernels reach (MFU and MBU)."""
+
+    flops_per_s: float
+    memory_bytes_per_s: float
+    mfu: float = 1.0
+    mbu: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "flops_per_s", "memory_bytes_per_s")
+        _require_share(self, "mfu", "mbu")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkShape:
+    """One link, one way. `efficiency` is the share of the line rate that transfers reach."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+    efficiency: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "bytes_per_s")
+        _require_share(self, "efficiency")
+        if self.latency_s < 0:
+            raise ConfigError(f"latency_s: expected at least 0, got {self.latency_s:g}", field="latency_s")
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineCostModel:
+    """A lower bound at `mfu` = `mbu` = 1; an estimate with measured shares. `tp` ranks share the work evenly."""
+
+    model: ModelShape
+    device: DeviceShape
+    link: LinkShape
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "tp")
+
+    def prefill_s(self, tokens: int, context: int) -> float:
+        """max of (2·P·n + 2·L·Hq·dh·(n² + 2·n·c))/F and (weights + KV)/BW; lm_head on the last token only."""
+        _require_count("tokens", tokens)
+        _require_count("context", context)
+        if tokens == 0:
+            return 0.0
+        model = self.model
+        linear = 2.0 * model.block_params * tokens + 2.0 * model.head_params
+        attention = 2.0 * model.layers * model.heads * model.head_dim * (tokens * tokens + 2 * tokens * context)
+        moved = model.weights_bytes + (context + tokens) * model.kv_token_bytes
+        return self._bound_s(linear + attention, moved)
+
+    def decode_step_s(self, batch: int, context_tokens: int) -> float:
+        """max of (weights + s·kv)/BW and (2·P·B + 4·L·Hq·dh·s)/F, with s the context of the whole batch."""
+        _require_count("batch", batch)
+        _require_count("context_tokens", context_tokens)
+        if batch == 0:
+            return 0.0
+        model = self.model
+        linear = 2.0 * (model.block_params + model.head_params) * batch
+        attention = 4.0 * model.layers * model.heads * model.head_dim * context_tokens
+        return self._bound_s(linear + attention, model.weights_bytes + context_tokens * model.kv_token_bytes)
+
+    def transfer_s(self, num_bytes: int) -> float:
+        """bytes/(eta·BW) + latency; nothing to move costs nothing."""
+        _require_count("num_bytes", num_bytes)
+        if num_bytes == 0:
+            return 0.0
+        return num_bytes / (self.link.efficiency * self.link.bytes_per_s) + self.link.latency_s
+
+    def hiding_bytes_per_s(self, tokens: int) -> float:
+        """The link rate at which a layer-wise transfer of `tokens` tokens ends together with their prefill."""
+        _require_count("tokens", tokens)
+        seconds = self.prefill_s(tokens, 0)
+        return tokens * self.model.kv_token_bytes / seconds if seconds else 0.0
+
+    def _bound_s(self, flops: float, moved_bytes: float) -> float:
+        compute_s = flops / (self.device.mfu * self.device.flops_per_s * self.tp)
+        memory_s = moved_bytes / (self.device.mbu * self.device.memory_bytes_per_s * self.tp)
+        return max(compute_s, memory_s)
+
+
+def _require_positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not value > 0:
+            raise ConfigError(f"{name}: expected more than 0, got {value:g}", field=name)
+
+
+def _require_share(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not 0 < value <= 1:
+            raise ConfigError(f"{name}: expected a share above 0 and at most 1, got {value:g}", field=name)
+
+
+def _require_count(name: str, value: int) -> None:
+    if value < 0:
+        raise ConfigError(f"{name}: expected at least 0, got {value}", field=name)

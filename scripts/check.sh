@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Everything that can be checked without running Tandem. Runs all steps, says which failed, exits 1 if any did.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export PYTHON=${PYTHON:-.venv/bin/python}
+bin=$(dirname "$(command -v "$PYTHON")")
+failed=()
+
+step() {
+  local name=$1 started=$SECONDS
+  shift
+  echo "== $name"
+  if "$@"; then echo "   ok ($((SECONDS - started)) s)"; else failed+=("$name"); echo "   FAILED" >&2; fi
+}
+
+chart() {
+  local helm values
+  helm=$(scripts/fetch-helm.sh helm) || return 1
+  "$helm" lint --strict --quiet helm/tandem || return 1
+  for values in helm/tandem/examples/*.yaml; do
+    "$helm" lint --strict --quiet helm/tandem --values "$values" || { echo "with $values" >&2; return 1; }
+  done
+}
+
+step "ruff" "$bin/ruff" check --quiet .
+step "mypy" "$bin/mypy"
+step "mypy of scripts, examples, benchmarks" "$bin/mypy" --no-warn-unused-configs scripts/*.py examples/*.py benchmarks/*.py
+step "import rules" "$bin/lint-imports" --no-logo
+step "banned calls" "$PYTHON" scripts/check-bans.py
+step "generated protobuf code" scripts/generate-proto.sh --check
+step "generated configuration page" "$PYTHON" scripts/generate-config-doc.py --check
+step "generated chart schema" "$PYTHON" scripts/generate-chart-schema.py --check
+step "helm lint" chart
+
+if [ ${#failed[@]} -gt 0 ]; then
+  printf 'check: failed: %s\n' "${failed[@]}" >&2
+  exit 1
+fi
+echo "check: all good"

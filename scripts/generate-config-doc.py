@@ -1,0 +1,132 @@
+"""Writes docs/configuration.md from the configuration schema.
+
+    generate-config-doc.py [--check]     with --check nothing is written; exits 1 when the page is stale
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from tandem.config import ClusterSpec
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+
+INTRODUCTION = """\
+# Configuration
+
+<!-- Generated from tandem/config.py by scripts/generate-config-doc.py; change that and run `make docs`. -->
+
+One schema, checked once when `tandem up` starts: the YAML file (`tandem up --config FILE`), the environment, the
+flags, and the Helm values under `cluster` are all this. An unknown key is an error that names it. Every key has a
+default, so an empty file is the default cluster: one prefill and one decode worker of the demo model on this machine.
+[`deploy/tandem.yaml`](../deploy/tandem.yaml) writes all defaults out.
+"""
+
+
+def models_of(root: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """(dotted path, model) of `root` and everything in it, in order; a list is shown as `name[]`."""
+    pending: list[tuple[str, type[BaseModel]]] = [("", root)]
+    while pending:
+        path, model = pending.pop(0)
+        yield path, model
+        below = []
+        for name, field in model.model_fields.items():
+            inner, many = _nested(field.annotation)
+            if inner is not None:
+                dotted = f"{path}.{name}" if path else name
+                below.append((dotted + ("[]" if many else ""), inner))
+        pending = below + pending
+
+
+def _nested(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, False
+    for argument in typing.get_args(annotation):
+        found, _ = _nested(argument)
+        if found is not None:
+            return found, True
+    return None, False
+
+
+def kind_of(schema: dict[str, Any], annotation: Any) -> str:
+    """How a reader would say the type and its limits."""
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return " \\| ".join(f"`{member.value}`" for member in annotation)
+    choices = schema.get("anyOf", [schema])
+    said = []
+    for choice in choices:
+        if "enum" in choice:
+            said.append(" \\| ".join(f"`{value}`" for value in choice["enum"]))
+        elif choice.get("type") == "null":
+            said.append("unset")
+        else:
+            said.append(choice.get("type", "section") + _limits(choice))
+    return " or ".join(said)
+
+
+def _limits(schema: dict[str, Any]) -> str:
+    words = {"minimum": "≥ ", "maximum": "≤ ", "exclusiveMinimum": "> ", "exclusiveMaximum": "< "}
+    limits = [f"{word}{schema[key]:,g}" if schema[key] < 1e6 else f"{word}{schema[key]:,}"
+              for key, word in words.items() if key in schema]
+    if "pattern" in schema:
+        limits.append(f"`{schema['pattern']}`".replace("|", "\\|"))
+    return f", {', '.join(limits)}" if limits else ""
+
+
+def row(name: str, field: FieldInfo, schema: dict[str, Any]) -> str:
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, enum.Enum):
+        default = default.value
+    shown = "unset" if default is None else f"`{json.dumps(default)}`".replace('"', "")
+    return f"| `{name}` | {kind_of(schema, _without_none(field.annotation))} | {shown} | {field.description or ''} |"
+
+
+def _without_none(annotation: Any) -> Any:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        rest = [argument for argument in typing.get_args(annotation) if argument is not type(None)]
+        return rest[0] if len(rest) == 1 else annotation
+    return annotation
+
+
+def page() -> str:
+    parts = [INTRODUCTION]
+    for path, model in models_of(ClusterSpec):
+        title = f"`{path}`" if path else "The cluster"
+        text = (model.__doc__ or "").strip()
+        schema = model.model_json_schema()["properties"]
+        rows = [row(name, field, schema[name]) for name, field in model.model_fields.items()
+                if _nested(field.annotation)[0] is None]
+        inner = [name for name, field in model.model_fields.items() if _nested(field.annotation)[0] is not None]
+        parts.append(f"## {title}\n")
+        if text and model is not ClusterSpec:
+            parts.append(text + "\n")
+        if rows:
+            parts.append("\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n")
+        if inner:
+            parts.append("Sections: " + ", ".join(f"`{name}`" for name in inner) + ".\n")
+    return "\n".join(parts)
+
+
+def main(check: bool) -> int:
+    wanted = page()
+    if check:
+        if not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != wanted:
+            print("docs/configuration.md is stale: run make docs", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))

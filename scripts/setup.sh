@@ -1,0 +1,39 @@
+#!/bin/sh
+# setup.sh runtime|dev VENV: a virtual environment with Tandem installed editable; `dev` adds the development tools.
+# PYTHON names the interpreter to use; unset, the first fitting one on PATH is taken.
+set -eu
+cd "$(dirname "$0")/.."
+what=$1
+venv=$2
+
+fits() { "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1; }
+
+python=
+for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+  if fits "$candidate"; then python=$candidate; break; fi
+done
+if [ -z "$python" ]; then
+  echo "setup: expected Python 3.11, 3.12 or 3.13 with venv, found none; install it (on Debian: python3 python3-venv) or name it: make PYTHON=/path/to/python3.12" >&2
+  exit 1
+fi
+
+if ! [ -x "$venv/bin/python" ] || ! fits "$venv/bin/python"; then
+  rm -rf "$venv"
+  "$python" -m venv "$venv"
+fi
+
+# Only the part of a dependency group that is plain requirements: this pip may be too old to know --group.
+set -- "${TORCH:-torch}" --editable .
+if [ "$what" = dev ]; then
+  "$venv/bin/python" - > "$venv/dev-requirements.txt" <<'PYTHON_END'
+import tomllib
+with open("pyproject.toml", "rb") as file:
+    print("\n".join(tomllib.load(file)["dependency-groups"]["dev"]))
+PYTHON_END
+  set -- "$@" --requirement "$venv/dev-requirements.txt"
+fi
+
+echo "setup: installing Tandem ($what) into $venv; the first time takes a few minutes" >&2
+"$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@"
+touch "$venv/.stamp-runtime"
+if [ "$what" = dev ]; then touch "$venv/.stamp-dev"; fi
