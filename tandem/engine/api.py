@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tandem.blockhash import BlockHash, HashKey
+from tandem.blockhash import HashKey
 from tandem.errors import TandemError
+from tandem.kvcache.block_pool import BlockCounts, CacheEvent
 from tandem.request import FinishReason, SamplingParams
+from tandem.sampling.sampler import TokenLogprob
+from tandem.scheduler.scheduler import ExportRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,32 +44,12 @@ class Reservation:
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class ExportRange:
-    """Logical blocks [first_block, first_block + len(block_ids)) of a prompt, in physical blocks `block_ids`, all full
-    but the last, which holds `last_block_tokens`. `in_cache`: their KV was there before this step (all layers may go at
-    once); otherwise each layer may go when `layer_done` names it. `is_last`: the prompt ends here."""
-
-    request_id: str
-    first_block: int
-    block_ids: tuple[int, ...]
-    last_block_tokens: int
-    in_cache: bool
-    is_last: bool
-
-
 class KvExporter(Protocol):
     """Called by every rank's runner inside a step, for its own shard. Must not block."""
 
     def begin_step(self, ranges: Sequence[ExportRange]) -> None: ...
 
     def layer_done(self, layer: int) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    token_id: int
-    logprob: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +74,6 @@ class RequestEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheEvent:
-    """Full blocks that became findable (`stored`) or no longer are, in order."""
-
-    stored: bool
-    hashes: tuple[BlockHash, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCounts:
-    """Every block is in exactly one state."""
-
-    free: int
-    cached: int
-    leased: int
-    in_use: int
-    total: int
-
-    @property
-    def conserved(self) -> bool:
-        return self.free + self.cached + self.leased + self.in_use == self.total
-
-
-@dataclass(frozen=True, slots=True)
 class EngineLoad:
     waiting_requests: int
     running_requests: int
@@ -125,3 +85,18 @@ class EngineLoad:
 class StepResult:
     tokens: tuple[TokenOut, ...] = ()
     ended: tuple[RequestEnd, ...] = ()
+
+
+__all__ = [
+    "BlockCounts",
+    "CacheEvent",
+    "EngineLoad",
+    "EngineRequest",
+    "ExportRange",
+    "KvExporter",
+    "RequestEnd",
+    "Reservation",
+    "StepResult",
+    "TokenLogprob",
+    "TokenOut",
+]

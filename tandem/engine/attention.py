@@ -1,0 +1,119 @@
+"""Paged attention for one step, over the pool in its own layout.
+
+The pool is seen as rows: one row per (block, layer, K or V, head) holds `block_tokens` × `head_dim` values. Row numbers
+are made once per step for layer 0; a layer adds its offset. Queries of one KV head's group are passed as further query
+rows, so grouped-query attention needs no copies of K and V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.engine.step import SequenceStep
+from tandem.kvcache.layout import KvPoolLayout
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Requests attended to in one call: all single queries together, a prompt's chunk alone.
+
+    rows_k, rows_v: [requests * kv_heads * blocks] of layer 0; tokens: [requests, queries] places in the flat batch;
+    mask: [requests, 1, queries, blocks * block_tokens], True where a query may look.
+    """
+
+    tokens: Tensor
+    rows_k: Tensor
+    rows_v: Tensor
+    mask: Tensor
+    blocks: int
+
+
+class StepAttention:
+    """`Attend` for one step: writes the step's K and V into the pool, then attends."""
+
+    def __init__(self, pool: Tensor, layout: KvPoolLayout, sequences: list[SequenceStep]) -> None:
+        self._layout = layout
+        self._device = pool.device
+        self._rows = pool.view(-1, layout.block_tokens, layout.head_dim)
+        self._cells = pool.view(-1, layout.head_dim)
+        self._layer_rows = 2 * layout.kv_heads
+        self._write_k, self._write_v = self._write_cells(sequences)
+        self._groups = self._group(sequences)
+
+    def _row(self, blocks: Tensor, kv: int) -> Tensor:
+        """Row of head 0 of K (0) or V (1) of layer 0 in each block."""
+        return blocks * (self._layout.layers * self._layer_rows) + kv * self._layout.kv_heads
+
+    def _write_cells(self, sequences: list[SequenceStep]) -> tuple[Tensor, Tensor]:
+        """Cell (row, token) of every new token and head, for K and for V: [tokens * kv_heads], layer 0."""
+        size = self._layout.block_tokens
+        blocks = [s.blocks[p // size] for s in sequences for p in range(s.start, s.start + len(s.token_ids))]
+        offsets = [p % size for s in sequences for p in range(s.start, s.start + len(s.token_ids))]
+        block = torch.tensor(blocks, dtype=torch.int64).unsqueeze(1)
+        offset = torch.tensor(offsets, dtype=torch.int64).unsqueeze(1)
+        heads = torch.arange(self._layout.kv_heads, dtype=torch.int64)
+        cells_k, cells_v = (((self._row(block, kv) + heads) * size + offset).flatten() for kv in (0, 1))
+        return cells_k.to(self._device), cells_v.to(self._device)
+
+    def _group(self, sequences: list[SequenceStep]) -> list[_Group]:
+        groups: list[_Group] = []
+        singles: list[tuple[int, SequenceStep]] = []
+        place = 0
+        for sequence in sequences:
+            if len(sequence.token_ids) == 1:
+                singles.append((place, sequence))
+            else:
+                groups.append(self._make(torch.arange(place, place + len(sequence.token_ids))[None], [sequence]))
+            place += len(sequence.token_ids)
+        if singles:
+            tokens = torch.tensor([[place] for place, _ in singles], dtype=torch.int64)
+            groups.append(self._make(tokens, [sequence for _, sequence in singles]))
+        return groups
+
+    def _make(self, tokens: Tensor, sequences: list[SequenceStep]) -> _Group:
+        size = self._layout.block_tokens
+        needed = [(s.start + len(s.token_ids) - 1) // size + 1 for s in sequences]
+        width = max(needed)
+        table = torch.zeros(len(sequences), width, dtype=torch.int64)
+        for index, (sequence, count) in enumerate(zip(sequences, needed, strict=True)):
+            table[index, :count] = torch.tensor(sequence.blocks[:count], dtype=torch.int64)
+        heads = torch.arange(self._layout.kv_heads, dtype=torch.int64)
+        rows_k, rows_v = (
+            (self._row(table, kv)[:, None, :] + heads[None, :, None]).flatten().to(self._device) for kv in (0, 1)
+        )
+        starts = torch.tensor([s.start for s in sequences], dtype=torch.int64)
+        queries = starts[:, None] + torch.arange(tokens.shape[1])
+        mask = torch.arange(width * size)[None, None, :] <= queries[:, :, None]
+        return _Group(tokens.to(self._device), rows_k, rows_v, mask[:, None].to(self._device), width)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
+        layout = self._layout
+        row_offset = layer * self._layer_rows
+        cell_offset = row_offset * layout.block_tokens
+        self._cells.index_copy_(0, self._write_k + cell_offset, k.reshape(-1, layout.head_dim))
+        self._cells.index_copy_(0, self._write_v + cell_offset, v.reshape(-1, layout.head_dim))
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for group in self._groups:
+            out[group.tokens.flatten()] = self._attend(group, row_offset, q)
+        return out.flatten(1)
+
+    def _attend(self, group: _Group, row_offset: int, q: Tensor) -> Tensor:
+        """[requests * queries, heads, head_dim]"""
+        layout = self._layout
+        requests, queries = group.tokens.shape
+        per_kv = q.shape[1] // layout.kv_heads
+        shape = (requests, layout.kv_heads, group.blocks * layout.block_tokens, layout.head_dim)
+        keys = self._rows.index_select(0, group.rows_k + row_offset).view(shape)
+        values = self._rows.index_select(0, group.rows_v + row_offset).view(shape)
+        # [requests, queries, kv_heads, per_kv, dim] → [requests, kv_heads, per_kv * queries, dim]
+        grouped = q[group.tokens.flatten()].view(requests, queries, layout.kv_heads, per_kv, layout.head_dim)
+        rows = grouped.permute(0, 2, 3, 1, 4).reshape(requests, layout.kv_heads, per_kv * queries, layout.head_dim)
+        mask = group.mask.repeat(1, 1, per_kv, 1)
+        attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
+        back = attended.view(requests, layout.kv_heads, per_kv, queries, layout.head_dim).permute(0, 3, 1, 2, 4)
+        return back.reshape(requests * queries, layout.kv_heads * per_kv, layout.head_dim)

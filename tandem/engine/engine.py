@@ -1,0 +1,183 @@
+"""The engine of one worker, on its leader: scheduler, model and sampling in one step.
+
+It serves whatever it is given and knows no router, no transfer. Not thread-safe: the step loop owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.engine.api import EngineLoad, EngineRequest, RequestEnd, Reservation, StepResult, TokenOut
+from tandem.engine.runner import ModelRunner
+from tandem.engine.step import HEARTBEAT, STOP, SequenceStep, StepInput
+from tandem.errors import InputError, InternalError, TandemError
+from tandem.kvcache.block_pool import CacheEvent
+from tandem.kvcache.layout import blocks_for
+from tandem.request import FinishReason
+from tandem.sampling.sampler import choose
+from tandem.scheduler.scheduler import Chunk, Scheduler, StepPlan
+from tandem.scheduler.sequence import Sequence
+
+Logits = NDArray[np.float32]
+
+
+class Engine:
+    """Args: `tell_followers` carries a step to the other ranks before this one runs it."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        vocab_size: int,
+        tell_followers: Callable[[StepInput], None] | None,
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._vocab_size = vocab_size
+        self._tell_followers = tell_followers
+        self._arrivals = count()
+
+    # --- requests ----------------------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest) -> None:
+        """Raises InputError, ContextExceeded, KvExhausted when it could never run."""
+        self._scheduler.add(self._sequence(request))
+
+    def reserve(self, request: EngineRequest) -> Reservation:
+        """Leases blocks for a prompt whose KV will be imported. Raises KvExhausted when there is no room now."""
+        sequence = self._sequence(request)
+        cached_blocks = self._scheduler.reserve(sequence)
+        return Reservation(
+            request_id=request.request_id,
+            block_ids=tuple(sequence.blocks),
+            first_missing_block=cached_blocks,
+            cached_tokens=cached_blocks * self._scheduler.block_tokens,
+        )
+
+    def join(self, request_id: str, first_token: int) -> None:
+        """Every reserved block is filled and `first_token` is known: decode from here on."""
+        self._check_tokens([first_token], "first_token")
+        self._scheduler.join(request_id, first_token)
+
+    def cancel(self, request_id: str) -> bool:
+        """Forgets a request at any stage and frees its blocks. False when there is none."""
+        return self._scheduler.cancel(request_id)
+
+    def release_export(self, request_id: str) -> None:
+        """Nobody reads an exported prompt's blocks any more."""
+        self._scheduler.release_export(request_id)
+
+    def _sequence(self, request: EngineRequest) -> Sequence:
+        if not request.prompt:
+            raise InputError("prompt: expected at least one token, got none", field="prompt")
+        self._check_tokens(request.prompt, "prompt")
+        return Sequence(
+            request_id=request.request_id,
+            tokens=list(request.prompt),
+            prompt_tokens=len(request.prompt),
+            sampling=request.sampling,
+            hash_key=request.hash_key,
+            block_tokens=self._scheduler.block_tokens,
+            arrival=next(self._arrivals),
+            use_prefix_cache=request.use_prefix_cache,
+            export_from_block=request.export_from_block,
+        )
+
+    def _check_tokens(self, tokens: list[int] | tuple[int, ...], field: str) -> None:
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            raise InputError(f"{field}: expected token ids from 0 to {self._vocab_size - 1}", field=field)
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def step(self) -> StepResult:
+        """Runs one step. A request that cannot go on fails alone."""
+        plan = self._scheduler.schedule()
+        tokens: list[TokenOut] = []
+        ended = [RequestEnd(request_id, error=error) for request_id, error in self._scheduler.failed]
+        self._scheduler.failed.clear()
+        if plan.chunks:
+            logits = self._run(plan)
+            self._scheduler.advance(plan)
+            sampling = [chunk for chunk in plan.chunks if chunk.samples]
+            for row, chunk in zip(logits, sampling, strict=True):
+                self._choose(chunk, row, tokens, ended)
+        return StepResult(tuple(tokens), tuple(ended))
+
+    def _run(self, plan: StepPlan) -> Logits:
+        step = StepInput([_sequence_step(chunk, self._scheduler.block_tokens) for chunk in plan.chunks], [*plan.exports])
+        if self._tell_followers is not None:
+            self._tell_followers(step)
+        logits: Logits = self._runner.execute(step).numpy()
+        return logits
+
+    def _choose(self, chunk: Chunk, row: Logits, tokens: list[TokenOut], ended: list[RequestEnd]) -> None:
+        sequence = chunk.sequence
+        try:
+            if not np.isfinite(row.max()):
+                raise InternalError("the model gave logits that are no numbers")
+            choice = choose(row, sequence.sampling, len(sequence.tokens))
+        except (TandemError, ValueError, ArithmeticError) as error:
+            typed = error if isinstance(error, TandemError) else InternalError(f"sampling failed: {error}")
+            self._scheduler.cancel(sequence.request_id)
+            ended.append(RequestEnd(sequence.request_id, error=typed))
+            return
+        first = sequence.generated == 0
+        sequence.tokens.append(choice.token_id)
+        tokens.append(
+            TokenOut(
+                request_id=sequence.request_id,
+                token_id=choice.token_id,
+                logprob=choice.logprob,
+                top=choice.top,
+                cached_tokens=sequence.cached_tokens if first else None,
+            )
+        )
+        reason = self._reason(sequence, choice.token_id)
+        if reason is not None or sequence.is_exporting:
+            self._scheduler.finish(sequence)
+            ended.append(RequestEnd(sequence.request_id, reason))
+
+    def _reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        if token_id in sequence.sampling.stop_token_ids:
+            return FinishReason.STOP
+        full = len(sequence.tokens) >= self._scheduler.max_model_tokens
+        return FinishReason.LENGTH if full or sequence.generated >= sequence.sampling.max_tokens else None
+
+    def idle_tick(self) -> None:
+        """A sign of life for followers that wait for a step. Call about once a second."""
+        if self._tell_followers is not None:
+            self._tell_followers(HEARTBEAT)
+
+    def close(self) -> None:
+        """Lets the followers end."""
+        if self._tell_followers is not None:
+            self._tell_followers(STOP)
+
+    # --- what others may know ----------------------------------------------------------------------------------
+
+    def load(self) -> EngineLoad:
+        scheduler = self._scheduler
+        return EngineLoad(
+            scheduler.waiting, scheduler.running, scheduler.waiting_tokens, scheduler.pool.counts()
+        )
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        return self._scheduler.pool.take_events()
+
+
+def _sequence_step(chunk: Chunk, block_tokens: int) -> SequenceStep:
+    end = chunk.start + chunk.count
+    return SequenceStep(
+        token_ids=chunk.sequence.tokens[chunk.start : end],
+        start=chunk.start,
+        blocks=chunk.sequence.blocks[: blocks_for(end, block_tokens)],
+        samples=chunk.samples,
+    )

@@ -1,0 +1,79 @@
+"""Builds one rank of a worker: model shard, KV pool, runner, and on rank 0 the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tandem.config import EngineSpec
+from tandem.engine.api import KvExporter
+from tandem.engine.engine import Engine
+from tandem.engine.kv_pool import DTYPES, KvPool, pool_layout
+from tandem.engine.runner import ModelRunner
+from tandem.engine.tp_group import TpGroup
+from tandem.errors import ConfigError
+from tandem.kvcache.block_pool import BlockPool
+from tandem.kvcache.layout import KvPoolLayout
+from tandem.model.parallel import TensorParallel
+from tandem.model.weights import load_model
+from tandem.model_config import ModelConfig
+from tandem.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank, ready to run. `leader` is there on rank 0 alone."""
+
+    config: ModelConfig
+    layout: KvPoolLayout
+    pool: KvPool
+    max_model_tokens: int
+    runner: ModelRunner
+    group: TpGroup | None
+    leader: Engine | None
+
+    @property
+    def engine(self) -> Engine:
+        if self.leader is None:
+            raise ConfigError("only rank 0 of a worker has an engine", field="rank")
+        return self.leader
+
+    def follow(self) -> None:
+        """Carries out the leader's steps until it says stop. Raises RuntimeError when it is gone."""
+        if self.group is None:
+            raise ConfigError("a worker of one rank has nobody to follow", field="rank")
+        for step in self.group.steps():
+            if step.sequences:
+                self.runner.execute(step)
+
+
+def build_rank(
+    model_dir: Path, spec: EngineSpec, *, rank: int, size: int, rendezvous_file: Path, exporter: KvExporter
+) -> Rank:
+    """Raises CheckpointError, ConfigError, InsufficientMemory."""
+    torch.set_num_threads(spec.threads_per_rank)
+    device = torch.device(spec.device)
+    config = ModelConfig.load(model_dir)
+    config.check_tp(size)
+    max_model_tokens = min(spec.max_model_tokens or config.max_position_tokens, config.max_position_tokens)
+    layout = pool_layout(
+        spec, layers=config.layers, kv_heads=config.rank_kv_heads(size), head_dim=config.head_dim
+    )
+    group = TpGroup(rendezvous_file, rank, size, device) if size > 1 else None
+    tp = TensorParallel(rank, size, group.collectives if group else None)
+    model = load_model(model_dir, config, tp, device, DTYPES[spec.dtype])
+    pool = KvPool(layout, device)
+    runner = ModelRunner(model, pool, exporter, device)
+    leader = None
+    if rank == 0:
+        scheduler = Scheduler(
+            BlockPool(layout.num_blocks),
+            block_tokens=spec.block_tokens,
+            max_running_requests=spec.max_running_requests,
+            max_step_tokens=spec.max_step_tokens,
+            max_model_tokens=max_model_tokens,
+        )
+        leader = Engine(runner, scheduler, config.vocab_size, group.send_step if group else None)
+    return Rank(config, layout, pool, max_model_tokens, runner, group, leader)

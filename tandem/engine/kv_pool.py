@@ -1,0 +1,69 @@
+"""A rank's KV pool: the tensor, in memory that its transfer agent can map."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+import psutil
+import torch
+from torch import Tensor
+
+from tandem.config import EngineSpec
+from tandem.errors import InsufficientMemory
+from tandem.kvcache.layout import KvPoolLayout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class KvPool:
+    """On CPU a memfd, sealed against resizing, so that no process that maps it can be tripped by a shrunken file, and
+    nothing stays behind when every holder is gone. `tensor` has `layout.shape`."""
+
+    def __init__(self, layout: KvPoolLayout, device: torch.device) -> None:
+        self.layout = layout
+        self.fd: int | None = None
+        if device.type == "cpu":
+            self.fd = _sealed_memfd(layout.pool_bytes)
+            self._map = mmap.mmap(self.fd, layout.pool_bytes)
+            flat = torch.frombuffer(self._map, dtype=DTYPES[layout.dtype])
+            self.tensor: Tensor = flat.view(layout.shape)
+            self.tensor.zero_()  # touches every page now, not in the first request
+        else:
+            self.tensor = torch.zeros(layout.shape, dtype=DTYPES[layout.dtype], device=device)
+
+
+def _sealed_memfd(size_bytes: int) -> int:
+    fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def pool_layout(spec: EngineSpec, *, layers: int, kv_heads: int, head_dim: int) -> KvPoolLayout:
+    """As many blocks as the configuration asks for or its memory holds.
+
+    Raises:
+        InsufficientMemory: not even two blocks fit, or the machine has less memory than the pool.
+    """
+
+    def layout(num_blocks: int) -> KvPoolLayout:
+        return KvPoolLayout(num_blocks, layers, kv_heads, spec.block_tokens, head_dim, spec.dtype)
+
+    block_bytes = layout(1).block_bytes
+    blocks = spec.kv_blocks or spec.kv_memory_bytes // block_bytes
+    if blocks < 2:
+        raise InsufficientMemory(
+            f"engine.kv_memory_bytes: expected at least {2 * block_bytes} (two KV blocks), got {spec.kv_memory_bytes}",
+            field="engine.kv_memory_bytes",
+        )
+    chosen = layout(blocks)
+    available = psutil.virtual_memory().available
+    if spec.device == "cpu" and chosen.pool_bytes > available:
+        raise InsufficientMemory(
+            f"engine.kv_memory_bytes: a pool of {chosen.pool_bytes >> 20} MiB was asked for and {available >> 20} MiB "
+            "are available: lower it, or kv_blocks",
+            field="engine.kv_memory_bytes",
+        )
+    return chosen

@@ -1,0 +1,38 @@
+"""What every rank is told about a step, in a form that crosses processes without pickle."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.scheduler.scheduler import ExportRange
+
+
+class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
+    """`token_ids` of one request, from position `start` on, with its block table up to the last of them."""
+
+    token_ids: list[int]
+    start: int
+    blocks: list[int]
+    samples: bool
+
+
+class StepInput(msgspec.Struct, frozen=True, array_like=True):
+    """One forward pass. No sequences and not `stop`: a sign of life from an idle leader."""
+
+    sequences: list[SequenceStep]
+    exports: list[ExportRange]
+    stop: bool = False
+
+
+HEARTBEAT = StepInput([], [])
+STOP = StepInput([], [], stop=True)
+
+_decoder = msgspec.msgpack.Decoder(StepInput)
+
+
+def encode_step(step: StepInput) -> bytes:
+    return msgspec.msgpack.encode(step)
+
+
+def decode_step(raw: bytes) -> StepInput:
+    return _decoder.decode(raw)

@@ -1,0 +1,110 @@
+"""Named tensors of a Hugging Face checkpoint directory, read in slices. Safetensors only: nothing here unpickles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tandem.errors import CheckpointError
+from tandem.model_config import read_json_object
+
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+_FLOATS: Final = ("F64", "F32", "F16", "BF16")
+_FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
+
+
+class Checkpoint:
+    """Open with `Checkpoint.open`. Every error is a CheckpointError naming the tensor and the file."""
+
+    def __init__(self, files: dict[str, tuple[Path, Any]], model_dir: Path) -> None:
+        self._files = files
+        self._model_dir = model_dir
+        self._unread = set(files)
+
+    @classmethod
+    @contextmanager
+    def open(cls, model_dir: Path) -> Iterator[Checkpoint]:
+        with ExitStack() as stack:
+            files: dict[str, tuple[Path, Any]] = {}
+            for path, promised in _files(model_dir).items():
+                opened = stack.enter_context(_opened(path))
+                held = set(opened.keys())
+                missing = sorted(promised - held)
+                if missing:
+                    raise CheckpointError(f"{path}: expected tensor {missing[0]} ({INDEX_FILE} says so), found none")
+                files.update({name: (path, opened) for name in (promised or held)})
+            yield cls(files, model_dir)
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Names never asked for: what the model would silently ignore."""
+        return frozenset(self._unread)
+
+    def file_of(self, name: str) -> Path:
+        return self._files[name][0]
+
+    def read(
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
+    ) -> Tensor:
+        """A tensor that must have `shape`, or its `rows` and `columns`, in the dtype of the file."""
+        if name not in self._files:
+            raise CheckpointError(f"{self._model_dir}: expected tensor {name} of shape {list(shape)}, found none")
+        path, opened = self._files[name]
+        self._unread.discard(name)
+        try:
+            whole = opened.get_slice(name)
+            if list(whole.get_shape()) != list(shape):
+                raise CheckpointError(
+                    f"{path}: {name}: expected shape {list(shape)} by config.json, got {list(whole.get_shape())}"
+                )
+            if whole.get_dtype() not in _FLOATS:
+                raise CheckpointError(f"{path}: {name}: expected one of {', '.join(_FLOATS)}, got {whole.get_dtype()}")
+            index = (rows or slice(None), columns or slice(None))[: len(shape)]
+            part: Tensor = whole[index]
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: {name}: expected a readable tensor, got: {error}") from error
+        if not torch.isfinite(part.sum(dtype=torch.float32 if part.dtype != torch.float64 else torch.float64)):
+            raise CheckpointError(f"{path}: {name}: expected finite numbers, got NaN or infinity; the file is corrupt")
+        return part
+
+
+def _files(model_dir: Path) -> dict[Path, set[str]]:
+    """Each weights file with the tensors the index promises in it; none are promised where there is no index."""
+    if (model_dir / SINGLE_FILE).exists():
+        return {model_dir / SINGLE_FILE: set()}
+    if not (model_dir / INDEX_FILE).exists():
+        raise CheckpointError(f"{model_dir}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither", field="model")
+    weight_map = read_json_object(model_dir / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{model_dir / INDEX_FILE}: weight_map: expected tensor names with files, got none")
+    found: dict[Path, set[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
+            raise CheckpointError(f"{model_dir / INDEX_FILE}: {name}: expected a file of this folder, got {file!r}")
+        found.setdefault(model_dir / file, set()).add(name)
+    return found
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        manager = safe_open(path, framework="pt", device="cpu")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: expected this file ({INDEX_FILE} names it), found none") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: expected a whole safetensors file, got: {error}; pull it again") from error
+    with manager as opened:
+        yield opened

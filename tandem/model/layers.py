@@ -1,0 +1,84 @@
+"""The layers of a transformer, each with its tensor parallelism inside. Weights are passed in, sharded already."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.model.parallel import TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """Zhang and Sennrich 2019, arXiv:1910.07467. weight [hidden]."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] → the same; the mean square is taken in fp32."""
+        wide = x.float()
+        scale = wide.square().mean(dim=-1, keepdim=True).add_(self.eps).rsqrt_()
+        return (wide * scale).to(x.dtype).mul_(self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnParallelLinear:
+    """Each rank holds some outputs. weight [out / tp, in], bias [out / tp]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, in] → [tokens, out / tp]"""
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class RowParallelLinear:
+    """Each rank holds some inputs, and the ranks' results are summed. weight [out, in / tp], bias [out]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    tp: TensorParallel
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, in / tp] → [tokens, out], equal on every rank."""
+        y = self.tp.all_reduce(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class VocabEmbedding:
+    """weight [rows, hidden]: all of the vocabulary, or this rank's equal part of it when `sharded`."""
+
+    weight: Tensor
+    sharded: bool
+    tp: TensorParallel
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """[tokens] int64 → [tokens, hidden], equal on every rank."""
+        if not self.sharded:
+            return F.embedding(token_ids, self.weight)
+        rows = self.weight.shape[0]
+        local = token_ids - self.tp.rank * rows
+        foreign = (local < 0) | (local >= rows)
+        hidden = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return self.tp.all_reduce(hidden.masked_fill_(foreign.unsqueeze(1), 0))
+
+
+@dataclass(frozen=True, slots=True)
+class LmHead:
+    """weight [rows, hidden]: all of the vocabulary, or this rank's equal part of it when `sharded`."""
+
+    weight: Tensor
+    sharded: bool
+    tp: TensorParallel
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, hidden] → [rows, vocab] fp32, equal on every rank."""
+        logits = F.linear(x, self.weight)
+        return (self.tp.all_gather_columns(logits) if self.sharded else logits).float()

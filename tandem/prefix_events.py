@@ -1,0 +1,104 @@
+"""The prefix events of a worker as they lie in Redis: key names, event and snapshot codec. Torch-free and Redis-free.
+
+Each worker has one stream of events and one snapshot. An entry's stream id is `{epoch}-{seq}`, so the id itself shows
+gaps, and a reader that holds a snapshot (epoch, seq) reads on from exactly there.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.blockhash import HASH_BYTES, BlockHash
+
+EVENT_FIELD = b"e"
+MAX_EVENT_HASHES = 1 << 20
+MAX_SNAPSHOT_HASHES = 1 << 24
+
+_VERSION = 1
+_EVENT = struct.Struct("<BB")  # version, stored
+_SNAPSHOT = struct.Struct("<BQQ")  # version, epoch, seq
+
+
+class PrefixEventError(ValueError):
+    """The bytes are no prefix event or snapshot of a version we know."""
+
+
+def stream_key(cluster: str, worker_id: str) -> str:
+    return f"tandem:{cluster}:prefix:{worker_id}:events"
+
+
+def snapshot_key(cluster: str, worker_id: str) -> str:
+    return f"tandem:{cluster}:prefix:{worker_id}:snapshot"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixEvent:
+    """Blocks that became findable on a worker (`stored`), or no longer are. `seq` counts from 1 in each epoch."""
+
+    epoch: int
+    seq: int
+    stored: bool
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSnapshot:
+    """All findable blocks of a worker after event `seq`."""
+
+    epoch: int
+    seq: int
+    hashes: tuple[BlockHash, ...]
+
+
+def entry_id(epoch: int, seq: int) -> str:
+    """The stream id of an event."""
+    return f"{epoch}-{seq}"
+
+
+def encode_event(event: PrefixEvent) -> bytes:
+    """The value of EVENT_FIELD; epoch and seq travel in the entry's id."""
+    return _EVENT.pack(_VERSION, event.stored) + b"".join(event.hashes)
+
+
+def decode_event(entry: str, value: bytes) -> PrefixEvent:
+    """Raises PrefixEventError."""
+    try:
+        epoch, seq = (int(part) for part in entry.split("-"))
+    except ValueError:
+        raise PrefixEventError(f"expected an entry id like epoch-seq, got {entry!r}") from None
+    if len(value) < _EVENT.size:
+        raise PrefixEventError(f"expected at least {_EVENT.size} bytes, got {len(value)}")
+    version, stored = _EVENT.unpack_from(value)
+    _check_version(version)
+    return PrefixEvent(epoch, seq, bool(stored), split_hashes(value[_EVENT.size :], MAX_EVENT_HASHES))
+
+
+def encode_snapshot(snapshot: PrefixSnapshot) -> bytes:
+    return _SNAPSHOT.pack(_VERSION, snapshot.epoch, snapshot.seq) + b"".join(snapshot.hashes)
+
+
+def decode_snapshot(value: bytes) -> PrefixSnapshot:
+    """Raises PrefixEventError."""
+    if len(value) < _SNAPSHOT.size:
+        raise PrefixEventError(f"expected at least {_SNAPSHOT.size} bytes, got {len(value)}")
+    version, epoch, seq = _SNAPSHOT.unpack_from(value)
+    _check_version(version)
+    return PrefixSnapshot(epoch, seq, split_hashes(value[_SNAPSHOT.size :], MAX_SNAPSHOT_HASHES))
+
+
+def split_hashes(joined: bytes, limit: int = MAX_EVENT_HASHES) -> tuple[BlockHash, ...]:
+    """Concatenated hashes, taken apart. Raises PrefixEventError."""
+    if len(joined) % HASH_BYTES or len(joined) > limit * HASH_BYTES:
+        raise PrefixEventError(f"expected at most {limit} hashes of {HASH_BYTES} bytes, got {len(joined)} bytes")
+    return tuple(joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES))
+
+
+def join_hashes(hashes: Sequence[BlockHash]) -> bytes:
+    return b"".join(hashes)
+
+
+def _check_version(version: int) -> None:
+    if version != _VERSION:
+        raise PrefixEventError(f"expected version {_VERSION}, got {version}")

@@ -1,0 +1,68 @@
+"""One request inside the engine, and the one enum that says where it stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tandem.blockhash import BlockHash, HashKey, hash_blocks
+from tandem.kvcache.block_pool import Hold
+from tandem.request import SamplingParams
+
+
+class Stage(StrEnum):
+    """WAITING → RUNNING → (gone), or → EXPORTED → (gone); RESERVED → RUNNING. Preemption leads back to WAITING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    RESERVED = "reserved"  # blocks leased; somebody else fills them
+    EXPORTED = "exported"  # done here; blocks leased until their reader is done
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Tokens, blocks and progress of one request.
+
+    `tokens` is the prompt and what was generated; the KV of the first `computed` of them is in the pool. `committed`
+    counts the leading blocks that are findable by hash.
+    """
+
+    request_id: str
+    tokens: list[int]
+    prompt_tokens: int
+    sampling: SamplingParams
+    hash_key: HashKey
+    block_tokens: int
+    arrival: int
+    use_prefix_cache: bool = True
+    export_from_block: int | None = None
+    stage: Stage = Stage.WAITING
+    hold: Hold = Hold.USE
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    committed: int = 0
+    exported_blocks: int = 0
+    cached_tokens: int | None = None  # found in the cache when it was first scheduled
+    _hashes: list[BlockHash] = field(default_factory=list)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def is_exporting(self) -> bool:
+        return self.export_from_block is not None
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens whose KV is not computed yet; 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+    def hashes(self, blocks: int) -> list[BlockHash]:
+        """Hashes of the first `blocks` full blocks; made once and extended as tokens come."""
+        have = len(self._hashes)
+        if blocks > have:
+            tail = self.tokens[have * self.block_tokens : blocks * self.block_tokens]
+            parent = self._hashes[-1] if self._hashes else None
+            self._hashes.extend(hash_blocks(tail, self.block_tokens, self.hash_key, parent=parent))
+        return self._hashes[:blocks]

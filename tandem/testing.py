@@ -1,0 +1,160 @@
+"""Fakes and tiny things for tests: a clock turned by hand, and a whole random Llama checkpoint. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import math
+import string
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from tandem.tokenizer_json import BytePairTokenizer
+
+SPECIAL_TOKENS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_SMALLEST_VOCAB: Final = len(SPECIAL_TOKENS) + 256
+
+
+class FakeClock:
+    """Time stands still until `advance`."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self._now_s = now_s
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"seconds: expected 0 or more, got {seconds}; monotonic time never steps back")
+        self._now_s += seconds
+
+
+def write_tiny_llama(
+    directory: Path,
+    *,
+    vocab: int = 320,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    intermediate: int = 128,
+    max_positions: int = 2048,
+    seed: int = 0,
+    tie: bool = False,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    rope_theta: float = 10_000.0,
+    rope_scaling: Mapping[str, Any] | None = None,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
+    scale: float = 1.0,
+) -> Path:
+    """Writes a Hugging Face directory (config, weights, byte-level tokenizer, chat template) and returns it.
+
+    Greedy decoding varies and has a clear best logit: what the layers add outweighs the token's own embedding, and the
+    head's gain (`scale`) spreads the logits over several units. Without `eos_token_id` nothing ends an answer early.
+    The vocabulary is three special tokens, 256 bytes and pairs of letters, so every token id has text.
+    """
+    if vocab < _SMALLEST_VOCAB:
+        raise ValueError(f"vocab: expected at least {_SMALLEST_VOCAB} (special tokens and 256 bytes), got {vocab}")
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": rope_theta,
+        "rope_scaling": dict(rope_scaling) if rope_scaling else None,
+        "tie_word_embeddings": tie,
+        "max_position_embeddings": max_positions,
+        "attention_bias": attention_bias,
+        "mlp_bias": mlp_bias,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": None,
+        "dtype": "float32",
+    }
+    rng = np.random.default_rng(seed)
+    shapes = _shapes(config)
+    weights = {name: _random(rng, name, shape, scale) for name, shape in shapes.items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "tokenizer.json", _byte_tokenizer(vocab))
+    _write_json(directory / "tokenizer_config.json", {"chat_template": CHAT_TEMPLATE})
+    return directory
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+
+
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    query = config["num_attention_heads"] * config["head_dim"]
+    kv = config["num_key_value_heads"] * config["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for number in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{number}."
+        shapes[prefix + "input_layernorm.weight"] = (hidden,)
+        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        linears = {"self_attn.q_proj": (query, hidden), "self_attn.k_proj": (kv, hidden)}
+        linears |= {"self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, query)}
+        linears |= {"mlp.gate_proj": (width, hidden), "mlp.up_proj": (width, hidden), "mlp.down_proj": (hidden, width)}
+        for name, shape in linears.items():
+            shapes[f"{prefix}{name}.weight"] = shape
+            if config["attention_bias" if name.startswith("self_attn") else "mlp_bias"]:
+                shapes[f"{prefix}{name}.bias"] = shape[:1]
+    return shapes
+
+
+def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...], scale: float) -> NDArray[np.float32]:
+    if "norm" in name:
+        return (1.0 + 0.1 * rng.standard_normal(shape)).astype(np.float32)
+    if name.endswith(".bias"):
+        return (0.1 * rng.standard_normal(shape)).astype(np.float32)
+    fan_in = shape[1]
+    # The head's spread; a tied embedding is also what the layers must outweigh, which o_proj and down_proj do.
+    gain = 3.0 * scale if name in ("lm_head.weight", "model.embed_tokens.weight") else 2.0
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        gain = 4.0
+    spread: float = gain / math.sqrt(fan_in)
+    return (spread * rng.standard_normal(shape)).astype(np.float32)
+
+
+def _byte_tokenizer(vocab: int) -> dict[str, Any]:
+    """A byte-level BPE `tokenizer.json` of exactly `vocab` tokens."""
+    pieces = [*SPECIAL_TOKENS, *_byte_characters()]
+    pairs = [(a, b) for a in string.ascii_letters for b in string.ascii_letters]
+    triples = [(a + b, c) for a, b in pairs for c in string.ascii_letters]
+    merges = (pairs + triples)[: vocab - len(pieces)]
+    if len(merges) < vocab - len(pieces):
+        raise ValueError(f"vocab: expected at most {len(pieces) + len(pairs) + len(triples)}, got {vocab}")
+    pieces += [a + b for a, b in merges]
+    return BytePairTokenizer(pieces, merges, special=range(len(SPECIAL_TOKENS))).to_json()
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in GPT-2's byte-level BPE."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    stand_ins = {byte: chr(256 + place) for place, byte in enumerate(hidden)}
+    return [stand_ins.get(byte, chr(byte)) for byte in range(256)]
