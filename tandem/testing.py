@@ -158,3 +158,9 @@ def _byte_characters() -> list[str]:
     hidden = [byte for byte in range(256) if byte not in printable]
     stand_ins = {byte: chr(256 + place) for place, byte in enumerate(hidden)}
     return [stand_ins.get(byte, chr(byte)) for byte in range(256)]
+
+
+def random_prompt(length: int, vocab: int, seed: int = 0) -> list[int]:
+    """Token ids that depend on nothing but the arguments."""
+    rng = np.random.default_rng((length, vocab, seed))
+    return [int(token) for token in rng.integers(0, vocab, length)]

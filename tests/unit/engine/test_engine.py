@@ -1,0 +1,186 @@
+"""One engine's tokens are the reference's however the work is cut, and its blocks are always accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.engine.api import ExportRange
+from tandem.engine.factory import Rank
+from tandem.engine.testing import EngineDriver, make_request, single_rank
+from tandem.errors import ContextExceeded, InputError, KvExhausted
+from tandem.request import FinishReason, SamplingParams
+from tandem.testing import random_prompt, write_tiny_llama
+
+VOCAB = 300
+LENGTHS = (1, 15, 16, 17, 100)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=4, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), vocab=VOCAB, seed=1)
+
+
+@pytest.fixture
+def reference(reference_for: Callable[[Path], Any], model_dir: Path) -> Any:
+    return reference_for(model_dir)
+
+
+@pytest.fixture
+def make(model_dir: Path, tmp_path: Path) -> Callable[..., Rank]:
+    return lambda **options: single_rank(model_dir, tmp_path / "rendezvous", **options)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random_prompt(length, VOCAB, seed)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("max_step_tokens", [16, 64, 512])
+def test_tokens_equal_the_reference_alone_and_in_batches(
+    make: Callable[..., Rank], reference: Any, sampling: SamplingParams, max_step_tokens: int
+) -> None:
+    driver = EngineDriver(make(max_step_tokens=max_step_tokens).engine)
+    expected = {str(n): reference.answer(prompt(n), sampling) for n in LENGTHS}
+    for length in LENGTHS:
+        driver.add(str(length), prompt(length), sampling)
+    driver.run()
+    assert driver.tokens == expected
+    driver.tokens.clear()
+    for length in LENGTHS:
+        driver.add(str(length), prompt(length), sampling)
+        driver.run()
+    assert driver.tokens == expected
+    assert driver.cached == {"1": 0, "15": 0, "16": 0, "17": 16, "100": 96}
+    assert driver.at_rest()
+
+
+def test_preempted_requests_are_computed_again_to_the_same_tokens(make: Callable[..., Rank], reference: Any) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=40)
+    driver = EngineDriver(make(kv_blocks=12, max_step_tokens=64).engine)
+    prompts = {str(seed): prompt(30, seed) for seed in range(6)}
+    for name, tokens in prompts.items():
+        driver.add(name, tokens, sampling)
+    driver.run()
+    assert driver.tokens == {name: reference.answer(tokens, sampling) for name, tokens in prompts.items()}
+    assert driver.at_rest()
+
+
+def test_a_request_that_outgrows_the_pool_alone_fails_typed(make: Callable[..., Rank]) -> None:
+    driver = EngineDriver(make(kv_blocks=8).engine)
+    driver.add("big", prompt(100), SamplingParams(temperature=0.0, max_tokens=500))
+    driver.add("small", prompt(10), GREEDY)
+    driver.run()
+    assert isinstance(driver.ends["big"], KvExhausted)
+    assert driver.ends["small"] is FinishReason.LENGTH
+    assert driver.at_rest()
+
+
+def test_a_stop_token_ends_the_answer_with_it(make: Callable[..., Rank], reference: Any) -> None:
+    third = reference.answer(prompt(20), GREEDY)[2]
+    driver = EngineDriver(make().engine)
+    driver.add("r", prompt(20), SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=frozenset({third})))
+    driver.run()
+    assert driver.tokens["r"][-1] == third
+    assert driver.ends["r"] is FinishReason.STOP
+
+
+def test_cancelling_at_any_step_frees_everything(make: Callable[..., Rank]) -> None:
+    driver = EngineDriver(make(max_step_tokens=16).engine)
+    for steps in range(12):
+        driver.add("r", prompt(100, steps), GREEDY)
+        for _ in range(steps):
+            driver.take(driver.engine.step())
+        assert driver.engine.cancel("r")
+        assert not driver.engine.cancel("r")
+        assert driver.at_rest()
+
+
+def test_what_cannot_run_is_refused_at_once(make: Callable[..., Rank]) -> None:
+    engine = make(kv_blocks=8).engine
+    with pytest.raises(InputError, match="299"):
+        engine.add(make_request("r", [VOCAB], GREEDY))
+    with pytest.raises(ContextExceeded, match="2048"):
+        engine.add(make_request("r", prompt(2048), GREEDY))
+    with pytest.raises(KvExhausted, match="kv_memory_bytes"):
+        engine.add(make_request("r", prompt(200), GREEDY))
+    assert not engine.has_work
+
+
+class CopyExporter:
+    """Stands in for the transfer: notes which block ranges were finished, in order."""
+
+    def __init__(self) -> None:
+        self.ranges: list[ExportRange] = []
+        self.layers: list[int] = []
+
+    def begin_step(self, ranges: Any) -> None:
+        self.ranges.extend(ranges)
+
+    def layer_done(self, layer: int) -> None:
+        self.layers.append(layer)
+
+
+@pytest.mark.parametrize("max_step_tokens", [16, 24, 512])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100])
+@pytest.mark.parametrize("cached_on", ["neither", "prefill", "decode", "both"])
+def test_exported_blocks_decode_to_the_same_tokens_elsewhere(
+    make: Callable[..., Rank], reference: Any, length: int, cached_on: str, max_step_tokens: int
+) -> None:
+    exporter = CopyExporter()
+    sender = make(exporter=exporter, max_step_tokens=max_step_tokens)
+    receiver = make()
+    p, d = EngineDriver(sender.engine), EngineDriver(receiver.engine)
+    if cached_on in ("prefill", "both"):
+        p.add("warm", prompt(length), GREEDY)
+        p.run()
+    if cached_on in ("decode", "both"):
+        d.add("warm", prompt(length), GREEDY)
+        d.run()
+    reservation = d.engine.reserve(make_request("r", prompt(length), GREEDY))
+    p.add("r", prompt(length), GREEDY, export_from_block=reservation.first_missing_block)
+    p.run()
+    covered = [block for r in exporter.ranges for block in range(r.first_block, r.first_block + len(r.block_ids))]
+    assert covered == list(range(reservation.first_missing_block, len(reservation.block_ids)))
+    for copied in exporter.ranges:
+        for logical, block in enumerate(copied.block_ids, copied.first_block):
+            receiver.pool.tensor[reservation.block_ids[logical]] = sender.pool.tensor[block]
+    if exporter.ranges:
+        assert exporter.ranges[-1].is_last
+        assert exporter.ranges[-1].last_block_tokens == (length % 16 or 16)
+    assert p.engine.load().blocks.leased > 0
+    p.engine.release_export("r")
+    (first,) = p.tokens["r"]
+    d.engine.join("r", first)
+    d.run()
+    assert [first, *d.tokens["r"]] == reference.answer(prompt(length), GREEDY)
+    assert p.at_rest()
+    assert d.at_rest()
+
+
+def test_a_reservation_without_room_changes_nothing(make: Callable[..., Rank]) -> None:
+    engine = make(kv_blocks=8).engine
+    engine.reserve(make_request("a", prompt(70), GREEDY))
+    before = engine.load()
+    with pytest.raises(KvExhausted):
+        engine.reserve(make_request("b", prompt(70, 1), GREEDY))
+    assert engine.load() == before
+    assert engine.cancel("a")
+    assert engine.load().blocks.free == 8
+
+
+def test_logprobs_are_of_the_untempered_distribution(make: Callable[..., Rank]) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=3, logprobs=4)
+    engine = make().engine
+    engine.add(make_request("r", prompt(20), sampling))
+    tokens = [token for _ in range(3) for token in engine.step().tokens]
+    for token in tokens:
+        assert token.logprob is not None
+        assert token.top[0].token_id == token.token_id
+        assert token.top[0].logprob == token.logprob
+        assert len(token.top) == 4

@@ -1,0 +1,126 @@
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from router.app import RouterApp
+from router.testing import StubController, StubWorker, until
+from tandem.config import Disaggregation, Role, RouterSpec
+from tandem.launch import RouterLaunch, ServedModel
+from tandem.testing import write_tiny_llama
+from tandem.tokenizer import Tokenizer
+from tandem.v1.inference_pb2_grpc import InferenceStub
+
+MODEL = "tiny"
+EOS = 2
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), max_positions=2048, eos_token_id=EOS)
+
+
+class Cluster:
+    """A real router between real clients and stub workers."""
+
+    def __init__(self, model_dir: Path, spec: RouterSpec, max_model_tokens: int) -> None:
+        self.tokenizer = Tokenizer.load(model_dir)
+        self.controller = StubController()
+        self.prefill = StubWorker("p0", Role.PREFILL, MODEL)
+        self.decode = StubWorker("d0", Role.DECODE, MODEL)
+        self._model_dir = model_dir
+        self._spec = spec
+        self._max_model_tokens = max_model_tokens
+        self.app: RouterApp
+
+    async def start(self) -> None:
+        await self.controller.start()
+        for worker in (self.prefill, self.decode):
+            await worker.start()
+        served = ServedModel(
+            name=MODEL,
+            model_dir=str(self._model_dir),
+            model_fingerprint="f",
+            block_tokens=16,
+            max_model_tokens=self._max_model_tokens,
+        )
+        launch = RouterLaunch(
+            cluster="test",
+            router_id="router-0",
+            router=self._spec,
+            models=(served,),
+            controller_address=self.controller.address,
+            redis_url=None,
+        )
+        self.app = RouterApp(launch)
+        await self.app.start()
+        self.base_url = f"http://127.0.0.1:{self.app.http_port}"
+        self.http = httpx.AsyncClient(base_url=self.base_url, timeout=10)
+        self.openai = AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=10)
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.app.grpc_port}")
+        self.inference = InferenceStub(self.channel)
+
+    async def stop(self) -> None:
+        await self.channel.close()
+        await self.http.aclose()
+        await self.openai.close()
+        await self.app.close()
+        for worker in (self.prefill, self.decode):
+            await worker.kill()
+        await self.controller.stop()
+
+    async def list_workers(self, *workers: StubWorker) -> None:
+        """Puts workers into the directory and waits until the router can use exactly those."""
+        await self.controller.set_workers(*workers)
+        fleet = self.app.dispatcher.fleet
+        counts = {role: sum(worker.role is role for worker in workers) for role in Role}
+        await until(lambda: all(fleet.count_ready(role) == count for role, count in counts.items()))
+
+    def says(self, text: str) -> list[int]:
+        """Both workers answer every prompt with `text`. Returns its tokens."""
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        for worker in (self.prefill, self.decode):
+            worker.behaviour.answer = lambda prompt: tokens
+        return tokens
+
+    def metric(self, line_start: str) -> float:
+        """Sum of the samples whose exposition line starts so."""
+        lines = self.app.metrics.render().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(line_start))
+
+    def ends(self, state: str) -> float:
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in self.app.metrics.render().decode().splitlines()
+            if line.startswith("tandem_requests_total{") and f'state="{state}"' in line
+        )
+
+
+@pytest.fixture
+def spec() -> RouterSpec:
+    """Overridden by tests that need another."""
+    always = Disaggregation.ALWAYS
+    return RouterSpec(http_port=0, grpc_port=0, disaggregation=always, queue_timeout_s=5.0, max_body_bytes=65536)
+
+
+@pytest.fixture
+def max_model_tokens() -> int:
+    return 512
+
+
+@pytest.fixture
+async def bare(model_dir: Path, spec: RouterSpec, max_model_tokens: int) -> AsyncIterator[Cluster]:
+    """No worker in the directory yet."""
+    cluster = Cluster(model_dir, spec, max_model_tokens)
+    await cluster.start()
+    yield cluster
+    await cluster.stop()
+
+
+@pytest.fixture
+async def cluster(bare: Cluster) -> Cluster:
+    await bare.list_workers(bare.prefill, bare.decode)
+    return bare

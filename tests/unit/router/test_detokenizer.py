@@ -1,0 +1,88 @@
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.detokenizer import Detokenizer, StopStrings
+
+
+class ByteDecoder:
+    """Each token is one byte; 256 and up are special and have no text."""
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(each for each in ids if each < 256).decode(errors="replace")
+
+
+def pieces(data: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
+    detokenizer = Detokenizer(ByteDecoder(), prompt)
+    return [*(detokenizer.push(token) for token in data), detokenizer.flush()]
+
+
+@given(st.text(max_size=40), st.text(max_size=8))
+def test_text_comes_out_whole_and_characters_are_never_split(text: str, prompt: str) -> None:
+    out = pieces(text.encode(), prompt.encode())
+    assert "".join(out) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in out)
+
+
+def test_character_comes_with_its_last_byte() -> None:
+    assert pieces("a€b".encode()) == ["a", "", "", "€", "b", ""]
+
+
+def test_incomplete_character_at_the_end_is_replaced() -> None:
+    assert pieces("a€".encode()[:-1]) == ["a", "", "", "\ufffd"]
+
+
+def test_endless_garbage_does_not_pile_up_and_spares_what_follows() -> None:
+    out = pieces(b"\x80" * 40 + "né€".encode())
+    joined = "".join(out)
+    assert joined.count("\ufffd") == 40
+    assert joined.endswith("né€")
+    assert any(out[:20])
+
+
+def test_special_tokens_have_no_text() -> None:
+    assert pieces([104, 300, 105]) == ["h", "", "i", ""]
+
+
+@pytest.mark.parametrize(
+    ("stops", "chunks", "text", "stopped"),
+    [
+        (["END"], ["one E", "N", "D two"], "one ", True),
+        (["END"], ["one E", "NX"], "one ENX", False),
+        (["END"], ["one EN"], "one EN", False),
+        (["b", "abc"], ["a", "b"], "a", True),
+        (["aab"], ["a", "a", "a", "b"], "a", True),
+        (["x"], ["x"], "", True),
+        ([], ["abc"], "abc", False),
+        (["\n\n"], ["a\n", "b\n", "\nc"], "a\nb", True),
+    ],
+)
+def test_stop_strings(stops: list[str], chunks: list[str], text: str, stopped: bool) -> None:
+    strings = StopStrings(stops)
+    out = ""
+    for chunk in chunks:
+        result = strings.push(chunk)
+        out += result.text
+        if result.stopped:
+            assert (out, True) == (text, stopped)
+            return
+    assert (out + strings.flush(), False) == (text, stopped)
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_nothing_of_a_stop_string_is_ever_let_out(text: str, stops: list[str]) -> None:
+    strings = StopStrings(stops)
+    out = ""
+    for character in text:
+        result = strings.push(character)
+        out += result.text
+        if result.stopped:
+            break
+    else:
+        out += strings.flush()
+        assert out == text
+    assert not any(stop in out for stop in stops)
+    assert text.startswith(out)

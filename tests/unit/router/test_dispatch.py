@@ -1,0 +1,314 @@
+"""The life of a request between a real router and stub workers: every way it can end."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from router.output import MAX_UNREAD_PIECES
+from router.request import RawRequest, RawSampling
+from router.testing import StubWorker, until
+from tandem.config import Disaggregation, Role, RouterSpec
+from tandem.errors import RequestCancelled
+from tandem.v1 import cluster_pb2
+
+MODEL = "tiny"
+PROMPT = {"model": MODEL, "prompt": "Hi"}
+
+
+def settle(cluster: Any) -> Any:
+    """No request is anywhere, and no account is left open."""
+    fleet = cluster.app.dispatcher.fleet
+    workers = [*fleet.ready(MODEL, Role.PREFILL), *fleet.ready(MODEL, Role.DECODE)]
+    return until(
+        lambda: cluster.app.dispatcher.active == 0
+        and all(w.account.requests == 0 and w.account.prefill_tokens == 0 and w.link.idle for w in workers)
+    )
+
+
+async def test_handoff_goes_reserve_prefill_join(cluster: Any) -> None:
+    await cluster.openai.completions.create(**PROMPT)
+    assert [kind for kind, _ in cluster.decode.received] == ["reserve", "join"]
+    assert [kind for kind, _ in cluster.prefill.received] == ["prefill"]
+    await settle(cluster)
+
+
+async def test_first_token_does_not_wait_for_the_handoff(cluster: Any) -> None:
+    tokens = cluster.says("abcdef")
+    cluster.decode.behaviour.token_delay_s = 30
+    stream = await cluster.openai.completions.create(**PROMPT, stream=True)
+    first = await anext(aiter(stream))
+    assert first.choices[0].text == cluster.tokenizer.decode(tokens[:1])
+    await stream.close()
+
+
+async def test_answer_of_one_token_never_joins(cluster: Any) -> None:
+    first = cluster.tokenizer.decode(cluster.says("abc")[:1])
+    answer = await cluster.openai.completions.create(**PROMPT, max_tokens=1)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (first, "length")
+    await until(lambda: bool(cluster.decode.cancelled))
+    assert cluster.decode.frames("join") == []
+    await settle(cluster)
+
+
+async def test_stop_token_first_never_joins(cluster: Any) -> None:
+    cluster.prefill.behaviour.answer = lambda prompt: [2]
+    answer = await cluster.openai.completions.create(**PROMPT)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "stop")
+    await until(lambda: bool(cluster.decode.cancelled))
+
+
+async def test_stop_string_cancels_on_the_decode_worker(cluster: Any) -> None:
+    cluster.says("ab STOP cd")
+    await cluster.openai.completions.create(**PROMPT, stop="STOP")
+    await until(lambda: bool(cluster.decode.cancelled))
+    assert cluster.ends("finished") == 1
+    await settle(cluster)
+
+
+@pytest.mark.parametrize("stage", ["reserve", "prefill", "decode"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_closed_connection_cancels_wherever_the_request_is(cluster: Any, stage: str, stream: bool) -> None:
+    cluster.says("a long answer")
+    cluster.decode.behaviour.hold_reservations = stage == "reserve"
+    cluster.prefill.behaviour.hold_prefills = stage == "prefill"
+    cluster.decode.behaviour.token_delay_s = 0.2
+    worker, kind = {
+        "reserve": (cluster.decode, "reserve"),
+        "prefill": (cluster.prefill, "prefill"),
+        "decode": (cluster.decode, "join"),
+    }[stage]
+    async with httpx.AsyncClient(base_url=cluster.base_url) as client:
+        task = asyncio.create_task(client.post("/v1/completions", json={**PROMPT, "stream": stream}))
+        await until(lambda: bool(worker.frames(kind)))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: bool(cluster.decode.cancelled))
+    if stage == "prefill":
+        await until(lambda: bool(cluster.prefill.cancelled))
+    await until(lambda: cluster.ends("cancelled") == 1)
+    assert cluster.decode.known == set()
+    await settle(cluster)
+
+
+async def test_handoff_that_fails_after_the_first_token_is_a_retryable_error(cluster: Any) -> None:
+    cluster.decode.behaviour.fail_handoffs = 1
+    with pytest.raises(openai.APIError, match="handoff_failed"):
+        await cluster.openai.completions.create(**PROMPT)
+    assert cluster.ends("failed") == 1
+    await settle(cluster)
+
+
+async def test_prefill_worker_lost_before_the_first_token_is_tried_again(cluster: Any) -> None:
+    cluster.says("abc")
+    cluster.prefill.behaviour.hold_prefills = True
+    task = asyncio.create_task(cluster.openai.completions.create(**PROMPT))
+    await until(lambda: bool(cluster.prefill.frames("prefill")))
+    await cluster.prefill.kill()
+    answer = await task
+    assert answer.choices[0].text == "abc"
+    assert cluster.decode.frames("cancel"), "the first attempt was taken off the decode worker"
+    assert cluster.decode.frames("generate"), "without a prefill worker it is prefilled locally"
+    assert len(set(cluster.decode.works)) == 2, "attempts have ids of their own"
+
+
+async def test_decode_worker_lost_in_mid_stream_is_a_typed_retryable_error(cluster: Any) -> None:
+    cluster.says("a long answer")
+    cluster.decode.behaviour.token_delay_s = 0.1
+    stream = await cluster.openai.completions.create(**PROMPT, stream=True)
+    await anext(aiter(stream))
+    await until(lambda: bool(cluster.decode.frames("join")))
+    await cluster.decode.kill()
+    with pytest.raises(openai.APIError, match="d0 was lost") as caught:
+        async for _ in stream:
+            pass
+    assert caught.value.body["code"] == "worker_lost"
+    assert cluster.ends("failed") == 1
+
+
+async def test_decode_worker_lost_has_its_http_status_before_the_answer_begins(cluster: Any) -> None:
+    cluster.decode.behaviour.token_delay_s = 0.2
+    task = asyncio.create_task(cluster.http.post("/v1/completions", json=PROMPT))
+    await until(lambda: bool(cluster.decode.frames("join")))
+    await cluster.decode.kill()
+    reply = await task
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "worker_lost")
+    assert int(reply.headers["retry-after"]) >= 1
+
+
+async def test_new_epoch_serves_after_a_loss(cluster: Any) -> None:
+    await cluster.decode.kill()
+    await until(lambda: not cluster.app.service.ready)
+    task = asyncio.create_task(cluster.openai.completions.create(**PROMPT))
+    await asyncio.sleep(0.1)
+    assert not task.done(), "a request waits while its pool restarts"
+    fresh = StubWorker("d0", Role.DECODE, MODEL, epoch=2)
+    await fresh.start()
+    await cluster.list_workers(cluster.prefill, fresh)
+    assert (await task).usage.completion_tokens > 0
+    await fresh.kill()
+
+
+class Listed(StubWorker):
+    """The directory says epoch 5, the worker itself another."""
+
+    def info(self) -> cluster_pb2.WorkerInfo:
+        info = super().info()
+        info.epoch = 5
+        return info
+
+
+async def test_worker_of_another_epoch_than_listed_is_not_used(bare: Any) -> None:
+    worker = Listed("d9", Role.DECODE, MODEL, epoch=4)
+    await worker.start()
+    await bare.controller.set_workers(worker)
+    await until(lambda: bare.app.dispatcher.fleet.worker("d9", 5) is not None)
+    await asyncio.sleep(0.2)
+    assert not bare.app.service.ready
+    worker.epoch = 5
+    await until(lambda: bare.app.service.ready)
+    await worker.kill()
+
+
+async def test_refused_reservation_goes_to_the_next_decode_worker(cluster: Any) -> None:
+    other = StubWorker("d1", Role.DECODE, MODEL)
+    await other.start()
+    await cluster.list_workers(cluster.prefill, cluster.decode, other)
+    cluster.decode.behaviour.refuse_reservations = 1
+    await cluster.openai.completions.create(**PROMPT)
+    assert len(cluster.decode.frames("reserve")) == 1
+    assert len(other.frames("join")) == 1
+    await settle(cluster)
+    await other.kill()
+
+
+async def test_refused_everywhere_waits_and_tries_again(cluster: Any) -> None:
+    cluster.decode.behaviour.refuse_reservations = 3
+    await cluster.openai.completions.create(**PROMPT)
+    assert len(cluster.decode.frames("reserve")) == 4
+    await settle(cluster)
+
+
+async def test_controller_lost_serves_on_with_the_last_directory(cluster: Any) -> None:
+    await cluster.controller.stop()
+    await asyncio.sleep(0.1)
+    assert (await cluster.openai.completions.create(**PROMPT)).usage.completion_tokens > 0
+
+
+async def test_worker_that_leaves_the_directory_finishes_what_it_has(cluster: Any) -> None:
+    cluster.says("abcdef")
+    cluster.decode.behaviour.token_delay_s = 0.05
+    task = asyncio.create_task(cluster.openai.completions.create(**PROMPT))
+    await until(lambda: bool(cluster.decode.frames("join")))
+    await cluster.controller.set_workers(cluster.prefill)
+    assert (await task).choices[0].text == "abcdef"
+    await until(lambda: cluster.app.dispatcher.fleet.worker("d0", 1) is None)
+
+
+async def test_sixteen_streams_get_their_own_answers(cluster: Any) -> None:
+    for worker in (cluster.prefill, cluster.decode):
+        worker.behaviour.answer = lambda prompt: [*prompt, *prompt, *prompt]
+        worker.behaviour.token_delay_s = 0.002
+
+    async def ask(number: int) -> bool:
+        text = f"question {number:02}"
+        chunks = [c async for c in await cluster.openai.completions.create(model=MODEL, prompt=text, stream=True)]
+        return "".join(chunk.choices[0].text for chunk in chunks) == text * 3
+
+    assert all(await asyncio.gather(*(ask(number) for number in range(16))))
+    await settle(cluster)
+    assert cluster.ends("finished") == 16
+
+
+class TestAggregated:
+    async def test_without_prefill_workers_the_decode_worker_does_all(self, bare: Any) -> None:
+        bare.says("abc")
+        await bare.list_workers(bare.decode)
+        bare.decode.behaviour.cached_tokens = 1
+        answer = await bare.openai.completions.create(**PROMPT)
+        assert answer.choices[0].text == "abc"
+        assert answer.usage.prompt_tokens_details.cached_tokens == 1
+        assert [kind for kind, _ in bare.decode.received] == ["generate"]
+        await settle(bare)
+
+
+class TestAuto:
+    @pytest.fixture
+    def spec(self) -> RouterSpec:
+        return RouterSpec(http_port=0, grpc_port=0, disaggregation=Disaggregation.AUTO)
+
+    async def test_short_prompts_stay_local_and_long_ones_are_handed_off(self, cluster: Any) -> None:
+        await cluster.openai.completions.create(model=MODEL, prompt=[70] * 32)
+        assert cluster.prefill.received == []
+        await cluster.openai.completions.create(model=MODEL, prompt=[70] * 33)
+        assert len(cluster.prefill.frames("prefill")) == 1
+
+
+class TestQueue:
+    @pytest.fixture
+    def spec(self) -> RouterSpec:
+        return RouterSpec(
+            http_port=0,
+            grpc_port=0,
+            disaggregation=Disaggregation.ALWAYS,
+            max_queued_requests=2,
+            queue_timeout_s=0.3,
+            max_prefill_tokens_in_flight=40,
+        )
+
+    async def test_no_worker_within_the_limit_is_a_typed_error(self, bare: Any) -> None:
+        reply = await bare.http.post("/v1/completions", json=PROMPT)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "no_worker")
+        assert "retry-after" in reply.headers
+        assert bare.ends("rejected") == 1
+
+    async def test_full_queue_answers_429_at_once(self, bare: Any) -> None:
+        waiting = [asyncio.create_task(bare.http.post("/v1/completions", json=PROMPT)) for _ in range(2)]
+        await until(lambda: bare.app.dispatcher.active == 2)
+        reply = await bare.http.post("/v1/completions", json=PROMPT)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (429, "overloaded")
+        assert "retry-after" in reply.headers
+        await asyncio.gather(*waiting)
+
+    async def test_prefill_worker_is_given_no_more_than_its_budget(self, cluster: Any) -> None:
+        cluster.prefill.behaviour.token_delay_s = 0.1
+        body = {"model": MODEL, "prompt": [70] * 30, "max_tokens": 1}
+        tasks = [asyncio.create_task(cluster.http.post("/v1/completions", json=body)) for _ in range(2)]
+        await until(lambda: bool(cluster.prefill.frames("prefill")))
+        assert len(cluster.prefill.frames("prefill")) == 1
+        assert [reply.status_code for reply in await asyncio.gather(*tasks)] == [200, 200]
+        await settle(cluster)
+
+    async def test_reservation_never_granted_ends_with_kv_exhausted(self, cluster: Any) -> None:
+        cluster.decode.behaviour.refuse_reservations = 1000
+        reply = await cluster.http.post("/v1/completions", json=PROMPT)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "kv_exhausted")
+        await settle(cluster)
+
+
+async def test_queued_request_whose_client_leaves_is_withdrawn(bare: Any) -> None:
+    async with httpx.AsyncClient(base_url=bare.base_url) as client:
+        task = asyncio.create_task(client.post("/v1/completions", json=PROMPT))
+        await until(lambda: bare.app.dispatcher.active == 1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: bare.app.dispatcher.active == 0)
+    assert bare.ends("cancelled") == 1
+
+
+class TestSlowReader:
+    @pytest.fixture
+    def max_model_tokens(self) -> int:
+        return 2048
+
+    async def test_reader_that_stays_away_ends_its_request(self, cluster: Any) -> None:
+        for worker in (cluster.prefill, cluster.decode):
+            worker.behaviour.answer = lambda prompt: [70] * (MAX_UNREAD_PIECES + 100)
+        submitted = await cluster.app.service.submit(RawRequest(MODEL, "Hi", RawSampling()))
+        await until(lambda: cluster.ends("cancelled") == 1)
+        await until(lambda: bool(cluster.decode.cancelled))
+        with pytest.raises(RequestCancelled, match="unread"):
+            async for _ in submitted.stream:
+                pass

@@ -1,0 +1,127 @@
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.json_format import MessageToDict
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from router.testing import until
+from tandem.config import Role
+from tandem.errors import ContextExceeded, InputError, ModelNotFound
+from tandem.grpc_errors import error_from_rpc
+from tandem.v1 import inference_pb2 as pb
+
+NAN = float("nan")
+
+
+async def test_generate_streams_started_chunks_finished(cluster: Any) -> None:
+    tokens = cluster.says("Hello €")
+    events = [event async for event in cluster.inference.Generate(pb.GenerateRequest(prompt="Hi there"))]
+    assert events[0].started.prompt_tokens == len(cluster.tokenizer.encode("Hi there", add_special_tokens=True))
+    assert "".join(event.chunk.text for event in events) == "Hello €"
+    assert [token for event in events for token in event.chunk.token_ids] == tokens
+    finished = events[-1].finished
+    assert finished.reason == pb.FINISH_REASON_LENGTH
+    assert finished.usage.completion_tokens == len(tokens)
+
+
+async def test_timeline_tells_of_the_handoff(cluster: Any) -> None:
+    cluster.says("Hello")
+    cluster.prefill.behaviour.cached_tokens = cluster.decode.behaviour.cached_tokens = 16
+    events = [e async for e in cluster.inference.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[70] * 40)))]
+    line = events[-1].finished.timeline
+    assert (line.prefill_worker, line.decode_worker) == ("p0", "d0")
+    assert (line.cached_tokens_prefill, line.cached_tokens_decode) == (16, 16)
+    assert line.kv_blocks_moved == 2
+    assert line.kv_bytes_moved > 0
+    assert 0 <= line.ttft_s <= line.total_s
+    assert events[-1].finished.usage.cached_tokens == 16
+
+
+async def test_chat_uses_the_template(cluster: Any) -> None:
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hi")])
+    tokenized = await cluster.inference.Tokenize(pb.TokenizeRequest(chat=chat))
+    events = [event async for event in cluster.inference.Generate(pb.GenerateRequest(chat=chat))]
+    assert events[0].started.prompt_tokens == len(tokenized.token_ids)
+    assert "Hi" in cluster.tokenizer.decode(list(tokenized.token_ids))
+    assert tokenized.max_model_tokens == 512
+
+
+async def test_logprobs_come_when_asked_for(cluster: Any) -> None:
+    cluster.says("ab")
+    request = pb.GenerateRequest(prompt="Hi", sampling=pb.SamplingParams(logprobs=2))
+    events = [event async for event in cluster.inference.Generate(request)]
+    logprobs = [each for event in events for each in event.chunk.logprobs]
+    assert [round(each.logprob, 3) for each in logprobs] == [-0.5] * len(logprobs)
+    assert all(len(each.top) == 2 for each in logprobs)
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "field"),
+    [
+        (pb.GenerateRequest(), InputError, "input"),
+        (pb.GenerateRequest(prompt=""), InputError, "prompt"),
+        (pb.GenerateRequest(chat=pb.ChatMessages()), InputError, "chat"),
+        (pb.GenerateRequest(prompt="x", model="nope"), ModelNotFound, "model"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 600)), ContextExceeded, "prompt"),
+        (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(temperature=-1)), InputError, "temperature"),
+        (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(temperature=NAN)), InputError, "temperature"),
+        (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(max_tokens=0)), InputError, "max_tokens"),
+        (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(logprobs=21)), InputError, "logprobs"),
+        (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(stop=["a"] * 5)), InputError, "stop"),
+    ],
+    ids=lambda value: str(MessageToDict(value))[:40] if isinstance(value, pb.GenerateRequest) else None,
+)
+async def test_bad_request_is_refused_with_its_field(
+    cluster: Any, request_: pb.GenerateRequest, error: type[Exception], field: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in cluster.inference.Generate(request_):
+            pass
+    typed = error_from_rpc(caught.value)
+    assert type(typed) is error
+    assert typed.field == field
+    assert cluster.ends("rejected") == 1
+
+
+async def test_models_and_server_info(cluster: Any) -> None:
+    [card] = (await cluster.inference.ListModels(pb.ListModelsRequest())).models
+    assert (card.name, card.max_model_tokens, card.vocab_tokens, card.ready) == ("tiny", 512, 320, True)
+    info = await cluster.inference.GetServerInfo(pb.GetServerInfoRequest())
+    assert (info.cluster, info.router_id, info.prefill_workers, info.decode_workers) == ("test", "router-0", 1, 1)
+
+
+async def test_deadline_cancels_the_request_on_both_workers(cluster: Any) -> None:
+    cluster.prefill.behaviour.hold_prefills = True
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in cluster.inference.Generate(pb.GenerateRequest(prompt="Hi"), timeout=0.3):
+            pass
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await until(lambda: bool(cluster.prefill.cancelled and cluster.decode.cancelled))
+    assert cluster.ends("cancelled") == 1
+
+
+async def test_health_follows_readiness(bare: Any) -> None:
+    stub = health_pb2_grpc.HealthStub(bare.channel)
+
+    async def status(name: str) -> Any:
+        return (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status
+
+    for name in ("", "tandem.v1.Inference"):
+        assert await status(name) == health_pb2.HealthCheckResponse.NOT_SERVING
+    await bare.list_workers(bare.decode)
+    await asyncio.sleep(0.05)
+    assert await status("") == health_pb2.HealthCheckResponse.SERVING
+    await bare.list_workers()
+    await asyncio.sleep(0.05)
+    assert bare.app.dispatcher.fleet.count_ready(Role.DECODE) == 0
+    assert await status("tandem.v1.Inference") == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_reflection_lists_the_service(cluster: Any) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(cluster.channel)
+    call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+    reply = await call.read()
+    assert "tandem.v1.Inference" in {each.name for each in reply.list_services_response.service}

@@ -1,0 +1,287 @@
+import json
+from typing import Any
+
+import openai
+import pytest
+
+MODEL = "tiny"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+COMPLETION = {"model": MODEL, "prompt": "Hi"}
+
+
+async def test_chat_completion(cluster: Any) -> None:
+    cluster.says("Hello, world.")
+    answer = await cluster.openai.chat.completions.create(**CHAT)
+    assert answer.choices[0].message.content == "Hello, world."
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.object == "chat.completion"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.completion_tokens == len(cluster.says("Hello, world."))
+
+
+async def test_chat_stream_says_the_same_as_the_whole_answer(cluster: Any) -> None:
+    cluster.says("Grüße €5 — done")
+    chunks = [
+        chunk
+        async for chunk in await cluster.openai.chat.completions.create(
+            **CHAT, stream=True, stream_options={"include_usage": True}
+        )
+    ]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == "Grüße €5 — done"
+    assert not any("\ufffd" in (chunk.choices[0].delta.content or "") for chunk in chunks if chunk.choices)
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens > 0
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_stream_ends_with_done_and_has_no_usage_unasked(cluster: Any) -> None:
+    cluster.says("ok")
+    reply = await cluster.http.post("/v1/completions", json={**COMPLETION, "stream": True})
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    events = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    assert all("usage" not in json.loads(event) for event in events[:-1])
+
+
+@pytest.mark.parametrize("prompt", ["Hi", ["Hi"], [70, 71, 72], [[70, 71, 72]]])
+async def test_completion_takes_every_form_of_one_prompt(cluster: Any, prompt: Any) -> None:
+    cluster.says("fine")
+    answer = await cluster.openai.completions.create(model=MODEL, prompt=prompt)
+    assert answer.choices[0].text == "fine"
+    if isinstance(prompt, list) and not isinstance(prompt[0], str):
+        [work] = cluster.decode.works.values()
+        assert list(work.prompt) == [70, 71, 72]
+
+
+async def test_stop_string_across_tokens_ends_the_text_before_it(cluster: Any) -> None:
+    cluster.says("one two STOP three")
+    answer = await cluster.openai.completions.create(model=MODEL, prompt="Hi", stop=["STOP", "\n"])
+    assert answer.choices[0].text == "one two "
+    assert answer.choices[0].finish_reason == "stop"
+    stream = await cluster.openai.completions.create(model=MODEL, prompt="Hi", stop="STOP", stream=True)
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "one two "
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_stop_string_that_never_completes_is_text(cluster: Any) -> None:
+    cluster.says("one two STO")
+    answer = await cluster.openai.completions.create(model=MODEL, prompt="Hi", stop=["STOP"])
+    assert answer.choices[0].text == "one two STO"
+
+
+async def test_eos_ends_the_answer_without_text_unless_ignored(cluster: Any) -> None:
+    tokens = cluster.says("ab")
+    for worker in (cluster.prefill, cluster.decode):
+        worker.behaviour.answer = lambda prompt: [*tokens, 2, *tokens]
+    answer = await cluster.openai.completions.create(model=MODEL, prompt="Hi")
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("ab", "stop")
+    answer = await cluster.openai.completions.create(model=MODEL, prompt="Hi", extra_body={"ignore_eos": True})
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("abab", "length")
+
+
+async def test_chat_logprobs(cluster: Any) -> None:
+    cluster.says("abc")
+    answer = await cluster.openai.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2)
+    content = answer.choices[0].logprobs.content
+    assert "".join(each.token for each in content) == "abc"
+    assert b"".join(bytes(each.bytes) for each in content) == b"abc"
+    assert all(each.logprob == -0.5 and len(each.top_logprobs) == 2 for each in content)
+    without = await cluster.openai.chat.completions.create(**CHAT)
+    assert without.choices[0].logprobs is None
+
+
+async def test_completion_logprobs(cluster: Any) -> None:
+    cluster.says("xyz")
+    answer = await cluster.openai.completions.create(model=MODEL, prompt="Hi", logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert "".join(logprobs.tokens) == "xyz"
+    assert logprobs.text_offset[0] == 0
+    assert logprobs.token_logprobs == [-0.5] * len(logprobs.tokens)
+    assert all(len(top) == 1 for top in logprobs.top_logprobs)
+
+
+async def test_sampling_reaches_the_workers_resolved(cluster: Any) -> None:
+    await cluster.openai.completions.create(
+        model=MODEL,
+        prompt="Hi",
+        temperature=0.5,
+        top_p=0.5,
+        seed=7,
+        max_tokens=5,
+        extra_body={"top_k": 3, "min_p": 0.25, "stop_token_ids": [9]},
+    )
+    [work] = cluster.decode.works.values()
+    sampling = work.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.5, 0.5, 0.25)
+    assert (sampling.top_k, sampling.seed, sampling.max_tokens) == (3, 7, 5)
+    assert list(sampling.stop_token_ids) == [2, 9]
+    [same] = cluster.prefill.works.values()
+    assert same.sampling == sampling
+
+
+async def test_defaults_are_a_drawn_seed_and_the_context_that_is_left(cluster: Any) -> None:
+    for _ in range(2):
+        await cluster.openai.completions.create(model=MODEL, prompt=[70] * 12)
+    first, second = (work.sampling for work in cluster.decode.works.values())
+    assert first.seed != second.seed
+    assert first.max_tokens == 500
+
+
+async def test_max_tokens_beyond_the_context_ends_at_the_context(cluster: Any) -> None:
+    await cluster.openai.completions.create(model=MODEL, prompt=[70] * 12, max_tokens=9999)
+    [work] = cluster.decode.works.values()
+    assert work.sampling.max_tokens == 500
+
+
+async def test_fields_without_effect_are_accepted(cluster: Any) -> None:
+    answer = await cluster.openai.chat.completions.create(
+        **CHAT,
+        n=1,
+        user="me",
+        metadata={"a": "b"},
+        store=False,
+        service_tier="auto",
+        tools=[],
+        response_format={"type": "text"},
+        frequency_penalty=0,
+        modalities=["text"],
+        max_completion_tokens=3,
+    )
+    assert answer.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "extra", "param"),
+    [
+        ("chat/completions", {"tools": [{"type": "function"}]}, "tools"),
+        ("chat/completions", {"tool_choice": "auto"}, "tool_choice"),
+        ("chat/completions", {"functions": [{}]}, "functions"),
+        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {"frequency_penalty": 0.1}, "frequency_penalty"),
+        ("chat/completions", {"presence_penalty": -1}, "presence_penalty"),
+        ("chat/completions", {"logit_bias": {"5": 1}}, "logit_bias"),
+        ("chat/completions", {"n": 2}, "n"),
+        ("chat/completions", {"audio": {}}, "audio"),
+        ("chat/completions", {"modalities": ["audio"]}, "modalities"),
+        ("chat/completions", {"prediction": {}}, "prediction"),
+        ("chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
+        ("chat/completions", {"verbosity": "low"}, "verbosity"),
+        ("chat/completions", {"web_search_options": {}}, "web_search_options"),
+        ("chat/completions", {"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ("completions", {"best_of": 2}, "best_of"),
+        ("completions", {"echo": True}, "echo"),
+        ("completions", {"suffix": "end"}, "suffix"),
+        ("completions", {"prompt": ["a", "b"]}, "prompt"),
+    ],
+)
+async def test_unsupported_field_is_refused_by_name(cluster: Any, path: str, extra: dict[str, Any], param: str) -> None:
+    body = (CHAT if path.startswith("chat") else COMPLETION) | extra
+    reply = await cluster.http.post(f"/v1/{path}", json=body)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert (error["param"], error["code"], error["type"]) == (param, "unsupported_field", "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("path", "extra", "param"),
+    [
+        ("chat/completions", {"frobnicate": 1}, "frobnicate"),
+        ("completions", {"tools": []}, "tools"),
+        ("chat/completions", {"messages": []}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content"),
+        ("chat/completions", {"messages": [{"role": "pope", "content": "x"}]}, "messages.0.role"),
+        ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x", "y": 1}]}, "messages.0.y"),
+        ("completions", {"temperature": 3}, "temperature"),
+        ("completions", {"temperature": "hot"}, "temperature"),
+        ("completions", {"top_p": 0}, "top_p"),
+        ("completions", {"max_tokens": 0}, "max_tokens"),
+        ("completions", {"max_tokens": True}, "max_tokens"),
+        ("completions", {"logprobs": 21}, "logprobs"),
+        ("completions", {"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ("completions", {"stop": [""]}, "stop"),
+        ("completions", {"stop_token_ids": [100000]}, "stop_token_ids"),
+        ("completions", {"prompt": []}, "prompt"),
+        ("completions", {"prompt": [-1]}, "prompt"),
+        ("completions", {"prompt": [100000]}, "prompt"),
+        ("completions", {"prompt": ""}, "prompt"),
+        ("completions", {"stream_options": {"include_usage": True}}, "stream_options"),
+        ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
+        ("chat/completions", {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+    ],
+)
+async def test_bad_field_is_refused_by_name(cluster: Any, path: str, extra: dict[str, Any], param: str) -> None:
+    body = (CHAT if path.startswith("chat") else COMPLETION) | extra
+    reply = await cluster.http.post(f"/v1/{path}", json=body)
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param
+
+
+async def test_missing_field_is_named(cluster: Any) -> None:
+    reply = await cluster.http.post("/v1/completions", json={"prompt": "x"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'{"model": "\xff"}', b'{"model": "\\ud800"}', b"[" * 30000, b"null"],
+    ids=["empty", "cut", "array", "bad utf-8", "lone surrogate", "deep", "null"],
+)
+async def test_body_that_is_no_request_is_refused(cluster: Any, body: bytes) -> None:
+    reply = await cluster.http.post("/v1/completions", content=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_body_over_the_limit_is_refused(cluster: Any) -> None:
+    async def chunks() -> Any:
+        for _ in range(100):
+            yield b"x" * 1024
+
+    for content in (b"x" * 70000, chunks()):
+        reply = await cluster.http.post("/v1/completions", content=content)
+        assert reply.status_code == 413
+        assert reply.json()["error"]["code"] == "payload_too_large"
+
+
+async def test_unknown_model_names_those_there_are(cluster: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match="'tiny'") as caught:
+        await cluster.openai.completions.create(model="gpt-9", prompt="x")
+    assert caught.value.code == "model_not_found"
+    assert (await cluster.http.get("/v1/models/gpt-9")).status_code == 404
+
+
+@pytest.mark.parametrize("prompt", [[70] * 512, [70] * 600, "x" * 60000])
+async def test_prompt_beyond_the_context_is_refused_with_the_numbers(cluster: Any, prompt: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="512") as caught:
+        await cluster.openai.completions.create(model=MODEL, prompt=prompt)
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.param == "prompt"
+
+
+async def test_models_health_ready_and_metrics(cluster: Any) -> None:
+    models = await cluster.openai.models.list()
+    assert [model.id for model in models.data] == [MODEL]
+    assert (await cluster.openai.models.retrieve(MODEL)).id == MODEL
+    assert (await cluster.http.get("/health")).status_code == 200
+    assert (await cluster.http.get("/ready")).status_code == 200
+    await cluster.openai.completions.create(model=MODEL, prompt="Hi")
+    text = (await cluster.http.get("/metrics")).text
+    assert 'tandem_requests_total{code="",model="tiny",state="finished"} 1.0' in text
+    assert 'tandem_placements_total{model="tiny",reason="handoff_least_loaded"} 1.0' in text
+
+
+async def test_not_ready_without_a_decode_worker(bare: Any) -> None:
+    assert (await bare.http.get("/health")).status_code == 200
+    assert (await bare.http.get("/ready")).status_code == 503
+
+
+async def test_wrong_path_and_method_answer_with_an_error_object(cluster: Any) -> None:
+    assert (await cluster.http.get("/v1/nothing")).json()["error"]["type"] == "invalid_request_error"
+    assert (await cluster.http.get("/v1/completions")).status_code == 405

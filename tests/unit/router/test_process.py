@@ -1,0 +1,101 @@
+"""The router as the cluster starts it: a process of its own."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from router.testing import StubController, StubWorker, until
+from tandem.config import Role, RouterSpec
+from tandem.launch import RouterLaunch, ServedModel
+
+TIMEOUT_S = 20
+
+
+def launch_file(folder: Path, model_dir: Path, controller: str, **ports: int) -> Path:
+    served = ServedModel(name="tiny", model_dir=str(model_dir), model_fingerprint="f", block_tokens=16)
+    launch = RouterLaunch(
+        cluster="test",
+        router_id="router-0",
+        router=RouterSpec(**ports),
+        models=(served,),
+        controller_address=controller,
+        redis_url=None,
+    )
+    path = folder / "router.json"
+    path.write_text(launch.model_dump_json())
+    return path
+
+
+async def start(path: Path) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "router", "--launch", str(path), stderr=asyncio.subprocess.PIPE, env=dict(os.environ)
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("option", ["http_port", "grpc_port"])
+async def test_port_in_use_is_one_line_and_exit_code_2(tmp_path: Path, model_dir: Path, option: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = {"http_port": 0, "grpc_port": 0} | {option: taken.getsockname()[1]}
+        process = await start(launch_file(tmp_path, model_dir, "127.0.0.1:1", **ports))
+        async with asyncio.timeout(TIMEOUT_S):
+            _, stderr = await process.communicate()
+    assert process.returncode == 2
+    lines = [line for line in stderr.decode().splitlines() if f"router.{option}" in line]
+    assert len(lines) == 1, stderr.decode()
+    assert "Traceback" not in stderr.decode()
+
+
+async def test_missing_model_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    process = await start(launch_file(tmp_path, tmp_path / "none", "127.0.0.1:1", http_port=0, grpc_port=0))
+    async with asyncio.timeout(TIMEOUT_S):
+        _, stderr = await process.communicate()
+    assert process.returncode == 2
+    assert "Traceback" not in stderr.decode()
+
+
+async def test_serves_then_finishes_what_it_has_on_sigterm(tmp_path: Path, model_dir: Path) -> None:
+    controller, worker = StubController(), StubWorker("d0", Role.DECODE, "tiny")
+    await controller.start()
+    await worker.start()
+    await controller.set_workers(worker)
+    port = free_port()
+    process = await start(launch_file(tmp_path, model_dir, controller.address, http_port=port, grpc_port=0))
+    worker.behaviour.token_delay_s = 0.1
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S) as client:
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                try:
+                    if (await client.get("/ready")).status_code == 200:
+                        break
+                except httpx.TransportError:
+                    pass
+                await asyncio.sleep(0.05)
+        body = {"model": "tiny", "prompt": "Hello there", "max_tokens": 5}
+        request = asyncio.create_task(client.post("/v1/completions", json=body))
+        await until(lambda: bool(worker.received))
+        process.send_signal(signal.SIGTERM)
+        assert (await request).status_code == 200
+    async with asyncio.timeout(TIMEOUT_S):
+        _, stderr = await process.communicate()
+    assert process.returncode == 0
+    text = stderr.decode()
+    assert "router listening" in text
+    assert "router ready" in text
+    assert "Traceback" not in text
+    await worker.kill()
+    await controller.stop()
