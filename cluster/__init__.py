@@ -1,0 +1,1 @@
+"""The control plane: command line, spec, controller, backends, embedded Redis-compatible server."""

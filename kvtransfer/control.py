@@ -36,6 +36,8 @@ class AttachPool(msgspec.Struct, frozen=True, tag=True):
     bind_host: str
     link_socket: str
     ticket_ttl_s: float
+    connects: bool = True
+    """Make links to all peers of SetPeers at once; False (decode workers): only when a ticket asks for one."""
 
 
 class Lead(msgspec.Struct, frozen=True, tag=True):

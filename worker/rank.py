@@ -20,6 +20,7 @@ from kvtransfer.agent_client import AgentClient, RankExporter
 from kvtransfer.control import AttachPool, Attached, FromAgent, Layout, Lead
 from tandem.engine.engine import Engine
 from tandem.engine.factory import Rank, build_rank
+from tandem.config import Role as RoleName
 from tandem.errors import TandemError
 from tandem.launch import WorkerLaunch
 from tandem.logs import setup_logging
@@ -100,13 +101,14 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, i
         bind_host=launch.transfer.bind_host,
         link_socket=str(launch.link_socket(index)),
         ticket_ttl_s=launch.transfer.ticket_ttl_s,
+        connects=launch.role is RoleName.PREFILL,
     )
 
 
 def worker_info(
     launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, attached: dict[int, Attached]
 ) -> cluster_pb2.WorkerInfo:
-    role = cluster_pb2.ROLE_PREFILL if launch.role == "prefill" else cluster_pb2.ROLE_DECODE
+    role = cluster_pb2.ROLE_PREFILL if launch.role is RoleName.PREFILL else cluster_pb2.ROLE_DECODE
     info = cluster_pb2.WorkerInfo(
         worker_id=launch.worker_id,
         epoch=launch.epoch,

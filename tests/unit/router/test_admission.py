@@ -71,7 +71,7 @@ def test_wait_beside_busy_workers_ends_with_overloaded() -> None:
 def test_refused_request_waits_first_in_line_and_keeps_its_deadline() -> None:
     admission = queue(timeout_s=10.0)
     admission.offer("m", "b", 1.0)
-    admission.put_back("m", "a", since_s=0.0, now_s=2.0, kv_refused=True)
+    admission.put_back("m", "a", since_s=0.0, now_s=2.0, refusal=KvExhausted("no blocks"))
     assert take(admission, 2.0) == []
     assert admission.next_due_s(2.0) == pytest.approx(2.0 + REFUSED_HOLD_S)
     admission.worker_seen("m", 2.0)
@@ -84,7 +84,7 @@ def test_refused_request_waits_first_in_line_and_keeps_its_deadline() -> None:
 def test_put_back_comes_before_the_others_after_its_hold() -> None:
     admission = queue()
     admission.offer("m", "b", 0.0)
-    admission.put_back("m", "a", since_s=0.0, now_s=0.0, kv_refused=True)
+    admission.put_back("m", "a", since_s=0.0, now_s=0.0, refusal=KvExhausted("no blocks"))
     assert take(admission, REFUSED_HOLD_S) == ["a", "b"]
 
 

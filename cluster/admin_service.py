@@ -1,0 +1,100 @@
+"""The admin gRPC service: `tandem.v1.Cluster`. Loopback by default."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+
+from cluster.worker_slot import WorkerSlot, WorkerState
+from tandem.config import Role
+from tandem.errors import TandemError
+from tandem.grpc_errors import abort
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+
+if TYPE_CHECKING:
+    from cluster.controller import Controller
+
+Context = grpc.aio.ServicerContext[Any, Any]
+ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_DECODE}
+
+
+def tandem_version() -> str:
+    try:
+        return version("tandem-serve")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+class AdminService(cluster_pb2_grpc.ClusterServicer):
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        cluster_pb2_grpc.add_ClusterServicer_to_server(self, server)
+
+    async def Register(
+        self, request: cluster_pb2.RegisterRequest, context: Context
+    ) -> cluster_pb2.RegisterResponse:
+        try:
+            self._controller.register(request.worker)
+        except TandemError as error:
+            await abort(context, error)
+        return cluster_pb2.RegisterResponse()
+
+    async def WatchDirectory(
+        self, request: cluster_pb2.WatchDirectoryRequest, context: Context
+    ) -> AsyncIterator[cluster_pb2.Directory]:
+        async for directory in self._controller.directory.follow():
+            yield directory
+
+    async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Context) -> cluster_pb2.ClusterStatus:
+        controller = self._controller
+        slots = sorted(controller.slots.values(), key=lambda slot: slot.worker_id)
+        workers, serves, processes = await asyncio.gather(
+            asyncio.gather(*(self._worker(slot) for slot in slots)),
+            controller.router_serves(),
+            controller.own_processes(),
+        )
+        return cluster_pb2.ClusterStatus(
+            cluster=controller.spec.name,
+            version=tandem_version(),
+            backend=controller.backend.name,
+            http_address=controller.http_address,
+            grpc_address=controller.grpc_address,
+            redis=controller.spec.redis.mode,
+            workers=workers,
+            processes=[cluster_pb2.Process(name=process.name, pid=process.pid) for process in processes],
+            router_ready=serves,
+        )
+
+    async def _worker(self, slot: WorkerSlot) -> cluster_pb2.WorkerStatus:
+        info = cluster_pb2.WorkerInfo()
+        if slot.info is not None:
+            info.CopyFrom(slot.info)
+        info.worker_id, info.epoch, info.role = slot.worker_id, slot.epoch, ROLES[slot.role]
+        info.model = slot.model.spec.served_name
+        info.layout.tp = (slot.model.spec.prefill if slot.role is Role.PREFILL else slot.model.spec.decode).tp
+        live, processes = await asyncio.gather(self._controller.worker_state(slot), slot.processes())
+        del info.processes[:]
+        for process in processes:
+            info.processes.add(name=process.name, pid=process.pid)
+        unreachable = slot.state is WorkerState.READY and live is None
+        status = cluster_pb2.WorkerStatus(
+            info=info,
+            state="unreachable" if unreachable else slot.state.value,
+            reason=slot.reason,
+            restarts=slot.restarts,
+        )
+        if live is not None:
+            status.live.CopyFrom(live)
+        return status
+
+    async def Shutdown(
+        self, request: cluster_pb2.ShutdownRequest, context: Context
+    ) -> cluster_pb2.ShutdownResponse:
+        self._controller.stop_requested.set()
+        return cluster_pb2.ShutdownResponse()

@@ -1,0 +1,125 @@
+"""The `tandem` command. Each command's own module is imported when it runs, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# ruff: noqa: PLC0415 (commands import what they need when they run: gRPC, pydantic, Ray and torch take seconds)
+
+app = typer.Typer(
+    name="tandem",
+    help="Serve large language models with prefill and decode on separate workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Config = Annotated[Path | None, typer.Option("--config", help="Cluster spec (YAML); see docs/configuration.md.")]
+Model = Annotated[str | None, typer.Option("--model", help="Pulled model, checkpoint folder or GGUF file.")]
+Address = Annotated[str | None, typer.Option("--address", help="Admin address (host:port) of a cluster elsewhere.")]
+GrpcAddress = Annotated[str | None, typer.Option("--address", help="gRPC address (host:port) of a router elsewhere.")]
+ClusterName = Annotated[str | None, typer.Option("--cluster", help="Which running cluster; the only one by default.")]
+
+
+@app.command()
+def up(
+    config: Config = None,
+    model: Model = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0 makes the cluster aggregated.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
+    prefill_tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks of a prefill worker.")] = None,
+    decode_tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks of a decode worker.")] = None,
+    http_port: Annotated[int | None, typer.Option(help="OpenAI-compatible HTTP; 0 takes a free one.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC; 0 takes a free one.")] = None,
+    admin_port: Annotated[int | None, typer.Option(help="Admin gRPC; 0 takes a free one.")] = None,
+    backend: Annotated[str | None, typer.Option(help="ray or subprocess.")] = None,
+    redis_url: Annotated[str | None, typer.Option(help="An external Redis or Valkey instead of the embedded.")] = None,
+    disaggregation: Annotated[str | None, typer.Option(help="auto, always or never.")] = None,
+) -> None:
+    """Start a cluster and stay up until Ctrl-C."""
+    from cluster.commands.up import UpFlags, run_up
+
+    flags = UpFlags(
+        config, model, prefill, decode, prefill_tp, decode_tp, http_port, grpc_port, admin_port, backend, redis_url,
+        disaggregation,
+    )  # fmt: skip
+    raise typer.Exit(run_up(flags))
+
+
+@app.command()
+def demo() -> None:
+    """Start one prefill and one decode worker, ask three questions, show where the time went, stop."""
+    from cluster.commands.demo import run_demo
+
+    raise typer.Exit(run_demo())
+
+
+@app.command()
+def chat(
+    question: Annotated[str | None, typer.Argument(help="Ask once; otherwise read from the terminal or stdin.")] = None,
+    model: Model = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    address: GrpcAddress = None,
+    cluster: ClusterName = None,
+) -> None:
+    """Talk to a running cluster."""
+    from cluster.commands.chat import run_chat
+
+    raise typer.Exit(run_chat(question, model, temperature, max_tokens, address, cluster))
+
+
+@app.command()
+def status(
+    json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    address: Address = None,
+    cluster: ClusterName = None,
+) -> None:
+    """Show a running cluster's workers, blocks, links and processes."""
+    from cluster.commands.status import run_status
+
+    raise typer.Exit(run_status(json, address, cluster))
+
+
+@app.command()
+def pull(model: Annotated[str, typer.Argument(help="smollm2-135m, or a model hub name (owner/name).")]) -> None:
+    """Fetch a model into the local cache."""
+    from cluster.commands.pull import run_pull
+
+    raise typer.Exit(run_pull(model))
+
+
+@app.command()
+def doctor(config: Config = None, model: Model = None) -> None:
+    """Check ports, memory, shared memory, devices, Redis and model; every failure names its fix."""
+    from cluster.commands.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(config, model))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from cluster.admin_service import tandem_version
+
+    typer.echo(tandem_version())
+
+
+def main() -> None:
+    """Entry point. Every error of ours is one line on stderr and exit code 2."""
+    # Children replace themselves at once, so gRPC has nothing to do at a fork but talk about it on stderr.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+    try:
+        app()
+    except Exception as error:
+        from tandem.errors import TandemError
+
+        if not isinstance(error, TandemError):
+            raise
+        print(f"error: {error.message}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,20 @@
+"""`tandem pull`: fetch a model once, so that starts are fast."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from tandem.model_config import ModelConfig
+from tandem.model_store import pull
+
+
+def run_pull(model: str) -> int:
+    console = Console(highlight=False)
+    folder = pull(model, progress=lambda what: console.print(f"[dim]{what}[/]"))
+    config = ModelConfig.load(folder)
+    console.print(f"[green]{model}[/] is in {folder}", soft_wrap=True)
+    console.print(
+        f"{config.layers} layers, {config.heads} heads, {config.kv_heads} KV heads, context "
+        f"{config.max_position_tokens}; tensor-parallel widths that fit: {', '.join(map(str, config.fitting_tps()))}"
+    )
+    return 0

@@ -1,0 +1,78 @@
+"""A whole cluster as an async context: what `up` and `demo` share."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from cluster import state_file
+from cluster.controller import Controller, needed_cpus, with_free_ports
+from cluster.processes import Backend
+from cluster.resolve import ResolvedCluster, default_run_base, resolve
+from cluster.subprocess_backend import SubprocessBackend
+from tandem.config import ClusterSpec
+
+Progress = Callable[[str], None]
+
+
+def make_backend(cluster: ResolvedCluster, log_dir: Path) -> Backend:
+    control = cluster.spec.control
+    if control.backend == "subprocess":
+        return SubprocessBackend(log_dir)
+    from cluster.ray_backend import RayBackend  # noqa: PLC0415 (Ray takes most of a second, and is not always wanted)
+
+    return RayBackend(log_dir, address=control.ray_address, cpus=needed_cpus(cluster))
+
+
+@asynccontextmanager
+async def running_cluster(spec: ClusterSpec, progress: Progress) -> AsyncIterator[Controller]:
+    """Yields when everything is ready; ends everything on the way out, also when it never became ready."""
+    state_file.refuse_second(spec.name)
+    cluster = with_free_ports(await asyncio.to_thread(resolve, spec, progress))
+    run_base = default_run_base(spec.name)
+    log_dir = state_file.state_dir() / "logs" / f"{spec.name}-{os.getpid()}"
+    controller = Controller(cluster, make_backend(cluster, log_dir), run_base, log_dir)
+    try:
+        progress(f"the cluster ({spec.control.backend})")
+        await controller.start()
+        addresses = {
+            "admin": controller.admin_address,
+            "http": controller.http_address,
+            "grpc": controller.grpc_address,
+        }
+        with state_file.written(state_file.this_process(spec.name, **addresses)):
+            await controller.wait_ready(progress)
+            yield controller
+    finally:
+        await controller.close()
+
+
+def run_interruptible(main: Coroutine[Any, Any, int]) -> int:
+    """Runs `main` to its exit code. The first SIGINT or SIGTERM cancels it, so that it ends cleanly and counts as
+    success; a second one is the user's own will."""
+
+    async def run() -> int:
+        task = asyncio.ensure_future(main)
+        loop = asyncio.get_running_loop()
+        interrupted = False
+
+        def stop() -> None:
+            nonlocal interrupted
+            interrupted = True
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(signum)
+            task.cancel()
+
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, stop)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            return 0 if interrupted else 1
+
+    return asyncio.run(run())

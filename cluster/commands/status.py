@@ -1,0 +1,121 @@
+"""`tandem status`: what the controller knows of every worker, for people and for programs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import grpc.aio
+from rich.console import Console
+from rich.table import Table
+
+from cluster import state_file
+from tandem.errors import UnavailableError
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+
+TIMEOUT_S = 10.0
+ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
+STYLES = {"ready": "green", "starting": "yellow", "restarting": "yellow"}
+
+
+def run_status(as_json: bool, address: str | None, cluster: str | None) -> int:
+    status = asyncio.run(fetch(address or state_file.find(cluster).admin))
+    if as_json:
+        print(json.dumps(to_json(status), indent=2))
+    else:
+        show(status, Console(highlight=False))
+    return 0
+
+
+async def fetch(address: str) -> cluster_pb2.ClusterStatus:
+    """Raises UnavailableError when no controller answers there."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+        try:
+            return await stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(
+                f"--address: no controller answers at {address} ({error.code().name}): is `tandem up` running?",
+                field="--address",
+            ) from None
+
+
+def to_json(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
+    return {
+        "cluster": status.cluster,
+        "version": status.version,
+        "backend": status.backend,
+        "http": status.http_address,
+        "grpc": status.grpc_address,
+        "redis": status.redis,
+        "router_ready": status.router_ready,
+        "processes": _processes(status.processes),
+        "workers": [_worker(worker) for worker in status.workers],
+    }
+
+
+def _worker(worker: cluster_pb2.WorkerStatus) -> dict[str, Any]:
+    info, load = worker.info, worker.live.load
+    blocks = load.blocks
+    return {
+        "id": info.worker_id,
+        "role": ROLES[info.role],
+        "model": info.model,
+        "tp": info.layout.tp,
+        "epoch": info.epoch,
+        "state": worker.state,
+        "reason": worker.reason,
+        "restarts": worker.restarts,
+        "address": info.address,
+        "blocks": {
+            "free": blocks.free,
+            "cached": blocks.cached,
+            "leased": blocks.leased,
+            "in_use": blocks.in_use,
+            "total": blocks.total,
+        },
+        "requests": {"waiting": load.waiting_requests, "running": load.running_requests},
+        "steps": worker.live.steps,
+        "ends": dict(worker.live.request_ends),
+        "links": [
+            {
+                "rank": link.rank,
+                "peer": link.peer_worker,
+                "peer_rank": link.peer_rank,
+                "transport": link.transport,
+                "state": link.state,
+                "reason": link.reason,
+                "bytes": link.bytes,
+            }
+            for link in worker.live.links
+        ],
+        "processes": _processes(info.processes),
+    }
+
+
+def _processes(processes: Any) -> list[dict[str, Any]]:
+    return [{"name": process.name, "pid": process.pid} for process in processes]
+
+
+def show(status: cluster_pb2.ClusterStatus, console: Console) -> None:
+    ready = "[green]ready[/]" if status.router_ready else "[yellow]not ready[/]"
+    console.print(f"{status.cluster} {status.version}, {status.backend}, redis {status.redis}, router {ready}")
+    console.print(f"HTTP http://{status.http_address}/v1   gRPC {status.grpc_address}")
+    table = Table(box=None, pad_edge=False)
+    for column in ("worker", "state", "tp", "epoch", "free", "cached", "leased", "in use", "total", "running", "links"):
+        table.add_column(column, justify="left" if column in ("worker", "state", "links") else "right")
+    for worker in status.workers:
+        blocks = worker.live.load.blocks
+        links = sorted({f"{link.peer_worker} {link.transport} {link.state}" for link in worker.live.links})
+        state = f"[{STYLES.get(worker.state, 'red')}]{worker.state}[/]"
+        table.add_row(
+            worker.info.worker_id,
+            f"{state} {worker.reason}".strip(),
+            str(worker.info.layout.tp),
+            f"{worker.info.epoch:x}"[:8],
+            *(str(n) for n in (blocks.free, blocks.cached, blocks.leased, blocks.in_use, blocks.total)),
+            str(worker.live.load.running_requests),
+            ", ".join(links),
+        )
+    console.print(table)

@@ -1,0 +1,80 @@
+"""`tandem up`: start a cluster, say when it is ready and where, stay until it is told to end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from cluster.commands.running import run_interruptible, running_cluster
+from cluster.spec_loader import load_spec
+from tandem.config import ClusterSpec
+
+
+@dataclass(frozen=True, slots=True)
+class UpFlags:
+    """The command line, in the order of its options. None: not given."""
+
+    config: Path | None
+    model: str | None
+    prefill: int | None
+    decode: int | None
+    prefill_tp: int | None
+    decode_tp: int | None
+    http_port: int | None
+    grpc_port: int | None
+    admin_port: int | None
+    backend: str | None
+    redis_url: str | None
+    disaggregation: str | None
+
+    def spec(self) -> ClusterSpec:
+        """Raises ConfigError."""
+        return load_spec(
+            self.config,
+            {
+                "models.0.source": self.model,
+                "models.0.prefill.workers": self.prefill,
+                "models.0.decode.workers": self.decode,
+                "models.0.prefill.tp": self.prefill_tp,
+                "models.0.decode.tp": self.decode_tp,
+                "router.http_port": self.http_port,
+                "router.grpc_port": self.grpc_port,
+                "router.disaggregation": self.disaggregation,
+                "control.admin_port": self.admin_port,
+                "control.backend": self.backend,
+                "redis.mode": "external" if self.redis_url else None,
+                "redis.url": self.redis_url,
+            },
+        )
+
+
+def run_up(flags: UpFlags) -> int:
+    return run_interruptible(_up(flags.spec()))
+
+
+async def _up(spec: ClusterSpec) -> int:
+    console = Console(highlight=False)
+    started_s = time.monotonic()
+
+    def progress(what: str) -> None:
+        console.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  waiting for {what}")
+
+    async with running_cluster(spec, progress) as controller:
+        models = ", ".join(
+            f"{model.served_name} ({model.prefill.workers}P:{model.decode.workers}D, "
+            f"TP {model.prefill.tp}:{model.decode.tp})"
+            for model in spec.models
+        )
+        console.print(f"[green]ready[/] in {time.monotonic() - started_s:.1f} s: {models}")
+        console.print(f"  OpenAI API  http://{controller.http_address}/v1")
+        console.print(f"  gRPC        {controller.grpc_address}")
+        console.print(f"  admin       {controller.admin_address}   (tandem status)")
+        console.print("Ctrl-C ends the cluster.")
+        try:
+            await controller.stop_requested.wait()
+        finally:
+            console.print("stopping")
+    return 0

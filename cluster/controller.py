@@ -1,0 +1,284 @@
+"""The controller: makes the cluster what the spec says, and keeps it so. It serves no request; the data path goes on
+without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster import embedded_redis
+from cluster.admin_service import AdminService
+from cluster.directory import Directory
+from cluster.processes import Backend, MemberHandle, MemberStart, ProcessSpec, Resources, RunningProcess
+from cluster.resolve import ResolvedCluster, ResolvedModel, free_port
+from cluster.subprocess_backend import LocalMember
+from cluster.supervisor import python
+from cluster.worker_slot import LifeSettings, WorkerSlot, WorkerState
+from tandem.config import Role
+from tandem.errors import ConfigError, TandemError, UnavailableError
+from tandem.grpc_errors import error_from_rpc
+from tandem.launch import RouterLaunch, ServedModel
+from tandem.v1 import cluster_pb2, worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.2
+STATE_TIMEOUT_S = 2.0
+ROUTER_BACKOFF_S = 0.5
+
+
+class Controller:
+    """Args: `run_base` holds every private run folder of this cluster and is removed at the end; `log_dir` stays."""
+
+    def __init__(self, cluster: ResolvedCluster, backend: Backend, run_base: Path, log_dir: Path) -> None:
+        self.spec = cluster.spec
+        self.directory = Directory()
+        self.slots: dict[str, WorkerSlot] = {}
+        self.backend = backend
+        self.stop_requested = asyncio.Event()
+        self._cluster = cluster
+        self._run_base = run_base
+        self._log_dir = log_dir
+        self._admin: grpc.aio.Server | None = None
+        self._admin_address = ""
+        self._router: MemberHandle | None = None
+        self._router_failure = ""
+        self._redis: MemberHandle | None = None
+        self._redis_url = self.spec.redis.url
+        self._tasks: list[asyncio.Task[None]] = []
+        self._worker_channels: dict[str, grpc.aio.Channel] = {}
+
+    @property
+    def http_address(self) -> str:
+        return f"{self.spec.router.http_host}:{self.spec.router.http_port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{self.spec.router.grpc_host}:{self.spec.router.grpc_port}"
+
+    @property
+    def admin_address(self) -> str:
+        return self._admin_address
+
+    # --- life --------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Starts everything; `wait_ready` tells when it serves. Raises TandemError when it cannot even begin."""
+        self._run_base.mkdir(mode=0o700, parents=True)
+        await self._serve_admin()
+        await asyncio.gather(self.backend.open(), self._start_redis())
+        settings = LifeSettings(self.spec, self._admin_address, self._redis_url, self._run_base)
+        await asyncio.gather(self._start_router(), *(self._place_model(model, settings) for model in self._cluster.models))
+
+    async def wait_ready(self, progress: Callable[[str], None]) -> None:
+        """Until every worker is registered, every link stands and the router serves.
+
+        Raises:
+            TandemError: something can never become ready; says what and why.
+        """
+        deadline_s = asyncio.get_running_loop().time() + self.spec.control.start_timeout_s
+        told = ""
+        while waiting := await self._waiting_for():
+            if waiting != told:
+                progress(waiting)
+                told = waiting
+            if asyncio.get_running_loop().time() > deadline_s:
+                raise UnavailableError(
+                    f"control.start_timeout_s: not ready within {self.spec.control.start_timeout_s:g} s, still "
+                    f"waiting for {waiting}; the logs are in {self._log_dir}"
+                )
+            await asyncio.sleep(POLL_S)
+
+    async def close(self) -> None:
+        """Ends everything that was started, in whatever state it is."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for member in (self._router, self._redis):
+            if member is not None:
+                await member.stop()
+        for channel in self._worker_channels.values():
+            await channel.close()
+        if self._admin is not None:
+            await self._admin.stop(grace=0.2)
+        await self.backend.close()
+        shutil.rmtree(self._run_base, ignore_errors=True)
+
+    async def _waiting_for(self) -> str:
+        """What is not ready yet, in words; empty when all is."""
+        for slot in self.slots.values():
+            if slot.state is WorkerState.FAILED:
+                raise ConfigError(f"{slot.worker_id} cannot start: {slot.reason}")
+        if self._router_failure:
+            raise ConfigError(self._router_failure)
+        starting = [slot.worker_id for slot in self.slots.values() if slot.state is not WorkerState.READY]
+        if starting:
+            return f"workers {', '.join(starting)}"
+        if links := await self._links_waited_for():
+            return links
+        return "" if await self.router_serves() else "the router"
+
+    async def _links_waited_for(self) -> str:
+        for slot in self.slots.values():
+            if slot.role is not Role.PREFILL:
+                continue
+            state = await self.worker_state(slot)
+            links = state.links if state is not None else []
+            refused = [link for link in links if link.state == "refused"]
+            if refused:
+                raise ConfigError(f"{slot.worker_id} cannot reach {refused[0].peer_worker}: {refused[0].reason}")
+            ready = {link.peer_worker for link in links if link.state == "ready"}
+            peers = {s.worker_id for s in self.slots.values() if s.role is Role.DECODE and s.model is slot.model}
+            if peers - ready or any(link.state != "ready" for link in links):
+                return f"links from {slot.worker_id}"
+        return ""
+
+    async def router_serves(self) -> bool:
+        try:
+            async with grpc.aio.insecure_channel(self.grpc_address) as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=STATE_TIMEOUT_S)
+                return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+        except grpc.aio.AioRpcError:
+            return False
+
+    # --- parts -------------------------------------------------------------------------------------------------
+
+    async def _serve_admin(self) -> None:
+        control = self.spec.control
+        self._admin = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        AdminService(self).add_to(self._admin)
+        port = self._admin.add_insecure_port(f"{control.admin_host}:{control.admin_port}")
+        await self._admin.start()
+        self._admin_address = f"{control.admin_host}:{port}"
+
+    async def _start_redis(self) -> None:
+        if self.spec.redis.mode != "embedded":
+            return
+        start, self._redis_url = embedded_redis.member(self._run_base / "redis")
+        self._redis = LocalMember("redis", self._log_dir)
+        await self._redis.start(start)
+
+    async def _start_router(self) -> None:
+        member = self._router = await self.backend.place_here("router")
+        launch = RouterLaunch(
+            cluster=self.spec.name,
+            router_id=f"router-{secrets.token_hex(4)}",
+            router=self.spec.router,
+            models=tuple(_served(model) for model in self._cluster.models),
+            controller_address=self._admin_address,
+            redis_url=self._redis_url,
+            log_level=self.spec.log_level,
+        )
+        run_dir = self._run_base / "router"
+        start = MemberStart(
+            run_dir=str(run_dir),
+            files={"launch.json": launch.model_dump_json()},
+            processes=(ProcessSpec(name="router", argv=python("router", "--launch", f"{run_dir}/launch.json")),),
+        )
+        await member.start(start)
+        self._tasks.append(asyncio.create_task(self._keep_router(member, start)))
+
+    async def _keep_router(self, member: MemberHandle, start: MemberStart) -> None:
+        while True:
+            reason = await member.wait_end()
+            log.warning("the router ended: %s", reason)
+            if not any(slot.state is WorkerState.READY for slot in self.slots.values()):
+                self._router_failure = reason  # it never served: tell the user instead of trying for ever
+                return
+            await member.stop()
+            await asyncio.sleep(ROUTER_BACKOFF_S)
+            await member.start(start)
+
+    async def _place_model(self, model: ResolvedModel, settings: LifeSettings) -> None:
+        several = len(self._cluster.models) > 1
+        prefix = f"{model.spec.served_name.replace('/', '-')}-" if several else ""
+        for role, pool in ((Role.PREFILL, model.spec.prefill), (Role.DECODE, model.spec.decode)):
+            for number in range(pool.workers):
+                worker_id = f"{prefix}{role.value}-{number}"
+                members = await self.backend.place(worker_id, [_rank_resources(model)] * pool.tp)
+                slot = WorkerSlot(worker_id, role, model, members, settings, self._slot_changed)
+                self.slots[worker_id] = slot
+                self._tasks.append(asyncio.create_task(slot.run()))
+
+    def _slot_changed(self, slot: WorkerSlot) -> None:
+        if slot.state is not WorkerState.READY:
+            self.directory.remove(slot.worker_id)
+
+    # --- what the admin service asks ---------------------------------------------------------------------------
+
+    def register(self, info: cluster_pb2.WorkerInfo) -> None:
+        """Raises TandemError when it is not the life the controller started, or cannot work with the others."""
+        slot = self.slots.get(info.worker_id)
+        if slot is None or slot.epoch != info.epoch:
+            raise ConfigError(
+                f"worker_id: {info.worker_id} in epoch {info.epoch} is not a worker of this cluster", field="worker_id"
+            )
+        try:
+            self.directory.put(info)
+        except TandemError as error:
+            slot.refuse(error.message)
+            raise
+        slot.registered(info)
+
+    async def worker_state(self, slot: WorkerSlot) -> worker_pb2.WorkerState | None:
+        """What a worker says of itself, or None when it does not answer."""
+        if slot.info is None:
+            return None
+        channel = self._worker_channels.get(slot.info.address)
+        if channel is None:
+            channel = self._worker_channels[slot.info.address] = grpc.aio.insecure_channel(slot.info.address)
+        stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
+        try:
+            return await stub.GetState(worker_pb2.GetStateRequest(), timeout=STATE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.info("%s does not answer: %s", slot.worker_id, error_from_rpc(error).message)
+            return None
+
+    async def own_processes(self) -> list[RunningProcess]:
+        members = [member for member in (self._router, self._redis) if member is not None]
+        found = await asyncio.gather(*(member.processes() for member in members))
+        return [process for member in found for process in member]
+
+
+def _served(model: ResolvedModel) -> ServedModel:
+    return ServedModel(
+        name=model.spec.served_name,
+        model_dir=str(model.folder),
+        model_fingerprint=model.fingerprint,
+        block_tokens=model.spec.engine.block_tokens,
+        max_model_tokens=model.max_model_tokens,
+    )
+
+
+def _rank_resources(model: ResolvedModel) -> Resources:
+    engine = model.spec.engine
+    return Resources(cpus=engine.threads_per_rank, gpus=1.0 if engine.device.startswith("cuda") else 0.0)
+
+
+def needed_cpus(cluster: ResolvedCluster) -> float:
+    """What a Ray cluster of our own must offer so that every rank finds its place."""
+    return sum(
+        pool.workers * pool.tp * _rank_resources(model).cpus for model in cluster.models for pool in model.pools
+    )
+
+
+def with_free_ports(cluster: ResolvedCluster) -> ResolvedCluster:
+    """Ports given as 0 become free ones, so that everybody can be told the same."""
+    spec = cluster.spec
+    router = spec.router.model_copy(
+        update={
+            "http_port": spec.router.http_port or free_port(spec.router.http_host),
+            "grpc_port": spec.router.grpc_port or free_port(spec.router.grpc_host),
+        }
+    )
+    return ResolvedCluster(spec.model_copy(update={"router": router}), cluster.models)

@@ -1,0 +1,63 @@
+"""Who is in the cluster now. Pure bookkeeping plus a wake-up for those who follow it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from kvtransfer.reshard import check_compatible, reshard_plan
+from tandem.errors import IncompatiblePools
+from tandem.v1 import cluster_pb2
+
+
+class Directory:
+    """The ready workers. Every change has a version and reaches every follower, though not every version does."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, cluster_pb2.WorkerInfo] = {}
+        self._version = 1
+        self._changed = asyncio.Event()
+
+    def snapshot(self) -> cluster_pb2.Directory:
+        return cluster_pb2.Directory(version=self._version, workers=self._workers.values())
+
+    def put(self, worker: cluster_pb2.WorkerInfo) -> None:
+        """Raises IncompatiblePools when its KV cannot be exchanged with a worker of the same model."""
+        for other in self._workers.values():
+            if other.model == worker.model and other.worker_id != worker.worker_id:
+                _check_pair(worker, other)
+        self._workers[worker.worker_id] = worker
+        self._bump()
+
+    def remove(self, worker_id: str) -> None:
+        if self._workers.pop(worker_id, None) is not None:
+            self._bump()
+
+    def get(self, worker_id: str) -> cluster_pb2.WorkerInfo | None:
+        return self._workers.get(worker_id)
+
+    async def follow(self) -> AsyncIterator[cluster_pb2.Directory]:
+        """The directory now, and after every change."""
+        told = 0
+        while True:
+            if self._version != told:
+                told = self._version
+                yield self.snapshot()
+                continue
+            changed = self._changed
+            await changed.wait()
+
+    def _bump(self) -> None:
+        self._version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _check_pair(a: cluster_pb2.WorkerInfo, b: cluster_pb2.WorkerInfo) -> None:
+    try:
+        check_compatible(a.layout, b.layout)
+        if a.role != b.role:
+            prefill, decode = (a, b) if a.role == cluster_pb2.ROLE_PREFILL else (b, a)
+            reshard_plan(prefill.layout.tp, decode.layout.tp, a.layout.kv_heads)
+    except IncompatiblePools as error:
+        raise IncompatiblePools(f"{a.worker_id} and {b.worker_id} of {a.model}: {error.message}") from None

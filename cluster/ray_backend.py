@@ -1,0 +1,189 @@
+"""Members in Ray actors, one per tensor-parallel rank. The only module that imports Ray.
+
+An actor hosts a `Supervisor`; the processes it starts die with it. Ray restarts a lost actor (`max_restarts`); the
+controller, told by `wait_end`, then starts the whole worker again under a new epoch. Ray carries control only: actor
+calls take about a millisecond.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any
+
+# Read by Ray when it is imported and by the processes it starts.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from cluster.processes import MemberHandle, MemberStart, Resources, RunningProcess
+from cluster.supervisor import Supervisor
+from tandem.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 80 << 20  # Ray's least; nothing of ours goes through it
+PLACE_TIMEOUT_S = 60.0
+# A frozen node is noticed in about 5 s instead of 65.
+HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+
+
+class SupervisorActor:
+    """The actor's body. Messages are JSON, so no class of ours has to be alike on both sides."""
+
+    def __init__(self, name: str, log_dir: str) -> None:
+        self._supervisor = Supervisor(name, Path(log_dir))
+
+    async def start(self, start: str) -> None:
+        await self._supervisor.start(MemberStart.model_validate_json(start))
+
+    async def wait_end(self) -> str:
+        return await self._supervisor.wait_end()
+
+    async def processes(self) -> list[tuple[str, int]]:
+        return [(process.name, process.pid) for process in self._supervisor.processes()]
+
+    async def stop(self) -> None:
+        await self._supervisor.stop()
+
+
+class RayMember:
+    def __init__(self, name: str, actor: Any) -> None:
+        self._name = name
+        self._actor = actor
+
+    async def start(self, start: MemberStart) -> None:
+        while True:
+            try:
+                await self._actor.start.remote(start.model_dump_json())
+                return
+            except RayActorError:
+                await asyncio.sleep(0.2)  # Ray is bringing the actor back
+
+    async def wait_end(self) -> str:
+        try:
+            end: str = await self._actor.wait_end.remote()
+            return end
+        except RayActorError:
+            return f"the Ray actor of {self._name} was lost"
+
+    async def processes(self) -> tuple[RunningProcess, ...]:
+        try:
+            return tuple(RunningProcess(name=name, pid=pid) for name, pid in await self._actor.processes.remote())
+        except RayActorError:
+            return ()
+
+    async def stop(self) -> None:
+        try:
+            await self._actor.stop.remote()
+        except RayActorError:
+            pass  # its processes died with it
+
+
+class RayBackend:
+    """Args: `address` of an existing cluster, or None to start one on this machine with room for `cpus`."""
+
+    name = "ray"
+
+    def __init__(self, log_dir: Path, *, address: str | None, cpus: float) -> None:
+        self._log_dir = log_dir
+        self._address = address
+        self._cpus = cpus
+        self._actors: list[Any] = []
+        self._groups: list[PlacementGroup] = []
+        self._temp: tempfile.TemporaryDirectory[str] | None = None
+
+    async def open(self) -> None:
+        """Raises ConfigError when the address cannot be reached."""
+        try:
+            await asyncio.to_thread(self._init)
+        except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ConfigError(
+                f"control.ray_address: Ray could not be reached at {self._address or 'this machine'}: {reason}",
+                field="control.ray_address",
+            ) from error
+
+    def _init(self) -> None:
+        common: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": "tandem"}
+        if self._address is not None:
+            ray.init(address=self._address, **common)
+            return
+        # Unix socket paths are limited to 107 bytes, and Ray appends about 60.
+        self._temp = tempfile.TemporaryDirectory(prefix="tandem-ray-", ignore_cleanup_errors=True)
+        ray.init(
+            address="local",
+            num_cpus=max(1, round(self._cpus)),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=self._temp.name,
+            _system_config=HEALTH_CHECKS,
+            **common,
+        )
+
+    async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
+        bundles = [{"CPU": member.cpus} | ({"GPU": member.gpus} if member.gpus else {}) for member in members]
+        placed = placement_group(bundles, strategy="STRICT_PACK", name=group)
+        self._groups.append(placed)
+        await self._wait_placed(group, placed, bundles)
+        handles: list[MemberHandle] = []
+        for index, member in enumerate(members):
+            strategy = PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=index)
+            handles.append(self._actor(f"{group}.{index}", member, strategy))
+        return handles
+
+    async def _wait_placed(self, group: str, placed: PlacementGroup, bundles: list[dict[str, float]]) -> None:
+        ready: Awaitable[object] = placed.ready()
+        try:
+            await asyncio.wait_for(asyncio.ensure_future(_as_coroutine(ready)), PLACE_TIMEOUT_S)
+        except TimeoutError:
+            raise ConfigError(
+                f"{group}: no Ray node has {bundles} free; Ray has {ray.available_resources()}: add a node or ask for less",
+                field="models",
+            ) from None
+
+    async def place_here(self, name: str) -> MemberHandle:
+        node = ray.get_runtime_context().get_node_id()
+        return self._actor(name, Resources(), NodeAffinitySchedulingStrategy(node, soft=False))
+
+    def _actor(self, name: str, member: Resources, strategy: Any) -> RayMember:
+        remote = ray.remote(SupervisorActor)
+        actor = remote.options(
+            num_cpus=member.cpus,
+            num_gpus=member.gpus,
+            max_restarts=-1,
+            scheduling_strategy=strategy,
+        ).remote(name, str(self._log_dir))
+        self._actors.append(actor)
+        return RayMember(name, actor)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        if ray.is_initialized():
+            for actor in self._actors:
+                ray.kill(actor, no_restart=True)
+            for group in self._groups:
+                remove_placement_group(group)
+            ray.shutdown()
+        if self._temp is not None:
+            self._temp.cleanup()
+
+
+async def _as_coroutine(awaitable: Awaitable[object]) -> object:
+    return await awaitable

@@ -1,0 +1,180 @@
+"""Everything that can be known to be wrong is found here, before anything is started."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from kvtransfer.reshard import reshard_plan
+from tandem.config import ClusterSpec, ModelSpec, PoolSpec
+from tandem.errors import ConfigError, InsufficientMemory, PortInUse, TandemError
+from tandem.kvcache.layout import DTYPE_BYTES
+from tandem.model_config import ModelConfig, fingerprint
+from tandem.model_store import resolve as resolve_model
+
+PROCESS_BYTES = 350 << 20  # what a rank takes beside weights and pool: interpreter, torch, activations
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    spec: ModelSpec
+    folder: Path
+    config: ModelConfig
+    fingerprint: str
+
+    @property
+    def pools(self) -> tuple[PoolSpec, PoolSpec]:
+        return self.spec.prefill, self.spec.decode
+
+    @property
+    def max_model_tokens(self) -> int:
+        limit = self.config.max_position_tokens
+        return min(self.spec.engine.max_model_tokens or limit, limit)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedCluster:
+    spec: ClusterSpec
+    models: tuple[ResolvedModel, ...]
+
+
+def resolve(spec: ClusterSpec, progress: Progress) -> ResolvedCluster:
+    """Raises ConfigError (or a kind of it) naming the field, what was expected and what to do."""
+    check_ports(spec)
+    models = resolve_models(spec, progress)
+    if spec.control.ray_address is None:
+        check_memory(models)
+    return ResolvedCluster(spec, models)
+
+
+def resolve_models(spec: ClusterSpec, progress: Progress) -> tuple[ResolvedModel, ...]:
+    """Raises ConfigError when a model cannot be found, read or split as the spec says."""
+    return tuple(_resolve_model(model, progress) for model in spec.models)
+
+
+def _resolve_model(spec: ModelSpec, progress: Progress) -> ResolvedModel:
+    folder = resolve_model(spec.source, progress=progress)
+    config = ModelConfig.load(folder)
+    for name, pool in (("prefill.tp", spec.prefill), ("decode.tp", spec.decode)):
+        if pool.workers:
+            try:
+                config.check_tp(pool.tp)
+            except TandemError as error:
+                raise ConfigError(f"{name}: {error.message}", field=name) from None
+    if spec.prefill.workers:
+        reshard_plan(spec.prefill.tp, spec.decode.tp, config.kv_heads)
+    limit = config.max_position_tokens
+    if spec.engine.max_model_tokens is not None and spec.engine.max_model_tokens > limit:
+        raise ConfigError(
+            f"engine.max_model_tokens: expected at most {limit} (the model's context), got {spec.engine.max_model_tokens}",
+            field="engine.max_model_tokens",
+        )
+    return ResolvedModel(spec, folder, config, fingerprint(folder))
+
+
+def check_ports(spec: ClusterSpec) -> None:
+    """Raises PortInUse naming the first port somebody else holds."""
+    wanted = (
+        ("router.http_port", spec.router.http_host, spec.router.http_port, "--http-port"),
+        ("router.grpc_port", spec.router.grpc_host, spec.router.grpc_port, "--grpc-port"),
+        ("control.admin_port", spec.control.admin_host, spec.control.admin_port, "--admin-port"),
+    )
+    for field, host, port, flag in wanted:
+        if port and not port_is_free(host, port):
+            raise PortInUse(
+                f"{field}: {host}:{port} is in use: end what holds it, or choose another with {flag}", field=field
+            )
+    chosen = [port for _, _, port, _ in wanted if port]
+    if len(set(chosen)) != len(chosen):
+        raise ConfigError(f"router.http_port, router.grpc_port, control.admin_port: expected three ports, got {chosen}")
+
+
+def port_is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def needed_bytes(model: ResolvedModel) -> int:
+    """Host memory that the model's workers take on CPU: weights in their dtype, pools and processes."""
+    spec = model.spec
+    stored = sum(path.stat().st_size for path in model.folder.glob("*.safetensors"))
+    weights = stored * DTYPE_BYTES[spec.engine.dtype] // _stored_element_bytes(model)
+    total = 0
+    for pool in model.pools:
+        ranks = pool.workers * pool.tp
+        total += pool.workers * weights + ranks * (_pool_bytes(model, pool.tp) + PROCESS_BYTES)
+    return total
+
+
+def _pool_bytes(model: ResolvedModel, tp: int) -> int:
+    engine, config = model.spec.engine, model.config
+    if engine.kv_blocks is None:
+        return engine.kv_memory_bytes
+    token = 2 * config.layers * config.rank_kv_heads(tp) * config.head_dim * DTYPE_BYTES[engine.dtype]
+    return engine.kv_blocks * engine.block_tokens * token
+
+
+def _stored_element_bytes(model: ResolvedModel) -> int:
+    """2 for half-precision checkpoints, 4 for fp32: by the file sizes and the number of parameters."""
+    config = model.config
+    attention = config.hidden_size * config.head_dim * 2 * (config.heads + config.kv_heads)
+    per_layer = attention + 3 * config.hidden_size * config.intermediate_size
+    parameters = config.layers * per_layer + config.vocab_size * config.hidden_size
+    stored = sum(path.stat().st_size for path in model.folder.glob("*.safetensors"))
+    return 4 if stored > 3 * parameters else 2
+
+
+def check_memory(models: tuple[ResolvedModel, ...]) -> None:
+    """Raises InsufficientMemory with what is needed and what there is."""
+    needed = sum(needed_bytes(model) for model in models if model.spec.engine.device == "cpu")
+    available = available_bytes()
+    if needed > available:
+        raise InsufficientMemory(
+            f"engine.kv_memory_bytes: about {needed >> 20} MiB are needed for weights, KV pools and processes and "
+            f"{available >> 20} MiB are available: lower engine.kv_memory_bytes, or the number of workers",
+            field="engine.kv_memory_bytes",
+        )
+
+
+def available_bytes() -> int:
+    """The machine's or the control group's free memory, whichever is less."""
+    return min([psutil.virtual_memory().available, *_cgroup_free()])
+
+
+def _cgroup_free() -> Iterator[int]:
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return
+    if limit.isdigit():
+        yield max(0, int(limit) - used)
+
+
+def default_run_base(cluster: str) -> Path:
+    """Where run folders go: private, and short enough for unix sockets (107 bytes with the file name)."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    base = Path(runtime) / "tandem" if runtime else Path(f"/tmp/tandem-{os.getuid()}")  # noqa: S108 (mode 0700, owner checked)
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if base.stat().st_uid != os.getuid():
+        raise ConfigError(f"run folder: {base} belongs to somebody else: remove it, or set XDG_RUNTIME_DIR")
+    return base / f"{cluster[:16]}-{os.getpid()}"

@@ -1,0 +1,94 @@
+"""Where a running cluster can be found: one small file in the user's state folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from tandem.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    name: str
+    pid: int
+    started: float  # the process's start time: a recycled pid is somebody else
+    admin: str
+    http: str
+    grpc: str
+
+    @property
+    def is_alive(self) -> bool:
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.started) < 1.0
+        except psutil.NoSuchProcess:
+            return False
+
+
+def state_dir() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "tandem"
+
+
+def read(name: str) -> ClusterState | None:
+    """The live cluster of that name; what a dead one left is removed."""
+    path = state_dir() / f"{name}.json"
+    try:
+        state = ClusterState(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError):
+        path.unlink(missing_ok=True)
+        return None
+    if not state.is_alive:
+        path.unlink(missing_ok=True)
+        return None
+    return state
+
+
+def refuse_second(name: str) -> None:
+    """Raises ConfigError when a cluster of that name is running."""
+    if (state := read(name)) is not None:
+        raise ConfigError(
+            f"name: a cluster named {name!r} is running (pid {state.pid}): end it with Ctrl-C there or "
+            f"`kill {state.pid}`, or give this one another name in the config",
+            field="name",
+        )
+
+
+def find(name: str | None) -> ClusterState:
+    """The cluster of that name, or the only one. Raises ConfigError saying how to name one."""
+    names = [name] if name else sorted(path.stem for path in state_dir().glob("*.json"))
+    alive = [state for found in names if (state := read(found)) is not None]
+    if len(alive) == 1:
+        return alive[0]
+    if alive:
+        listed = ", ".join(state.name for state in alive)
+        raise ConfigError(f"--cluster: several clusters are running ({listed}): name one", field="--cluster")
+    raise ConfigError("no cluster is running here: start one with `tandem up`, or give --address", field="--address")
+
+
+@contextmanager
+def written(state: ClusterState) -> Iterator[None]:
+    """The file is there while the cluster is."""
+    folder = state_dir()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / f"{state.name}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(asdict(state)))
+    partial.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def this_process(name: str, *, admin: str, http: str, grpc: str) -> ClusterState:
+    pid = os.getpid()
+    return ClusterState(name, pid, psutil.Process(pid).create_time(), admin, http, grpc)

@@ -1,0 +1,162 @@
+"""One worker of the spec through its lives: start all ranks, watch them, and begin again when any of them ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from cluster.processes import MemberHandle, MemberStart, ProcessSpec, RunningProcess
+from cluster.resolve import ResolvedModel
+from cluster.supervisor import python
+from tandem.config import ClusterSpec, Role
+from tandem.launch import WorkerLaunch
+from tandem.v1 import cluster_pb2
+
+log = logging.getLogger(__name__)
+
+FAILED_STARTS = 3  # so many ends in a row without ever being ready, and the worker is given up
+MAX_BACKOFF_S = 10.0
+
+
+class WorkerState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class LifeSettings:
+    """What every life of a worker is told."""
+
+    spec: ClusterSpec
+    controller_address: str
+    redis_url: str | None
+    run_base: Path
+
+
+class WorkerSlot:
+    """`on_change` is called whenever the worker enters or leaves READY."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        role: Role,
+        model: ResolvedModel,
+        members: Sequence[MemberHandle],
+        settings: LifeSettings,
+        on_change: Callable[[WorkerSlot], None],
+    ) -> None:
+        self.worker_id = worker_id
+        self.role = role
+        self.model = model
+        self.state = WorkerState.STARTING
+        self.reason = ""
+        self.epoch = 0
+        self.restarts = 0
+        self.info: cluster_pb2.WorkerInfo | None = None
+        self._members = list(members)
+        self._settings = settings
+        self._on_change = on_change
+        self._failures = 0
+
+    async def run(self) -> None:
+        """Keeps the worker alive until it is cancelled or given up."""
+        try:
+            while self.state is not WorkerState.FAILED:
+                self.reason = await self._live()
+                self._ended()
+                await self._stop()
+                if self.state is not WorkerState.FAILED:
+                    await asyncio.sleep(min(MAX_BACKOFF_S, 0.1 * 2**self._failures))
+        finally:
+            await self._stop()
+
+    def registered(self, info: cluster_pb2.WorkerInfo) -> None:
+        self.info = info
+        self.state, self.reason = WorkerState.READY, ""
+        self._failures = 0
+        self._on_change(self)
+
+    def refuse(self, reason: str) -> None:
+        """It can never work: no further life."""
+        self.state, self.reason = WorkerState.FAILED, reason
+        self._on_change(self)
+
+    async def processes(self) -> list[RunningProcess]:
+        found = await asyncio.gather(*(member.processes() for member in self._members))
+        return [process for member in found for process in member]
+
+    async def _live(self) -> str:
+        """One epoch, from start to end. Returns why it ended."""
+        self.epoch = secrets.randbits(62) + 1
+        launch = self._launch()
+        await asyncio.gather(*(m.start(self._start(launch, rank)) for rank, m in enumerate(self._members)))
+        ends = [asyncio.create_task(member.wait_end()) for member in self._members]
+        timeout_s = self._settings.spec.control.start_timeout_s
+        try:
+            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if self.state is not WorkerState.READY and not any(end.done() for end in ends):
+                return f"{self.worker_id} was not ready within {timeout_s:g} s (control.start_timeout_s)"
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return min(end.result() for end in done)
+        finally:
+            for end in ends:
+                end.cancel()
+
+    def _ended(self) -> None:
+        was_ready = self.state is WorkerState.READY
+        self.info = None
+        self._failures += 1
+        self.restarts += 1
+        if self.state is WorkerState.FAILED:
+            return
+        given_up = not was_ready and self._failures >= FAILED_STARTS
+        self.state = WorkerState.FAILED if given_up else WorkerState.RESTARTING
+        log.warning("%s ended: %s", self.worker_id, self.reason)
+        self._on_change(self)
+
+    async def _stop(self) -> None:
+        await asyncio.gather(*(member.stop() for member in self._members), return_exceptions=True)
+
+    def _launch(self) -> WorkerLaunch:
+        spec = self._settings.spec
+        return WorkerLaunch(
+            cluster=spec.name,
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            role=self.role,
+            model=self.model.spec,
+            model_dir=str(self.model.folder),
+            transfer=spec.transfer,
+            controller_address=self._settings.controller_address,
+            redis_url=self._settings.redis_url,
+            run_dir=str(self._settings.run_base / f"{self.worker_id}-{self.epoch:x}"),
+            log_level=spec.log_level,
+        )
+
+    def _start(self, launch: WorkerLaunch, rank: int) -> MemberStart:
+        launch_file = f"{launch.run_dir}/launch.json"
+        threads = str(self.model.spec.engine.threads_per_rank)
+        env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        role = f"{self.role.value}_worker"
+        processes = [
+            ProcessSpec(
+                name=f"agent-{rank}",
+                argv=python("kvtransfer.agent", "--socket", str(launch.agent_socket(rank))),
+                env={"OMP_NUM_THREADS": "1"},
+                restart=True,
+            ),
+            ProcessSpec(
+                name=f"rank-{rank}", argv=python(role, "--launch", launch_file, "--rank", str(rank)), env=env
+            ),
+        ]
+        if rank == 0:
+            processes.append(ProcessSpec(name="service", argv=python("worker.service", "--launch", launch_file)))
+        files = {"launch.json": launch.model_dump_json()}
+        return MemberStart(run_dir=launch.run_dir, files=files, processes=tuple(processes))

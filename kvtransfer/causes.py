@@ -1,0 +1,32 @@
+"""Why a handoff failed: one enum member is one outcome and one metric label."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from tandem.errors import HandoffError
+
+
+class HandoffCause(StrEnum):
+    DIGEST_MISMATCH = "digest_mismatch"
+    INCOMPLETE = "incomplete"
+    DEADLINE = "deadline"
+    PEER_LOST = "peer_lost"
+    REFUSED_TICKET = "refused_ticket"
+    STALE_EPOCH = "stale_epoch"
+    PROTOCOL = "protocol"
+    CANCELLED = "cancelled"
+    TRANSPORT = "transport"
+
+
+class HandoffFault(HandoffError):
+    """A handoff cannot go on, and for which cause."""
+
+    def __init__(self, cause: HandoffCause, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+def protocol_fault(message: str) -> HandoffFault:
+    """The peer said what a correct peer never says."""
+    return HandoffFault(HandoffCause.PROTOCOL, message)

@@ -1,0 +1,184 @@
+"""The first messages of a link: who sends, to whom, with what layout and plan; accepted or refused for good.
+
+Msgspec structs, framed like `tandem.channel`, at most 64 KiB. Over a unix socket the hello carries the sender's pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass
+
+import msgspec
+
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.control import AttachPool, Layout
+from kvtransfer.piece import PROTOCOL_VERSION
+from kvtransfer.pool import PoolMap
+from kvtransfer.reshard import Link, check_compatible, reshard_plan
+from kvtransfer.sockets import receive_first
+from tandem.errors import IncompatiblePools
+from tandem.kvcache.layout import DTYPE_BYTES, KvPoolLayout
+
+MAX_TP = 4096
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """From the sending agent. `link` is the plan's entry as the sender computed it."""
+
+    protocol: int
+    transport: str
+    worker_id: str
+    epoch: int
+    rank: int
+    tp: int
+    to_worker: str
+    to_epoch: int
+    to_rank: int
+    model_kv_heads: int
+    model_fingerprint: str
+    layout: Layout
+    link: tuple[int, int, int, int]
+    digests: bool
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """From the receiving agent. `store_port` is set by `process_group`; `digests`: every piece must have one."""
+
+    worker_id: str
+    epoch: int
+    rank: int
+    digests: bool
+    store_port: int | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """This link will never work between these two lives."""
+
+    cause: str
+    reason: str
+
+
+_ANSWERS: msgspec.msgpack.Decoder[Welcome | Refused] = msgspec.msgpack.Decoder(Welcome | Refused)
+_HELLO = msgspec.msgpack.Decoder(Hello)
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What this agent is: what its rank attached."""
+
+    attach: AttachPool
+    pool: PoolMap
+    pool_fd: int
+    host_id: str
+
+    @property
+    def layout(self) -> KvPoolLayout:
+        return self.pool.layout
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A `reshard.KvShape`."""
+
+    model_fingerprint: str
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    tp: int
+
+
+def pool_layout(wire: Layout) -> KvPoolLayout:
+    """Raises HandoffFault (protocol) when the layout is none."""
+    sizes = (wire.num_blocks, wire.layers, wire.kv_heads, wire.block_tokens, wire.head_dim)
+    if wire.dtype not in DTYPE_BYTES or not all(0 < size < 1 << 31 for size in sizes):
+        raise protocol_fault(f"layout: expected positive sizes and a known dtype, got {wire}")
+    return KvPoolLayout(wire.num_blocks, wire.layers, wire.kv_heads, wire.block_tokens, wire.head_dim, wire.dtype)
+
+
+def make_hello(own: Own, to: tuple[str, int, int], link: Link, transport: str) -> Hello:
+    attach = own.attach
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        transport=transport,
+        worker_id=attach.worker_id,
+        epoch=attach.epoch,
+        rank=attach.rank,
+        tp=attach.tp,
+        to_worker=to[0],
+        to_epoch=to[1],
+        to_rank=to[2],
+        model_kv_heads=attach.model_kv_heads,
+        model_fingerprint=attach.model_fingerprint,
+        layout=attach.layout,
+        link=(link.head_start, link.head_count, link.src_head, link.dst_head),
+        digests=attach.digests,
+    )
+
+
+def parse_hello(body: bytes) -> Hello:
+    """Raises HandoffFault (protocol)."""
+    try:
+        return _HELLO.decode(body)
+    except msgspec.MsgspecError as error:
+        raise protocol_fault(f"expected a hello: {error}") from error
+
+
+def check_hello(hello: Hello, own: Own) -> Link:
+    """The link that this hello is for.
+
+    Raises:
+        HandoffFault: (stale_epoch) it is meant for another life of ours; (protocol) versions or plans differ.
+        IncompatiblePools: the two pools cannot exchange blocks.
+    """
+    attach = own.attach
+    if hello.protocol != PROTOCOL_VERSION:
+        raise protocol_fault(f"protocol: expected version {PROTOCOL_VERSION}, got {hello.protocol}")
+    meant, ours = (hello.to_worker, hello.to_epoch, hello.to_rank), (attach.worker_id, attach.epoch, attach.rank)
+    if meant != ours:
+        raise HandoffFault(HandoffCause.STALE_EPOCH, f"the link is meant for {meant}, this is {ours}")
+    if not 0 < hello.tp <= MAX_TP or not 0 <= hello.rank < hello.tp:
+        raise protocol_fault(f"rank: expected 0 <= rank < tp <= {MAX_TP}, got rank {hello.rank} of {hello.tp}")
+    pool_layout(hello.layout)
+    check_compatible(
+        _shape(hello.layout, hello.model_kv_heads, hello.model_fingerprint, hello.tp),
+        _shape(attach.layout, attach.model_kv_heads, attach.model_fingerprint, attach.tp),
+    )
+    for link in reshard_plan(hello.tp, attach.tp, attach.model_kv_heads):
+        if (link.prefill_rank, link.decode_rank) == (hello.rank, attach.rank):
+            if (link.head_start, link.head_count, link.src_head, link.dst_head) != hello.link:
+                raise protocol_fault(f"plan: expected {link}, the sender has {hello.link}")
+            if link.src_head + link.head_count > hello.layout.kv_heads:
+                raise protocol_fault("plan: the sender's pool has fewer heads than its rank owns")
+            return link
+    raise IncompatiblePools(f"plan: prefill rank {hello.rank} sends nothing to decode rank {attach.rank}")
+
+
+async def receive_answer(raw: socket.socket, timeout_s: float) -> Welcome:
+    """The receiver's answer to our hello.
+
+    Raises:
+        LinkRefused: for good.
+        HandoffFault: (protocol) it is no answer.
+        OSError, TimeoutError: the connection broke, or no answer came.
+    """
+    body, _ = await asyncio.wait_for(receive_first(raw), timeout_s)
+    try:
+        answer = _ANSWERS.decode(body)
+    except msgspec.MsgspecError as error:
+        raise protocol_fault(f"expected an answer to our hello: {error}") from error
+    if isinstance(answer, Refused):
+        raise LinkRefused(answer.reason)
+    return answer
+
+
+class LinkRefused(IncompatiblePools):
+    """The peer will not take this link, for as long as both live."""
+
+
+def _shape(layout: Layout, model_kv_heads: int, fingerprint: str, tp: int) -> Shape:
+    return Shape(
+        fingerprint, layout.dtype, layout.layers, model_kv_heads, layout.head_dim, layout.block_tokens, tp
+    )

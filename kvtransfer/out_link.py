@@ -1,0 +1,220 @@
+"""The sending end of a link: connect, shake hands, probe, then pump frames and pieces; again after a failure.
+
+    connecting ──probe good──▶ ready ──connection ended──▶ down ──backoff──▶ connecting
+        └── refused: for as long as both ends live
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.control import LinkReport, Peer
+from kvtransfer.handshake import LinkRefused, Own, make_hello, receive_answer
+from kvtransfer.piece import FrameType, Header, Piece
+from kvtransfer.pool import Span
+from kvtransfer.reshard import Link
+from kvtransfer.sockets import connect_tcp, connect_unix, send_first
+from kvtransfer.stream import FrameStream
+from kvtransfer.transports.factory import MAPPED, Transports, choose_transport
+from kvtransfer.transports.protocol import KvSender, LinkThread
+from tandem.channel import encode
+
+CONNECT_TIMEOUT_S = 5.0
+HANDSHAKE_TIMEOUT_S = 60.0  # the peer may have to load torch first
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+
+
+class LinkState(StrEnum):
+    """As in LinkReport."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    REFUSED = "refused"
+    DOWN = "down"
+
+
+class OutLinkEvents(Protocol):
+    def link_ready(self, link: OutLink) -> None: ...
+    def link_frame(self, link: OutLink, header: Header, body: bytes) -> None: ...
+    def link_down(self, link: OutLink, cause: HandoffCause, reason: str, *, final: bool) -> None:
+        """The connection ended, or could not be made; `final`: there will be no other."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    header: Header
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    wanted: Callable[[], bool]
+    ticket_id: str
+    piece: Piece
+    span: Span
+
+
+class OutLink:
+    def __init__(
+        self,
+        own: Own,
+        peer: Peer,
+        link: Link,
+        transports: Transports,
+        events: OutLinkEvents,
+        report: Callable[[LinkReport], None],
+    ) -> None:
+        self.peer = peer
+        self.state = LinkState.CONNECTING
+        self.reason = ""
+        self.moved_bytes = 0
+        self._own = own
+        self._link = link
+        self._transports = transports
+        self._events = events
+        self._report = report
+        self._kind = ""
+        self._jobs: asyncio.Queue[_Frame | _Push] = asyncio.Queue()
+        self._backoff_s = FIRST_BACKOFF_S
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is LinkState.READY
+
+    @property
+    def is_refused(self) -> bool:
+        return self.state is LinkState.REFUSED
+
+    def send(self, header: Header, body: bytes = b"") -> None:
+        """Queues a frame behind the pieces before it."""
+        self._jobs.put_nowait(_Frame(header, body))
+
+    def push(self, wanted: Callable[[], bool], ticket_id: str, piece: Piece, span: Span) -> None:
+        """Queues a piece; it is dropped when `wanted` says no by the time it is its turn."""
+        self._jobs.put_nowait(_Push(wanted, ticket_id, piece, span))
+
+    def report(self) -> None:
+        peer = self.peer
+        self._report(
+            LinkReport(
+                peer.worker_id, peer.epoch, peer.rank, self._kind, self.state.value, self.reason, self.moved_bytes
+            )
+        )
+
+    async def run(self) -> None:
+        """Until it is refused; or cancelled, when the peer is gone from the directory."""
+        while True:
+            try:
+                await self._connect()
+                reason, final = "the connection ended", False
+            except LinkRefused as refused:
+                reason, final = refused.message, True
+            except HandoffFault as fault:
+                reason, final = fault.message, False
+            except (OSError, ValueError, TimeoutError) as error:
+                name = f"{self.peer.worker_id} rank {self.peer.rank}"
+                reason, final = f"cannot reach {name}: {error or type(error).__name__}", False
+            except asyncio.CancelledError:
+                self._enter(LinkState.DOWN, "the peer is gone")
+                raise
+            self._enter(LinkState.REFUSED if final else LinkState.DOWN, reason)
+            cause = HandoffCause.TRANSPORT if final else HandoffCause.PEER_LOST
+            self._events.link_down(self, cause, reason, final=final)
+            if final:
+                return
+            await asyncio.sleep(self._backoff_s)
+            self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+
+    def _enter(self, state: LinkState, reason: str) -> None:
+        self.state, self.reason = state, reason
+        self.report()
+
+    async def _connect(self) -> None:
+        """Returns or raises when the connection ended."""
+        peer = self.peer
+        self._enter(LinkState.CONNECTING, self.reason)
+        self._kind = choose_transport(self._own, peer)
+        thread = LinkThread(f"link-{peer.worker_id}-{peer.rank}")
+        sender: KvSender | None = None
+        stream: FrameStream | None = None
+        try:
+            sender = await self._transports.sender(self._kind, self._own, peer, thread)
+            stream = await self._shake_hands(sender)
+            await asyncio.wait_for(self._probe(sender, stream), HANDSHAKE_TIMEOUT_S)
+            self._jobs = asyncio.Queue()
+            self._backoff_s = FIRST_BACKOFF_S
+            self._enter(LinkState.READY, "")
+            self._events.link_ready(self)
+            await self._carry(sender, stream)
+        finally:
+            if stream is not None:
+                stream.close()
+            if sender is not None:
+                sender.close()
+            thread.close()
+
+    async def _shake_hands(self, sender: KvSender) -> FrameStream:
+        peer = self.peer
+        connecting = connect_unix(peer.mapped_path) if self._kind == MAPPED else connect_tcp(peer.tcp_address)
+        raw = await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
+        fds: list[int] = []
+        try:
+            fds = sender.hello_fds()
+            hello = make_hello(self._own, (peer.worker_id, peer.epoch, peer.rank), self._link, self._kind)
+            await send_first(raw, encode(hello), fds)
+            welcome = await receive_answer(raw, HANDSHAKE_TIMEOUT_S)
+            if (welcome.worker_id, welcome.epoch, welcome.rank) != (peer.worker_id, peer.epoch, peer.rank):
+                raise LinkRefused(f"another life answered: {welcome.worker_id}, epoch {welcome.epoch}")
+            await sender.establish(welcome)
+        except BaseException:
+            raw.close()
+            raise
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return await FrameStream.over(raw)
+
+    async def _probe(self, sender: KvSender, stream: FrameStream) -> None:
+        digest = await sender.send_probe(stream)
+        answer = await stream.receive()
+        if answer is None:
+            raise protocol_fault("the connection ended during the probe")
+        header, _ = answer
+        if header.type is not FrameType.PROBED:
+            raise protocol_fault(f"expected the probe's answer, got {header.type.name}")
+        if header.digest != digest:
+            raise LinkRefused(f"the probe arrived corrupted over {self._kind}")
+
+    async def _carry(self, sender: KvSender, stream: FrameStream) -> None:
+        """Sends and receives until either ends."""
+        tasks = [asyncio.create_task(self._send_jobs(sender, stream)), asyncio.create_task(self._read(stream))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    async def _send_jobs(self, sender: KvSender, stream: FrameStream) -> None:
+        while True:
+            match await self._jobs.get():
+                case _Frame(header, body):
+                    stream.send(header, body)
+                case _Push(wanted, ticket_id, piece, span) if wanted():
+                    await sender.push(stream, ticket_id, piece, span)
+                    self.moved_bytes += piece.payload_bytes
+
+    async def _read(self, stream: FrameStream) -> None:
+        async for header, body in stream.frames():
+            self._events.link_frame(self, header, body)

@@ -1,0 +1,51 @@
+"""A link's connection after the handshake: frames of `kvtransfer.piece` both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from kvtransfer.piece import HEADER_BYTES, Header
+
+
+class FrameStream:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def over(cls, raw: socket.socket) -> FrameStream:
+        """Takes the socket over."""
+        if raw.family == socket.AF_UNIX:
+            return cls(*await asyncio.open_unix_connection(sock=raw))
+        return cls(*await asyncio.open_connection(sock=raw))
+
+    def send(self, header: Header, body: bytes = b"") -> None:
+        """Queues one frame; never waits. A closed stream drops it: the reading side reports the end."""
+        if not self._writer.is_closing():
+            self._writer.write(replace(header, body_bytes=len(body)).pack() + body)
+
+    async def drain(self) -> None:
+        await self._writer.drain()
+
+    async def receive(self) -> tuple[Header, bytes] | None:
+        """The next frame; None when the peer closed.
+
+        Raises:
+            HandoffFault: (protocol) the peer sent what is no frame.
+        """
+        try:
+            header = Header.unpack(await self._reader.readexactly(HEADER_BYTES))
+            body = await self._reader.readexactly(header.body_bytes) if header.body_bytes else b""
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        return header, body
+
+    async def frames(self) -> AsyncIterator[tuple[Header, bytes]]:
+        while (frame := await self.receive()) is not None:
+            yield frame
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,127 @@
+"""Same host, shared memory: the receiver maps the sender's pool read-only and copies announced pieces itself.
+
+The sender passes a read-only descriptor of its pool with the hello. Nothing late can land in the receiver's pool,
+because nobody but the receiver writes there.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from array import array
+from dataclasses import dataclass, replace
+
+from kvtransfer.causes import protocol_fault
+from kvtransfer.digest import digest_of, digest_of_bytes
+from kvtransfer.handshake import Hello, Own, Welcome, pool_layout
+from kvtransfer.piece import FrameType, Header, Piece
+from kvtransfer.pool import PoolMap, Span
+from kvtransfer.reshard import Link
+from kvtransfer.stream import FrameStream
+from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread
+
+_ID_BYTES = 4
+
+
+class MappedSender:
+    def __init__(self, own: Own, thread: LinkThread) -> None:
+        self._own = own
+        self._thread = thread
+        self._probe = secrets.token_bytes(PROBE_BYTES)
+        self._digests = True
+
+    def hello_fds(self) -> list[int]:
+        probe = os.memfd_create("tandem-probe", os.MFD_CLOEXEC)
+        os.write(probe, self._probe)
+        pool = os.open(f"/proc/self/fd/{self._own.pool_fd}", os.O_RDONLY | os.O_CLOEXEC)
+        return [pool, probe]
+
+    async def establish(self, welcome: Welcome) -> None:
+        self._digests = welcome.digests
+
+    async def send_probe(self, stream: FrameStream) -> int:
+        stream.send(Header(FrameType.PROBE))
+        return digest_of_bytes(self._probe)
+
+    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
+        if self._digests:
+            piece = replace(piece, digest=await self._thread.run(self.digest, span))
+        stream.send(Header(FrameType.PIECE, ticket_id, piece=piece), _pack_ids(span.block_ids))
+        await stream.drain()
+
+    def digest(self, span: Span) -> int:
+        """In the link's thread."""
+        return digest_of(self._own.pool, span)
+
+    def close(self) -> None:
+        """The receiver's mapping ends with its link."""
+
+
+class MappedReceiver:
+    def __init__(self, own: Own, thread: LinkThread, hello: Hello, link: Link, *, digests: bool) -> None:
+        self._own = own
+        self._thread = thread
+        self._hello = hello
+        self._link = link
+        self._digests = digests
+        self._source: PoolMap | None = None
+        self._probe = b""
+
+    async def prepare(self, fds: list[int]) -> int | None:
+        if len(fds) != 2:
+            raise protocol_fault(f"mapped: expected the pool and the probe beside the hello, got {len(fds)} files")
+        pool_fd, probe_fd = fds
+        self._source = PoolMap.map_fd(pool_layout(self._hello.layout), pool_fd, writable=False)
+        self._probe = os.pread(probe_fd, PROBE_BYTES, 0)
+        return None
+
+    async def establish(self) -> None:
+        """The mapping is the data path."""
+
+    async def receive_probe(self) -> int:
+        return digest_of_bytes(self._probe)
+
+    async def fetch(self, piece: Piece, body: bytes) -> MappedArrival:
+        if self._source is None:
+            raise protocol_fault("mapped: a piece came before the hello's pool")
+        read = Span(
+            _unpack_ids(body, piece.block_count),
+            piece.last_block_tokens,
+            piece.layer_start,
+            piece.layer_count,
+            self._link.src_head + piece.head_start - self._link.head_start,
+            piece.head_count,
+        )
+        self._source.check(read)
+        return MappedArrival(self._own.pool, self._source, read, self._thread, self._digests)
+
+    def close(self) -> None:
+        self._source = None
+
+
+@dataclass(frozen=True, slots=True)
+class MappedArrival:
+    own: PoolMap
+    source: PoolMap
+    read: Span
+    thread: LinkThread
+    digests: bool
+
+    async def place(self, span: Span) -> int:
+        return await self.thread.run(self._copy, span)
+
+    def _copy(self, span: Span) -> int:
+        self.own.copy_from(self.source, self.read, span)
+        return digest_of(self.own, span) if self.digests else 0
+
+
+def _pack_ids(block_ids: tuple[int, ...]) -> bytes:
+    return array("I", block_ids).tobytes()
+
+
+def _unpack_ids(body: bytes, count: int) -> tuple[int, ...]:
+    if len(body) != count * _ID_BYTES:
+        raise protocol_fault(f"mapped: expected {count} block ids of {_ID_BYTES} bytes, got {len(body)} bytes")
+    ids = array("I")
+    ids.frombytes(body)
+    return tuple(ids)

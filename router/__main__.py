@@ -1,0 +1,47 @@
+"""`python -m router --launch FILE`: one router process, until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+
+import uvloop
+
+from router.app import RouterApp
+from tandem.errors import ConfigError
+from tandem.launch import RouterLaunch
+from tandem.logs import setup_logging
+
+EXIT_CONFIG = 2
+
+
+async def serve(launch: RouterLaunch) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    app = RouterApp(launch)
+    await app.start()
+    await stop.wait()
+    await app.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m router", description="One Tandem router.")
+    parser.add_argument("--launch", type=Path, required=True, help="the RouterLaunch JSON file")
+    launch = RouterLaunch.load(parser.parse_args().launch)
+    setup_logging(launch.log_level, process=launch.router_id)
+    try:
+        uvloop.run(serve(launch))
+    except ConfigError as error:
+        logging.getLogger("router").error(error.message)
+        return EXIT_CONFIG
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Puts one router together and runs it until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from prometheus_client import CollectorRegistry
+
+from router.directory import DirectoryFollower
+from router.dispatch import Dispatcher
+from router.edge_grpc import GrpcServer
+from router.edge_http import HttpEdge, HttpServer, bind
+from router.fleet import Fleet
+from router.metrics import RouterMetrics
+from router.policies.policy import default_policy
+from router.prefix_index.follower import PrefixFollower
+from router.prefix_index.mirror import PrefixMirror
+from router.request import ServingModel
+from router.service import RouterService
+from tandem.clock import Clock, SystemClock
+from tandem.config import Role
+from tandem.launch import RouterLaunch
+from tandem.v1 import cluster_pb2
+
+log = logging.getLogger(__name__)
+
+PARSER_THREADS = 2
+DRAIN_S = 5.0
+
+
+class RouterApp:
+    """`start` binds both edges; `close` lets running requests end for DRAIN_S, then cancels them."""
+
+    def __init__(self, launch: RouterLaunch, *, clock: Clock | None = None) -> None:
+        """Loads tokenizers and binds ports. Raises CheckpointError, PortInUse. Needs a running event loop."""
+        clock = clock or SystemClock()
+        spec = launch.router
+        self._executor = ThreadPoolExecutor(PARSER_THREADS, thread_name_prefix="parser")
+        self._mirror = PrefixMirror()
+        self.metrics = RouterMetrics(CollectorRegistry(), frozenset(model.name for model in launch.models))
+        self.dispatcher = Dispatcher(
+            spec=spec,
+            fleet_of=lambda pump: Fleet(launch.router_id, lambda: self._on_fleet_change(pump)),
+            mirror=self._mirror,
+            policy=default_policy(spec),
+            metrics=self.metrics,
+            clock=clock,
+        )
+        self.service = RouterService(
+            cluster=launch.cluster,
+            router_id=launch.router_id,
+            models={model.name: ServingModel.load(model) for model in launch.models},
+            dispatcher=self.dispatcher,
+            metrics=self.metrics,
+            executor=self._executor,
+        )
+        self._follower = (
+            PrefixFollower(launch.redis_url, launch.cluster, self._mirror, clock) if launch.redis_url else None
+        )
+        self._directory = DirectoryFollower(launch.controller_address, launch.router_id, self._on_directory)
+        sock = bind(spec.http_host, spec.http_port)
+        self.http_port: int = sock.getsockname()[1]
+        self._http = HttpServer(HttpEdge(self.service, max_body_bytes=spec.max_body_bytes), sock)
+        self._grpc = GrpcServer(
+            self.service, host=spec.grpc_host, port=spec.grpc_port, max_message_bytes=spec.max_body_bytes
+        )
+        self.grpc_port = self._grpc.port
+        self._hosts = (spec.http_host, spec.grpc_host)
+        self._ready = False
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        await self._grpc.start()
+        await self._http.start()
+        http_host, grpc_host = self._hosts
+        log.info(
+            "router listening",
+            extra={"http": f"{http_host}:{self.http_port}", "grpc": f"{grpc_host}:{self.grpc_port}"},
+        )
+        if self._follower is not None:
+            self._follower.start()
+        self._directory.start()
+
+    async def close(self) -> None:
+        await self._grpc.set_ready(False)
+        await self._directory.close()
+        for _ in range(round(DRAIN_S / 0.05)):
+            if not self.dispatcher.active:
+                break
+            await asyncio.sleep(0.05)
+        await self.dispatcher.close()
+        await asyncio.gather(self._http.close(), self._grpc.close())
+        if self._follower is not None:
+            await self._follower.close()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        log.info("router stopped")
+
+    def _on_directory(self, workers: Sequence[cluster_pb2.WorkerInfo]) -> None:
+        fleet = self.dispatcher.fleet
+        fleet.set_directory(workers)
+        if self._follower is not None:
+            self._follower.set_workers(fleet.keys())
+
+    def _on_fleet_change(self, pump: Callable[[], None]) -> None:
+        fleet = self.dispatcher.fleet
+        prefill, decode = fleet.count_ready(Role.PREFILL), fleet.count_ready(Role.DECODE)
+        self.metrics.set_workers(prefill=prefill, decode=decode)
+        if self.service.ready != self._ready:
+            self._ready = not self._ready
+            log.info(
+                "router ready" if self._ready else "router not ready",
+                extra={"prefill_workers": prefill, "decode_workers": decode},
+            )
+            task = asyncio.create_task(self._grpc.set_ready(self._ready))
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
+        pump()

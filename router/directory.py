@@ -1,0 +1,62 @@
+"""Follows the controller's directory of ready workers. When the controller is away the last known one stays."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from tandem.v1 import cluster_pb2
+from tandem.v1.cluster_pb2_grpc import ClusterStub
+
+log = logging.getLogger(__name__)
+
+MAX_BACKOFF_S = 2.0
+
+OnDirectory = Callable[[Sequence[cluster_pb2.WorkerInfo]], None]
+
+
+class DirectoryFollower:
+    def __init__(self, address: str, watcher: str, on_directory: OnDirectory) -> None:
+        self._address = address
+        self._watcher = watcher
+        self._on_directory = on_directory
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="directory")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        backoff_s = 0.05
+        async with grpc.aio.insecure_channel(self._address, options=KEEPALIVE_OPTIONS) as channel:
+            stub = ClusterStub(channel)
+            while True:
+                try:
+                    request = cluster_pb2.WatchDirectoryRequest(watcher=self._watcher)
+                    async for directory in stub.WatchDirectory(request, wait_for_ready=True):
+                        backoff_s = 0.05
+                        self._on_directory(directory.workers)
+                    log.info("the controller ended the directory stream; following again")
+                except grpc.aio.AioRpcError as error:
+                    log.warning("controller lost; keeping the last directory", extra={"error": error.details()})
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+
+# A peer whose host is gone is noticed in 15 s, without traffic of its own.
+KEEPALIVE_OPTIONS = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)

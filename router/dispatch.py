@@ -1,0 +1,228 @@
+"""Takes requests in, places them on workers when there is room, and keeps the account of who does what."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from router.admission import Admission
+from router.fleet import Fleet, Worker
+from router.metrics import RouterMetrics
+from router.output import OutputAssembler, ResponseStream
+from router.policies.policy import PlacementPolicy
+from router.policies.types import Ask, Candidate, Placement, WaitReason
+from router.prefix_index.mirror import PrefixMirror, WorkerKey
+from router.request import ServingModel, ValidRequest
+from router.run import RequestRun
+from tandem.clock import Clock
+from tandem.config import Role, RouterSpec
+from tandem.errors import ContextExceeded, ErrorCode, TandemError, UnavailableError
+from tandem.kvcache.layout import blocks_for
+
+log = logging.getLogger(__name__)
+
+CANCELLED_DRAIN_S = 0.2
+
+
+class Dispatcher:
+    """Runs on the event loop's thread; nothing in it waits."""
+
+    def __init__(
+        self,
+        *,
+        spec: RouterSpec,
+        fleet_of: Callable[[Callable[[], None]], Fleet],
+        mirror: PrefixMirror,
+        policy: PlacementPolicy,
+        metrics: RouterMetrics,
+        clock: Clock,
+    ) -> None:
+        self._mirror = mirror
+        self._policy = policy
+        self._metrics = metrics
+        self._clock = clock
+        self._admission: Admission[RequestRun] = Admission(
+            max_queued_requests=spec.max_queued_requests, queue_timeout_s=spec.queue_timeout_s
+        )
+        self._running: dict[RequestRun, list[tuple[Worker, int]]] = {}  # with the prompt tokens charged to workers
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self.fleet = fleet_of(self.pump)
+
+    def submit(self, model: ServingModel, request: ValidRequest) -> ResponseStream:
+        """Queues a request and returns what will come of it. Raises OverloadedError, UnavailableError."""
+        assembler = OutputAssembler(
+            model.tokenizer, request.prompt, request.stop, request.sampling.stop_token_ids
+        )
+        run = RequestRun(request, assembler, self._clock, self)
+        run.lifecycle.admit()
+        try:
+            if self._closed:
+                raise UnavailableError("the router is shutting down; retry elsewhere", retry_after_s=1.0)
+            self._admission.offer(request.model, run, self._clock.now_s())
+        except TandemError as error:
+            run.reject(error)
+            raise
+        run.lifecycle.enqueue()
+        self.pump()
+        return run.stream
+
+    def pump(self) -> None:
+        """Places what can be placed now. Called whenever a worker, a request or the clock has changed something."""
+        now_s = self._clock.now_s()
+        self.fleet.sweep()
+        for run, error in self._admission.expire(now_s):
+            run.reject(error)
+        self._admission.dispatch(now_s, self._place)
+        self._metrics.set_load(queued=len(self._admission), running=len(self._running))
+        self._set_timer(now_s)
+
+    async def close(self) -> None:
+        """Refuses new requests and cancels those there are."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        rest = [*self._running, *self._admission.items()]
+        for run in rest:
+            run.cancel()
+        if rest:
+            await asyncio.sleep(CANCELLED_DRAIN_S)  # cancels go out
+        await self.fleet.close()
+
+    @property
+    def active(self) -> int:
+        return len(self._running) + len(self._admission)
+
+    # ---- placing
+
+    def _place(self, run: RequestRun) -> bool:
+        if self._too_long(run):
+            return True
+        placement = self._decide(run)
+        if isinstance(placement, WaitReason):
+            if run.waiting_for is not placement:
+                self._metrics.waited(run.request.model, placement)
+            run.waiting_for = placement
+            return False
+        decode, prefill = self._workers_of(placement)
+        if decode is None or (placement.prefill is not None and prefill is None):
+            return False  # gone between two lines; the directory's next change calls again
+        self._metrics.placed(run.request.model, placement.reason)
+        self._charge(run, decode, prefill, placement.prefiller.uncached_tokens(self._ask(run)))
+        run.start(decode, prefill)
+        return True
+
+    def _decide(self, run: RequestRun) -> Placement | WaitReason:
+        model = run.request.model
+        decode, prefill = self.fleet.ready(model, Role.DECODE), self.fleet.ready(model, Role.PREFILL)
+        if decode:
+            self._admission.worker_seen(model, self._clock.now_s())
+        cached = self._mirror.match(run.request.block_hashes)
+        return self._policy.place(self._ask(run), self._views(run, decode, cached), self._views(run, prefill, cached))
+
+    def _too_long(self, run: RequestRun) -> bool:
+        """Refuses a prompt that no decode worker there is could ever hold."""
+        workers = self.fleet.ready(run.request.model, Role.DECODE)
+        if not workers or self._views(run, workers, {}):
+            return False
+        most = max(worker.candidate(0).total_blocks for worker in workers) * run.request.block_tokens
+        has = run.request.prompt_tokens
+        run.reject(
+            ContextExceeded(f"prompt: expected at most {most} tokens (a worker's KV blocks), got {has}", field="prompt")
+        )
+        return True
+
+    def _views(self, run: RequestRun, workers: list[Worker], cached: dict[WorkerKey, int]) -> list[Candidate]:
+        needed = blocks_for(run.request.prompt_tokens, run.request.block_tokens)
+        views = [worker.candidate(cached.get(worker.key, 0) * run.request.block_tokens) for worker in workers]
+        return [view for view in views if view.total_blocks >= needed or not view.total_blocks]
+
+    def _ask(self, run: RequestRun) -> Ask:
+        return Ask(run.request.prompt_tokens, run.excluded)
+
+    def _workers_of(self, placement: Placement) -> tuple[Worker | None, Worker | None]:
+        decode, prefill = placement.decode, placement.prefill
+        return (
+            self.fleet.worker(decode.worker_id, decode.epoch),
+            None if prefill is None else self.fleet.worker(prefill.worker_id, prefill.epoch),
+        )
+
+    # ---- what requests ask (router.run.RunHost)
+
+    def refused(self, run: RequestRun, refusal: TandemError) -> None:
+        prefill = run.prefill
+        model = run.request.model
+        cached = self._mirror.match(run.request.block_hashes)
+        others = self._views(run, self.fleet.ready(model, Role.DECODE), cached)
+        choice = self._policy.decode.choose(self._ask(run), others)
+        decode = None if choice is None else self.fleet.worker(choice.worker_id, choice.epoch)
+        if decode is not None and prefill is not None:
+            tokens = sum(charged for _, charged in self._running.get(run, []))
+            self._release(run)
+            self._charge(run, decode, prefill, tokens)
+            run.try_next(decode)
+            return
+        self._put_back(run, refusal)
+
+    def requeue(self, run: RequestRun, cause: TandemError, *, refused: bool) -> None:
+        log.info("request goes back in line", extra={"request": run.request.request_id, "cause": str(cause)})
+        self._metrics.retried(run.request.model, cause.code)
+        self._put_back(run, cause if refused else None)
+
+    def prefilled(self, run: RequestRun) -> None:
+        charges = self._running.get(run, [])
+        for worker, tokens in charges:
+            worker.account.prefill_tokens -= tokens
+        self._running[run] = [(worker, 0) for worker, _ in charges]
+        self._pump_soon()
+
+    def ended(self, run: RequestRun, error: TandemError | None) -> None:
+        self._release(run)
+        self._admission.withdraw(run.request.model, run)
+        model = run.request.model
+        if run.stream.final is not None:
+            self._metrics.finished(model, run.stream.final)
+        else:
+            self._metrics.ended(model, run.lifecycle.state, None if error is None else error.code)
+        if error is not None and error.code is ErrorCode.INTERNAL:
+            log.error("request failed", extra={"request": run.request.request_id, "error": str(error)})
+        self._pump_soon()
+
+    # ---- accounts
+
+    def _charge(self, run: RequestRun, decode: Worker, prefill: Worker | None, tokens: int) -> None:
+        charges = [(decode, tokens if prefill is None else 0)]
+        if prefill is not None:
+            charges.append((prefill, tokens))
+        for worker, charged in charges:
+            worker.account.requests += 1
+            worker.account.prefill_tokens += charged
+        self._running[run] = charges
+
+    def _release(self, run: RequestRun) -> None:
+        for worker, charged in self._running.pop(run, []):
+            worker.account.requests -= 1
+            worker.account.prefill_tokens -= charged
+
+    def _put_back(self, run: RequestRun, refusal: TandemError | None) -> None:
+        self._release(run)
+        run.excluded = frozenset()
+        self._admission.put_back(
+            run.request.model, run, since_s=run.received_s, now_s=self._clock.now_s(), refusal=refusal
+        )
+        self._pump_soon()
+
+    # ---- time
+
+    def _pump_soon(self) -> None:
+        """Not at once: we may be inside the handling of a frame that has more to say."""
+        asyncio.get_running_loop().call_soon(self.pump)
+
+    def _set_timer(self, now_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_s = self._admission.next_due_s(now_s)
+        if due_s is not None and not self._closed:
+            self._timer = asyncio.get_running_loop().call_later(max(0.001, due_s - now_s), self.pump)

@@ -1,0 +1,220 @@
+"""The gRPC edge: tandem.v1.Inference, health checking and reflection."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from router.output import Final, OutToken, Piece
+from router.request import Message, RawRequest, RawSampling
+from router.service import RouterService
+from tandem.config import Role
+from tandem.errors import InputError, OverloadedError, PortInUse, TandemError
+from tandem.grpc_errors import abort
+from tandem.request import FinishReason
+from tandem.v1 import inference_pb2 as pb
+from tandem.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+
+SERVICE = "tandem.v1.Inference"
+MAX_GENERATE_CALLS = 256  # beyond this grpc.aio was seen to cancel calls by itself
+MAX_CALLS = 512
+SHUTDOWN_GRACE_S = 5.0
+
+_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
+
+
+class InferenceEdge(InferenceServicer):
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+        self._generating = 0
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self._generating += 1
+        stream = None
+        try:
+            if self._generating > MAX_GENERATE_CALLS:
+                raise OverloadedError(
+                    f"expected at most {MAX_GENERATE_CALLS} concurrent Generate calls; retry later", retry_after_s=1.0
+                )
+            submitted = await self._service.submit(self._parse(request), model_required=False)
+            stream = submitted.stream
+            yield pb.GenerateResponse(
+                started=pb.Started(
+                    request_id=submitted.request.request_id,
+                    model=submitted.model.name,
+                    prompt_tokens=submitted.request.prompt_tokens,
+                )
+            )
+            async for pieces in stream:
+                for piece in pieces:
+                    yield pb.GenerateResponse(chunk=_chunk(piece))
+            if stream.final is not None:
+                yield pb.GenerateResponse(finished=_finished(stream.final))
+        except TandemError as error:
+            await abort(context, error)
+        finally:
+            self._generating -= 1
+            if stream is not None:
+                stream.cancel()  # the client's cancellation and deadline end up here
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        try:
+            prompt = request.prompt if request.WhichOneof("input") == "prompt" else _messages(request.chat)
+            if not prompt:
+                raise InputError("input: expected prompt or chat, got neither", field="input")
+            model, token_ids = await self._service.tokenize(request.model, prompt)
+            return pb.TokenizeResponse(token_ids=token_ids, max_model_tokens=model.max_model_tokens)
+        except TandemError as error:
+            await abort(context, error)
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        cards = [
+            pb.ModelCard(
+                name=model.name,
+                max_model_tokens=model.max_model_tokens,
+                vocab_tokens=model.vocab_tokens,
+                ready=self._service.model_ready(model.name),
+            )
+            for model in self._service.models.values()
+        ]
+        return pb.ListModelsResponse(models=cards)
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
+        fleet = self._service.dispatcher.fleet
+        return pb.GetServerInfoResponse(
+            version=tandem_version(),
+            cluster=self._service.cluster,
+            router_id=self._service.router_id,
+            prefill_workers=fleet.count_ready(Role.PREFILL),
+            decode_workers=fleet.count_ready(Role.DECODE),
+        )
+
+    def _parse(self, request: pb.GenerateRequest) -> RawRequest:
+        try:
+            return RawRequest(request.model, _prompt(request), _sampling(request.sampling))
+        except InputError as error:
+            self._service.rejected(request.model, error)
+            raise
+
+
+def tandem_version() -> str:
+    try:
+        return version("tandem-serve")
+    except PackageNotFoundError:  # run from a source tree that was not installed
+        return "0+source"
+
+
+def _prompt(request: pb.GenerateRequest) -> str | tuple[int, ...] | tuple[Message, ...]:
+    match request.WhichOneof("input"):
+        case "prompt":
+            return request.prompt
+        case "token_ids":
+            return tuple(request.token_ids.ids)
+        case "chat":
+            if not request.chat.messages:
+                raise InputError("chat: expected at least one message, got none", field="chat")
+            return _messages(request.chat)
+        case _:
+            raise InputError("input: expected prompt, token_ids or chat, got none of them", field="input")
+
+
+def _messages(chat: pb.ChatMessages) -> tuple[Message, ...]:
+    return tuple(Message(each.role, each.content) for each in chat.messages)
+
+
+def _sampling(given: pb.SamplingParams) -> RawSampling:
+    return RawSampling(
+        temperature=given.temperature if given.HasField("temperature") else None,
+        top_p=given.top_p if given.HasField("top_p") else None,
+        top_k=given.top_k if given.HasField("top_k") else None,
+        min_p=given.min_p if given.HasField("min_p") else None,
+        seed=given.seed if given.HasField("seed") else None,
+        max_tokens=given.max_tokens if given.HasField("max_tokens") else None,
+        stop=tuple(given.stop),
+        stop_token_ids=tuple(given.stop_token_ids),
+        logprobs=given.logprobs if given.HasField("logprobs") else None,
+        ignore_eos=given.ignore_eos,
+    )
+
+
+def _chunk(piece: Piece) -> pb.Chunk:
+    return pb.Chunk(
+        text=piece.text,
+        token_ids=[token.token_id for token in piece.tokens],
+        logprobs=[_logprobs(token) for token in piece.tokens if token.logprob is not None],
+    )
+
+
+def _logprobs(token: OutToken) -> pb.TokenLogprobs:
+    top = [pb.TopLogprob(token_id=each.token_id, logprob=each.logprob) for each in token.top]
+    return pb.TokenLogprobs(token_id=token.token_id, logprob=token.logprob or 0.0, top=top)
+
+
+def _finished(final: Final) -> pb.Finished:
+    usage, line = final.usage, final.timeline
+    return pb.Finished(
+        reason=_REASONS[final.reason],
+        usage=pb.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+        ),
+        timeline=pb.Timeline(
+            queue_s=line.queue_s,
+            prefill_s=line.prefill_s,
+            handoff_s=line.handoff_s,
+            decode_s=line.decode_s,
+            ttft_s=line.ttft_s,
+            total_s=line.total_s,
+            kv_bytes_moved=line.kv_bytes_moved,
+            kv_blocks_moved=line.kv_blocks_moved,
+            cached_tokens_prefill=line.cached_tokens_prefill,
+            cached_tokens_decode=line.cached_tokens_decode,
+            prefill_worker=line.prefill_worker,
+            decode_worker=line.decode_worker,
+        ),
+    )
+
+
+class GrpcServer:
+    def __init__(self, service: RouterService, *, host: str, port: int, max_message_bytes: int) -> None:
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.so_reuseport", 0),  # a port in use is an error, not a share of the traffic
+                ("grpc.max_receive_message_length", max_message_bytes),
+            ),
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
+        add_InferenceServicer_to_server(InferenceEdge(service), self._server)
+        self._health = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            self.port: int = self._server.add_insecure_port(address)
+        except RuntimeError:
+            raise PortInUse(
+                f"router.grpc_port: cannot listen on {address}; free it or choose another port",
+                field="router.grpc_port",
+            ) from None
+
+    async def start(self) -> None:
+        await self.set_ready(False)
+        await self._server.start()
+
+    async def set_ready(self, ready: bool) -> None:
+        """What health checks answer, for the whole server and for the Inference service."""
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE):
+            await self._health.set(name, status)
+
+    async def close(self) -> None:
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(SHUTDOWN_GRACE_S)

@@ -1,0 +1,98 @@
+"""The router's Prometheus metrics. Labels are bounded: served models, end states, error codes, placement reasons."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from router.output import Final
+from router.policies.types import PlacementReason, WaitReason
+from tandem.errors import ErrorCode
+from tandem.request import RequestState
+
+UNKNOWN_MODEL = "unknown"
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class RouterMetrics:
+    def __init__(self, registry: CollectorRegistry, models: frozenset[str]) -> None:
+        self._registry = registry
+        self._models = models
+        self._requests = Counter(
+            "tandem_requests", "Requests by end state and error code.", ("model", "state", "code"), registry=registry
+        )
+        self._ttft = _histogram(registry, "tandem_ttft_seconds", "Received to first token.", _SECONDS)
+        self._tpot = _histogram(
+            registry, "tandem_tpot_seconds", "Time per output token after the first.", _TOKEN_SECONDS
+        )
+        self._queue = _histogram(registry, "tandem_queue_seconds", "Received to dispatched.", _SECONDS)
+        self._handoff = _histogram(registry, "tandem_handoff_seconds", "First token to decode batch.", _SECONDS)
+        self._total = _histogram(registry, "tandem_e2e_seconds", "Received to finished.", _SECONDS)
+        self._handoff_bytes = Counter(
+            "tandem_handoff_bytes", "KV bytes moved by finished requests.", ("model",), registry=registry
+        )
+        self._tokens = Counter("tandem_tokens", "Tokens of finished requests.", ("model", "kind"), registry=registry)
+        self._placements = Counter(
+            "tandem_placements", "Routing decisions by reason.", ("model", "reason"), registry=registry
+        )
+        self._waits = Counter(
+            "tandem_waits",
+            "Requests that had to wait at the head of the line, by reason.",
+            ("model", "reason"),
+            registry=registry,
+        )
+        self._retries = Counter("tandem_retries", "Requests put back in line.", ("model", "code"), registry=registry)
+        self._queued = Gauge("tandem_queued_requests", "Requests in the queue now.", registry=registry)
+        self._running = Gauge("tandem_running_requests", "Requests on workers now.", registry=registry)
+        self._workers = Gauge("tandem_workers", "Workers that can take requests.", ("role",), registry=registry)
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self._registry)
+
+    def finished(self, model: str, final: Final) -> None:
+        label, line, usage = self._label(model), final.timeline, final.usage
+        self.ended(model, RequestState.FINISHED, None)
+        self._ttft.labels(label).observe(line.ttft_s)
+        self._queue.labels(label).observe(line.queue_s)
+        self._total.labels(label).observe(line.total_s)
+        if usage.completion_tokens > 1:
+            self._tpot.labels(label).observe(line.decode_s / (usage.completion_tokens - 1))
+        if line.prefill_worker:
+            self._handoff.labels(label).observe(line.handoff_s)
+            self._handoff_bytes.labels(label).inc(line.kv_bytes_moved)
+        self._tokens.labels(label, "prompt").inc(usage.prompt_tokens)
+        self._tokens.labels(label, "cached").inc(usage.cached_tokens)
+        self._tokens.labels(label, "completion").inc(usage.completion_tokens)
+
+    def ended(self, model: str, state: RequestState, code: ErrorCode | None) -> None:
+        self._requests.labels(self._label(model), state.value, "" if code is None else code.value).inc()
+
+    def rejected(self, model: str, code: ErrorCode) -> None:
+        """A request that was refused before it became one."""
+        self.ended(model, RequestState.REJECTED, code)
+
+    def placed(self, model: str, reason: PlacementReason) -> None:
+        self._placements.labels(self._label(model), reason.value).inc()
+
+    def waited(self, model: str, reason: WaitReason) -> None:
+        self._waits.labels(self._label(model), reason.value).inc()
+
+    def retried(self, model: str, code: ErrorCode) -> None:
+        self._retries.labels(self._label(model), code.value).inc()
+
+    def set_load(self, *, queued: int, running: int) -> None:
+        self._queued.set(queued)
+        self._running.set(running)
+
+    def set_workers(self, *, prefill: int, decode: int) -> None:
+        self._workers.labels("prefill").set(prefill)
+        self._workers.labels("decode").set(decode)
+
+    def _label(self, model: str) -> str:
+        return model if model in self._models else UNKNOWN_MODEL
+
+
+def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+    return Histogram(name, text, ("model",), buckets=buckets, registry=registry)

@@ -1,0 +1,147 @@
+"""What a request has to say to its client: pieces of text with their tokens, then one end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from router.detokenizer import Decoder, Detokenizer, StopStrings
+from tandem.engine.api import TokenLogprob
+from tandem.errors import TandemError
+from tandem.request import FinishReason
+from tandem.v1 import worker_pb2
+
+MAX_UNREAD_PIECES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class OutToken:
+    """One generated token. `logprob` None: not asked for. `is_stop`: a stop token, which has no text."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[TokenLogprob, ...]
+    is_stop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`text` may be empty while a character is incomplete or a stop string may be forming."""
+
+    text: str
+    tokens: tuple[OutToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Where a request's time went. See tandem.v1.Timeline."""
+
+    queue_s: float
+    prefill_s: float
+    handoff_s: float
+    decode_s: float
+    ttft_s: float
+    total_s: float
+    kv_bytes_moved: int
+    kv_blocks_moved: int
+    cached_tokens_prefill: int
+    cached_tokens_decode: int
+    prefill_worker: str
+    decode_worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    reason: FinishReason
+    usage: Usage
+    timeline: Timeline
+
+
+class OutputAssembler:
+    """Tokens of one request to pieces. Pure."""
+
+    def __init__(
+        self, decoder: Decoder, prompt: Sequence[int], stop: Sequence[str], stop_token_ids: frozenset[int]
+    ) -> None:
+        self._detokenizer = Detokenizer(decoder, prompt)
+        self._stops = StopStrings(stop)
+        self._stop_token_ids = stop_token_ids
+        self.stopped = False  # a stop string is complete
+        self.tokens = 0
+
+    def push(self, message: worker_pb2.StepToken) -> Piece:
+        self.tokens += 1
+        is_stop = message.token_id in self._stop_token_ids
+        token = _out_token(message, is_stop)
+        if is_stop:
+            return Piece("", (token,))
+        result = self._stops.push(self._detokenizer.push(message.token_id))
+        self.stopped = result.stopped
+        return Piece(result.text, (token,))
+
+    def flush(self) -> Piece | None:
+        """What was held back, at an end that is no stop string."""
+        result = self._stops.push(self._detokenizer.flush())
+        self.stopped = result.stopped
+        text = result.text + self._stops.flush()
+        return Piece(text, ()) if text else None
+
+
+def _out_token(message: worker_pb2.StepToken, is_stop: bool) -> OutToken:
+    if not message.HasField("logprobs"):
+        return OutToken(message.token_id, None, (), is_stop)
+    top = tuple(TokenLogprob(each.token_id, each.logprob) for each in message.logprobs.top)
+    return OutToken(message.token_id, message.logprobs.logprob, top, is_stop)
+
+
+class ResponseStream:
+    """From a request to the one reader at the edge. Bounded: a reader that stays away ends its request."""
+
+    def __init__(self, request_id: str, on_cancel: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self.final: Final | None = None
+        self._on_cancel = on_cancel
+        self._pieces: list[Piece] = []
+        self._error: TandemError | None = None
+        self._wake = asyncio.Event()
+
+    def put(self, piece: Piece) -> bool:
+        """False when the reader has left too much unread."""
+        self._pieces.append(piece)
+        self._wake.set()
+        return len(self._pieces) <= MAX_UNREAD_PIECES
+
+    def finish(self, final: Final) -> None:
+        self.final = final
+        self._wake.set()
+
+    def fail(self, error: TandemError) -> None:
+        self._error = error
+        self._wake.set()
+
+    def cancel(self) -> None:
+        """The reader wants no more. Idempotent; nothing happens after the end."""
+        if self.final is None and self._error is None:
+            self._on_cancel()
+
+    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        """All pieces there are, each time; ends after the last. Raises the TandemError that ended the request."""
+        while True:
+            if self._pieces:
+                pieces, self._pieces = self._pieces, []
+                yield pieces
+                continue
+            if self._error is not None:
+                raise self._error
+            if self.final is not None:
+                return
+            self._wake.clear()
+            await self._wake.wait()

@@ -1,0 +1,231 @@
+"""From what a client sent to a request that cannot be wrong: one type for both edges.
+
+Tokenizing and hashing of long prompts run in a thread, so that one long prompt does not hold up everybody's tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tandem.blockhash import BlockHash, HashKey, hash_blocks
+from tandem.chat_template import ChatTemplate
+from tandem.errors import ContextExceeded, InputError
+from tandem.launch import ServedModel
+from tandem.model_config import ModelConfig
+from tandem.request import SamplingParams
+from tandem.tokenizer import Tokenizer
+
+MAX_STOP_STRINGS = 4
+MAX_STOP_STRING_CHARS = 256
+INLINE_PROMPT_CHARS = 2048  # shorter prompts are tokenized on the event loop
+INLINE_PROMPT_TOKENS = 512
+CHARS_PER_TOKEN_LIMIT = 64  # longest run of text one token may stand for, generously
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class RawSampling:
+    """Sampling fields as a client gave them; None means absent."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RawRequest:
+    """`prompt` is a text, token ids, or a chat."""
+
+    model: str
+    prompt: str | tuple[int, ...] | tuple[Message, ...]
+    sampling: RawSampling
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    request_id: str
+    model: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    block_hashes: tuple[BlockHash, ...]
+    block_tokens: int
+    cache_salt: bytes = b""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+
+class ServingModel:
+    """What the router needs of one served model: its tokenizer, chat template and limits."""
+
+    def __init__(
+        self, served: ServedModel, tokenizer: Tokenizer, template: ChatTemplate | None, config: ModelConfig
+    ) -> None:
+        self.name = served.name
+        self.tokenizer = tokenizer
+        self.vocab_tokens = config.vocab_size
+        self._served = served
+        self._template = template
+        self._eos = frozenset(config.eos_token_ids)
+        limits = (config.max_position_tokens, served.max_model_tokens)
+        self.max_model_tokens = min(limit for limit in limits if limit is not None)
+
+    @classmethod
+    def load(cls, served: ServedModel) -> ServingModel:
+        """Raises CheckpointError when the directory lacks a usable tokenizer or config."""
+        folder = Path(served.model_dir)
+        return cls(served, Tokenizer.load(folder), ChatTemplate.load(folder), ModelConfig.load(folder))
+
+    async def parse(
+        self, raw: RawRequest, executor: Executor, *, max_model_tokens: int | None = None, request_id: str | None = None
+    ) -> ValidRequest:
+        """`max_model_tokens`: a tighter limit that the workers have. Raises InputError naming the field."""
+        work = partial(self._parse, raw, max_model_tokens or self.max_model_tokens, request_id or new_request_id())
+        if _is_short(raw.prompt):
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
+
+    async def tokenize(self, prompt: str | tuple[Message, ...], executor: Executor) -> tuple[int, ...]:
+        """Token ids of a prompt. Raises InputError, ContextExceeded."""
+        if _is_short(prompt):
+            return self.tokens(prompt, self.max_model_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(executor, self.tokens, prompt, self.max_model_tokens)
+
+    def tokens(self, prompt: str | tuple[int, ...] | tuple[Message, ...], limit: int) -> tuple[int, ...]:
+        """Token ids of a prompt, at most `limit` of them. Raises InputError, ContextExceeded."""
+        if isinstance(prompt, str):
+            self._check_chars(len(prompt), limit)
+            return tuple(self.tokenizer.encode(prompt, add_special_tokens=True))
+        if _is_chat(prompt):
+            return self._chat_tokens([each for each in prompt if isinstance(each, Message)], limit)
+        ids = tuple(each for each in prompt if isinstance(each, int))
+        wrong = next((each for each in ids if not 0 <= each < self.vocab_tokens), None)
+        if wrong is not None:
+            last = self.vocab_tokens - 1
+            raise InputError(f"prompt: expected token ids from 0 to {last}, got {wrong}", field="prompt")
+        return ids
+
+    def _chat_tokens(self, messages: Sequence[Message], limit: int) -> tuple[int, ...]:
+        if self._template is None:
+            raise InputError(
+                f"messages: model {self.name!r} has no chat template; use completions instead", field="messages"
+            )
+        text = self._template.render([{"role": each.role, "content": each.content} for each in messages])
+        self._check_chars(len(text), limit)
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _check_chars(self, chars: int, limit: int) -> None:
+        """Refuses, before the work of tokenizing, what cannot fit."""
+        if chars > limit * CHARS_PER_TOKEN_LIMIT:
+            raise ContextExceeded(
+                f"prompt: the model's context is {limit} tokens, and {chars} characters are more; shorten it",
+                field="prompt",
+            )
+
+    def _parse(self, raw: RawRequest, limit: int, request_id: str) -> ValidRequest:
+        field = "messages" if not isinstance(raw.prompt, str) and _is_chat(raw.prompt) else "prompt"
+        limit = min(limit, self.max_model_tokens)
+        prompt = self.tokens(raw.prompt, limit)
+        if not prompt:
+            raise InputError(f"{field}: expected at least one token, got none", field=field)
+        room = limit - len(prompt)
+        if room < 1:
+            raise ContextExceeded(
+                f"{field}: the model's context is {limit} tokens; the prompt has {len(prompt)} and leaves no room for "
+                f"an answer; shorten it to at most {limit - 1}",
+                field=field,
+            )
+        served = self._served
+        hashes = hash_blocks(prompt, served.block_tokens, HashKey(served.model_fingerprint))
+        return ValidRequest(
+            request_id=request_id,
+            model=self.name,
+            prompt=prompt,
+            sampling=self._sampling(raw.sampling, room),
+            stop=_stop_strings(raw.sampling.stop),
+            block_hashes=tuple(hashes),
+            block_tokens=served.block_tokens,
+        )
+
+    def _sampling(self, raw: RawSampling, room: int) -> SamplingParams:
+        wrong = next((each for each in raw.stop_token_ids if not 0 <= each < self.vocab_tokens), None)
+        if wrong is not None:
+            raise InputError(
+                f"stop_token_ids: expected token ids from 0 to {self.vocab_tokens - 1}, got {wrong}",
+                field="stop_token_ids",
+            )
+        stop_ids = frozenset(raw.stop_token_ids)
+        params = SamplingParams.parse(
+            # Drawn here, so that any worker can repeat the sampling.
+            seed=secrets.randbits(63) if raw.seed is None else raw.seed,
+            max_tokens=room if raw.max_tokens is None else raw.max_tokens,
+            temperature=raw.temperature,
+            top_p=raw.top_p,
+            top_k=raw.top_k,
+            min_p=raw.min_p,
+            stop_token_ids=stop_ids if raw.ignore_eos else stop_ids | self._eos,
+            logprobs=raw.logprobs,
+        )
+        return params if params.max_tokens <= room else _with_max_tokens(params, room)
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(12)
+
+
+def _with_max_tokens(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    """An answer ends at the model's context with finish reason `length`, as documented."""
+    return SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=params.seed,
+        max_tokens=max_tokens,
+        stop_token_ids=params.stop_token_ids,
+        logprobs=params.logprobs,
+    )
+
+
+def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InputError(f"stop: expected at most {MAX_STOP_STRINGS} strings, got {len(stop)}", field="stop")
+    for each in stop:
+        if not 0 < len(each) <= MAX_STOP_STRING_CHARS:
+            raise InputError(
+                f"stop: expected strings of 1 to {MAX_STOP_STRING_CHARS} characters, got {len(each)}", field="stop"
+            )
+    return stop
+
+
+def _is_chat(prompt: tuple[int, ...] | tuple[Message, ...]) -> bool:
+    return bool(prompt) and isinstance(prompt[0], Message)
+
+
+def _is_short(prompt: str | tuple[int, ...] | tuple[Message, ...]) -> bool:
+    if isinstance(prompt, str):
+        return len(prompt) <= INLINE_PROMPT_CHARS
+    if _is_chat(prompt):
+        return sum(len(each.content) for each in prompt if isinstance(each, Message)) <= INLINE_PROMPT_CHARS
+    return len(prompt) <= INLINE_PROMPT_TOKENS

@@ -1,0 +1,301 @@
+"""One request on its way through the workers: a state machine driven by what they say. Nothing in it waits.
+
+    queued ── Reserve → D ── Reserved ── Prefill → P ── first token ── Join → D ── tokens ── end
+           └─ Generate → D (local prefill) ─────────── first token ──────────────── tokens ── end
+
+Every way out cancels the request on each worker that may still know it, and ends in exactly one end state.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from router.fleet import Worker
+from router.output import Final, OutputAssembler, ResponseStream, Timeline, Usage
+from router.policies.types import WaitReason
+from router.request import ValidRequest
+from router.worker_client import WorkerLink
+from tandem.clock import Clock
+from tandem.errors import (
+    ErrorCode,
+    InternalError,
+    RequestCancelled,
+    TandemError,
+    WorkerLost,
+    error_from_code,
+)
+from tandem.request import FinishReason, Lifecycle, RequestState
+from tandem.v1 import inference_pb2, worker_pb2
+
+MAX_RETRIES = 1
+# The worker is well but cannot take the request now (no KV blocks, a transfer agent being replaced).
+_REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
+_RETRIED = frozenset({ErrorCode.HANDOFF_FAILED, ErrorCode.WORKER_LOST})
+_REASONS = {
+    inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+
+
+class RunHost(Protocol):
+    """What a request asks of the dispatcher."""
+
+    def refused(self, run: RequestRun, refusal: TandemError) -> None:
+        """The decode worker cannot take it now: choose another, or queue it again."""
+
+    def requeue(self, run: RequestRun, cause: TandemError, *, refused: bool) -> None:
+        """It failed or was refused before its first token and goes back in line."""
+
+    def prefilled(self, run: RequestRun) -> None:
+        """Its prompt is computed: the prefill worker has room again."""
+
+    def ended(self, run: RequestRun, error: TandemError | None) -> None:
+        """It reached its end state."""
+
+
+class RequestRun:
+    def __init__(self, request: ValidRequest, assembler: OutputAssembler, clock: Clock, host: RunHost) -> None:
+        self.request = request
+        self.lifecycle = Lifecycle()
+        self.stream = ResponseStream(request.request_id, self.cancel)
+        self.excluded: frozenset[str] = frozenset()
+        self.received_s = clock.now_s()
+        self.decode: Worker | None = None
+        self.prefill: Worker | None = None  # None: local prefill
+        self.waiting_for: WaitReason | None = None
+        self._attempts = 0
+        self._retries = 0
+        self._assembler = assembler
+        self._clock = clock
+        self._host = host
+        self._wire_id = ""
+        self._on: list[Worker] = []  # workers that may know the current attempt
+        self._dispatched_s = self._first_token_s = self._last_token_s = self.received_s
+        self._joined_s: float | None = None
+        self._cached_prefill = self._cached_decode = 0
+        self._moved_bytes = self._moved_blocks = 0
+
+    # ---- on its way
+
+    def start(self, decode: Worker, prefill: Worker | None) -> None:
+        """QUEUED: goes to the workers. A wire id of its own keeps words about an earlier attempt apart."""
+        self._attempts += 1
+        self._wire_id = f"{self.request.request_id}.{self._attempts}"
+        self.decode, self.prefill = decode, prefill
+        self._dispatched_s = self._clock.now_s()
+        if prefill is None:
+            self.lifecycle.start_prefill()
+            self._attach(decode)
+            decode.link.send(worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=self._work())))
+        else:
+            self._reserve(decode, prefill)
+
+    def try_next(self, decode: Worker) -> None:
+        """QUEUED, refused by a decode worker: asks another, with the same prefill worker."""
+        if self.prefill is None:
+            raise InternalError("only a request that is handed off is refused before its prefill")
+        self.decode = decode
+        self._reserve(decode, self.prefill)
+
+    def _reserve(self, decode: Worker, prefill: Worker) -> None:
+        self._attach(decode)
+        reserve = worker_pb2.Reserve(
+            work=self._work(),
+            prefill_worker=prefill.key.worker_id,
+            prefill_epoch=prefill.key.epoch,
+            use_prefix_cache=True,
+        )
+        decode.link.send(worker_pb2.RouterFrame(reserve=reserve))
+
+    # ---- what workers say
+
+    def on_reserved(self, link: WorkerLink, reserved: worker_pb2.Reserved) -> None:
+        prefill = self.prefill
+        if prefill is None or self.lifecycle.state is not RequestState.QUEUED:
+            return
+        if not prefill.link.ready:
+            self._fail_or_retry(WorkerLost(f"worker {prefill.key.worker_id} was lost; a retry may succeed"))
+            return
+        self._cached_decode = reserved.ticket.cached_tokens
+        self.lifecycle.start_prefill()
+        self._attach(prefill)
+        frame = worker_pb2.Prefill(work=self._work(), ticket=reserved.ticket)
+        prefill.link.send(worker_pb2.RouterFrame(prefill=frame))
+
+    def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone) -> None:
+        if self._is_decode(link):
+            self._moved_bytes, self._moved_blocks = done.bytes, done.blocks
+            self._joined()
+        elif self._assembler.tokens:
+            self._detach(link)  # the prefill worker's side is over
+
+    def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None:
+        now_s = self._last_token_s = self._clock.now_s()
+        if self._assembler.tokens == 0:
+            self._on_first_token(token, now_s)
+        elif self.lifecycle.state is RequestState.HANDOFF and self._is_decode(link):
+            self._joined()
+        if not self.stream.put(self._assembler.push(token)):
+            self._end_cancelled(RequestCancelled("the client left too much of the answer unread"))
+        elif self._assembler.stopped:
+            self._finish(FinishReason.STOP)
+        elif self.lifecycle.state is RequestState.PREFILLING:
+            self._after_first_token(token.token_id)
+
+    def on_ended(self, link: WorkerLink, ended: worker_pb2.Ended) -> None:
+        self._detach(link)
+        if ended.HasField("error"):
+            self._on_worker_error(link, ended.error)
+        elif ended.finish_reason in _REASONS and self._assembler.tokens:
+            self._finish(_REASONS[ended.finish_reason])
+        elif self._is_decode(link):
+            self._fail_or_retry(InternalError(f"worker {link.key.worker_id} ended the request without a reason"))
+        # else: the prefill worker's side is over
+
+    def on_lost(self, link: WorkerLink, error: WorkerLost) -> None:
+        self._detach(link)
+        if self._is_decode(link) or self.lifecycle.state is not RequestState.DECODING:
+            self._fail_or_retry(error)
+
+    def _on_first_token(self, token: worker_pb2.StepToken, now_s: float) -> None:
+        self._first_token_s = now_s
+        if self.prefill is None:
+            self._cached_decode = token.cached_tokens
+        else:
+            self._cached_prefill = token.cached_tokens
+        self._host.prefilled(self)
+
+    def _after_first_token(self, token_id: int) -> None:
+        if self.prefill is None:
+            self.lifecycle.start_decode()  # the engine says when it ends
+            return
+        sampling = self.request.sampling
+        if token_id in sampling.stop_token_ids:
+            self._finish(FinishReason.STOP)
+        elif sampling.max_tokens == 1:
+            self._finish(FinishReason.LENGTH)
+        elif self.decode is not None:
+            self.lifecycle.start_handoff()
+            join = worker_pb2.Join(request_id=self._wire_id, first_token=token_id)
+            self.decode.link.send(worker_pb2.RouterFrame(join=join))
+
+    def _joined(self) -> None:
+        if self.lifecycle.state is RequestState.HANDOFF:
+            self._joined_s = self._clock.now_s()
+            self.lifecycle.start_decode()
+
+    def _on_worker_error(self, link: WorkerLink, error: worker_pb2.WorkerError) -> None:
+        typed = error_from_code(error.code, error.message, error.field)
+        refused = typed.code in _REFUSALS and self.lifecycle.state is RequestState.QUEUED
+        if refused and self._is_decode(link):
+            self.excluded |= {link.key.worker_id}
+            self._host.refused(self, typed)
+        elif not self._is_decode(link) and self.lifecycle.state is RequestState.DECODING:
+            pass  # verified and joined: what the prefill worker says no longer matters
+        else:
+            self._fail_or_retry(typed)
+
+    # ---- ends
+
+    def cancel(self) -> None:
+        """The client went away or its deadline passed."""
+        if not self.lifecycle.state.is_end:
+            self._end_cancelled(RequestCancelled("cancelled by the client"))
+
+    def reject(self, error: TandemError) -> None:
+        """ADMITTED or QUEUED: refused by the router."""
+        self.lifecycle.reject()
+        self._end(error)
+
+    def leave_workers(self) -> None:
+        """Takes the current attempt off its workers."""
+        for worker in self._on:
+            worker.link.cancel(self._wire_id)
+            worker.link.detach(self._wire_id)
+        self._on.clear()
+
+    def _finish(self, reason: FinishReason) -> None:
+        last = None if self._assembler.stopped else self._assembler.flush()
+        if last is not None:
+            self.stream.put(last)
+        self.lifecycle.finish()
+        self.stream.finish(self._final(FinishReason.STOP if self._assembler.stopped else reason))
+        self.leave_workers()
+        self._host.ended(self, None)
+
+    def _end_cancelled(self, error: RequestCancelled) -> None:
+        self.lifecycle.cancel()
+        self._end(error)
+
+    def _fail_or_retry(self, error: TandemError) -> None:
+        if self.lifecycle.state.is_end:
+            return
+        # No room is no fault: such a request may try as long as it may wait.
+        no_room = error.code in _REFUSALS
+        again = no_room or (error.code in _RETRIED and self._retries < MAX_RETRIES)
+        if again and self._assembler.tokens == 0:
+            self._retries += not no_room
+            self.leave_workers()
+            if self.lifecycle.state is not RequestState.QUEUED:
+                self.lifecycle.migrate()
+                self.lifecycle.enqueue()
+            self._host.requeue(self, error, refused=no_room)
+            return
+        self.lifecycle.fail()
+        self._end(error)
+
+    def _end(self, error: TandemError) -> None:
+        self.stream.fail(error)
+        self.leave_workers()
+        self._host.ended(self, error)
+
+    # ---- helpers
+
+    def _attach(self, worker: Worker) -> None:
+        worker.link.attach(self._wire_id, self)
+        self._on.append(worker)
+
+    def _detach(self, link: WorkerLink) -> None:
+        link.detach(self._wire_id)
+        self._on = [worker for worker in self._on if worker.link is not link]
+
+    def _is_decode(self, link: WorkerLink) -> bool:
+        return self.decode is not None and self.decode.link is link
+
+    def _work(self) -> worker_pb2.Work:
+        request, sampling = self.request, self.request.sampling
+        return worker_pb2.Work(
+            request_id=self._wire_id,
+            prompt=request.prompt,
+            sampling=worker_pb2.ResolvedSampling(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k or 0,
+                min_p=sampling.min_p,
+                seed=sampling.seed,
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=sorted(sampling.stop_token_ids),
+                logprobs=sampling.logprobs,
+            ),
+            cache_salt=request.cache_salt,
+        )
+
+    def _final(self, reason: FinishReason) -> Final:
+        now_s = self._clock.now_s()
+        cached = self._cached_decode if self.prefill is None else self._cached_prefill
+        usage = Usage(self.request.prompt_tokens, self._assembler.tokens, cached)
+        timeline = Timeline(
+            queue_s=self._dispatched_s - self.received_s,
+            prefill_s=self._first_token_s - self._dispatched_s,
+            handoff_s=0.0 if self._joined_s is None else self._joined_s - self._first_token_s,
+            decode_s=self._last_token_s - self._first_token_s,
+            ttft_s=self._first_token_s - self.received_s,
+            total_s=now_s - self.received_s,
+            kv_bytes_moved=self._moved_bytes,
+            kv_blocks_moved=self._moved_blocks,
+            cached_tokens_prefill=self._cached_prefill,
+            cached_tokens_decode=self._cached_decode,
+            prefill_worker="" if self.prefill is None else self.prefill.key.worker_id,
+            decode_worker="" if self.decode is None else self.decode.key.worker_id,
+        )
+        return Final(reason, usage, timeline)

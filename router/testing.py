@@ -1,0 +1,288 @@
+"""Stand-ins for the router's neighbours that speak the real protocols: a worker without an engine, a controller
+without a cluster. For tests of the router and of clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from tandem.config import Role
+from tandem.errors import ErrorCode
+from tandem.kvcache.layout import blocks_for
+from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
+from tandem.v1.cluster_pb2_grpc import ClusterServicer, add_ClusterServicer_to_server
+from tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from worker.wire import PROTOCOL_VERSION
+
+TOTAL_BLOCKS = 64
+BLOCK_TOKENS = 16
+BLOCK_BYTES = 1024
+
+Answer = Callable[[Sequence[int]], Sequence[int]]
+
+
+@dataclass(slots=True)
+class StubBehaviour:
+    """What a stub worker does with requests; may be changed while it runs."""
+
+    answer: Answer = lambda prompt: list(prompt[:8])  # all tokens of the answer to a prompt
+    token_delay_s: float = 0.0
+    refuse_reservations: int = 0  # so many are answered with kv_exhausted
+    fail_handoffs: int = 0  # so many joins end with handoff_failed
+    hold_reservations: bool = False  # Reserve is never answered
+    hold_prefills: bool = False  # Prefill and Generate are never answered
+    cached_tokens: int = 0
+    logprob: float = -0.5
+
+
+@dataclass(slots=True)
+class _Session:
+    out: asyncio.Queue[worker_pb2.WorkerFrame] = field(default_factory=asyncio.Queue)
+    works: dict[str, worker_pb2.Work] = field(default_factory=dict)
+    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+
+class StubWorker(WorkerServicer):
+    """One worker life. `received` and `cancelled` tell what the router asked of it (wire ids)."""
+
+    def __init__(self, worker_id: str, role: Role, model: str, *, epoch: int = 1) -> None:
+        self.worker_id = worker_id
+        self.role = role
+        self.model = model
+        self.epoch = epoch
+        self.behaviour = StubBehaviour()
+        self.received: list[tuple[str, str]] = []  # (frame, wire id)
+        self.works: dict[str, worker_pb2.Work] = {}
+        self.cancelled: set[str] = set()
+        self.known: set[str] = set()  # requests it would still do something for
+        self._server = grpc.aio.server()
+        self._port = 0
+
+    async def start(self) -> None:
+        add_WorkerServicer_to_server(self, self._server)
+        self._port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+
+    async def kill(self) -> None:
+        """The worker vanishes with everything it had."""
+        await self._server.stop(None)
+
+    def info(self) -> cluster_pb2.WorkerInfo:
+        role = cluster_pb2.ROLE_PREFILL if self.role is Role.PREFILL else cluster_pb2.ROLE_DECODE
+        return cluster_pb2.WorkerInfo(
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            model=self.model,
+            role=role,
+            address=f"127.0.0.1:{self._port}",
+            total_blocks=TOTAL_BLOCKS,
+        )
+
+    def frames(self, kind: str) -> list[str]:
+        """Wire ids of the frames of one kind that came, in order."""
+        return [wire_id for frame, wire_id in self.received if frame == kind]
+
+    async def GetState(self, request: worker_pb2.GetStateRequest, context: Any) -> worker_pb2.WorkerState:
+        return worker_pb2.WorkerState(worker_id=self.worker_id, epoch=self.epoch, load=self._load())
+
+    async def Session(
+        self, request_iterator: AsyncIterator[worker_pb2.RouterFrame], context: Any
+    ) -> AsyncIterator[worker_pb2.WorkerFrame]:
+        session = _Session()
+        reader = asyncio.create_task(self._read(session, request_iterator))
+        try:
+            hello = worker_pb2.WorkerHello(worker_id=self.worker_id, epoch=self.epoch, protocol=PROTOCOL_VERSION)
+            yield worker_pb2.WorkerFrame(hello=hello, load=self._load())
+            while True:
+                yield await session.out.get()
+        finally:
+            reader.cancel()
+            for task in session.tasks.values():
+                task.cancel()
+
+    async def _read(self, session: _Session, frames: AsyncIterator[worker_pb2.RouterFrame]) -> None:
+        async for frame in frames:
+            match frame.WhichOneof("frame"):
+                case "reserve":
+                    self._on_reserve(session, frame.reserve.work)
+                case "prefill":
+                    self._on_work(session, "prefill", frame.prefill.work)
+                case "generate":
+                    self._on_work(session, "generate", frame.generate.work)
+                case "join":
+                    self.received.append(("join", frame.join.request_id))
+                    self._spawn(session, frame.join.request_id, self._join(session, frame.join.request_id))
+                case "cancel":
+                    self._on_cancel(session, frame.cancel.request_id)
+                case _:
+                    pass
+
+    def _on_reserve(self, session: _Session, work: worker_pb2.Work) -> None:
+        wire_id = work.request_id
+        self._note("reserve", work)
+        if self.behaviour.refuse_reservations > 0:
+            self.behaviour.refuse_reservations -= 1
+            self._error(session, wire_id, ErrorCode.KV_EXHAUSTED)
+        elif not self.behaviour.hold_reservations:
+            session.works[wire_id] = work
+            ticket = worker_pb2.HandoffTicket(
+                signed=b"stub",
+                decode_worker=self.worker_id,
+                decode_epoch=self.epoch,
+                cached_tokens=self.behaviour.cached_tokens,
+            )
+            session.out.put_nowait(
+                worker_pb2.WorkerFrame(reserved=[worker_pb2.Reserved(request_id=wire_id, ticket=ticket)])
+            )
+
+    def _on_work(self, session: _Session, kind: str, work: worker_pb2.Work) -> None:
+        self._note(kind, work)
+        if self.behaviour.hold_prefills:
+            return
+        job = self._prefill(session, work) if kind == "prefill" else self._generate(session, work)
+        self._spawn(session, work.request_id, job)
+
+    def _on_cancel(self, session: _Session, wire_id: str) -> None:
+        self.received.append(("cancel", wire_id))
+        self.cancelled.add(wire_id)
+        if wire_id in self.known:
+            if (task := session.tasks.pop(wire_id, None)) is not None:
+                task.cancel()
+            self._error(session, wire_id, ErrorCode.CANCELLED)
+
+    async def _prefill(self, session: _Session, work: worker_pb2.Work) -> None:
+        wire_id = work.request_id
+        tokens = self._answer(work)
+        await asyncio.sleep(self.behaviour.token_delay_s)
+        frame = worker_pb2.WorkerFrame(tokens=[self._token(work, tokens[0], first=True)])
+        ended = self._end_reason(work, tokens, 1)
+        if ended is not None:
+            frame.ended.append(worker_pb2.Ended(request_id=wire_id, finish_reason=ended))
+        else:
+            frame.handoffs.append(worker_pb2.HandoffDone(request_id=wire_id))
+        self.known.discard(wire_id)
+        session.out.put_nowait(frame)
+
+    async def _generate(self, session: _Session, work: worker_pb2.Work) -> None:
+        await self._stream(session, work, 0)
+
+    async def _join(self, session: _Session, wire_id: str) -> None:
+        work = session.works[wire_id]
+        if self.behaviour.fail_handoffs > 0:
+            self.behaviour.fail_handoffs -= 1
+            self._error(session, wire_id, ErrorCode.HANDOFF_FAILED)
+            return
+        blocks = blocks_for(len(work.prompt) - self.behaviour.cached_tokens, BLOCK_TOKENS)
+        done = worker_pb2.HandoffDone(request_id=wire_id, bytes=blocks * BLOCK_BYTES, blocks=blocks, pieces=blocks)
+        session.out.put_nowait(worker_pb2.WorkerFrame(handoffs=[done]))
+        await self._stream(session, work, 1)
+
+    async def _stream(self, session: _Session, work: worker_pb2.Work, start: int) -> None:
+        tokens = self._answer(work)
+        for count in range(start + 1, len(tokens) + 1):
+            await asyncio.sleep(self.behaviour.token_delay_s)
+            frame = worker_pb2.WorkerFrame(tokens=[self._token(work, tokens[count - 1], first=count == 1)])
+            ended = self._end_reason(work, tokens, count)
+            if ended is not None:
+                self.known.discard(work.request_id)
+                frame.ended.append(worker_pb2.Ended(request_id=work.request_id, finish_reason=ended))
+                frame.load.CopyFrom(self._load())
+            session.out.put_nowait(frame)
+            if ended is not None:
+                return
+
+    def _answer(self, work: worker_pb2.Work) -> list[int]:
+        return list(self.behaviour.answer(list(work.prompt)))[: work.sampling.max_tokens]
+
+    def _end_reason(
+        self, work: worker_pb2.Work, tokens: Sequence[int], count: int
+    ) -> inference_pb2.FinishReason.ValueType | None:
+        if tokens[count - 1] in work.sampling.stop_token_ids:
+            return inference_pb2.FINISH_REASON_STOP
+        return inference_pb2.FINISH_REASON_LENGTH if count == len(tokens) else None
+
+    def _token(self, work: worker_pb2.Work, token_id: int, *, first: bool) -> worker_pb2.StepToken:
+        token = worker_pb2.StepToken(request_id=work.request_id, token_id=token_id)
+        if first:
+            token.cached_tokens = self.behaviour.cached_tokens
+        if work.sampling.HasField("logprobs"):
+            token.logprobs.token_id = token_id
+            token.logprobs.logprob = self.behaviour.logprob
+            for rank in range(work.sampling.logprobs):
+                token.logprobs.top.add(token_id=token_id + rank, logprob=self.behaviour.logprob - rank)
+        return token
+
+    def _error(self, session: _Session, wire_id: str, code: ErrorCode) -> None:
+        self.known.discard(wire_id)
+        error = worker_pb2.WorkerError(code=code.value, message=f"stub: {code.value}")
+        session.out.put_nowait(worker_pb2.WorkerFrame(ended=[worker_pb2.Ended(request_id=wire_id, error=error)]))
+
+    def _note(self, kind: str, work: worker_pb2.Work) -> None:
+        self.received.append((kind, work.request_id))
+        self.works[work.request_id] = work
+        self.known.add(work.request_id)
+
+    def _spawn(self, session: _Session, wire_id: str, job: Any) -> None:
+        session.tasks[wire_id] = asyncio.create_task(job)
+
+    def _load(self) -> worker_pb2.WorkerLoad:
+        free = TOTAL_BLOCKS - len(self.known)
+        blocks = worker_pb2.BlockCounts(free=free, in_use=len(self.known), total=TOTAL_BLOCKS)
+        return worker_pb2.WorkerLoad(running_requests=len(self.known), blocks=blocks)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Waits for what other tasks are about to bring. Raises TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110  # conditions are about state that has no event
+            await asyncio.sleep(0.005)
+
+
+class StubController(ClusterServicer):
+    """Serves a directory that tests set by hand."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self._workers: list[cluster_pb2.WorkerInfo] = []
+        self._version = 0
+        self._changed = asyncio.Condition()
+        self._server = grpc.aio.server()
+
+    async def start(self) -> None:
+        add_ClusterServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    async def set_workers(self, *workers: StubWorker) -> None:
+        async with self._changed:
+            self._workers = [worker.info() for worker in workers]
+            self._version += 1
+            self._changed.notify_all()
+
+    async def WatchDirectory(
+        self, request: cluster_pb2.WatchDirectoryRequest, context: Any
+    ) -> AsyncIterator[cluster_pb2.Directory]:
+        seen = -1
+        while True:
+            async with self._changed:
+                while self._version == seen:
+                    await self._changed.wait()
+                seen = self._version
+                directory = cluster_pb2.Directory(version=seen, workers=self._workers)
+            yield directory
+
+    async def Register(self, request: cluster_pb2.RegisterRequest, context: Any) -> cluster_pb2.RegisterResponse:
+        return cluster_pb2.RegisterResponse()
+
+    async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Any) -> cluster_pb2.ClusterStatus:
+        return cluster_pb2.ClusterStatus()
+
+    async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Any) -> cluster_pb2.ShutdownResponse:
+        return cluster_pb2.ShutdownResponse()

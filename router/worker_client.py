@@ -1,0 +1,198 @@
+"""One link to one life of one worker: a multiplexed Session stream, with a sink for each request on it.
+
+Sending never waits; what arrives is handed to the request's sink at once. When the stream ends, the worker has
+cancelled everything it carried, so every sink hears `on_lost`; the link then tries again until it is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import Any, Protocol
+
+import grpc
+
+from router.directory import KEEPALIVE_OPTIONS
+from router.prefix_index.mirror import WorkerKey
+from tandem.errors import WorkerLost
+from tandem.v1 import cluster_pb2, worker_pb2
+from tandem.v1.worker_pb2_grpc import WorkerStub
+from worker.wire import PROTOCOL_VERSION
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 5.0
+MAX_OUTBOX_FRAMES = 16_384
+MAX_BACKOFF_S = 2.0
+
+
+class RequestSink(Protocol):
+    """What a request hears from the workers it is on."""
+
+    def on_reserved(self, link: WorkerLink, reserved: worker_pb2.Reserved) -> None: ...
+
+    def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone) -> None: ...
+
+    def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None: ...
+
+    def on_ended(self, link: WorkerLink, ended: worker_pb2.Ended) -> None: ...
+
+    def on_lost(self, link: WorkerLink, error: WorkerLost) -> None: ...
+
+
+class LinkListener(Protocol):
+    def link_changed(self, link: WorkerLink) -> None:
+        """The link became ready or was lost."""
+
+    def load_changed(self, link: WorkerLink) -> None:
+        """The worker reported its load."""
+
+
+class _LinkBroken(Exception):
+    pass
+
+
+class WorkerLink:
+    def __init__(self, info: cluster_pb2.WorkerInfo, router_id: str, listener: LinkListener) -> None:
+        self.info = info
+        self.key = WorkerKey(info.worker_id, info.epoch)
+        self.load: worker_pb2.WorkerLoad | None = None
+        self.ready = False
+        self._router_id = router_id
+        self._listener = listener
+        self._sinks: dict[str, RequestSink] = {}
+        self._outbox: deque[worker_pb2.RouterFrame] = deque()
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"WorkerLink({self.key.worker_id}, epoch {self.key.epoch})"
+
+    @property
+    def idle(self) -> bool:
+        return not self._sinks
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"link-{self.key.worker_id}")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._lost("the router closed the link")
+
+    def attach(self, wire_id: str, sink: RequestSink) -> None:
+        """From now on `sink` hears what the worker says about `wire_id`."""
+        self._sinks[wire_id] = sink
+
+    def detach(self, wire_id: str) -> None:
+        """Idempotent. Later words about `wire_id` are dropped."""
+        self._sinks.pop(wire_id, None)
+
+    def send(self, frame: worker_pb2.RouterFrame) -> None:
+        """Queues a frame. On a lost link it is dropped: the sinks were told already."""
+        if self.ready:
+            self._outbox.append(frame)
+            self._wake.set()
+
+    def cancel(self, wire_id: str) -> None:
+        self.send(worker_pb2.RouterFrame(cancel=worker_pb2.Cancel(request_id=wire_id)))
+
+    async def _run(self) -> None:
+        backoff_s = 0.05
+        while True:
+            try:
+                async with grpc.aio.insecure_channel(self.info.address, options=KEEPALIVE_OPTIONS) as channel:
+                    await self._session(channel)
+            except grpc.aio.AioRpcError as error:
+                reason = error.details() or error.code().name
+            except _LinkBroken as error:
+                reason = str(error)
+            except TimeoutError:
+                reason = f"no hello within {HELLO_TIMEOUT_S:g} s"
+            except Exception:  # a fault of ours in handling one frame must not leave a link that looks alive
+                log.exception("link broken by our own fault", extra={"worker": self.key.worker_id})
+                reason = "internal error"
+            if self.ready:
+                backoff_s = 0.05
+            self._lost(reason)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _session(self, channel: grpc.aio.Channel) -> None:
+        call = WorkerStub(channel).Session()
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                hello = worker_pb2.RouterHello(router_id=self._router_id, protocol=PROTOCOL_VERSION)
+                await call.write(worker_pb2.RouterFrame(hello=hello))
+                first = await call.read()
+            if not isinstance(first, worker_pb2.WorkerFrame):
+                # End of stream: the status has the worker's reason.
+                raise _LinkBroken(await call.details() or "the worker ended the stream before its hello")
+            self._check_hello(first)
+            self.ready = True
+            self._listener.link_changed(self)
+            self._deliver(first)
+            writer = asyncio.create_task(self._write(call))
+            try:
+                while isinstance(frame := await call.read(), worker_pb2.WorkerFrame):
+                    self._deliver(frame)
+                raise _LinkBroken(await call.details() or "the worker ended the stream")
+            finally:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+        finally:
+            call.cancel()
+
+    def _check_hello(self, frame: worker_pb2.WorkerFrame) -> None:
+        hello = frame.hello
+        if hello.protocol != PROTOCOL_VERSION:
+            raise _LinkBroken(f"expected protocol {PROTOCOL_VERSION}, got {hello.protocol}")
+        if (hello.worker_id, hello.epoch) != (self.key.worker_id, self.key.epoch):
+            raise _LinkBroken(
+                f"expected worker {self.key.worker_id} of epoch {self.key.epoch}, "
+                f"got {hello.worker_id} of epoch {hello.epoch}"
+            )
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        try:
+            while True:
+                while self._outbox:
+                    await call.write(self._outbox.popleft())
+                self._wake.clear()
+                await self._wake.wait()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reading side reports why the stream ended
+
+    def _deliver(self, frame: worker_pb2.WorkerFrame) -> None:
+        sinks = self._sinks
+        for reserved in frame.reserved:
+            if (sink := sinks.get(reserved.request_id)) is not None:
+                sink.on_reserved(self, reserved)
+        for token in frame.tokens:
+            if (sink := sinks.get(token.request_id)) is not None:
+                sink.on_token(self, token)
+        for handoff in frame.handoffs:
+            if (sink := sinks.get(handoff.request_id)) is not None:
+                sink.on_handoff(self, handoff)
+        for ended in frame.ended:
+            if (sink := sinks.pop(ended.request_id, None)) is not None:
+                sink.on_ended(self, ended)
+        if frame.HasField("load"):
+            self.load = frame.load
+            self._listener.load_changed(self)
+        if len(self._outbox) > MAX_OUTBOX_FRAMES:
+            raise _LinkBroken(f"the worker left {MAX_OUTBOX_FRAMES} frames unread")
+
+    def _lost(self, reason: str) -> None:
+        was_ready, self.ready = self.ready, False
+        self.load = None
+        self._outbox.clear()
+        sinks, self._sinks = list(self._sinks.values()), {}
+        if was_ready:
+            log.warning("worker link lost", extra={"worker": self.key.worker_id, "reason": reason})
+            self._listener.link_changed(self)
+        error = WorkerLost(f"worker {self.key.worker_id} was lost ({reason}); a retry may succeed", retry_after_s=1.0)
+        for sink in sinks:
+            sink.on_lost(self, error)

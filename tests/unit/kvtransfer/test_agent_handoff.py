@@ -1,0 +1,152 @@
+"""Whole handoffs between real agent processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvtransfer.control import CloseReceive, ReceiveClosed, Received, Sent
+from kvtransfer.testing import FakeModel, FakeWorker, Handoff
+
+MakeWorker = Callable[..., FakeWorker]
+
+
+async def pair(
+    make_worker: MakeWorker, model: FakeModel | None = None, *, prefill_tp: int = 1, decode_tp: int = 1, **options: object
+) -> tuple[FakeWorker, FakeWorker]:
+    prefill = make_worker("prefill-0", model, tp=prefill_tp, connects=True, **options)
+    decode = make_worker("decode-0", model, tp=decode_tp, **options)
+    await prefill.attach()
+    await decode.attach()
+    prefill.meet(decode)
+    decode.meet(prefill)
+    return prefill, decode
+
+
+async def complete(handoff: Handoff) -> tuple[list[Sent], list[Received]]:
+    ticket_id = handoff.ticket_id
+    sent = [await rank.expect(Sent, ticket_id=ticket_id) for rank in handoff.prefill.ranks]
+    received = [await rank.expect(Received, ticket_id=ticket_id) for rank in handoff.decode.ranks]
+    assert handoff.arrived()
+    assert sum(each.bytes for each in sent) == sum(each.bytes for each in received)
+    assert sum(each.pieces for each in sent) == sum(each.pieces for each in received)
+    return sent, received
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "kv_heads"),
+    [(1, 1, 3), (2, 1, 4), (1, 2, 4), (2, 2, 4), (4, 1, 2), (1, 4, 2)],
+)
+async def test_blocks_arrive_for_any_pair_of_widths(
+    make_worker: MakeWorker, prefill_tp: int, decode_tp: int, kv_heads: int
+) -> None:
+    prefill, decode = await pair(
+        make_worker, FakeModel(kv_heads=kv_heads), prefill_tp=prefill_tp, decode_tp=decode_tp
+    )
+    handoff = Handoff.make(prefill, decode, tokens=27)  # a partial last block
+    handoff.open_receive()
+    handoff.open_send()
+    handoff.compute(0, 3)
+    handoff.compute(3, handoff.kv.blocks)
+    _, received = await complete(handoff)
+    assert all(each.blocks == handoff.kv.blocks for each in received)
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1)])
+async def test_blocks_arrive_over_a_process_group(make_worker: MakeWorker, prefill_tp: int, decode_tp: int) -> None:
+    prefill, decode = await pair(
+        make_worker, prefill_tp=prefill_tp, decode_tp=decode_tp, transport="process_group", ttl_s=60.0
+    )
+    await prefill.linked(timeout_s=60.0)
+    for seed in range(2):
+        handoff = Handoff.make(prefill, decode, tokens=27, seed=seed)
+        handoff.open_receive()
+        handoff.open_send()
+        handoff.export_cached(0, 2)
+        handoff.compute(2, handoff.kv.blocks)
+        await complete(handoff)
+
+
+async def test_cached_blocks_go_at_once_in_one_piece(make_worker: MakeWorker) -> None:
+    prefill, decode = await pair(make_worker)
+    handoff = Handoff.make(prefill, decode, tokens=40)
+    handoff.open_receive()
+    handoff.open_send()
+    handoff.export_cached(0, 6)
+    handoff.compute(6, handoff.kv.blocks)
+    sent, _ = await complete(handoff)
+    assert sent[0].pieces == 1 + prefill.model.layers
+
+
+async def test_only_what_the_decode_worker_lacks_is_sent(make_worker: MakeWorker) -> None:
+    prefill, decode = await pair(make_worker)
+    handoff = Handoff.make(prefill, decode, tokens=40, first_block=4)
+    handoff.open_receive()
+    handoff.open_send()
+    handoff.export_cached(0, 6)
+    handoff.compute(6, handoff.kv.blocks)
+    sent, _ = await complete(handoff)
+    assert sent[0].bytes == (handoff.kv.blocks - 4) * prefill.ranks[0].layout.block_bytes
+
+
+async def test_ranges_that_come_before_the_ticket_are_held(make_worker: MakeWorker) -> None:
+    prefill, decode = await pair(make_worker)
+    handoff = Handoff.make(prefill, decode, tokens=13)
+    handoff.open_receive()
+    handoff.compute(0, handoff.kv.blocks)
+    await prefill.linked()
+    handoff.open_send()
+    sent, _ = await complete(handoff)
+    assert sent[0].pieces == 1  # the layers that were held go together
+
+
+async def test_a_link_is_made_when_a_ticket_asks_for_it(make_worker: MakeWorker) -> None:
+    prefill = make_worker("prefill-0", connects=False)
+    decode = make_worker("decode-0", connects=False)
+    await prefill.attach()
+    await decode.attach()
+    handoff = Handoff.make(prefill, decode, tokens=8)
+    handoff.open_receive()
+    handoff.open_send()
+    handoff.compute(0, handoff.kv.blocks)
+    prefill.meet(decode)  # the directory is late
+    await complete(handoff)
+
+
+async def test_nothing_to_send_and_nothing_to_receive_is_reported_at_once(make_worker: MakeWorker) -> None:
+    prefill, decode = await pair(make_worker)
+    handoff = Handoff.make(prefill, decode, tokens=16, first_block=4)
+    handoff.open_receive()
+    handoff.open_send()
+    sent, received = await complete(handoff)
+    assert (sent[0].bytes, received[0].bytes) == (0, 0)
+
+
+async def test_without_digests_blocks_arrive_too(make_worker: MakeWorker) -> None:
+    prefill, decode = await pair(make_worker, digests=False)
+    handoff = Handoff.make(prefill, decode, tokens=27)
+    handoff.open_receive()
+    handoff.open_send()
+    handoff.compute(0, handoff.kv.blocks)
+    await complete(handoff)
+
+
+async def test_many_tickets_share_a_link(make_worker: MakeWorker) -> None:
+    prefill, decode = await pair(make_worker, num_blocks=256)
+    handoffs = [Handoff.make(prefill, decode, tokens=27, seed=seed) for seed in range(8)]
+    free = list(range(256))
+    for handoff in handoffs:
+        handoff.source_ids = handoff.target_ids = tuple(free.pop() for _ in range(handoff.kv.blocks))
+        handoff.open_receive()
+        handoff.open_send()
+    for handoff in handoffs:
+        handoff.compute(0, handoff.kv.blocks)
+    for handoff in handoffs:
+        await complete(handoff)
+
+
+async def test_closing_what_is_over_is_answered(make_worker: MakeWorker) -> None:
+    _, decode = await pair(make_worker)
+    decode.ranks[0].tell(CloseReceive("0" * 32))
+    await decode.ranks[0].expect(ReceiveClosed, ticket_id="0" * 32)
