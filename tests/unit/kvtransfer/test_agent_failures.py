@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -114,7 +115,8 @@ async def test_pools_that_differ_are_refused_with_both_values(make_worker: MakeW
     report = await prefill.ranks[0].expect(LinkReport, state="refused")
     assert "bfloat16" in report.reason
     assert "float32" in report.reason
-    handoff = started(prefill, decode)
+    handoff = Handoff.make(prefill, decode, tokens=27)
+    handoff.open_send()
     failed = await prefill.ranks[0].expect(SendFailed, ticket_id=handoff.ticket_id, timeout_s=QUICK_S)
     assert failed.cause == "transport"
 
@@ -180,15 +182,10 @@ async def test_a_ticket_of_another_life_is_stale(make_worker: MakeWorker) -> Non
 
 async def test_a_restarted_peer_on_the_same_path_is_not_taken_for_the_old_one(make_worker: MakeWorker) -> None:
     prefill, decode = await pair(make_worker, link=False)
-    old = replace_epoch(decode, 5)
-    prefill.ranks[0].tell(SetPeers(old))
+    old = SetPeers(tuple(msgspec.structs.replace(peer, epoch=5) for peer in decode.peers()))
+    prefill.ranks[0].tell(old)
     report = await prefill.ranks[0].expect(LinkReport, state="refused", peer_epoch=5)
     assert "meant for" in report.reason
-
-
-def replace_epoch(worker: FakeWorker, epoch: int) -> tuple[object, ...]:
-    return tuple(type(peer)(**{**{f: getattr(peer, f) for f in peer.__struct_fields__}, "epoch": epoch})
-                 for peer in worker.peers())  # fmt: skip
 
 
 async def test_closing_a_receive_stops_every_write(make_worker: MakeWorker) -> None:
@@ -221,6 +218,7 @@ async def test_closing_a_send_waits_for_the_receiver(make_worker: MakeWorker) ->
 async def test_one_failing_rank_ends_the_ticket_on_the_others(make_worker: MakeWorker) -> None:
     prefill, decode = await pair(make_worker, prefill={"tp": 2})
     handoff = started(prefill, decode)
+    await asyncio.sleep(0.3)  # both ranks were accepted
     prefill.ranks[0].tell(CloseSend(handoff.ticket_id))
     await prefill.ranks[0].expect(SendClosed, ticket_id=handoff.ticket_id)
     assert (await decode.ranks[0].expect(ReceiveFailed, ticket_id=handoff.ticket_id)).cause == "cancelled"

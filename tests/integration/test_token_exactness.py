@@ -1,0 +1,138 @@
+"""The same tokens whatever path the KV cache takes: widths, transports, caches, chunks. fp32, tiny random model.
+
+Live processes on every path: ranks, transfer agents, services.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.config import EngineSpec, TransportKind
+from tandem.request import SamplingParams
+from tandem.testing import random_prompt, write_tiny_llama
+from worker.testing import HandRouter, WorkerSession
+
+VOCAB = 300
+LENGTHS = (1, 15, 16, 17, 100, 1000)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=7, max_tokens=8)
+# Small steps, so that long prompts go in many chunks that end inside blocks.
+ENGINE = EngineSpec(kv_blocks=160, max_step_tokens=200)
+MAPPED, GROUP = TransportKind.MAPPED, TransportKind.PROCESS_GROUP
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random_prompt(length, VOCAB, seed)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4 heads over 2 KV heads: splits into 2, and into 4 with every KV head on two ranks."""
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"), vocab=VOCAB, heads=4, kv_heads=2, seed=1)
+
+
+@pytest.fixture
+def reference(reference_for: Callable[[Path], Any], tiny: Path) -> Any:
+    return reference_for(tiny)
+
+
+async def test_aggregated(pair: Any, tiny: Path, reference: Any) -> None:
+    hand = HandRouter()
+    async with pair(tiny, engine=ENGINE) as live:
+        for length in LENGTHS:
+            for sampling in (GREEDY, SEEDED):
+                answer = await hand.generate(live.decode, prompt(length), sampling)
+                assert answer.tokens == reference.answer(prompt(length), sampling), length
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "transport"),
+    [
+        (1, 1, MAPPED),
+        (1, 1, GROUP),
+        (2, 1, MAPPED),
+        (2, 1, GROUP),
+        (1, 2, MAPPED),
+        (1, 2, GROUP),
+        (2, 2, MAPPED),
+        (2, 2, GROUP),
+        (4, 1, MAPPED),
+        (1, 4, MAPPED),
+        (4, 2, GROUP),
+    ],
+)
+async def test_through_a_handoff(
+    pair: Any, tiny: Path, reference: Any, prefill_tp: int, decode_tp: int, transport: TransportKind
+) -> None:
+    hand = HandRouter()
+    async with pair(
+        tiny, prefill_tp=prefill_tp, decode_tp=decode_tp, transport=transport, engine=ENGINE
+    ) as live:
+        for length in LENGTHS:
+            for seed, sampling in enumerate((GREEDY, SEEDED)):
+                answer = await hand.handoff(live.prefill, live.decode, prompt(length, seed), sampling)
+                assert answer.tokens == reference.answer(prompt(length, seed), sampling), length
+                assert answer.kv_bytes > 0
+        links = (await live.prefill.state()).links
+        assert {link.transport for link in links} == {transport.value}
+        assert {link.state for link in links} == {"ready"}
+
+
+async def cache_on_prefill_only(hand: HandRouter, prefill: WorkerSession, decode: WorkerSession, tokens: Any) -> None:
+    """The decode worker's side is cancelled, so it never commits what it received."""
+    work = hand.work(tokens, GREEDY)
+    ticket = await hand.reserve(prefill, decode, work)
+    await hand.prefill(prefill, work, ticket)
+    decode.cancel(work.request_id)
+
+
+@pytest.mark.parametrize("transport", [MAPPED, GROUP])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1)])
+async def test_with_every_state_of_the_caches(
+    pair: Any, tiny: Path, reference: Any, transport: TransportKind, prefill_tp: int, decode_tp: int
+) -> None:
+    hand = HandRouter()
+    token_bytes = 2 * 2 * 2 * 16 * 4  # layers, K and V, KV heads, head_dim, fp32
+    async with pair(
+        tiny, prefill_tp=prefill_tp, decode_tp=decode_tp, transport=transport, engine=ENGINE
+    ) as live:
+        for length in (16, 17, 96, 100):
+            full = length // 16 * 16
+            on_prefill, on_decode, on_both, local = (prompt(length, seed) for seed in range(10, 14))
+            expected = {s: reference.answer(prompt(length, s), GREEDY) for s in range(10, 14)}
+
+            await cache_on_prefill_only(hand, live.prefill, live.decode, on_prefill)
+            answer = await hand.handoff(live.prefill, live.decode, on_prefill, GREEDY)
+            assert answer.tokens == expected[10]
+            assert (answer.cached_tokens_prefill, answer.cached_tokens_decode) == ((length - 1) // 16 * 16, 0)
+            assert answer.kv_bytes == length * token_bytes
+
+            await hand.generate(live.decode, on_decode, GREEDY)
+            answer = await hand.handoff(live.prefill, live.decode, on_decode, GREEDY)
+            assert answer.tokens == expected[11]
+            assert (answer.cached_tokens_prefill, answer.cached_tokens_decode) == (0, full)
+            assert answer.kv_bytes == (length - full) * token_bytes
+
+            first = await hand.handoff(live.prefill, live.decode, on_both, GREEDY)
+            again = await hand.handoff(live.prefill, live.decode, on_both, GREEDY)
+            assert first.tokens == again.tokens == expected[12]
+            assert (again.cached_tokens_prefill, again.cached_tokens_decode) == ((length - 1) // 16 * 16, full)
+
+            await hand.handoff(live.prefill, live.decode, local, GREEDY)
+            answer = await hand.generate(live.decode, local, GREEDY)  # what the policy does when it is free to
+            assert answer.tokens == expected[13]
+            assert answer.cached_tokens_decode == (length - 1) // 16 * 16
+
+
+async def test_logprobs_are_the_same_on_every_path(pair: Any, tiny: Path) -> None:
+    hand = HandRouter()
+    sampling = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2)
+    async with pair(tiny, engine=ENGINE) as live:
+        alone = await hand.generate(live.decode, prompt(100, 3), sampling)
+        moved = await hand.handoff(live.prefill, live.decode, prompt(100, 3), sampling, use_decode_cache=False)
+    assert moved.tokens == alone.tokens
+    assert moved.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
