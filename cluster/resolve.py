@@ -73,7 +73,8 @@ def _resolve_model(spec: ModelSpec, progress: Progress) -> ResolvedModel:
     limit = config.max_position_tokens
     if spec.engine.max_model_tokens is not None and spec.engine.max_model_tokens > limit:
         raise ConfigError(
-            f"engine.max_model_tokens: expected at most {limit} (the model's context), got {spec.engine.max_model_tokens}",
+            f"engine.max_model_tokens: expected at most {limit} (the model's context), "
+            f"got {spec.engine.max_model_tokens}",
             field="engine.max_model_tokens",
         )
     return ResolvedModel(spec, folder, config, fingerprint(folder))
@@ -173,7 +174,7 @@ def _cgroup_free() -> Iterator[int]:
 def default_run_base(cluster: str) -> Path:
     """Where run folders go: private, and short enough for unix sockets (107 bytes with the file name)."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    base = Path(runtime) / "tandem" if runtime else Path(f"/tmp/tandem-{os.getuid()}")  # noqa: S108 (mode 0700, owner checked)
+    base = Path(runtime) / "tandem" if runtime else Path(f"/tmp/tandem-{os.getuid()}")
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     if base.stat().st_uid != os.getuid():
         raise ConfigError(f"run folder: {base} belongs to somebody else: remove it, or set XDG_RUNTIME_DIR")

@@ -14,13 +14,14 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvtransfer.agent_client import AgentClient, RankExporter
-from kvtransfer.control import AttachPool, Attached, FromAgent, Layout, Lead
+from kvtransfer.control import Attached, AttachPool, FromAgent, Layout, Lead
+from tandem.config import Role as RoleName
 from tandem.engine.engine import Engine
 from tandem.engine.factory import Rank, build_rank
-from tandem.config import Role as RoleName
 from tandem.errors import TandemError
 from tandem.launch import WorkerLaunch
 from tandem.logs import setup_logging
@@ -148,10 +149,13 @@ class LeaderConnections:
                 self._launch.agent_socket(rank),
                 first=Lead(),
                 fd=None,
-                on_message=lambda message, rank=rank: self._inbox.put(AgentSaid(rank, message)),
-                on_lost=lambda rank=rank: self._inbox.put(AgentLost(rank)),
-                on_connected=lambda rank=rank: self._inbox.put(AgentConnected(rank)),
+                on_message=partial(self._said, rank),
+                on_lost=partial(self._inbox.put, AgentLost(rank)),
+                on_connected=partial(self._inbox.put, AgentConnected(rank)),
             )
+
+    def _said(self, rank: int, message: FromAgent) -> None:
+        self._inbox.put(AgentSaid(rank, message))
 
     def wait_attached(self) -> dict[int, Attached]:
         """Blocks until every rank's pool is attached (agents repeat `Attached` to their leader)."""

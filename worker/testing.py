@@ -61,7 +61,8 @@ class WorkerSession:
                 if frame.HasField("hello"):
                     self.hello = frame.hello
                     self._greeted.set()
-                for event in (*frame.reserved, *frame.tokens, *frame.handoffs, *frame.ended):
+                events: list[WireEvent] = [*frame.reserved, *frame.tokens, *frame.handoffs, *frame.ended]
+                for event in events:
                     self._events[event.request_id].put_nowait(event)
         except grpc.aio.AioRpcError:
             pass  # the worker is gone; `lost` says so

@@ -44,7 +44,9 @@ def _shared_memory(spec: ClusterSpec) -> str:
     try:
         os.close(os.memfd_create("tandem-doctor", os.MFD_ALLOW_SEALING))
     except OSError as error:
-        raise ConfigError(f"memfd_create failed ({error.strerror}): allow it in the container's seccomp profile") from None
+        raise ConfigError(
+            f"memfd_create failed ({error.strerror}): allow it in the container's seccomp profile"
+        ) from None
     return "sealed memory files work"
 
 
@@ -61,7 +63,8 @@ def _devices(spec: ClusterSpec) -> str:
     devices = {model.engine.device for model in spec.models}
     if any(device.startswith("cuda") for device in devices) and not torch.cuda.is_available():
         raise ConfigError(
-            "engine.device: cuda was asked for and torch sees no GPU: install a CUDA build of torch and a driver, or use cpu"
+            "engine.device: cuda was asked for and torch sees no GPU: install a CUDA build of torch and a driver, "
+            "or use cpu"
         )
     return f"torch {torch.__version__}, {', '.join(sorted(devices))}, {os.cpu_count()} CPUs"
 
@@ -75,7 +78,9 @@ def _redis(spec: ClusterSpec) -> str:
     try:
         info = client.info("server")
     except RedisError as error:
-        raise ConfigError(f"redis.url: {spec.redis.url} does not answer ({error}): start it, or correct the URL") from None
+        raise ConfigError(
+            f"redis.url: {spec.redis.url} does not answer ({error}): start it, or correct the URL"
+        ) from None
     finally:
         client.close()
     return f"answers, version {info.get('redis_version', 'unknown') if isinstance(info, dict) else 'unknown'}"
@@ -88,83 +93,6 @@ def _model(spec: ClusterSpec) -> str:
 
 def _memory(spec: ClusterSpec) -> str:
     check_memory(resolve_models(spec, progress=lambda what: None))
-    return f"{available_bytes() >> 20} MiB available, enough for weights and KV pools"
-
-
-CHECKS:
-        try:
-            console.print(f"[green]✓[/] {name}: {check(spec)}", soft_wrap=True)
-        except TandemError as error:
-            healthy = False
-            console.print(f"[red]✗[/] {name}: {error.message}", soft_wrap=True)
-    return 0 if healthy else 1
-
-
-def _ports(spec: ClusterSpec) -> str:
-    check_ports(spec)
-    return f"{spec.router.http_port}, {spec.router.grpc_port} and {spec.control.admin_port} are free"
-
-
-def _shared_memory(spec: ClusterSpec) -> str:
-    try:
-        os.close(os.memfd_create("tandem-doctor", os.MFD_ALLOW_SEALING))
-    except OSError as error:
-        raise ConfigError(f"memfd_create failed ({error.strerror}): allow it in the container's seccomp profile") from None
-    return "sealed memory files work"
-
-
-def _run_folder(spec: ClusterSpec) -> str:
-    base = default_run_base(spec.name)
-    if len(str(base)) + SOCKET_NAME_BYTES > UNIX_PATH_BYTES:
-        raise ConfigError(f"{base} is too long for unix sockets: set XDG_RUNTIME_DIR to a shorter folder")
-    return str(base.parent)
-
-
-def _devices(spec: ClusterSpec) -> str:
-    import torch  # noqa: PLC0415 (two seconds, and only this check needs it)
-
-    devices = {model.engine.device for model in spec.models}
-    if any(device.startswith("cuda") for device in devices) and not torch.cuda.is_available():
-        raise ConfigError(
-            "engine.device: cuda was asked for and torch sees no GPU: install a CUDA build of torch and a driver, or use cpu"
-        )
-    return f"torch {torch.__version__}, {', '.join(sorted(devices))}, {os.cpu_count()} CPUs"
-
-
-def _redis(spec: ClusterSpec) -> str:
-    if spec.redis.mode == "none":
-        return "none: every router knows only what it has seen itself"
-    if spec.redis.mode == "embedded":
-        return f"embedded, {embedded_redis.binary().name}"
-    client = Redis.from_url(spec.redis.url or "", socket_timeout=3.0, retry=Retry(NoBackoff(), 0))
-    try:
-        info = client.info("server")
-    except RedisError as error:
-        raise ConfigError(f"redis.url: {spec.redis.url} does not answer ({error}): start it, or correct the URL") from None
-    finally:
-        client.close()
-    return f"answers, version {info.get('redis_version', 'unknown') if isinstance(info, dict) else 'unknown'}"
-
-
-def _model(spec: ClusterSpec) -> str:
-    free = spec.model_copy(
-        update={
-            "router": spec.router.model_copy(update={"http_port": 0, "grpc_port": 0}),
-            "control": spec.control.model_copy(update={"admin_port": 0}),
-        }
-    )
-    cluster = resolve_cluster(free, progress=lambda what: None)
-    return ", ".join(f"{model.spec.served_name} in {model.folder}" for model in cluster.models)
-
-
-def _memory(spec: ClusterSpec) -> str:
-    free = spec.model_copy(
-        update={
-            "router": spec.router.model_copy(update={"http_port": 0, "grpc_port": 0}),
-            "control": spec.control.model_copy(update={"admin_port": 0}),
-        }
-    )
-    check_memory(resolve_cluster(free, progress=lambda what: None).models)
     return f"{available_bytes() >> 20} MiB available, enough for weights and KV pools"
 
 

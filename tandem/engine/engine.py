@@ -112,7 +112,8 @@ class Engine:
         return StepResult(tuple(tokens), tuple(ended))
 
     def _run(self, plan: StepPlan) -> Logits:
-        step = StepInput([_sequence_step(chunk, self._scheduler.block_tokens) for chunk in plan.chunks], [*plan.exports])
+        sequences = [_sequence_step(chunk, self._scheduler.block_tokens) for chunk in plan.chunks]
+        step = StepInput(sequences, [*plan.exports])
         if self._tell_followers is not None:
             self._tell_followers(step)
         logits: Logits = self._runner.execute(step).numpy()

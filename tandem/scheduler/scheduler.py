@@ -1,8 +1,8 @@
 """What runs in the next step. A pure class: state in, plan out; no clock, no tensors.
 
-Continuous batching with chunked prefill under a token budget (Sarathi-Serve, OSDI'24): requests that decode go first,
-one token each; what is left of the budget goes to prompts, first come first served. When a decode needs a block and none
-can be had, the youngest running request is preempted: its blocks go, and it is computed again later.
+Continuous batching with chunked prefill under a token budget (Sarathi-Serve, OSDI'24): requests that decode go
+first, one token each; what is left of the budget goes to prompts, first come first served. When a decode needs a block
+and none can be had, the youngest running request is preempted: its blocks go, and it is computed again later.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A whole cluster as a user starts it: `tandem up`, with Ray, the demo model, the router and the embedded Redis.
 
-One cluster serves all tests of a session; those that kill parts of it leave it whole again. It is found by its own state
-folder, so a cluster of the user's is never touched.
+One cluster serves all tests of a session; those that kill parts of it leave it whole again. It is found by its own
+state folder, so a cluster of the user's is never touched.
 """
 
 from __future__ import annotations

@@ -55,13 +55,12 @@ class Directory(cluster_pb2_grpc.ClusterServicer):
     async def WatchDirectory(
         self, request: cluster_pb2.WatchDirectoryRequest, context: Any
     ) -> AsyncIterator[cluster_pb2.Directory]:
-        told = None
         while True:
             async with self.changed:
-                await self.changed.wait_for(lambda: self.version != told)
-                told = self.version
-                directory = cluster_pb2.Directory(version=told, workers=list(self.workers.values()))
+                directory = cluster_pb2.Directory(version=self.version, workers=list(self.workers.values()))
             yield directory
+            async with self.changed:
+                await self.changed.wait_for(lambda told=directory.version: self.version != told)
 
     async def wait_for(self, worker_id: str, epoch: int) -> cluster_pb2.WorkerInfo:
         async with self.changed:
