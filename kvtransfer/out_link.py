@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from kvtransfer.stream import FrameStream
 from kvtransfer.transports.factory import MAPPED, Transports, choose_transport
 from kvtransfer.transports.protocol import KvSender, LinkThread
 from tandem.channel import encode
+
+log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 60.0  # the peer may have to load torch first
@@ -122,6 +125,9 @@ class OutLink:
             except (OSError, ValueError, TimeoutError) as error:
                 name = f"{self.peer.worker_id} rank {self.peer.rank}"
                 reason, final = f"cannot reach {name}: {error or type(error).__name__}", False
+            except Exception as error:  # a transport's library may raise anything; this link suffers, not the agent
+                log.exception("link to %s rank %d", self.peer.worker_id, self.peer.rank)
+                reason, final = f"{type(error).__name__}: {error}", False
             except asyncio.CancelledError:
                 self._enter(LinkState.DOWN, "the peer is gone")
                 raise

@@ -68,9 +68,12 @@ class Outgoing:
             known.setdefault((peer.worker_id, peer.epoch), {})[peer.rank] = peer
         self._gone = (self._gone | (self._peers.keys() - known.keys())) - known.keys()
         self._peers = known
-        for key in [key for key in self._links if key[:2] not in known]:
-            self._tasks.pop(key).cancel()
-            self.link_down(self._links.pop(key), HandoffCause.PEER_LOST, "the decode worker is gone", final=True)
+        for key, link in list(self._links.items()):
+            found = known.get(key[:2], {}).get(key[2])
+            if found != link.peer:  # gone; or its agent was restarted and listens elsewhere
+                self._tasks.pop(key).cancel()
+                del self._links[key]
+                self.link_down(link, HandoffCause.PEER_LOST, "the peer is gone", final=found is None)
         if self._own.attach.connects:
             for life in known:
                 self._make_links(life)

@@ -96,7 +96,7 @@ class FakeRank:
     def start_agent(self, *launcher: str) -> subprocess.Popen[bytes]:
         """Starts (or replaces) the agent; `launcher` instead of the real module breaks things on purpose."""
         command = [sys.executable, *(launcher or self.worker.launcher), "--socket", str(self.socket_path)]
-        self.process = subprocess.Popen(command)
+        self.process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
         return self.process
 
     def connect(self) -> None:

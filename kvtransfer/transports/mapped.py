@@ -45,7 +45,7 @@ class MappedSender:
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
         if self._digests:
-            piece = replace(piece, digest=await self._thread.run(self.digest, span))
+            piece = replace(piece, digest=await self._thread.run_on(piece.payload_bytes, self.digest, span))
         stream.send(Header(FrameType.PIECE, ticket_id, piece=piece), _pack_ids(span.block_ids))
         await stream.drain()
 
@@ -93,7 +93,7 @@ class MappedReceiver:
             piece.head_count,
         )
         self._source.check(read)
-        return MappedArrival(self._own.pool, self._source, read, self._thread, self._digests)
+        return MappedArrival(self._own.pool, self._source, read, piece.payload_bytes, self._thread, self._digests)
 
     def close(self) -> None:
         self._source = None
@@ -104,11 +104,12 @@ class MappedArrival:
     own: PoolMap
     source: PoolMap
     read: Span
+    size_bytes: int
     thread: LinkThread
     digests: bool
 
     async def place(self, span: Span) -> int:
-        return await self.thread.run(self._copy, span)
+        return await self.thread.run_on(self.size_bytes, self._copy, span)
 
     def _copy(self, span: Span) -> int:
         self.own.copy_from(self.source, self.read, span)

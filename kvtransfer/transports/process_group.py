@@ -106,7 +106,7 @@ class GroupSender:
         return digest_of_bytes(data.data)
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
-        data, digest = await self._thread.run(self._pack, span, piece.payload_bytes)
+        data, digest = await self._thread.run_on(piece.payload_bytes, self._pack, span, piece.payload_bytes)
         stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(piece, digest=digest)))
         await self._thread.run(_joined(self._group).send, data)
 
@@ -180,7 +180,7 @@ class GroupArrival:
     digests: bool
 
     async def place(self, span: Span) -> int:
-        return await self.thread.run(self._write, span)
+        return await self.thread.run_on(self.data.nbytes, self._write, span)
 
     def _write(self, span: Span) -> int:
         self.pool.unpack(self.data, span)

@@ -18,6 +18,7 @@ from kvtransfer.stream import FrameStream
 P = ParamSpec("P")
 T = TypeVar("T")
 PROBE_BYTES = 4096
+INLINE_BYTES = 256 << 10  # about 50 µs of copying and hashing
 
 
 class LinkThread:
@@ -29,6 +30,12 @@ class LinkThread:
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, lambda: function(*args, **kwargs))
+
+    async def run_on(self, size_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`run` for work that only touches memory: so little of it that a hop would cost more is done at once."""
+        if size_bytes <= INLINE_BYTES:
+            return function(*args, **kwargs)
+        return await self.run(function, *args, **kwargs)
 
     def close(self) -> None:
         """Never waits: what runs ends by itself."""

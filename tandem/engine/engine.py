@@ -101,8 +101,7 @@ class Engine:
         """Runs one step. A request that cannot go on fails alone."""
         plan = self._scheduler.schedule()
         tokens: list[TokenOut] = []
-        ended = [RequestEnd(request_id, error=error) for request_id, error in self._scheduler.failed]
-        self._scheduler.failed.clear()
+        ended = [RequestEnd(request_id, error=error) for request_id, error in plan.failed]
         if plan.chunks:
             logits = self._run(plan)
             self._scheduler.advance(plan)

@@ -106,17 +106,17 @@ class BlockPool:
             found.append(block)
         return found
 
-    def acquire(self, cached: Sequence[int], fresh: int, hold: Hold) -> list[int]:
+    def acquire(self, cached: Sequence[int], fresh: int, hold: Hold, *, spare: int = 0) -> list[int]:
         """Holds the `cached` blocks (from `match`) and `fresh` new ones; returns the new ones.
 
         Raises:
-            KvExhausted: fewer than `fresh` can be had; nothing is changed.
+            KvExhausted: fewer than `fresh` can be had, or `spare` would not be left after that; nothing is changed.
         """
-        evictable_among_cached = sum(block in self._evictable for block in cached)
-        if fresh > self.available() - evictable_among_cached:
+        available = self.available() - sum(block in self._evictable for block in cached)
+        if fresh + spare > available:
             raise KvExhausted(
-                f"{fresh} KV blocks are needed and {self.available() - evictable_among_cached} of "
-                f"{len(self._blocks)} can be had: retry when running requests have ended"
+                f"{fresh + spare} KV blocks are needed and {available} of {len(self._blocks)} can be had: "
+                "retry when running requests have ended"
             )
         for block in cached:
             self._hold(block, hold, 1)
@@ -139,6 +139,8 @@ class BlockPool:
     def commit(self, block: int, block_hash: BlockHash) -> None:
         """A held block is full and holds `block_hash`'s tokens: from now on it can be found. Of two blocks with the
         same content the first stays findable."""
+        if self._blocks[block].state in (BlockState.FREE, BlockState.CACHED):
+            raise InternalError(f"block {block} is committed and nobody holds it")
         if self._blocks[block].block_hash is not None or block_hash in self._by_hash:
             return
         self._set(block, block_hash)

@@ -1,7 +1,8 @@
 """Philox4x32-10, the counter-based generator of Salmon et al. (SC'11, "Parallel random numbers: as easy as 1, 2, 3").
 
-Noise is a pure function of (seed, position, token id): no state, so the same request draws the same noise on any worker,
-in any batch, after any migration.
+Noise is a pure function of (seed, position, token id): no state, so the same request draws the same noise on any
+worker, in any batch, after any migration. One call of the generator gives four words, so four neighbouring tokens share
+it: token t at position p has word `t % 4` of counter (t // 4, p, 0, 0) under the 64-bit seed as key.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ _W1 = 0xBB67AE85
 _MASK = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 ROUNDS = 10
+WORDS = 4
 
 Words = NDArray[np.uint64]  # 32-bit words, held in 64 bits so that products do not overflow
 
@@ -36,18 +38,33 @@ def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[int, int])
     return x0, x1, x2, x3
 
 
-def gumbel(seed: int, position: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Standard Gumbel noise for each token id, from 53-bit uniforms in (0, 1)."""
-    ids = token_ids.astype(np.uint64)
-    zero = np.zeros_like(ids)
-    where = np.full_like(ids, position)
-    high, low, _, _ = philox4x32((ids, where, zero, zero), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
-    bits = ((high << _SHIFT) | low) >> np.uint64(12)  # 52 bits, so that the centre of each cell is exact
-    uniform = (bits.astype(np.float64) + 0.5) * 2.0**-52
-    noise: NDArray[np.float64] = -np.log(-np.log(uniform))
+def _rows(seed: int, position: int, groups: Words) -> Words:
+    """[groups, 4] words: those of tokens 4g to 4g + 3 for each group g."""
+    zero = np.zeros_like(groups)
+    counter = (groups, np.full_like(groups, position), zero, zero)
+    return np.stack(philox4x32(counter, (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)), axis=-1)
+
+
+def words_of(seed: int, position: int, token_ids: NDArray[np.int64]) -> Words:
+    """The word of each token id; there is at least one."""
+    last_group = int(token_ids.max()) // WORDS
+    if len(token_ids) > last_group:  # then it is less work to draw for every token up to the last
+        return _rows(seed, position, np.arange(last_group + 1, dtype=np.uint64)).ravel()[token_ids]
+    rows = _rows(seed, position, token_ids.astype(np.uint64) // np.uint64(WORDS))
+    return rows[np.arange(len(token_ids)), token_ids % WORDS]
+
+
+def gumbel(words: Words) -> NDArray[np.float64]:
+    """Standard Gumbel noise. A word w stands for the uniform 1 - (w + ½) / 2³², so the small words are the large noise,
+    which keeps its full precision."""
+    noise: NDArray[np.float64] = -np.log(-np.log1p(-exceedance(words)))
     return noise
 
 
-# Noise lies within these bounds because the uniforms lie within [2^-53, 1 - 2^-53].
-GUMBEL_MIN = float(-np.log(-np.log(2.0**-53)))
-GUMBEL_MAX = float(-np.log(2.0**-53))
+def exceedance(words: Words) -> NDArray[np.float64]:
+    """1 - u of each word's uniform u, within [2⁻³³, 1 - 2⁻³³]."""
+    return (words.astype(np.float64) + 0.5) * 2.0**-32
+
+
+# No noise lies above this, because no uniform lies above 1 - 2⁻³³.
+GUMBEL_MAX = float(-np.log(-np.log1p(-(2.0**-33))))

@@ -2,7 +2,7 @@
 
 argmax(logit / temperature + Gumbel noise) draws exactly from the softmax, and noise keyed by (seed, position, token id)
 makes the draw independent of batch, worker and tensor-parallel width (docs/architecture.md, Determinism).
-Truncation order: temperature, top-k, top-p, min-p.
+Truncation order: temperature, top-k, top-p, min-p; each works on what the one before it left, renormalised.
 """
 
 from __future__ import annotations
@@ -13,9 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.request import SamplingParams
-from tandem.sampling.philox import GUMBEL_MAX, GUMBEL_MIN, gumbel
+from tandem.sampling.philox import GUMBEL_MAX, exceedance, gumbel, words_of
 
 Row = NDArray[np.float32]  # [vocab_size]
+Ids = NDArray[np.int64]
+Values = NDArray[np.float64]
+
+# Colder than this the noise could only decide between logits that are equal in fp32, and dividing might overflow.
+COLDEST = 1e-5
+_SAMPLE_OF_BEST = 4096
+# Bins of the search for the nucleus: they reach down to probabilities of e^-32 of the best.
+_BINS = 2048
+_BINS_PER_UNIT = 64.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +43,8 @@ class Choice:
 
 
 def choose(logits: Row, params: SamplingParams, position: int) -> Choice:
-    """The token at `position` (its place in prompt plus answer, from 0)."""
-    token_id = int(np.argmax(logits)) if params.temperature == 0 else _sample(logits, params, position)
+    """The token at `position` (its place in prompt plus answer, from 0). Of equals the lowest id wins."""
+    token_id = int(np.argmax(logits)) if params.temperature < COLDEST else _sample(logits, params, position)
     if params.logprobs is None:
         return Choice(token_id)
     return _with_logprobs(logits, token_id, params.logprobs)
@@ -43,41 +52,63 @@ def choose(logits: Row, params: SamplingParams, position: int) -> Choice:
 
 def _sample(logits: Row, params: SamplingParams, position: int) -> int:
     scaled = logits.astype(np.float64) / params.temperature
-    kept = _candidates(scaled, params)
-    values = scaled[kept]
-    if params.top_k is not None and params.top_k < len(kept):
-        best = np.argpartition(values, -params.top_k)[-params.top_k :]
+    if params.top_k is None and params.top_p >= 1.0 and params.min_p <= 0.0:
+        return _sample_row(scaled, params.seed, position)
+    kept, values = np.arange(len(scaled)), scaled
+    if params.top_k is not None and params.top_k < len(values):
+        best = _largest(values, params.top_k)
         kept, values = kept[best], values[best]
     if params.top_p < 1.0:
-        kept, values = _top_p(kept, values, params.top_p)
+        best = _nucleus(values, params.top_p)
+        kept, values = kept[best], values[best]
     if params.min_p > 0.0:
         likely = values >= values.max() + np.log(params.min_p)
         kept, values = kept[likely], values[likely]
-    noisy = values + gumbel(params.seed, position, kept)
-    # Ties fall to the lowest id, whatever order truncation left.
-    return int(kept[noisy == noisy.max()].min())
+    return _winner(kept, values + gumbel(words_of(params.seed, position, kept)))
 
 
-def _candidates(scaled: NDArray[np.float64], params: SamplingParams) -> NDArray[np.int64]:
-    """Ids worth looking at. Without truncation by rank, a token further below the best than noise can span can never
-    win, so leaving it out changes nothing; a full row then costs little more than its maximum."""
+def _winner(ids: Ids, noisy: Values) -> int:
+    return int(ids[noisy == noisy.max()].min())
+
+
+def _sample_row(scaled: Values, seed: int, position: int) -> int:
+    """argmax(scaled + noise) over a whole row, with noise worked out for the few tokens that could win.
+
+    `reached` is some token's noisy value. A token v below it by d wins only if its noise exceeds d; its uniform u then
+    has 1 - u <= exp(-d), because exp(-exp(-d)) >= 1 - exp(-d). The test is loosened by more than fp32 rounds.
+    """
     best = scaled.max()
-    if params.top_p < 1.0:
-        # Beyond this span even a whole vocabulary holds less than 1e-9 of the mass.
-        return np.flatnonzero(scaled >= best - 32.0)
-    return np.flatnonzero(scaled >= best - (GUMBEL_MAX - GUMBEL_MIN))
+    ids = np.flatnonzero(scaled >= best - 3.0)[:_SAMPLE_OF_BEST]
+    reached = (scaled[ids] + gumbel(words_of(seed, position, ids))).max()
+    kept = np.flatnonzero(scaled >= reached - GUMBEL_MAX - 1e-6)
+    words = words_of(seed, position, kept)
+    below = np.minimum(scaled[kept] - reached, 0.0).astype(np.float32)
+    able = exceedance(words).astype(np.float32) <= np.exp(below) * np.float32(1.0 + 1e-4)
+    kept, words = kept[able], words[able]
+    return _winner(kept, scaled[kept] + gumbel(words))
 
 
-def _top_p(
-    kept: NDArray[np.int64], values: NDArray[np.float64], top_p: float
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The smallest set of most likely tokens whose probabilities reach `top_p`."""
-    order = np.lexsort((kept, -values))
-    weights = np.exp(values[order] - values[order[0]])
-    reached = np.cumsum(weights) >= top_p * weights.sum()
-    count = int(np.argmax(reached)) + 1
-    nucleus = order[:count]
-    return kept[nucleus], values[nucleus]
+def _largest(values: Values, count: int) -> Ids:
+    """Indices of the `count` largest; of equals at the edge the lowest indices."""
+    edge = np.partition(values, len(values) - count)[len(values) - count]
+    above = np.flatnonzero(values > edge)
+    return np.concatenate([above, np.flatnonzero(values == edge)[: count - len(above)]])
+
+
+def _nucleus(values: Values, top_p: float) -> Ids:
+    """Indices of the smallest set of most likely tokens whose probabilities reach `top_p`; of equals at the edge the
+    lowest indices. Bins by value, so that only the bin in which the edge lies is sorted."""
+    below = values.max() - values
+    weights = np.exp(-below)
+    bins = np.minimum(below * _BINS_PER_UNIT, _BINS - 1).astype(np.int64)
+    mass = np.cumsum(np.bincount(bins, weights, minlength=_BINS))
+    wanted = top_p * mass[-1]
+    edge = int(np.searchsorted(mass, wanted))
+    within = np.flatnonzero(bins == edge)
+    order = within[np.argsort(below[within], kind="stable")]
+    before = mass[edge - 1] if edge else 0.0
+    count = int(np.searchsorted(before + np.cumsum(weights[order]), wanted)) + 1
+    return np.concatenate([np.flatnonzero(bins < edge), order[:count]])
 
 
 def _with_logprobs(logits: Row, token_id: int, count: int) -> Choice:
@@ -86,7 +117,7 @@ def _with_logprobs(logits: Row, token_id: int, count: int) -> Choice:
     normaliser = best + np.log(np.exp(row - best).sum())
     top: tuple[TokenLogprob, ...] = ()
     if count:
-        ids = np.argpartition(row, -count)[-count:]
+        ids = _largest(row, min(count, len(row)))
         ids = ids[np.lexsort((ids, -row[ids]))]
         top = tuple(TokenLogprob(int(i), float(row[i] - normaliser)) for i in ids)
     return Choice(token_id, float(row[token_id] - normaliser), top)

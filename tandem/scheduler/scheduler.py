@@ -45,8 +45,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
+    """`failed`: requests that left because they can never have the blocks they need."""
+
     chunks: tuple[Chunk, ...]
     exports: tuple[ExportRange, ...]
+    failed: tuple[tuple[str, TandemError], ...] = ()
 
 
 @dataclass(slots=True)
@@ -58,10 +61,13 @@ class Scheduler:
     max_running_requests: int
     max_step_tokens: int
     max_model_tokens: int
-    failed: list[tuple[str, TandemError]] = field(default_factory=list)
     _sequences: dict[str, Sequence] = field(default_factory=dict)
     _waiting: deque[Sequence] = field(default_factory=deque)
-    _running: list[Sequence] = field(default_factory=list)  # in order of arrival
+    _running: list[Sequence] = field(default_factory=list)
+    _failed: list[tuple[str, TandemError]] = field(default_factory=list)
+    _steps: int = 0
+    _short_of_blocks: bool = False  # in the last step somebody had to wait for blocks
+    _stalled: bool = False  # nothing can run until blocks that others hold are released
 
     # --- requests come and go ----------------------------------------------------------------------------------
 
@@ -69,14 +75,17 @@ class Scheduler:
         self._check(sequence)
         self._sequences[sequence.request_id] = sequence
         self._waiting.append(sequence)
+        self._stalled = False
 
     def reserve(self, sequence: Sequence) -> int:
         """Leases blocks for the whole prompt; returns how many leading ones are cached here.
 
         Raises:
-            KvExhausted: there is no room now; nothing is changed.
+            KvExhausted: there is no room now, or it belongs to those who wait for it; nothing is changed.
         """
         self._check(sequence)
+        if self._short_of_blocks and (self._waiting or self._running):
+            raise KvExhausted("requests on this worker wait for KV blocks already: try another worker, or retry")
         full = sequence.prompt_tokens // self.block_tokens
         cached = self.pool.match(sequence.hashes(full)) if sequence.use_prefix_cache else []
         needed = blocks_for(sequence.prompt_tokens, self.block_tokens)
@@ -91,12 +100,15 @@ class Scheduler:
     def join(self, request_id: str, first_token: int) -> None:
         """The reserved blocks are filled: their request decodes from the next step on."""
         sequence = self._get(request_id, Stage.RESERVED)
+        if sequence.sampling.max_tokens <= 1 or sequence.prompt_tokens + 1 >= self.max_model_tokens:
+            raise InputError("max_tokens: the first token was the last one: expected no join", field="max_tokens")
         self._rehold(sequence, Hold.USE)
         sequence.computed = sequence.prompt_tokens
         sequence.tokens.append(first_token)
         self._commit(sequence)
         sequence.stage = Stage.RUNNING
         self._running.append(sequence)
+        self._stalled = False
 
     def release_export(self, request_id: str) -> None:
         self._drop(self._get(request_id, Stage.EXPORTED))
@@ -148,6 +160,7 @@ class Scheduler:
         self.pool.release(sequence.blocks, sequence.hold)
         sequence.blocks = []
         del self._sequences[sequence.request_id]
+        self._stalled = False
 
     def _rehold(self, sequence: Sequence, hold: Hold) -> None:
         self.pool.convert(sequence.blocks, sequence.hold, hold)
@@ -157,7 +170,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        """A step would do something now. False also while all that is left waits for blocks that handoffs hold."""
+        return bool(self._waiting or self._running) and not self._stalled
 
     @property
     def waiting(self) -> int:
@@ -174,36 +188,28 @@ class Scheduler:
         return unstarted + sum(max(0, sequence.pending_tokens - 1) for sequence in self._running)
 
     def schedule(self) -> StepPlan:
-        chunks: list[Chunk] = []
-        exports: list[ExportRange] = []
+        self._steps += 1
+        self._short_of_blocks = False
+        running = sorted(self._running, key=lambda sequence: (sequence.last_step, sequence.arrival))
         budget = self.max_step_tokens
-        for sequence in list(self._running):
-            if budget == 0:
-                break
-            if sequence.stage is not Stage.RUNNING:
-                continue  # preempted for an older one, in this very step
+        chunks: list[Chunk] = []
+        # Decodes first; by last step, so that all have their turn when there are more of them than the budget.
+        for sequence in sorted(running, key=lambda sequence: sequence.pending_tokens > 1):
             count = min(sequence.pending_tokens, budget)
-            if self._grow(sequence, sequence.computed + count):
-                chunks.append(Chunk(sequence, sequence.computed, count))
+            if sequence.stage is Stage.RUNNING and count:  # else preempted for an older one in this very step
+                count = self._find_room(sequence, count)
+                chunks += [Chunk(sequence, sequence.computed, count)] if count else []
                 budget -= count
-        kept = [chunk for chunk in chunks if chunk.sequence.stage is Stage.RUNNING]
-        preempted = len(kept) < len(chunks)
-        chunks = kept
-        # Whoever was preempted must not take the room back in the same step.
-        while self._waiting and budget and not preempted and len(self._running) < self.max_running_requests:
-            sequence = self._waiting[0]
-            export = self._admit(sequence, budget)
-            if sequence.stage is not Stage.RUNNING:
-                break
-            if export is not None:
-                exports.append(export)
-            count = min(sequence.pending_tokens, budget)
-            chunks.append(Chunk(sequence, sequence.computed, count))
-            budget -= count
+        chunks = [chunk for chunk in chunks if chunk.sequence.stage is Stage.RUNNING]
+        exports = self._admit(chunks, budget)
         for chunk in chunks:
+            chunk.sequence.last_step = self._steps
             if (export := self._export(chunk)) is not None:
                 exports.append(export)
-        return StepPlan(tuple(chunks), tuple(exports))
+        if not chunks:
+            self._unblock()
+        failed, self._failed = tuple(self._failed), []
+        return StepPlan(tuple(chunks), tuple(exports), failed)
 
     def advance(self, plan: StepPlan) -> None:
         """The plan was carried out: its tokens' KV is in the pool."""
@@ -211,52 +217,78 @@ class Scheduler:
             chunk.sequence.computed = chunk.start + chunk.count
             self._commit(chunk.sequence)
 
-    def _admit(self, sequence: Sequence, budget: int) -> ExportRange | None:
-        """Moves the first waiting request to running when its first chunk has room."""
+    def _find_room(self, sequence: Sequence, count: int) -> int:
+        """Gives a running request blocks for its next `count` tokens. Returns for how many there is room: if not even
+        for one, a younger request gives way; if there is none, this one waits and keeps what it has."""
+        held = len(sequence.blocks)
+        least = blocks_for(sequence.computed + 1, self.block_tokens) - held
+        while least > self.pool.available() and (victim := self._youngest(than=sequence)) is not None:
+            self._preempt(victim)
+        fresh = blocks_for(sequence.computed + count, self.block_tokens) - held
+        if fresh > self.pool.available():
+            fresh = self.pool.available()
+            self._short_of_blocks = True
+        if fresh > 0:
+            sequence.blocks += self.pool.acquire([], fresh, Hold.USE)
+        return min(count, len(sequence.blocks) * self.block_tokens - sequence.computed)
+
+    def _youngest(self, than: Sequence | None = None) -> Sequence | None:
+        """Who gives way (to `than`): the youngest running request (that came later) whose blocks nobody reads."""
+        able = (each for each in self._running if not each.is_pinned and (than is None or each.arrival > than.arrival))
+        return max(able, key=lambda each: each.arrival, default=None)
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> list[ExportRange]:
+        """Moves waiting requests to running, in order, while their first chunks have room; adds these to `chunks`."""
+        exports: list[ExportRange] = []
+        # Nobody new while somebody lacks blocks: who was preempted must not take the room back at once.
+        while self._waiting and budget and not self._short_of_blocks and len(self._running) < self.max_running_requests:
+            sequence = self._waiting[0]
+            if not self._start(sequence, budget):
+                self._short_of_blocks = True
+                break
+            if (export := self._export_cached(sequence)) is not None:
+                exports.append(export)
+            count = min(sequence.pending_tokens, budget)
+            chunks.append(Chunk(sequence, sequence.computed, count))
+            budget -= count
+        return exports
+
+    def _start(self, sequence: Sequence, budget: int) -> bool:
+        """Makes the first waiting request run, when there is room for its first chunk and then for one block more of
+        each that runs already: else it would soon be preempted for them."""
         # At least one token is always computed: its logits choose the next.
         matchable = (len(sequence.tokens) - 1) // self.block_tokens
         cached = self.pool.match(sequence.hashes(matchable)) if sequence.use_prefix_cache else []
         computed = len(cached) * self.block_tokens
-        reach = min(len(sequence.tokens), computed + budget)
-        fresh = blocks_for(reach, self.block_tokens) - len(cached)
+        fresh = blocks_for(min(len(sequence.tokens), computed + budget), self.block_tokens) - len(cached)
         try:
-            sequence.blocks = cached + self.pool.acquire(cached, fresh, Hold.USE)
-        except KvExhausted as error:
-            if not self._running and self._nothing_will_come_back():
-                self._fail(sequence, error)
-            return None
+            sequence.blocks = cached + self.pool.acquire(cached, fresh, Hold.USE, spare=len(self._running))
+        except KvExhausted:
+            return False
         self._waiting.popleft()
         self._running.append(sequence)
         sequence.stage, sequence.hold = Stage.RUNNING, Hold.USE
         sequence.computed, sequence.committed = computed, len(cached)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = computed
-        return self._export_cached(sequence, len(cached))
-
-    def _nothing_will_come_back(self) -> bool:
-        return self.pool.counts().leased == 0
-
-    def _grow(self, sequence: Sequence, reach: int) -> bool:
-        """Gives `sequence` blocks up to `reach` tokens, at the cost of younger ones if need be."""
-        fresh = blocks_for(reach, self.block_tokens) - len(sequence.blocks)
-        while fresh > 0:
-            try:
-                sequence.blocks += self.pool.acquire([], fresh, Hold.USE)
-                return True
-            except KvExhausted as error:
-                victim = self._running[-1]
-                if victim is not sequence:
-                    self._preempt(victim)
-                elif len(self._running) > 1 or not self._nothing_will_come_back():
-                    self._preempt(sequence)
-                    return False
-                else:
-                    self._fail(sequence, error)
-                    return False
         return True
 
+    def _unblock(self) -> None:
+        """Nothing can run. What handoffs hold will come back; if they hold nothing, running requests hold each other up
+        and one gives way, or a lone one asks for more than there is and fails."""
+        if not (self._waiting or self._running):
+            return
+        if self.pool.counts().leased:
+            self._stalled = True
+        elif len(self._running) > 1 and (victim := self._youngest()) is not None:
+            self._preempt(victim)
+        else:
+            alone = self._running[-1] if self._running else self._waiting[0]
+            total = self.pool.counts().total
+            self._fail(alone, KvExhausted(f"{len(alone.tokens)} tokens need more than all {total} KV blocks there are"))
+
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the front of the line. What it has exported stays exported."""
+        """Back to the front of the line."""
         self._running.remove(sequence)
         self.pool.release(sequence.blocks, sequence.hold)
         sequence.blocks, sequence.computed, sequence.committed = [], 0, 0
@@ -265,7 +297,7 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence, error: TandemError) -> None:
         self._drop(sequence)
-        self.failed.append((sequence.request_id, error))
+        self._failed.append((sequence.request_id, error))
 
     def _commit(self, sequence: Sequence) -> None:
         """Makes newly filled blocks findable."""
@@ -278,15 +310,15 @@ class Scheduler:
 
     # --- exports -----------------------------------------------------------------------------------------------
 
-    def _export_cached(self, sequence: Sequence, cached_blocks: int) -> ExportRange | None:
+    def _export_cached(self, sequence: Sequence) -> ExportRange | None:
         """What the cache already holds of the wanted blocks goes at once."""
         if sequence.export_from_block is None:
             return None
         first = max(sequence.export_from_block, sequence.exported_blocks)
+        cached_blocks = sequence.committed
+        sequence.exported_blocks = max(first, cached_blocks)
         if cached_blocks <= first:
-            sequence.exported_blocks = first
             return None
-        sequence.exported_blocks = cached_blocks
         return ExportRange(
             request_id=sequence.request_id,
             first_block=first,

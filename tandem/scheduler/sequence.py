@@ -19,12 +19,12 @@ class Stage(StrEnum):
     EXPORTED = "exported"  # done here; blocks leased until their reader is done
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """Tokens, blocks and progress of one request.
 
     `tokens` is the prompt and what was generated; the KV of the first `computed` of them is in the pool. `committed`
-    counts the leading blocks that are findable by hash.
+    counts the leading blocks that are findable by hash, `exported_blocks` those that the other side has or was told of.
     """
 
     request_id: str
@@ -42,6 +42,7 @@ class Sequence:
     computed: int = 0
     committed: int = 0
     exported_blocks: int = 0
+    last_step: int = 0  # when it last ran
     cached_tokens: int | None = None  # found in the cache when it was first scheduled
     _hashes: list[BlockHash] = field(default_factory=list)
 
@@ -52,6 +53,11 @@ class Sequence:
     @property
     def is_exporting(self) -> bool:
         return self.export_from_block is not None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Somebody may be reading its blocks: they stay where they are until the export is released."""
+        return self.export_from_block is not None and self.exported_blocks > self.export_from_block
 
     @property
     def pending_tokens(self) -> int:

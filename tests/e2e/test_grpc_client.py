@@ -117,7 +117,7 @@ async def test_logprobs_come_with_their_tokens(
     [
         (inference_pb2.GenerateRequest(model="nobody", prompt="x"), grpc.StatusCode.NOT_FOUND, "model"),
         (inference_pb2.GenerateRequest(model=MODEL), grpc.StatusCode.INVALID_ARGUMENT, "input"),
-        (generate([10**6]), grpc.StatusCode.INVALID_ARGUMENT, "token_ids"),
+        (generate([10**6]), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
         (generate([5], temperature=float("nan")), grpc.StatusCode.INVALID_ARGUMENT, "temperature"),
         (generate([5], max_tokens=0), grpc.StatusCode.INVALID_ARGUMENT, "max_tokens"),
         (generate([5] * 9000), grpc.StatusCode.INVALID_ARGUMENT, ""),

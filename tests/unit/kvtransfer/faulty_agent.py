@@ -55,7 +55,8 @@ class SlowArrival(MappedArrival):
 class SlowReceiver(MappedReceiver):
     async def fetch(self, piece: Piece, body: bytes) -> MappedArrival:
         arrival = await super().fetch(piece, body)
-        return SlowArrival(arrival.own, arrival.source, arrival.read, arrival.thread, arrival.digests)
+        # larger than anything that is done at once: the write runs in the link's thread
+        return SlowArrival(arrival.own, arrival.source, arrival.read, 1 << 30, arrival.thread, arrival.digests)
 
 
 class BadProbeSender(MappedSender):

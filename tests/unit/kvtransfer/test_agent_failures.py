@@ -322,6 +322,10 @@ async def test_an_agent_with_mapped_links_stays_small_and_knows_no_torch(make_wo
     prefill, decode = await pair(make_worker)
     await assert_works(prefill, decode)
     pid = prefill.ranks[0].process.pid
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    status = dict(line.split(":", 1) for line in proc_file(pid, "status").splitlines())
     assert int(status["VmRSS"].split()[0]) < 64 * 1024
-    assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
+    assert "libtorch" not in proc_file(pid, "maps")
+
+
+def proc_file(pid: int, name: str) -> str:
+    return Path(f"/proc/{pid}/{name}").read_text()

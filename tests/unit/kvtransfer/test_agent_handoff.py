@@ -13,7 +13,12 @@ MakeWorker = Callable[..., FakeWorker]
 
 
 async def pair(
-    make_worker: MakeWorker, model: FakeModel | None = None, *, prefill_tp: int = 1, decode_tp: int = 1, **options: object
+    make_worker: MakeWorker,
+    model: FakeModel | None = None,
+    *,
+    prefill_tp: int = 1,
+    decode_tp: int = 1,
+    **options: object,
 ) -> tuple[FakeWorker, FakeWorker]:
     prefill = make_worker("prefill-0", model, tp=prefill_tp, connects=True, **options)
     decode = make_worker("decode-0", model, tp=decode_tp, **options)
