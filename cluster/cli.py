@@ -63,7 +63,7 @@ def demo() -> None:
 def chat(
     question: Annotated[str | None, typer.Argument(help="Ask once; otherwise read from the terminal or stdin.")] = None,
     model: Model = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; higher is more varied.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
     address: GrpcAddress = None,
     cluster: ClusterName = None,

@@ -9,16 +9,25 @@ import time
 
 from google.protobuf.message import DecodeError
 
-from kvtransfer.control import SetPeers
+from kvtransfer.control import Attached, SetPeers
 from tandem.engine.api import StepResult
 from tandem.engine.engine import Engine
 from tandem.errors import InputError, TandemError
-from tandem.v1 import worker_pb2
+from tandem.v1 import cluster_pb2, worker_pb2
 from worker.agents import Agents
 from worker.identity import WorkerIdentity
 from worker.inbox import AgentConnected, AgentLost, AgentSaid, Event, Inbox, Stop
 from worker.io_thread import ServiceLink
-from worker.messages import CacheChanged, FromRouter, Peers, SessionClosed, SessionOpened, StateAnswer, StateQuery
+from worker.messages import (
+    CacheChanged,
+    FromRouter,
+    LeaderReady,
+    Peers,
+    SessionClosed,
+    SessionOpened,
+    StateAnswer,
+    StateQuery,
+)
 from worker.requests import Outbox, RequestBook
 from worker.role import Role
 from worker.wire import load_frame
@@ -32,6 +41,7 @@ class Leader:
     def __init__(
         self,
         identity: WorkerIdentity,
+        info: cluster_pb2.WorkerInfo,
         engine: Engine,
         agents: Agents,
         requests: RequestBook,
@@ -40,6 +50,7 @@ class Leader:
         service: ServiceLink,
     ) -> None:
         self._identity = identity
+        self._info = info
         self._engine = engine
         self._agents = agents
         self._requests = requests
@@ -86,6 +97,8 @@ class Leader:
                 self._on_frame(session, frame)
             case AgentSaid(rank=rank, message=message):
                 self._agents.note(rank, message)
+                if isinstance(message, Attached):
+                    self._where(rank, message)
                 self._role.on_agent(rank, message)
             case AgentLost(rank=rank):
                 log.warning("the transfer agent of rank %d is gone", rank)
@@ -107,6 +120,16 @@ class Leader:
                 self._role.on_session_closed(session)
             case StateQuery(query=query):
                 self._service.send(StateAnswer(query, self._state().SerializeToString()))
+
+    def _where(self, rank: int, attached: Attached) -> None:
+        """A replaced agent listens elsewhere: the service registers the worker again."""
+        agent = self._info.agents[rank]
+        agent.host_id, agent.mapped_path, agent.tcp_address = (
+            attached.host_id,
+            attached.mapped_path,
+            attached.tcp_address,
+        )
+        self._service.send(LeaderReady(self._info.SerializeToString()))
 
     def _on_frame(self, session: int, raw: bytes) -> None:
         """One bad frame may fail itself, never the worker."""

@@ -11,7 +11,8 @@ from kvtransfer.control import Peer
 
 
 class LeaderReady(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded, the pool touched, the agents attached. `info` is a serialized WorkerInfo without address."""
+    """The model is loaded, the pool touched, the agents attached. `info` is a serialized WorkerInfo without address.
+    Said again when an agent was replaced, since the new one listens elsewhere."""
 
     info: bytes
 

@@ -203,7 +203,7 @@ def lead(launch: WorkerLaunch, make_role: MakeRole, rank: Rank, identity: Worker
     service.listen(launch.leader_socket, LeaderReady(info.SerializeToString()))
     log.info("ready: %d KV blocks, up to %d tokens a request", rank.layout.num_blocks, rank.max_model_tokens)
     try:
-        return Leader(identity, engine, agents, requests, role, inbox, service).run()
+        return Leader(identity, info, engine, agents, requests, role, inbox, service).run()
     finally:
         engine.close()
 

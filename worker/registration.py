@@ -36,6 +36,13 @@ class Registration:
         self._launch = launch
         self._info = info
         self._on_peers = on_peers
+        self._again = asyncio.Event()
+
+    def update_agents(self, info: cluster_pb2.WorkerInfo) -> None:
+        """An agent was replaced and listens elsewhere: the directory must know."""
+        del self._info.agents[:]
+        self._info.agents.extend(info.agents)
+        self._again.set()
 
     async def run(self) -> None:
         """Never returns. Raises TandemError when the controller refuses this worker for good."""
@@ -44,14 +51,28 @@ class Registration:
                 async with grpc.aio.insecure_channel(self._launch.controller_address) as channel:
                     stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
                     await stub.Register(cluster_pb2.RegisterRequest(worker=self._info), wait_for_ready=True)
-                    watching = stub.WatchDirectory(cluster_pb2.WatchDirectoryRequest(watcher=self._launch.worker_id))
-                    async for directory in watching:
-                        self._on_peers(peers_of(directory, self._info))
+                    await self._follow(stub)
             except grpc.aio.AioRpcError as failure:
                 if failure.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
                     raise error_from_rpc(failure) from failure
                 log.info("controller is away (%s); trying again", failure.code().name)
-            await asyncio.sleep(RETRY_S)
+            if not self._again.is_set():
+                await asyncio.sleep(RETRY_S)
+
+    async def _follow(self, stub: cluster_pb2_grpc.ClusterAsyncStub) -> None:
+        """Passes on the directory until the controller goes away or this worker must register again."""
+        self._again.clear()
+        watching = stub.WatchDirectory(cluster_pb2.WatchDirectoryRequest(watcher=self._launch.worker_id))
+        ending = asyncio.create_task(self._again.wait())
+        ending.add_done_callback(lambda _: watching.cancel())
+        try:
+            async for directory in watching:
+                self._on_peers(peers_of(directory, self._info))
+        except asyncio.CancelledError:
+            if not self._again.is_set():
+                raise  # this worker is being stopped
+        finally:
+            ending.cancel()
 
 
 def peers_of(directory: cluster_pb2.Directory, own: cluster_pb2.WorkerInfo) -> tuple[Peer, ...]:

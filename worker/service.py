@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import count
 from pathlib import Path
 
@@ -51,9 +51,15 @@ STATE_TIMEOUT_S = 2.0
 class LeaderLink:
     """The connection to rank 0, and who waits for what it says."""
 
-    def __init__(self, channel: Channel[FromLeader], publisher: EventPublisher) -> None:
+    def __init__(
+        self,
+        channel: Channel[FromLeader],
+        publisher: EventPublisher,
+        on_info: Callable[[cluster_pb2.WorkerInfo], None],
+    ) -> None:
         self.channel = channel
         self._publisher = publisher
+        self._on_info = on_info
         self._sessions: dict[int, asyncio.Queue[bytes | None]] = {}
         self._session_ids = count(1)
         self._queries: dict[int, asyncio.Future[bytes]] = {}
@@ -91,8 +97,8 @@ class LeaderLink:
             case StateAnswer(query=query, state=state):
                 if (answer := self._queries.get(query)) and not answer.done():
                     answer.set_result(state)
-            case LeaderReady():
-                pass  # read once, before this loop
+            case LeaderReady(info=info):
+                self._on_info(cluster_pb2.WorkerInfo.FromString(info))
 
     def _to_router(self, session: int, frame: bytes) -> None:
         queue = self._sessions.get(session)
@@ -191,14 +197,14 @@ async def serve(launch: WorkerLaunch) -> None:
     publisher = EventPublisher(
         cluster=launch.cluster, worker_id=launch.worker_id, epoch=launch.epoch, redis_url=launch.redis_url
     )
-    leader = LeaderLink(channel, publisher)
+    registration = Registration(launch, info, on_peers=lambda peers: channel.send(Peers(peers)))
+    leader = LeaderLink(channel, publisher, on_info=registration.update_agents)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     server.add_generic_rpc_handlers((WorkerService(launch, leader).handlers(),))
     port = server.add_insecure_port(f"{launch.transfer.bind_host}:0")
     await server.start()
     info.address = f"{launch.transfer.bind_host}:{port}"
     info.processes.add(name="service", pid=os.getpid())
-    registration = Registration(launch, info, on_peers=lambda peers: channel.send(Peers(peers)))
     background = [asyncio.create_task(registration.run()), asyncio.create_task(publisher.run())]
     for task in background:
         task.add_done_callback(_end_process_on_failure)

@@ -148,7 +148,23 @@ class HandRouter:
         *,
         use_decode_cache: bool = True,
     ) -> Answer:
+        """Prefill there, decode here. As a router does, leaves neither worker with a request that failed."""
         work = self.work(prompt, sampling)
+        try:
+            return await self._handoff(prefill, decode, work, sampling, use_decode_cache)
+        except TandemError:
+            prefill.cancel(work.request_id)
+            decode.cancel(work.request_id)
+            raise
+
+    async def _handoff(
+        self,
+        prefill: WorkerSession,
+        decode: WorkerSession,
+        work: worker_pb2.Work,
+        sampling: SamplingParams,
+        use_decode_cache: bool,
+    ) -> Answer:
         answer = Answer()
         ticket = await self.reserve(prefill, decode, work, use_decode_cache=use_decode_cache)
         answer.cached_tokens_decode = ticket.cached_tokens
