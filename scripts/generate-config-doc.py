@@ -30,6 +30,10 @@ One schema, checked once when `tandem up` starts: the YAML file (`tandem up --co
 flags, and the Helm values under `cluster` are all this. An unknown key is an error that names it. Every key has a
 default, so an empty file is the default cluster: one prefill and one decode worker of the demo model on this machine.
 [`deploy/tandem.yaml`](../deploy/tandem.yaml) writes all defaults out.
+
+Flags win over the environment, the environment over the file. A variable is `TANDEM_SPEC__` and the key's path with
+`__` between its parts, numbers for places in a list: `TANDEM_SPEC__ROUTER__HTTP_PORT=8080`,
+`TANDEM_SPEC__MODELS__0__PREFILL__WORKERS=2`.
 """
 
 

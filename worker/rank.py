@@ -138,10 +138,10 @@ def worker_info(
 class LeaderConnections:
     """Connects the leader to every rank's agent and feeds what they say into the inbox."""
 
-    def __init__(self, launch: WorkerLaunch, inbox: Inbox, io: IoThread) -> None:
+    def __init__(self, launch: WorkerLaunch, inbox: Inbox, io: IoThread, *, with_agents: bool) -> None:
         self._launch = launch
         self._inbox = inbox
-        self.clients = [AgentClient(io.loop) for _ in range(launch.tp)]
+        self.clients = [AgentClient(io.loop) for _ in range(launch.tp if with_agents else 0)]
 
     def connect(self) -> None:
         for rank, client in enumerate(self.clients):
@@ -160,7 +160,7 @@ class LeaderConnections:
     def wait_attached(self) -> dict[int, Attached]:
         """Blocks until every rank's pool is attached (agents repeat `Attached` to their leader)."""
         attached: dict[int, Attached] = {}
-        while len(attached) < self._launch.tp:
+        while len(attached) < len(self.clients):
             for event in self._inbox.wait(1.0):
                 match event:
                     case AgentSaid(rank=rank, message=Attached() as message):
@@ -175,9 +175,12 @@ class LeaderConnections:
 
 
 def attach_pool(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, index: int, own: AgentClient) -> None:
+    """A pool in device memory has nothing that an agent could map yet: such a worker serves without handoffs."""
     def ignore(message: FromAgent) -> None:
         """Reports go to the leader's connection."""
 
+    if rank.pool.fd is None:
+        return
     own.connect(
         launch.agent_socket(index),
         first=attach_message(launch, identity, rank, index),
@@ -192,7 +195,7 @@ def lead(launch: WorkerLaunch, make_role: MakeRole, rank: Rank, identity: Worker
     inbox = Inbox()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda signum, frame: inbox.put(Stop(f"signal {signum}")))
-    connections = LeaderConnections(launch, inbox, io)
+    connections = LeaderConnections(launch, inbox, io, with_agents=rank.pool.fd is not None)
     connections.connect()
     attached = connections.wait_attached()
     service = ServiceLink(io, inbox)
