@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from jinja2 import Template, Undefined, nodes
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -84,15 +83,19 @@ class _Ticks(Extension):
 
 
 # Methods of text that need no more room than the text itself, and two that are measured before they run.
-_STR_METHODS: Final = frozenset(
-    "capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit islower isnumeric isspace "
-    "istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip "
-    "split splitlines startswith strip swapcase title upper".split()
-)
-_FILTERS: Final = frozenset(
-    "abs capitalize count d default dictsort e escape first float int items last length list lower map max min reject "
-    "rejectattr reverse round safe select selectattr sort sum title trim unique upper".split()
-)
+# fmt: off
+_STR_METHODS: Final = frozenset((
+    "capitalize", "casefold", "count", "endswith", "find", "index", "isalnum", "isalpha", "isascii", "isdecimal",
+    "isdigit", "islower", "isnumeric", "isspace", "istitle", "isupper", "join", "lower", "lstrip", "partition",
+    "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split",
+    "splitlines", "startswith", "strip", "swapcase", "title", "upper",
+))
+_FILTERS: Final = frozenset((
+    "abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "int", "items",
+    "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "reverse", "round", "safe",
+    "select", "selectattr", "sort", "sum", "title", "trim", "unique", "upper",
+))
+# fmt: on
 _GLOBALS: Final = ("dict", "namespace", "range", "cycler", "joiner")
 _MAX_INDENT: Final = 64
 _MAX_BITS: Final = 2048
@@ -121,6 +124,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """Raises TemplateSyntaxError."""
         tree = self.parse(source)
         _add_ticks(tree)
+        tree.set_environment(self)
         return self.template_class.from_code(self, self.compile(tree), self.make_globals(None))
 
     # Text
@@ -206,7 +210,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """None: `format` is no method of text here."""
         return None
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in Jinja
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str) and name == "replace":
             return __self._replace(owner, *args, **kwargs)
@@ -222,12 +226,14 @@ def _check_bits(bits: int) -> None:
 
 def _add_ticks(tree: nodes.Template) -> None:
     """A tick at the start of every body that may run again, and `~` through our own measured concatenation."""
-    identifier = _Ticks.identifier
-    for body_owner in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-        call = nodes.Call(nodes.ExtensionAttribute(identifier, "tick"), [nodes.ContextReference()], [], None, None)
-        body_owner.body.insert(0, nodes.ExprStmt(call))
+    for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+        if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):  # always; find_all's type does not say so
+            node.body.insert(0, nodes.ExprStmt(_limits_call("tick", [nodes.ContextReference()])))
     _replace_concats(tree)
-    tree.set_environment(tree.environment) if tree.environment is not None else None
+
+
+def _limits_call(name: str, arguments: list[nodes.Expr]) -> nodes.Call:
+    return nodes.Call(nodes.ExtensionAttribute(_Ticks.identifier, name), arguments, [], None, None)
 
 
 def _replace_concats(node: nodes.Node) -> None:
@@ -242,4 +248,4 @@ def _measured(node: nodes.Node) -> nodes.Node:
     _replace_concats(node)
     if not isinstance(node, nodes.Concat):
         return node
-    return nodes.Call(nodes.ExtensionAttribute(_Ticks.identifier, "concat"), node.nodes, [], None, None)
+    return _limits_call("concat", node.nodes)

@@ -117,6 +117,8 @@ class Cluster:
         self.descendants |= {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
 
     def stop(self) -> int:
+        if self.process.poll() is not None:
+            return self.process.returncode
         self.note_descendants()
         self.process.send_signal(signal.SIGINT)
         try:

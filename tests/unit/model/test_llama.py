@@ -100,7 +100,9 @@ def test_each_layer_is_announced_right_after_its_keys_and_values_are_kept(tmp_pa
         seen.append(f"kept {layer}")
         return dense(layer, q, k, v)
 
-    model.forward(prompt(5), torch.arange(5), torch.tensor([4]), attend, lambda layer: seen.append(f"announced {layer}"))
+    model.forward(
+        prompt(5), torch.arange(5), torch.tensor([4]), attend, lambda layer: seen.append(f"announced {layer}")
+    )
 
     assert seen == ["kept 0", "announced 0", "kept 1", "announced 1", "kept 2", "announced 2"]
 

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.errors import CheckpointError, ConfigError
+from tandem.model_config import LinearScaling, Llama3Scaling, ModelConfig, fingerprint
+from tandem.testing import write_tiny_llama
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def changed(folder: Path, **changes: Any) -> Path:
+    """A tiny checkpoint whose config.json has these fields; None takes a field away."""
+    write_tiny_llama(folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({key: each for key, each in config.items() if each is not None}))
+    return folder
+
+
+def test_a_config_is_read_whole(tmp_path: Path) -> None:
+    config = ModelConfig.load(write_tiny_llama(tmp_path, bos_token_id=1, eos_token_id=2, tie=True))
+    assert config == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope_theta=10_000.0,
+        rope_scaling=None,
+        tie_word_embeddings=True,
+        max_position_tokens=2048,
+        bos_token_id=1,
+        eos_token_ids=frozenset({2}),
+    )
+
+
+def test_end_tokens_of_both_files_count(tmp_path: Path) -> None:
+    changed(tmp_path, eos_token_id=2)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    assert ModelConfig.load(tmp_path).eos_token_ids == {2, 5, 7}
+
+
+@pytest.mark.parametrize(
+    ("changes", "scaling"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, LinearScaling(2.0)),
+        ({"rope_scaling": {"rope_type": "default"}}, None),
+        ({"rope_scaling": LLAMA3}, Llama3Scaling(32.0, 1.0, 4.0, 8192)),
+    ],
+)
+def test_rope_scaling_is_read_in_its_older_form(changes: dict[str, Any], scaling: object, tmp_path: Path) -> None:
+    config = ModelConfig.load(changed(tmp_path, rope_theta=500_000.0, **changes))
+    assert (config.rope_theta, config.rope_scaling) == (500_000.0, scaling)
+
+
+def test_rope_parameters_are_read_in_their_newer_form(tmp_path: Path) -> None:
+    parameters = LLAMA3 | {"rope_theta": 500_000.0}
+    config = ModelConfig.load(changed(tmp_path, rope_theta=None, rope_scaling=None, rope_parameters=parameters))
+    assert (config.rope_theta, config.rope_scaling) == (500_000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192))
+
+
+def test_what_an_older_config_leaves_out_has_its_usual_value(tmp_path: Path) -> None:
+    config = ModelConfig.load(changed(tmp_path, head_dim=None, num_key_value_heads=None, rope_theta=None))
+    assert (config.head_dim, config.kv_heads, config.rope_theta) == (16, 4, 10_000.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "architectures: expected one of LlamaForCausalLM, got"),
+        ({"architectures": None}, "architectures: expected one of LlamaForCausalLM, got None"),
+        ({"hidden_size": None}, "hidden_size: expected a positive integer, got None"),
+        ({"hidden_size": "64"}, "hidden_size: expected a positive integer, got '64'"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers: expected a positive integer, got -1"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers: expected at most"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor"),
+        ({"head_dim": 15}, "head_dim: expected an even number"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps: expected a positive number, got 0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: expected true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id: expected a token id"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected silu, got 'gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: expected none"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type: expected default, linear or llama3"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor: expected a positive number"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor: expected more than"),
+        ({"rope_scaling": "linear"}, "rope_scaling: expected an object"),
+    ],
+)
+def test_a_wrong_field_is_named_with_what_was_expected(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.load(changed(tmp_path, **changes))
+    assert f"config.json: {message}" in caught.value.message or message in caught.value.message
+    assert "config.json" in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100_000])
+def test_a_config_that_is_no_json_object_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json: expected"):
+        ModelConfig.load(tmp_path)
+
+
+def test_a_folder_without_a_config_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: expected this file in a checkpoint, found none"):
+        ModelConfig.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "intermediate", "fitting"),
+    [(4, 2, 128, (1, 2, 4)), (9, 3, 1536, (1, 3)), (8, 8, 96, (1, 2, 4, 8)), (6, 3, 96, (1, 3, 6)), (4, 4, 6, (1, 2))],
+)
+def test_fitting_tp_widths(
+    heads: int, kv_heads: int, intermediate: int, fitting: tuple[int, ...], tmp_path: Path
+) -> None:
+    folder = write_tiny_llama(tmp_path, heads=heads, kv_heads=kv_heads, intermediate=intermediate)
+    assert ModelConfig.load(folder).fitting_tps() == fitting
+
+
+def test_a_width_that_does_not_fit_is_refused_with_those_that_do(tmp_path: Path) -> None:
+    config = ModelConfig.load(write_tiny_llama(tmp_path))
+    config.check_tp(4)
+    for tp in (0, 3, 8):
+        with pytest.raises(ConfigError, match=rf"tp: expected one of 1, 2, 4 .* got {tp}"):
+            config.check_tp(tp)
+
+
+def test_kv_heads_are_replicated_where_there_are_more_ranks(tmp_path: Path) -> None:
+    config = ModelConfig.load(write_tiny_llama(tmp_path))
+    assert [config.rank_kv_heads(tp) for tp in (1, 2, 4)] == [2, 1, 1]
+
+
+def test_fingerprints_tell_checkpoints_apart_and_survive_a_copy(tmp_path: Path) -> None:
+    one, same, other, context = (
+        write_tiny_llama(tmp_path / "one"),
+        write_tiny_llama(tmp_path / "same"),
+        write_tiny_llama(tmp_path / "other", seed=1),
+        write_tiny_llama(tmp_path / "context", max_positions=64),
+    )
+    assert fingerprint(one) == fingerprint(same)
+    assert len({fingerprint(one), fingerprint(other), fingerprint(context)}) == 3
+    assert len(fingerprint(one)) == 32
+
+
+def test_a_folder_without_weights_has_no_fingerprint(tmp_path: Path) -> None:
+    (write_tiny_llama(tmp_path) / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"expected \*\.safetensors files"):
+        fingerprint(tmp_path)
