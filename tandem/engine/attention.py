@@ -22,7 +22,7 @@ class _Group:
     """Requests attended to in one call: all single queries together, a prompt's chunk alone.
 
     rows_k, rows_v: [requests * kv_heads * blocks] of layer 0; tokens: [requests, queries] places in the flat batch;
-    mask: [requests, 1, queries, blocks * block_tokens], True where a query may look.
+    mask: [requests, 1, group * queries, blocks * block_tokens], added to scores: 0 where a query may look, else -inf.
     """
 
     tokens: Tensor
@@ -33,11 +33,12 @@ class _Group:
 
 
 class StepAttention:
-    """`Attend` for one step: writes the step's K and V into the pool, then attends."""
+    """`Attend` for one step: writes the step's K and V into the pool, then attends. `heads` are this rank's."""
 
-    def __init__(self, pool: Tensor, layout: KvPoolLayout, sequences: list[SequenceStep]) -> None:
+    def __init__(self, pool: Tensor, layout: KvPoolLayout, sequences: list[SequenceStep], heads: int) -> None:
         self._layout = layout
-        self._device = pool.device
+        self._device, self._dtype = pool.device, pool.dtype
+        self._per_kv = heads // layout.kv_heads
         self._rows = pool.view(-1, layout.block_tokens, layout.head_dim)
         self._cells = pool.view(-1, layout.head_dim)
         self._layer_rows = 2 * layout.kv_heads
@@ -87,7 +88,10 @@ class StepAttention:
         )
         starts = torch.tensor([s.start for s in sequences], dtype=torch.int64)
         queries = starts[:, None] + torch.arange(tokens.shape[1])
-        mask = torch.arange(width * size)[None, None, :] <= queries[:, :, None]
+        hidden = torch.arange(width * size)[None, None, :] > queries[:, :, None]
+        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
+        # The queries of a group see the same; one query needs no copy of its row for that.
+        mask = mask.expand(-1, self._per_kv, -1) if tokens.shape[1] == 1 else mask.repeat(1, self._per_kv, 1)
         return _Group(tokens.to(self._device), rows_k, rows_v, mask[:, None].to(self._device), width)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -106,14 +110,13 @@ class StepAttention:
         """[requests * queries, heads, head_dim]"""
         layout = self._layout
         requests, queries = group.tokens.shape
-        per_kv = q.shape[1] // layout.kv_heads
+        per_kv = self._per_kv
         shape = (requests, layout.kv_heads, group.blocks * layout.block_tokens, layout.head_dim)
         keys = self._rows.index_select(0, group.rows_k + row_offset).view(shape)
         values = self._rows.index_select(0, group.rows_v + row_offset).view(shape)
         # [requests, queries, kv_heads, per_kv, dim] → [requests, kv_heads, per_kv * queries, dim]
         grouped = q[group.tokens.flatten()].view(requests, queries, layout.kv_heads, per_kv, layout.head_dim)
         rows = grouped.permute(0, 2, 3, 1, 4).reshape(requests, layout.kv_heads, per_kv * queries, layout.head_dim)
-        mask = group.mask.repeat(1, 1, per_kv, 1)
-        attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
+        attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask)
         back = attended.view(requests, layout.kv_heads, per_kv, queries, layout.head_dim).permute(0, 3, 1, 2, 4)
         return back.reshape(requests * queries, layout.kv_heads * per_kv, layout.head_dim)

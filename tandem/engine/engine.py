@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tandem.engine.api import EngineLoad, EngineRequest, RequestEnd, Reservation, StepResult, TokenOut
 from tandem.engine.runner import ModelRunner
 from tandem.engine.step import HEARTBEAT, STOP, SequenceStep, StepInput
-from tandem.errors import InputError, InternalError, TandemError
+from tandem.errors import InputError, InternalError, TandemError, WorkerLost
 from tandem.kvcache.block_pool import CacheEvent
 from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason
@@ -159,7 +159,10 @@ class Engine:
     def close(self) -> None:
         """Lets the followers end."""
         if self._tell_followers is not None:
-            self._tell_followers(STOP)
+            try:
+                self._tell_followers(STOP)
+            except WorkerLost:
+                pass  # they have ended already
 
     # --- what others may know ----------------------------------------------------------------------------------
 

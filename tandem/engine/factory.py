@@ -41,7 +41,7 @@ class Rank:
         return self.leader
 
     def follow(self) -> None:
-        """Carries out the leader's steps until it says stop. Raises RuntimeError when it is gone."""
+        """Carries out the leader's steps until it says stop. Raises WorkerLost when it is gone or silent."""
         if self.group is None:
             raise ConfigError("a worker of one rank has nobody to follow", field="rank")
         for step in self.group.steps():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import weakref
 
-import psutil
 import torch
 from torch import Tensor
 
 from tandem.config import EngineSpec
+from tandem.engine.memory import available_bytes
 from tandem.errors import InsufficientMemory
 from tandem.kvcache.layout import KvPoolLayout
 
@@ -26,6 +27,7 @@ class KvPool:
         self.fd: int | None = None
         if device.type == "cpu":
             self.fd = _sealed_memfd(layout.pool_bytes)
+            weakref.finalize(self, os.close, self.fd)
             self._map = mmap.mmap(self.fd, layout.pool_bytes)
             flat = torch.frombuffer(self._map, dtype=DTYPES[layout.dtype])
             self.tensor: Tensor = flat.view(layout.shape)
@@ -59,11 +61,19 @@ def pool_layout(spec: EngineSpec, *, layers: int, kv_heads: int, head_dim: int) 
             field="engine.kv_memory_bytes",
         )
     chosen = layout(blocks)
-    available = psutil.virtual_memory().available
-    if spec.device == "cpu" and chosen.pool_bytes > available:
+    available = _available_bytes(torch.device(spec.device))
+    if chosen.pool_bytes > available:
+        field = "engine.kv_blocks" if spec.kv_blocks else "engine.kv_memory_bytes"
         raise InsufficientMemory(
-            f"engine.kv_memory_bytes: a pool of {chosen.pool_bytes >> 20} MiB was asked for and {available >> 20} MiB "
-            "are available: lower it, or kv_blocks",
-            field="engine.kv_memory_bytes",
+            f"{field}: expected a KV pool that fits, got {chosen.pool_bytes} bytes where {available} are available: "
+            "lower it",
+            field=field,
         )
     return chosen
+
+
+def _available_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return available_bytes()

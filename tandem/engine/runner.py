@@ -18,6 +18,7 @@ class ModelRunner:
         self._pool = pool
         self._exporter = exporter
         self._device = device
+        self._heads = model.layers[0].attention.heads
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> Tensor:
@@ -37,7 +38,12 @@ class ModelRunner:
             torch.tensor(token_ids, dtype=torch.int64, device=self._device),
             torch.tensor(positions, dtype=torch.int64, device=self._device),
             torch.tensor(rows, dtype=torch.int64, device=self._device),
-            StepAttention(self._pool.tensor, self._pool.layout, step.sequences),
-            self._exporter.layer_done if step.exports else None,
+            StepAttention(self._pool.tensor, self._pool.layout, step.sequences, self._heads),
+            self._layer_done if step.exports else None,
         )
         return logits.cpu()
+
+    def _layer_done(self, layer: int) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # launched is not yet written
+        self._exporter.layer_done(layer)

@@ -66,7 +66,7 @@ def make_request(name: str, prompt: Sequence[int], sampling: SamplingParams, **o
 def single_rank(model_dir: Path, rendezvous: Path, exporter: KvExporter | None = None, **spec: object) -> Rank:
     """One rank with its engine, of a worker of one."""
     settings = {"kv_blocks": 128} | spec
-    engine = EngineSpec(**settings)  # type: ignore[arg-type]
+    engine = EngineSpec.model_validate(settings)
     return build_rank(
         model_dir, engine, rank=0, size=1, rendezvous_file=rendezvous, exporter=exporter or NoExport()
     )

@@ -37,10 +37,12 @@ class Chunk:
     sequence: Sequence
     start: int
     count: int
+    samples: bool
 
-    @property
-    def samples(self) -> bool:
-        return self.start + self.count == len(self.sequence.tokens)
+    @classmethod
+    def next_of(cls, sequence: Sequence, count: int) -> Chunk:
+        start = sequence.computed
+        return cls(sequence, start, count, samples=start + count == len(sequence.tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,7 @@ class Scheduler:
             count = min(sequence.pending_tokens, budget)
             if sequence.stage is Stage.RUNNING and count:  # else preempted for an older one in this very step
                 count = self._find_room(sequence, count)
-                chunks += [Chunk(sequence, sequence.computed, count)] if count else []
+                chunks += [Chunk.next_of(sequence, count)] if count else []
                 budget -= count
         chunks = [chunk for chunk in chunks if chunk.sequence.stage is Stage.RUNNING]
         exports = self._admit(chunks, budget)
@@ -249,7 +251,7 @@ class Scheduler:
             if (export := self._export_cached(sequence)) is not None:
                 exports.append(export)
             count = min(sequence.pending_tokens, budget)
-            chunks.append(Chunk(sequence, sequence.computed, count))
+            chunks.append(Chunk.next_of(sequence, count))
             budget -= count
         return exports
 
@@ -289,6 +291,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the front of the line."""
+        self._short_of_blocks = True
         self._running.remove(sequence)
         self.pool.release(sequence.blocks, sequence.hold)
         sequence.blocks, sequence.computed, sequence.committed = [], 0, 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,19 @@ def test_tokens_equal_the_reference_alone_and_in_batches(
     assert driver.at_rest()
 
 
+@pytest.mark.parametrize("max_step_tokens", [64, 512])
+def test_a_prompt_of_many_blocks_equals_the_reference(
+    make: Callable[..., Rank], reference: Any, max_step_tokens: int
+) -> None:
+    driver = EngineDriver(make(max_step_tokens=max_step_tokens).engine)
+    for name in ("cold", "cached"):
+        driver.add(name, prompt(1000), GREEDY)
+        driver.run()
+    assert driver.tokens["cold"] == driver.tokens["cached"] == reference.answer(prompt(1000), GREEDY)
+    assert driver.cached == {"cold": 0, "cached": 992}
+    assert driver.at_rest()
+
+
 def test_preempted_requests_are_computed_again_to_the_same_tokens(make: Callable[..., Rank], reference: Any) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=40)
     driver = EngineDriver(make(kv_blocks=12, max_step_tokens=64).engine)
@@ -105,6 +119,8 @@ def test_what_cannot_run_is_refused_at_once(make: Callable[..., Rank]) -> None:
     engine = make(kv_blocks=8).engine
     with pytest.raises(InputError, match="299"):
         engine.add(make_request("r", [VOCAB], GREEDY))
+    with pytest.raises(InputError, match="at least one token"):
+        engine.add(make_request("r", [], GREEDY))
     with pytest.raises(ContextExceeded, match="2048"):
         engine.add(make_request("r", prompt(2048), GREEDY))
     with pytest.raises(KvExhausted, match="kv_memory_bytes"):
@@ -161,6 +177,42 @@ def test_exported_blocks_decode_to_the_same_tokens_elsewhere(
     assert [first, *d.tokens["r"]] == reference.answer(prompt(length), GREEDY)
     assert p.at_rest()
     assert d.at_rest()
+
+
+def test_an_exported_answer_that_ends_at_its_first_token_says_so(make: Callable[..., Rank], reference: Any) -> None:
+    (first,) = reference.answer(prompt(20), SamplingParams(temperature=0.0, max_tokens=1))
+    driver = EngineDriver(make().engine)
+    stopping = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=frozenset({first}))
+    driver.add("stop", prompt(20), stopping, export_from_block=0)
+    driver.add("length", prompt(20), SamplingParams(temperature=0.0, max_tokens=1), export_from_block=0)
+    driver.add("more", prompt(20), GREEDY, export_from_block=0)
+    driver.run()
+    assert driver.ends == {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "more": None}
+    for name in driver.ends:
+        assert driver.tokens[name] == [first]
+        driver.engine.release_export(name)
+    assert driver.at_rest()
+
+
+def test_a_seeded_answer_goes_on_the_same_from_any_place(make: Callable[..., Rank], reference: Any) -> None:
+    """As after a migration: the prompt and what was said so far are the new prompt."""
+    whole = reference.answer(prompt(20), SEEDED)
+    driver = EngineDriver(make().engine)
+    for said in (1, 3, 7):
+        rest = replace(SEEDED, max_tokens=SEEDED.max_tokens - said)
+        driver.add(str(said), [*prompt(20), *whole[:said]], rest)
+    driver.run()
+    assert driver.tokens == {str(said): whole[said:] for said in (1, 3, 7)}
+    assert driver.at_rest()
+
+
+def test_an_impossible_first_token_is_refused(make: Callable[..., Rank]) -> None:
+    engine = make().engine
+    engine.reserve(make_request("r", prompt(5), GREEDY))
+    with pytest.raises(InputError, match="first_token"):
+        engine.join("r", VOCAB)
+    assert engine.cancel("r")
+    assert engine.load().blocks.leased == 0
 
 
 def test_a_reservation_without_room_changes_nothing(make: Callable[..., Rank]) -> None:

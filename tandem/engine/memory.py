@@ -1,0 +1,46 @@
+"""How much memory this process may still take: the machine's, or less where a control group limits it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def available_bytes(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
+    """The least of what the machine has available and what each limiting control group leaves."""
+    return min([psutil.virtual_memory().available, *_left_by_cgroups(cgroups, own)])
+
+
+def _left_by_cgroups(cgroups: Path, own: Path) -> Iterator[int]:
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return  # no control groups on this machine
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _left(cgroups, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            yield from _left(
+                cgroups / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            )
+
+
+def _left(root: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
+    """What the group and each one above it leave. In a container the path may name groups that are not to be seen."""
+    group = root / path.strip("/")
+    for folder in (group, *group.parents):
+        try:
+            allowed, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            # The kernel drops cached pages of files before it refuses memory.
+            yield max(0, allowed - used + int(statistics.get(reclaimable, 0)))
+        except (OSError, ValueError):
+            pass  # no such group here, or no limit ("max")
+        if folder == root:
+            return

@@ -1,0 +1,90 @@
+"""One bad request fails itself, and the leader and its followers agree on what a step is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tandem.engine.engine import Engine
+from tandem.engine.step import HEARTBEAT, STOP, SequenceStep, StepInput, decode_step, encode_step
+from tandem.engine.testing import EngineDriver, make_request
+from tandem.errors import InternalError, WorkerLost
+from tandem.kvcache.block_pool import BlockPool
+from tandem.request import FinishReason, SamplingParams
+from tandem.scheduler.scheduler import ExportRange, Scheduler
+
+VOCAB = 32
+GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
+
+
+class BrokenFor:
+    """A model whose logits are no numbers for requests that start with token 13."""
+
+    def execute(self, step: StepInput) -> torch.Tensor:
+        rows = [sequence for sequence in step.sequences if sequence.samples]
+        logits = torch.zeros(len(rows), VOCAB)
+        for row, sequence in zip(logits, rows, strict=True):
+            row[5] = 1.0
+            if sequence.token_ids[0] == 13:
+                row.fill_(torch.nan)
+        return logits
+
+
+def make_engine(told: list[StepInput] | None = None) -> Engine:
+    scheduler = Scheduler(
+        BlockPool(8), block_tokens=16, max_running_requests=4, max_step_tokens=64, max_model_tokens=100
+    )
+    return Engine(BrokenFor(), scheduler, VOCAB, told.append if told is not None else None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_fail_their_request_alone(temperature: float) -> None:
+    driver = EngineDriver(make_engine())
+    sampling = SamplingParams(temperature=temperature, top_k=1, max_tokens=3)
+    driver.add("bad", [13, 1], sampling)
+    driver.add("good", [1, 2], sampling)
+    driver.run()
+    assert isinstance(driver.ends["bad"], InternalError)
+    assert driver.ends["good"] is FinishReason.LENGTH
+    assert driver.tokens == {"good": [5, 5, 5]}
+    assert driver.at_rest()
+
+
+def test_an_answer_ends_where_the_context_does() -> None:
+    driver = EngineDriver(make_engine())
+    driver.add("r", [1] * 95, SamplingParams(temperature=0.0, max_tokens=50))
+    driver.run()
+    assert len(driver.tokens["r"]) == 5
+    assert driver.ends["r"] is FinishReason.LENGTH
+
+
+def test_followers_are_told_of_every_step_of_idleness_and_of_the_end() -> None:
+    told: list[StepInput] = []
+    engine = make_engine(told)
+    engine.idle_tick()
+    engine.add(make_request("r", [1, 2, 3], GREEDY))
+    engine.step()
+    engine.close()
+    assert told[0] == HEARTBEAT
+    assert told[1].sequences == [SequenceStep([1, 2, 3], 0, [0], True)]
+    assert told[2] == STOP
+
+
+def test_closing_after_the_followers_are_gone_is_quiet() -> None:
+    def gone(step: StepInput) -> None:
+        raise WorkerLost("a rank is gone")
+
+    scheduler = Scheduler(BlockPool(8), 16, 4, 64, 100)
+    engine = Engine(BrokenFor(), scheduler, VOCAB, gone)  # type: ignore[arg-type]
+    with pytest.raises(WorkerLost):
+        engine.idle_tick()
+    engine.close()
+
+
+def test_a_step_crosses_processes_unchanged() -> None:
+    step = StepInput(
+        [SequenceStep([1, 2], 14, [7, 3], False), SequenceStep([9], 40, [1, 2, 4], True)],
+        [ExportRange("r", 2, (7, 3), 5, in_cache=True, is_last=False)],
+    )
+    for each in (step, HEARTBEAT, STOP):
+        assert decode_step(encode_step(each)) == each

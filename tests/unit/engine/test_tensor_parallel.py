@@ -1,0 +1,135 @@
+"""Several ranks, each its own process, answer as one does; and none outlives its leader."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.config import EngineSpec
+from tandem.engine.factory import build_rank
+from tandem.engine.step import HEARTBEAT
+from tandem.engine.testing import EngineDriver, NoExport
+from tandem.engine.tp_group import TpGroup
+from tandem.errors import ConfigError, WorkerLost
+from tandem.request import SamplingParams
+from tandem.testing import random_prompt, write_tiny_llama
+
+VOCAB = 300
+SPEC = EngineSpec(kv_blocks=64, max_step_tokens=48)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+SEEDED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=8)
+
+FOLLOW = """
+import sys
+from pathlib import Path
+from tandem.config import EngineSpec
+from tandem.engine.factory import build_rank
+from tandem.engine.testing import NoExport
+
+model_dir, rendezvous, rank, size, spec = sys.argv[1:]
+build_rank(
+    Path(model_dir),
+    EngineSpec.model_validate_json(spec),
+    rank=int(rank),
+    size=int(size),
+    rendezvous_file=Path(rendezvous),
+    exporter=NoExport(),
+).follow()
+"""
+
+LEAD_ONCE_AND_DIE = """
+import os, sys
+from pathlib import Path
+import torch
+from tandem.engine.step import HEARTBEAT
+from tandem.engine.tp_group import TpGroup
+
+TpGroup(Path(sys.argv[1]), 0, 2, torch.device("cpu")).send_step(HEARTBEAT)
+os._exit(9)
+"""
+
+
+def start(script: str, *arguments: object) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
+
+
+@contextmanager
+def followers(model_dir: Path, rendezvous: Path, size: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    started = [start(FOLLOW, model_dir, rendezvous, rank, size, SPEC.model_dump_json()) for rank in range(1, size)]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 4), (2, 2), (4, 2), (4, 1)])
+def test_ranks_together_equal_the_reference(
+    tmp_path: Path, reference_for: Callable[[Path], Any], tp: int, kv_heads: int
+) -> None:
+    model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB, heads=8, kv_heads=kv_heads, head_dim=8, seed=2)
+    rendezvous = tmp_path / "rendezvous"
+    with followers(model_dir, rendezvous, tp) as started:
+        leader = build_rank(
+            model_dir, SPEC, rank=0, size=tp, rendezvous_file=rendezvous, exporter=NoExport()
+        )
+        driver = EngineDriver(leader.engine)
+        expected = {}
+        for length, sampling in ((1, GREEDY), (17, SEEDED), (100, GREEDY), (100, SEEDED)):
+            name, prompt = f"{length} {sampling.temperature}", random_prompt(length, VOCAB)
+            expected[name] = reference_for(model_dir).answer(prompt, sampling)
+            driver.add(name, prompt, sampling)
+        driver.run()
+        leader.engine.idle_tick()
+        leader.engine.close()
+        assert driver.tokens == expected
+        assert driver.at_rest()
+        assert leader.layout.kv_heads == max(1, kv_heads // tp)
+        assert [process.wait(20) for process in started] == [0] * (tp - 1)
+
+
+def test_a_follower_ends_when_its_leader_dies(tmp_path: Path) -> None:
+    leader = start(LEAD_ONCE_AND_DIE, tmp_path / "rendezvous")
+    steps = TpGroup(tmp_path / "rendezvous", 1, 2, torch.device("cpu")).steps()
+    assert next(steps) == HEARTBEAT
+    assert leader.wait(20) == 9
+    with pytest.raises(WorkerLost):
+        next(steps)
+
+
+def test_a_follower_gives_up_a_leader_that_falls_silent(tmp_path: Path) -> None:
+    silent = start(LEAD_ONCE_AND_DIE.replace("os._exit(9)", "sys.stdin.read()"), tmp_path / "rendezvous")
+    try:
+        group = TpGroup(tmp_path / "rendezvous", 1, 2, torch.device("cpu"), idle_timeout=timedelta(seconds=0.3))
+        steps = group.steps()
+        assert next(steps) == HEARTBEAT
+        with pytest.raises(WorkerLost):
+            next(steps)
+    finally:
+        silent.kill()
+        silent.wait()
+
+
+def test_only_the_leader_has_an_engine_and_only_followers_follow(tmp_path: Path) -> None:
+    model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB)
+    rank = build_rank(model_dir, SPEC, rank=0, size=1, rendezvous_file=tmp_path / "r", exporter=NoExport())
+    with pytest.raises(ConfigError, match="nobody to follow"):
+        rank.follow()
+
+
+def test_a_width_that_does_not_fit_the_model_is_refused_with_those_that_do(tmp_path: Path) -> None:
+    model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB, heads=4, kv_heads=2)
+    with pytest.raises(ConfigError, match="1, 2, 4"):
+        build_rank(model_dir, SPEC, rank=0, size=3, rendezvous_file=tmp_path / "r", exporter=NoExport())

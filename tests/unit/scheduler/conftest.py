@@ -1,0 +1,154 @@
+"""A scheduler over a pretended KV memory: it holds token ids where a real one holds keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tandem.blockhash import HashKey
+from tandem.errors import KvExhausted, TandemError
+from tandem.kvcache.block_pool import BlockPool
+from tandem.request import SamplingParams
+from tandem.scheduler.scheduler import ExportRange, Scheduler, StepPlan
+from tandem.scheduler.sequence import Sequence
+
+BLOCK = 4
+
+
+@dataclass
+class World:
+    """Carries out plans, and checks at every step that a request reads back exactly its own tokens."""
+
+    blocks: int = 16
+    budget: int = 16
+    max_running: int = 4
+    pool: BlockPool = field(init=False)
+    scheduler: Scheduler = field(init=False)
+    memory: dict[tuple[int, int], int] = field(default_factory=dict)
+    ranges: dict[str, list[ExportRange]] = field(default_factory=dict)
+    read_by_others: dict[str, Sequence] = field(default_factory=dict)
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    failed: dict[str, TandemError] = field(default_factory=dict)
+    arrivals: int = 0
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.blocks)
+        self.scheduler = Scheduler(
+            self.pool,
+            block_tokens=BLOCK,
+            max_running_requests=self.max_running,
+            max_step_tokens=self.budget,
+            max_model_tokens=1000,
+        )
+
+    def sequence(self, name: str, prompt: list[int], max_tokens: int = 3, **options: Any) -> Sequence:
+        self.arrivals += 1
+        return Sequence(
+            request_id=name,
+            tokens=list(prompt),
+            prompt_tokens=len(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens),
+            hash_key=HashKey("model"),
+            block_tokens=BLOCK,
+            arrival=self.arrivals,
+            **options,
+        )
+
+    def add(self, name: str, prompt: list[int], max_tokens: int = 3, **options: Any) -> Sequence:
+        sequence = self.sequence(name, prompt, max_tokens, **options)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def reserve(self, name: str, prompt: list[int], max_tokens: int = 3) -> Sequence:
+        sequence = self.sequence(name, prompt, max_tokens)
+        self.scheduler.reserve(sequence)
+        return sequence
+
+    def fill(self, sequence: Sequence, first_token: int = 1) -> None:
+        """The import: blocks that were not cached get their content; then the request joins."""
+        for position in range(sequence.committed * BLOCK, sequence.prompt_tokens):
+            self._write(sequence, position)
+        self.scheduler.join(sequence.request_id, first_token)
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        self._check(plan)
+        for exported in plan.exports:
+            self.ranges.setdefault(exported.request_id, []).append(exported)
+        for chunk in plan.chunks:
+            if chunk.sequence.request_id in self.ranges:
+                self.read_by_others[chunk.sequence.request_id] = chunk.sequence
+        for chunk in plan.chunks:
+            for position in range(chunk.start, chunk.start + chunk.count):
+                self._write(chunk.sequence, position)
+            self.check_content(chunk.sequence, chunk.start + chunk.count)
+        self.scheduler.advance(plan)
+        for chunk in plan.chunks:
+            if chunk.samples:
+                self._sample(chunk.sequence)
+        self.failed |= dict(plan.failed)
+        for name in self.failed:
+            self.read_by_others.pop(name, None)
+        self.check_exported()
+        return plan
+
+    def run(self, most_steps: int = 2000) -> None:
+        for _ in range(most_steps):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError("the scheduler did not come to rest")
+
+    def at_rest(self) -> bool:
+        counts = self.pool.counts()
+        return counts.conserved and counts.in_use == counts.leased == 0
+
+    def _check(self, plan: StepPlan) -> None:
+        assert sum(chunk.count for chunk in plan.chunks) <= self.budget
+        assert len({chunk.sequence.request_id for chunk in plan.chunks}) == len(plan.chunks)
+        partly = [chunk for chunk in plan.chunks if not chunk.samples]
+        assert len(partly) <= 1
+        for chunk in plan.chunks:
+            assert chunk.count > 0
+            assert chunk.start == chunk.sequence.computed
+            assert len(chunk.sequence.blocks) * BLOCK >= chunk.start + chunk.count
+        assert all(isinstance(error, KvExhausted) for _, error in plan.failed)
+
+    def _write(self, sequence: Sequence, position: int) -> None:
+        self.memory[sequence.blocks[position // BLOCK], position % BLOCK] = sequence.tokens[position]
+
+    def check_content(self, sequence: Sequence, tokens: int) -> None:
+        for position in range(tokens):
+            block = sequence.blocks[position // BLOCK]
+            assert self.memory[block, position % BLOCK] == sequence.tokens[position]
+
+    def release(self, name: str) -> None:
+        self.read_by_others.pop(name, None)
+        self.scheduler.release_export(name)
+
+    def cancel(self, name: str) -> bool:
+        self.read_by_others.pop(name, None)
+        return self.scheduler.cancel(name)
+
+    def check_exported(self) -> None:
+        """What was exported stays what it is until it is released."""
+        for name, sequence in self.read_by_others.items():
+            for exported in self.ranges[name]:
+                tokens = len(exported.block_ids) * BLOCK - BLOCK + exported.last_block_tokens
+                for offset in range(tokens):
+                    cell = exported.block_ids[offset // BLOCK], offset % BLOCK
+                    assert self.memory[cell] == sequence.tokens[exported.first_block * BLOCK + offset]
+
+    def _sample(self, sequence: Sequence) -> None:
+        token = (sum(sequence.tokens) * 31 + len(sequence.tokens)) % 97
+        sequence.tokens.append(token)
+        self.answers.setdefault(sequence.request_id, []).append(token)
+        if sequence.is_exporting or sequence.generated >= sequence.sampling.max_tokens:
+            self.scheduler.finish(sequence)
+
+
+@pytest.fixture
+def make_world() -> type[World]:
+    return World
