@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
+from cluster.version import tandem_version
 from cluster.worker_slot import WorkerSlot, WorkerState
 from tandem.config import Role
 from tandem.errors import TandemError
@@ -20,13 +20,6 @@ if TYPE_CHECKING:
 
 Context = grpc.aio.ServicerContext[Any, Any]
 ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_DECODE}
-
-
-def tandem_version() -> str:
-    try:
-        return version("tandem-serve")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 class AdminService(cluster_pb2_grpc.ClusterServicer):
@@ -54,10 +47,11 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Context) -> cluster_pb2.ClusterStatus:
         controller = self._controller
         slots = sorted(controller.slots.values(), key=lambda slot: slot.worker_id)
-        workers, serves, processes = await asyncio.gather(
+        workers, serves, processes, redis = await asyncio.gather(
             asyncio.gather(*(self._worker(slot) for slot in slots)),
             controller.router_serves(),
             controller.own_processes(),
+            controller.redis_state(),
         )
         return cluster_pb2.ClusterStatus(
             cluster=controller.spec.name,
@@ -65,7 +59,7 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
             backend=controller.backend.name,
             http_address=controller.http_address,
             grpc_address=controller.grpc_address,
-            redis=controller.spec.redis.mode,
+            redis=redis,
             workers=workers,
             processes=[cluster_pb2.Process(name=process.name, pid=process.pid) for process in processes],
             router_ready=serves,

@@ -8,8 +8,9 @@ import asyncio
 import logging
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -19,12 +20,13 @@ from cluster import embedded_redis
 from cluster.admin_service import AdminService
 from cluster.directory import Directory
 from cluster.processes import Backend, MemberHandle, MemberStart, ProcessSpec, Resources, RunningProcess
-from cluster.resolve import ResolvedCluster, ResolvedModel, free_port
+from cluster.redis_probe import check_redis
+from cluster.resolve import ResolvedCluster, ResolvedModel, free_ports
 from cluster.subprocess_backend import LocalMember
 from cluster.supervisor import python
 from cluster.worker_slot import LifeSettings, WorkerSlot, WorkerState
 from tandem.config import Role
-from tandem.errors import ConfigError, TandemError, UnavailableError
+from tandem.errors import ConfigError, PortInUse, TandemError, UnavailableError
 from tandem.grpc_errors import error_from_rpc
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.v1 import cluster_pb2, worker_pb2, worker_pb2_grpc
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 STATE_TIMEOUT_S = 2.0
+REDIS_TIMEOUT_S = 1.0
 ROUTER_BACKOFF_S = 0.5
 
 
@@ -51,11 +54,12 @@ class Controller:
         self._admin: grpc.aio.Server | None = None
         self._admin_address = ""
         self._router: MemberHandle | None = None
+        self._router_has_served = False
         self._router_failure = ""
-        self._redis: MemberHandle | None = None
+        self._redis = LocalMember("redis", log_dir)
         self._redis_url = self.spec.redis.url
         self._tasks: list[asyncio.Task[None]] = []
-        self._worker_channels: dict[str, grpc.aio.Channel] = {}
+        self._worker_channels: dict[str, tuple[str, grpc.aio.Channel]] = {}  # by worker, with the address
 
     @property
     def http_address(self) -> str:
@@ -75,9 +79,10 @@ class Controller:
         """Starts everything; `wait_ready` tells when it serves. Raises TandemError when it cannot even begin."""
         self._run_base.mkdir(mode=0o700, parents=True)
         await self._serve_admin()
-        await asyncio.gather(self.backend.open(), self._start_redis())
+        await self._start_redis()
         settings = LifeSettings(self.spec, self._admin_address, self._redis_url, self._run_base)
-        await asyncio.gather(self._start_router(), *(self._place_model(model, settings) for model in self._cluster.models))
+        await self.backend.open()
+        await together(self._start_router(), self._start_workers(settings))
 
     async def wait_ready(self, progress: Callable[[str], None]) -> None:
         """Until every worker is registered, every link stands and the router serves.
@@ -89,7 +94,7 @@ class Controller:
         told = ""
         while waiting := await self._waiting_for():
             if waiting != told:
-                progress(waiting)
+                progress(f"waiting for {waiting}")
                 told = waiting
             if asyncio.get_running_loop().time() > deadline_s:
                 raise UnavailableError(
@@ -103,10 +108,8 @@ class Controller:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for member in (self._router, self._redis):
-            if member is not None:
-                await member.stop()
-        for channel in self._worker_channels.values():
+        await asyncio.gather(*(member.stop() for member in self._own_members()))
+        for _, channel in self._worker_channels.values():
             await channel.close()
         if self._admin is not None:
             await self._admin.stop(grace=0.2)
@@ -125,7 +128,8 @@ class Controller:
             return f"workers {', '.join(starting)}"
         if links := await self._links_waited_for():
             return links
-        return "" if await self.router_serves() else "the router"
+        self._router_has_served = await self.router_serves()
+        return "" if self._router_has_served else "the router"
 
     async def _links_waited_for(self) -> str:
         for slot in self.slots.values():
@@ -157,7 +161,14 @@ class Controller:
         control = self.spec.control
         self._admin = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         AdminService(self).add_to(self._admin)
-        port = self._admin.add_insecure_port(f"{control.admin_host}:{control.admin_port}")
+        try:
+            port = self._admin.add_insecure_port(f"{control.admin_host}:{control.admin_port}")
+        except RuntimeError:  # all that gRPC tells; the port was free a moment ago
+            raise PortInUse(
+                f"control.admin_port: cannot listen on {control.admin_host}:{control.admin_port}: choose another with "
+                "--admin-port",
+                field="control.admin_port",
+            ) from None
         await self._admin.start()
         self._admin_address = f"{control.admin_host}:{port}"
 
@@ -165,11 +176,9 @@ class Controller:
         if self.spec.redis.mode != "embedded":
             return
         start, self._redis_url = embedded_redis.member(self._run_base / "redis")
-        self._redis = LocalMember("redis", self._log_dir)
         await self._redis.start(start)
 
     async def _start_router(self) -> None:
-        member = self._router = await self.backend.place_here("router")
         launch = RouterLaunch(
             cluster=self.spec.name,
             router_id=f"router-{secrets.token_hex(4)}",
@@ -185,30 +194,37 @@ class Controller:
             files={"launch.json": launch.model_dump_json()},
             processes=(ProcessSpec(name="router", argv=python("router", "--launch", f"{run_dir}/launch.json")),),
         )
-        await member.start(start)
-        self._tasks.append(asyncio.create_task(self._keep_router(member, start)))
+        self._router = await self.backend.place_here("router")
+        await self._router.start(start)
+        self._tasks.append(asyncio.create_task(self._keep_router(self._router, start)))
 
     async def _keep_router(self, member: MemberHandle, start: MemberStart) -> None:
         while True:
             reason = await member.wait_end()
-            log.warning("the router ended: %s", reason)
-            if not any(slot.state is WorkerState.READY for slot in self.slots.values()):
-                self._router_failure = reason  # it never served: tell the user instead of trying for ever
+            if not self._router_has_served:
+                self._router_failure = reason  # tell the user instead of trying for ever
                 return
+            log.warning("the router ended: %s", reason)
             await member.stop()
             await asyncio.sleep(ROUTER_BACKOFF_S)
             await member.start(start)
 
-    async def _place_model(self, model: ResolvedModel, settings: LifeSettings) -> None:
+    async def _start_workers(self, settings: LifeSettings) -> None:
         several = len(self._cluster.models) > 1
-        prefix = f"{model.spec.served_name.replace('/', '-')}-" if several else ""
-        for role, pool in ((Role.PREFILL, model.spec.prefill), (Role.DECODE, model.spec.decode)):
-            for number in range(pool.workers):
-                worker_id = f"{prefix}{role.value}-{number}"
-                members = await self.backend.place(worker_id, [_rank_resources(model)] * pool.tp)
-                slot = WorkerSlot(worker_id, role, model, members, settings, self._slot_changed)
-                self.slots[worker_id] = slot
-                self._tasks.append(asyncio.create_task(slot.run()))
+        starts = []
+        for model in self._cluster.models:
+            prefix = f"{model.spec.served_name.replace('/', '-')}-" if several else ""
+            for role, pool in ((Role.PREFILL, model.spec.prefill), (Role.DECODE, model.spec.decode)):
+                names = [f"{prefix}{role.value}-{number}" for number in range(pool.workers)]
+                starts += [self._start_worker(name, role, model, settings) for name in names]
+        await together(*starts)
+
+    async def _start_worker(self, worker_id: str, role: Role, model: ResolvedModel, settings: LifeSettings) -> None:
+        pool = model.spec.prefill if role is Role.PREFILL else model.spec.decode
+        members = await self.backend.place(worker_id, [_rank_resources(model)] * pool.tp)
+        slot = WorkerSlot(worker_id, role, model, members, settings, self._slot_changed)
+        self.slots[worker_id] = slot
+        self._tasks.append(asyncio.create_task(slot.run()))
 
     def _slot_changed(self, slot: WorkerSlot) -> None:
         if slot.state is not WorkerState.READY:
@@ -219,7 +235,7 @@ class Controller:
     def register(self, info: cluster_pb2.WorkerInfo) -> None:
         """Raises TandemError when it is not the life the controller started, or cannot work with the others."""
         slot = self.slots.get(info.worker_id)
-        if slot is None or slot.epoch != info.epoch:
+        if slot is None or not slot.accepts(info.epoch):
             raise ConfigError(
                 f"worker_id: {info.worker_id} in epoch {info.epoch} is not a worker of this cluster", field="worker_id"
             )
@@ -234,9 +250,13 @@ class Controller:
         """What a worker says of itself, or None when it does not answer."""
         if slot.info is None:
             return None
-        channel = self._worker_channels.get(slot.info.address)
-        if channel is None:
-            channel = self._worker_channels[slot.info.address] = grpc.aio.insecure_channel(slot.info.address)
+        address = slot.info.address
+        known, channel = self._worker_channels.get(slot.worker_id, (None, None))
+        if channel is None or known != address:
+            self._worker_channels[slot.worker_id] = address, grpc.aio.insecure_channel(address)
+            if channel is not None:
+                await channel.close()
+            channel = self._worker_channels[slot.worker_id][1]
         stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
         try:
             return await stub.GetState(worker_pb2.GetStateRequest(), timeout=STATE_TIMEOUT_S)
@@ -244,10 +264,32 @@ class Controller:
             log.info("%s does not answer: %s", slot.worker_id, error_from_rpc(error).message)
             return None
 
+    def _own_members(self) -> list[MemberHandle]:
+        return [self._redis] if self._router is None else [self._router, self._redis]
+
     async def own_processes(self) -> list[RunningProcess]:
-        members = [member for member in (self._router, self._redis) if member is not None]
-        found = await asyncio.gather(*(member.processes() for member in members))
+        found = await asyncio.gather(*(member.processes() for member in self._own_members()))
         return [process for member in found for process in member]
+
+    async def redis_state(self) -> str:
+        """Its mode, or `unreachable`."""
+        if self._redis_url is None:
+            return self.spec.redis.mode
+        try:
+            await asyncio.to_thread(check_redis, self._redis_url, REDIS_TIMEOUT_S)
+        except ConfigError:
+            return "unreachable"
+        return self.spec.redis.mode
+
+
+async def together(*parts: Coroutine[Any, Any, None]) -> None:
+    """Runs all; when one fails the others are ended first and its error is the one raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for part in parts:
+                group.create_task(part)
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
 
 
 def _served(model: ResolvedModel) -> ServedModel:
@@ -275,10 +317,8 @@ def needed_cpus(cluster: ResolvedCluster) -> float:
 def with_free_ports(cluster: ResolvedCluster) -> ResolvedCluster:
     """Ports given as 0 become free ones, so that everybody can be told the same."""
     spec = cluster.spec
+    http_port, grpc_port = free_ports(spec.router.http_host, spec.router.grpc_host)
     router = spec.router.model_copy(
-        update={
-            "http_port": spec.router.http_port or free_port(spec.router.http_host),
-            "grpc_port": spec.router.grpc_port or free_port(spec.router.grpc_host),
-        }
+        update={"http_port": spec.router.http_port or http_port, "grpc_port": spec.router.grpc_port or grpc_port}
     )
     return ResolvedCluster(spec.model_copy(update={"router": router}), cluster.models)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pydantic import Field
+
 from tandem.config import Frozen
 
 
@@ -14,7 +16,7 @@ class ProcessSpec(Frozen):
 
     name: str
     argv: tuple[str, ...]
-    env: dict[str, str] = {}
+    env: dict[str, str] = Field(default_factory=dict)
     restart: bool = False
 
 
@@ -45,7 +47,9 @@ class Resources:
 class MemberHandle(Protocol):
     """A place where one group of processes is kept: a tensor-parallel rank with its agent, or the router."""
 
-    async def start(self, start: MemberStart) -> None: ...
+    async def start(self, start: MemberStart) -> None:
+        """What cannot be started is an end, which `wait_end` tells of."""
+        ...
 
     async def wait_end(self) -> str:
         """Returns why the member ended: a process of it died that is not restarted, or its place was lost."""
@@ -66,11 +70,13 @@ class Backend(Protocol):
     async def open(self) -> None: ...
 
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
-        """Places for members that must share a host."""
+        """Places for members that must share a host. Raises ConfigError when there is no room for them."""
         ...
 
     async def place_here(self, name: str) -> MemberHandle:
-        """A place on the controller's own host."""
+        """A place on the controller's own host, where the router's addresses are."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Leaves no process of the backend's own, whatever state it is in; members were stopped by their owners."""
+        ...

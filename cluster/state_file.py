@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,6 +13,8 @@ from pathlib import Path
 import psutil
 
 from tandem.errors import ConfigError
+
+KEPT_LOGS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,9 @@ class ClusterState:
     @property
     def is_alive(self) -> bool:
         try:
-            return abs(psutil.Process(self.pid).create_time() - self.started) < 1.0
+            process = psutil.Process(self.pid)
+            # A killed process that nobody has waited for is a zombie, which still has its pid and start time.
+            return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - self.started) < 1.0
         except psutil.NoSuchProcess:
             return False
 
@@ -34,6 +39,15 @@ class ClusterState:
 def state_dir() -> Path:
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "tandem"
+
+
+def new_log_dir(cluster: str) -> Path:
+    """For this process's cluster. Of earlier ones the last few are kept."""
+    logs = state_dir() / "logs"
+    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for old in sorted(logs.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT_LOGS]:
+        shutil.rmtree(old, ignore_errors=True)
+    return logs / f"{cluster}-{os.getpid()}"
 
 
 def read(name: str) -> ClusterState | None:

@@ -10,6 +10,8 @@ from cluster.supervisor import Supervisor
 
 
 class LocalMember:
+    """A member among this process's own children: the controller's Redis, whatever the backend."""
+
     def __init__(self, name: str, log_dir: Path) -> None:
         self._supervisor = Supervisor(name, log_dir)
 

@@ -9,18 +9,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import os
+import secrets
 import shutil
 import signal
+import site
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
 from cluster.processes import MemberStart, ProcessSpec, RunningProcess
 
+log = logging.getLogger(__name__)
+
 PR_SET_PDEATHSIG = 1
 STOP_GRACE_S = 5.0
 RESTART_DELAY_S = 0.2
+MAX_RESTART_DELAY_S = 5.0
+STABLE_S = 10.0  # a process that lived this long is restarted without further delay
+TAIL_BYTES = 4096
+_CODE = Path(__file__).resolve().parents[1]  # where our packages are: the repository or site-packages
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -45,15 +55,19 @@ class Supervisor:
         self._ended: asyncio.Future[str] | None = None
 
     async def start(self, start: MemberStart) -> None:
+        """What cannot be started is an end that `wait_end` tells of, like any other."""
         self._run_dir = Path(start.run_dir)
-        self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name, content in start.files.items():
-            _write_private(self._run_dir / name, content)
         self._ended = asyncio.get_running_loop().create_future()
-        for spec in start.processes:
-            await self._spawn(spec)
-            self._watchers.append(asyncio.create_task(self._watch(spec)))
+        try:
+            self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name, content in start.files.items():
+                _write_private(self._run_dir / name, content)
+            for spec in start.processes:
+                await self._spawn(spec)
+                self._watchers.append(asyncio.create_task(self._watch(spec)))
+        except OSError as error:
+            self._end(f"{self._name} could not be started: {error}")
 
     async def wait_end(self) -> str:
         if self._ended is None:
@@ -72,54 +86,71 @@ class Supervisor:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         self._watchers.clear()
-        await asyncio.gather(*(_end(child, grace_s) for child in self._children.values()))
+        await asyncio.gather(*(_stop(child, grace_s) for child in self._children.values()))
         self._children.clear()
+        self._end(f"{self._name} was stopped")
         if self._run_dir is not None:
             shutil.rmtree(self._run_dir, ignore_errors=True)
 
+    def _end(self, reason: str) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(reason)
+
     async def _spawn(self, spec: ProcessSpec) -> None:
-        # PYTHONPATH is left alone: the packages are installed, or the folder is the repository itself.
-        with (self._log_dir / f"{self._name}.{spec.name}.log").open("ab") as log:
+        with self._log_of(spec.name).open("ab") as log_file:
             self._children[spec.name] = await asyncio.create_subprocess_exec(
                 *spec.argv,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=os.environ | spec.env,
+                stdout=log_file,
+                stderr=log_file,
+                env=os.environ | _python_path() | spec.env,
                 start_new_session=True,  # a terminal's Ctrl-C is the controller's to handle
                 preexec_fn=_die_with(os.getpid()),
             )
 
     async def _watch(self, spec: ProcessSpec) -> None:
+        loop = asyncio.get_running_loop()
+        delay_s = RESTART_DELAY_S
         while True:
-            code = await self._children[spec.name].wait()
+            started_s = loop.time()
+            how = _how(await self._children[spec.name].wait())
             if not spec.restart:
                 break
-            await asyncio.sleep(RESTART_DELAY_S)
-            await self._spawn(spec)
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(f"{self._name}/{spec.name} {_how(code)}{self._last_words(spec.name)}")
+            log.warning("%s/%s %s; starting it again", self._name, spec.name, how)
+            stable = loop.time() - started_s >= STABLE_S
+            delay_s = RESTART_DELAY_S if stable else min(MAX_RESTART_DELAY_S, 2 * delay_s)
+            await asyncio.sleep(delay_s)
+            try:
+                await self._spawn(spec)
+            except OSError as error:
+                how = f"could not be started again: {error}"
+                break
+        self._end(f"{self._name}/{spec.name} {how}{self._last_words(spec.name)}")
+
+    def _log_of(self, process: str) -> Path:
+        return self._log_dir / f"{self._name}.{process}.log"
 
     def _last_words(self, process: str) -> str:
         """The last line of its log that says something."""
-        with contextlib.suppress(OSError):
-            lines = (self._log_dir / f"{self._name}.{process}.log").read_text(errors="replace").splitlines()
-            for line in reversed(lines[-20:]):
+        with contextlib.suppress(OSError), self._log_of(process).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            for line in reversed(file.read().decode(errors="replace").splitlines()):
                 if line.strip():
                     return f": {line.strip()[:400]}"
         return ""
 
 
-async def _end(child: asyncio.subprocess.Process, grace_s: float) -> None:
+async def _stop(child: asyncio.subprocess.Process, grace_s: float) -> None:
+    """SIGTERM to the process and what it started; SIGKILL after the grace."""
     if child.returncode is not None:
         return
     with contextlib.suppress(ProcessLookupError):
-        child.terminate()
+        os.killpg(child.pid, signal.SIGTERM)
     try:
         await asyncio.wait_for(child.wait(), grace_s)
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
-            child.kill()
+            os.killpg(child.pid, signal.SIGKILL)
         await child.wait()
 
 
@@ -128,10 +159,21 @@ def _how(code: int) -> str:
 
 
 def _write_private(path: Path, content: str) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+    """In one step: the members of a worker share a folder, and one's processes may be reading already."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(content)
+    partial.replace(path)
+
+
+def _python_path() -> dict[str, str]:
+    """Our packages are found wherever they are; those of site-packages are found anyway, and after Python's own."""
+    if str(_CODE) in (sysconfig.get_path("purelib"), site.getusersitepackages()):
+        return {}
+    before = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": f"{_CODE}{os.pathsep}{before}" if before else str(_CODE)}
 
 
 def python(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command line of one of our own modules, in this interpreter."""
-    return (sys.executable, "-m", module, *arguments)
+    """The command line of one of our own modules, in this interpreter. -P: never a module of the current folder."""
+    return (sys.executable, "-P", "-m", module, *arguments)

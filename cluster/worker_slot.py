@@ -19,8 +19,13 @@ from tandem.v1 import cluster_pb2
 
 log = logging.getLogger(__name__)
 
-FAILED_STARTS = 3  # so many ends in a row without ever being ready, and the worker is given up
+FAILED_STARTS = 3  # so many ends without ever having been ready, and the worker is given up
 MAX_BACKOFF_S = 10.0
+
+
+def new_epoch() -> int:
+    """Never 0, and positive in every integer type it may pass through."""
+    return secrets.randbits(62) + 1
 
 
 class WorkerState(StrEnum):
@@ -41,7 +46,10 @@ class LifeSettings:
 
 
 class WorkerSlot:
-    """`on_change` is called whenever the worker enters or leaves READY."""
+    """`on_change` is called whenever the worker enters or leaves READY.
+
+    `epoch` is that of the life that is running or, between two lives, of the next: an ended one is accepted no more.
+    """
 
     def __init__(
         self,
@@ -57,28 +65,36 @@ class WorkerSlot:
         self.model = model
         self.state = WorkerState.STARTING
         self.reason = ""
-        self.epoch = 0
+        self.epoch = new_epoch()
         self.restarts = 0
         self.info: cluster_pb2.WorkerInfo | None = None
         self._members = list(members)
         self._settings = settings
         self._on_change = on_change
         self._failures = 0
+        self._was_ever_ready = False
 
     async def run(self) -> None:
         """Keeps the worker alive until it is cancelled or given up."""
         try:
-            while self.state is not WorkerState.FAILED:
-                self.reason = await self._live()
-                self._ended()
+            while not self.is_given_up:
+                self._ended(await self._live())
                 await self._stop()
-                if self.state is not WorkerState.FAILED:
+                if not self.is_given_up:
                     await asyncio.sleep(min(MAX_BACKOFF_S, 0.1 * 2**self._failures))
         finally:
             await self._stop()
 
+    @property
+    def is_given_up(self) -> bool:
+        return self.state is WorkerState.FAILED
+
+    def accepts(self, epoch: int) -> bool:
+        return epoch == self.epoch and self.state is not WorkerState.FAILED
+
     def registered(self, info: cluster_pb2.WorkerInfo) -> None:
         self.info = info
+        self._was_ever_ready = True
         self.state, self.reason = WorkerState.READY, ""
         self._failures = 0
         self._on_change(self)
@@ -94,7 +110,6 @@ class WorkerSlot:
 
     async def _live(self) -> str:
         """One epoch, from start to end. Returns why it ended."""
-        self.epoch = secrets.randbits(62) + 1
         launch = self._launch()
         await asyncio.gather(*(m.start(self._start(launch, rank)) for rank, m in enumerate(self._members)))
         ends = [asyncio.create_task(member.wait_end()) for member in self._members]
@@ -109,16 +124,17 @@ class WorkerSlot:
             for end in ends:
                 end.cancel()
 
-    def _ended(self) -> None:
-        was_ready = self.state is WorkerState.READY
+    def _ended(self, reason: str) -> None:
         self.info = None
-        self._failures += 1
-        self.restarts += 1
         if self.state is WorkerState.FAILED:
-            return
-        given_up = not was_ready and self._failures >= FAILED_STARTS
+            return  # it was refused, for a reason that says more
+        self.reason = reason
+        self.epoch = new_epoch()
+        self.restarts += 1
+        self._failures += 1
+        given_up = not self._was_ever_ready and self._failures >= FAILED_STARTS
         self.state = WorkerState.FAILED if given_up else WorkerState.RESTARTING
-        log.warning("%s ended: %s", self.worker_id, self.reason)
+        log.warning("%s ended: %s", self.worker_id, reason)
         self._on_change(self)
 
     async def _stop(self) -> None:

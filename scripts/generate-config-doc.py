@@ -31,9 +31,9 @@ flags, and the Helm values under `cluster` are all this. An unknown key is an er
 default, so an empty file is the default cluster: one prefill and one decode worker of the demo model on this machine.
 [`deploy/tandem.yaml`](../deploy/tandem.yaml) writes all defaults out.
 
-Flags win over the environment, the environment over the file. A variable is `TANDEM_SPEC__` and the key's path with
-`__` between its parts, numbers for places in a list: `TANDEM_SPEC__ROUTER__HTTP_PORT=8080`,
-`TANDEM_SPEC__MODELS__0__PREFILL__WORKERS=2`.
+Flags win over the environment, the environment over the file. A variable is `TANDEM_` and the key's path with
+`__` between its parts, numbers for places in a list: `TANDEM_ROUTER__HTTP_PORT=8080`,
+`TANDEM_MODELS__0__PREFILL__WORKERS=2`.
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 
 import grpc.aio
 from rich.console import Console
@@ -11,38 +12,73 @@ from rich.console import Console
 from cluster import state_file
 from cluster.commands.generation import chat_request, generate
 from cluster.commands.running import run_interruptible
+from tandem.errors import TandemError
 from tandem.v1 import inference_pb2
 
 
 def run_chat(
-    question: str | None, model: str | None, temperature: float, max_tokens: int, address: str | None, cluster: str | None
+    question: str | None,
+    model: str | None,
+    temperature: float,
+    max_tokens: int,
+    address: str | None,
+    cluster: str | None,
 ) -> int:
     target = address or state_file.find(cluster).grpc
     return run_interruptible(_chat(question, model or "", temperature, max_tokens, target))
 
 
 async def _chat(question: str | None, model: str, temperature: float, max_tokens: int, address: str) -> int:
+    """Raises the router's error, unless somebody sits at a terminal and can ask again."""
+    patient = question is None and sys.stdin.isatty()
     messages: list[inference_pb2.ChatMessage] = []
     async with grpc.aio.insecure_channel(address) as channel:
-        while (asked := question or await asyncio.to_thread(_read)) is not None:
+        while (asked := question or await _read_line("you> " if patient else "")) is not None:
             if not asked.strip():
                 continue
             messages.append(inference_pb2.ChatMessage(role="user", content=asked))
             request = chat_request(messages, model=model, temperature=temperature, max_tokens=max_tokens)
-            answer = ""
-            async for event in generate(channel, request):
-                answer += event.chunk.text
-                print(event.chunk.text, end="", flush=True)
-            print()
+            try:
+                answer = await _stream_answer(channel, request)
+            except TandemError as error:
+                if not patient:
+                    raise
+                Console(stderr=True, highlight=False).print(f"[red]error:[/] {error.message}")
+                messages.pop()
+                continue
             messages.append(inference_pb2.ChatMessage(role="assistant", content=answer))
             if question is not None:
                 break
     return 0
 
 
-def _read() -> str | None:
+async def _stream_answer(channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest) -> str:
+    answer = ""
+    try:
+        async for event in generate(channel, request):
+            answer += event.chunk.text
+            print(event.chunk.text, end="", flush=True)
+    finally:
+        print()
+    return answer
+
+
+async def _read_line(prompt: str) -> str | None:
     """The next question: a line from a terminal or a pipe; None at its end."""
-    if sys.stdin.isatty():
-        Console().print("[bold cyan]you[/] ", end="")
-    line = sys.stdin.readline()
-    return line.rstrip("\n") if line else None
+    if prompt:
+        print(prompt, end="", flush=True)
+    loop = asyncio.get_running_loop()
+    line: asyncio.Future[str] = loop.create_future()
+
+    def set_result(text: str) -> None:
+        if not line.done():
+            line.set_result(text)
+
+    def read() -> None:
+        text = sys.stdin.readline()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(set_result, text)
+
+    # A daemon: nothing can interrupt a thread that reads from a terminal, and Ctrl-C must end the command at once.
+    threading.Thread(target=read, daemon=True).start()
+    return (await line).rstrip("\n") or (None if line.result() == "" else "")

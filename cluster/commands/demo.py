@@ -15,7 +15,7 @@ from rich.text import Text
 
 from cluster.commands.generation import chat_request, generate
 from cluster.commands.running import run_interruptible, running_cluster
-from cluster.resolve import free_port, port_is_free
+from cluster.resolve import free_ports, port_is_free
 from cluster.spec_loader import load_spec
 from tandem.config import DEMO_MODEL, ClusterSpec
 from tandem.v1 import inference_pb2
@@ -49,7 +49,11 @@ def demo_spec() -> ClusterSpec:
         "router.grpc_port": (usual.router.grpc_host, usual.router.grpc_port),
         "control.admin_port": (usual.control.admin_host, usual.control.admin_port),
     }
-    chosen = {field: port if port_is_free(host, port) else free_port(host) for field, (host, port) in ports.items()}
+    free = free_ports(*(host for host, _ in ports.values()))
+    chosen = {
+        field: port if port_is_free(host, port) else other
+        for (field, (host, port)), other in zip(ports.items(), free, strict=True)
+    }
     # The prompts share a system prompt; a low bar makes each of them show a handoff nevertheless.
     return load_spec(None, {"name": "tandem-demo", "router.local_prefill_max_tokens": 16} | chosen)
 
@@ -58,7 +62,7 @@ async def _demo(console: Console) -> int:
     started_s = time.monotonic()
 
     def progress(what: str) -> None:
-        console.print(f"[dim]{time.monotonic() - started_s:5.1f} s  waiting for {what}[/]")
+        console.print(f"[dim]{time.monotonic() - started_s:5.1f} s  {what}[/]")
 
     console.print("[bold]Tandem[/]: one prefill worker, one decode worker, KV blocks moved between them")
     async with running_cluster(demo_spec(), progress) as controller:

@@ -6,20 +6,15 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from redis import Redis
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
-from redis.retry import Retry
 from rich.console import Console
 
 from cluster import embedded_redis
-from cluster.resolve import available_bytes, check_memory, check_ports, default_run_base, resolve_models
+from cluster.redis_probe import check_redis
+from cluster.resolve import available_bytes, check_memory, check_ports, resolve_models
+from cluster.run_dirs import run_base
 from cluster.spec_loader import load_spec
 from tandem.config import ClusterSpec
 from tandem.errors import ConfigError, TandemError
-
-SOCKET_NAME_BYTES = 40  # what a worker's run folder and socket add to the base
-UNIX_PATH_BYTES = 107
 
 
 def run_doctor(config: Path | None, model: str | None) -> int:
@@ -51,10 +46,7 @@ def _shared_memory(spec: ClusterSpec) -> str:
 
 
 def _run_folder(spec: ClusterSpec) -> str:
-    base = default_run_base(spec.name)
-    if len(str(base)) + SOCKET_NAME_BYTES > UNIX_PATH_BYTES:
-        raise ConfigError(f"{base} is too long for unix sockets: set XDG_RUNTIME_DIR to a shorter folder")
-    return str(base.parent)
+    return str(run_base(spec.name).parent)
 
 
 def _devices(spec: ClusterSpec) -> str:
@@ -74,25 +66,16 @@ def _redis(spec: ClusterSpec) -> str:
         return "none: every router knows only what it has seen itself"
     if spec.redis.mode == "embedded":
         return f"embedded, {embedded_redis.binary().name}"
-    client = Redis.from_url(spec.redis.url or "", socket_timeout=3.0, retry=Retry(NoBackoff(), 0))
-    try:
-        info = client.info("server")
-    except RedisError as error:
-        raise ConfigError(
-            f"redis.url: {spec.redis.url} does not answer ({error}): start it, or correct the URL"
-        ) from None
-    finally:
-        client.close()
-    return f"answers, version {info.get('redis_version', 'unknown') if isinstance(info, dict) else 'unknown'}"
+    return f"answers, version {check_redis(spec.redis.url or '')}"
 
 
 def _model(spec: ClusterSpec) -> str:
-    models = resolve_models(spec, progress=lambda what: None)
+    models = resolve_models(spec, progress=lambda what: None, fetch=False)
     return ", ".join(f"{model.spec.served_name} in {model.folder}" for model in models)
 
 
 def _memory(spec: ClusterSpec) -> str:
-    check_memory(resolve_models(spec, progress=lambda what: None))
+    check_memory(resolve_models(spec, progress=lambda what: None, fetch=False))
     return f"{available_bytes() >> 20} MiB available, enough for weights and KV pools"
 
 

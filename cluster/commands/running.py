@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -13,7 +12,9 @@ from typing import Any
 from cluster import state_file
 from cluster.controller import Controller, needed_cpus, with_free_ports
 from cluster.processes import Backend
-from cluster.resolve import ResolvedCluster, default_run_base, resolve
+from cluster.ray_token import use_own_token
+from cluster.resolve import ResolvedCluster, resolve
+from cluster.run_dirs import ray_base, run_base
 from cluster.subprocess_backend import SubprocessBackend
 from tandem.config import ClusterSpec
 
@@ -24,9 +25,11 @@ def make_backend(cluster: ResolvedCluster, log_dir: Path) -> Backend:
     control = cluster.spec.control
     if control.backend == "subprocess":
         return SubprocessBackend(log_dir)
+    if control.ray_address is None:
+        use_own_token()
     from cluster.ray_backend import RayBackend  # noqa: PLC0415 (Ray takes most of a second, and is not always wanted)
 
-    return RayBackend(log_dir, address=control.ray_address, cpus=needed_cpus(cluster))
+    return RayBackend(log_dir, ray_base(), address=control.ray_address, cpus=needed_cpus(cluster))
 
 
 @asynccontextmanager
@@ -34,11 +37,10 @@ async def running_cluster(spec: ClusterSpec, progress: Progress) -> AsyncIterato
     """Yields when everything is ready; ends everything on the way out, also when it never became ready."""
     state_file.refuse_second(spec.name)
     cluster = with_free_ports(await asyncio.to_thread(resolve, spec, progress))
-    run_base = default_run_base(spec.name)
-    log_dir = state_file.state_dir() / "logs" / f"{spec.name}-{os.getpid()}"
-    controller = Controller(cluster, make_backend(cluster, log_dir), run_base, log_dir)
+    log_dir = state_file.new_log_dir(spec.name)
+    controller = Controller(cluster, make_backend(cluster, log_dir), run_base(spec.name), log_dir)
     try:
-        progress(f"the cluster ({spec.control.backend})")
+        progress(f"starting the cluster ({spec.control.backend})")
         await controller.start()
         addresses = {
             "admin": controller.admin_address,

@@ -60,7 +60,7 @@ async def _up(spec: ClusterSpec) -> int:
     started_s = time.monotonic()
 
     def progress(what: str) -> None:
-        console.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  waiting for {what}")
+        console.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  {what}")
 
     async with running_cluster(spec, progress) as controller:
         models = ", ".join(
