@@ -40,13 +40,14 @@ def up(
     backend: Annotated[str | None, typer.Option(help="ray or subprocess.")] = None,
     redis_url: Annotated[str | None, typer.Option(help="An external Redis or Valkey instead of the embedded.")] = None,
     disaggregation: Annotated[str | None, typer.Option(help="auto, always or never.")] = None,
+    name: Annotated[str | None, typer.Option(help="A name of its own lets a second cluster run.")] = None,
 ) -> None:
     """Start a cluster and stay up until Ctrl-C."""
     from cluster.commands.up import UpFlags, run_up
 
     flags = UpFlags(
         config, model, prefill, decode, prefill_tp, decode_tp, http_port, grpc_port, admin_port, backend, redis_url,
-        disaggregation,
+        disaggregation, name,
     )  # fmt: skip
     raise typer.Exit(run_up(flags))
 

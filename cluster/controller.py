@@ -56,6 +56,7 @@ class Controller:
         self._router: MemberHandle | None = None
         self._router_has_served = False
         self._router_failure = ""
+        self._closing = False
         self._redis = LocalMember("redis", log_dir)
         self._redis_url = self.spec.redis.url
         self._tasks: list[asyncio.Task[None]] = []
@@ -105,6 +106,9 @@ class Controller:
 
     async def close(self) -> None:
         """Ends everything that was started, in whatever state it is."""
+        if self._router is not None:
+            self._closing = True
+            await self._router.stop()  # first: it lets running requests end, or tells their clients, while workers live
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -201,6 +205,8 @@ class Controller:
     async def _keep_router(self, member: MemberHandle, start: MemberStart) -> None:
         while True:
             reason = await member.wait_end()
+            if self._closing:
+                return
             if not self._router_has_served:
                 self._router_failure = reason  # tell the user instead of trying for ever
                 return

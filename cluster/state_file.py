@@ -71,7 +71,7 @@ def refuse_second(name: str) -> None:
     if (state := read(name)) is not None:
         raise ConfigError(
             f"name: a cluster named {name!r} is running (pid {state.pid}): end it with Ctrl-C there or "
-            f"`kill {state.pid}`, or give this one another name in the config",
+            f"`kill {state.pid}`, or give this one another --name",
             field="name",
         )
 

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 FAILED_STARTS = 3  # so many ends without ever having been ready, and the worker is given up
 MAX_BACKOFF_S = 10.0
+STABLE_S = 10.0
 
 
 def new_epoch() -> int:
@@ -73,6 +74,7 @@ class WorkerSlot:
         self._on_change = on_change
         self._failures = 0
         self._was_ever_ready = False
+        self._ready_since_s: float | None = None
 
     async def run(self) -> None:
         """Keeps the worker alive until it is cancelled or given up."""
@@ -96,7 +98,7 @@ class WorkerSlot:
         self.info = info
         self._was_ever_ready = True
         self.state, self.reason = WorkerState.READY, ""
-        self._failures = 0
+        self._ready_since_s = asyncio.get_running_loop().time()
         self._on_change(self)
 
     def refuse(self, reason: str) -> None:
@@ -131,11 +133,17 @@ class WorkerSlot:
         self.reason = reason
         self.epoch = new_epoch()
         self.restarts += 1
-        self._failures += 1
+        self._failures = 1 if self._was_stable() else self._failures + 1
+        self._ready_since_s = None
         given_up = not self._was_ever_ready and self._failures >= FAILED_STARTS
         self.state = WorkerState.FAILED if given_up else WorkerState.RESTARTING
         log.warning("%s ended: %s", self.worker_id, reason)
         self._on_change(self)
+
+    def _was_stable(self) -> bool:
+        """A worker that dies right after it became ready is restarted ever more slowly."""
+        now_s = asyncio.get_running_loop().time()
+        return self._ready_since_s is not None and now_s - self._ready_since_s >= STABLE_S
 
     async def _stop(self) -> None:
         await asyncio.gather(*(member.stop() for member in self._members), return_exceptions=True)

@@ -61,7 +61,8 @@ class IncomingBook:
         self._by_ticket[ticket_id] = entry
         self._by_engine_id[engine_id] = entry
         if not pending:
-            self._verified(entry)
+            # Nothing will tell of progress, so nothing but the router's cancel ends the wait for its first token.
+            entry.phase = Phase.VERIFIED
         return entry
 
     def by_ticket(self, ticket_id: str) -> Incoming | None:

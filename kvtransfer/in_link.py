@@ -124,6 +124,10 @@ class InLink:
         except HandoffFault as fault:
             events.link_fault(self, ticket_id, fault, writing=True)
             raise
+        except (MemoryError, RuntimeError, ValueError, OSError) as error:  # the write is over, however it ended
+            failed = HandoffFault(HandoffCause.TRANSPORT, f"piece {piece.seq} could not be written: {error}")
+            events.link_fault(self, ticket_id, failed, writing=True)
+            raise failed from error
         self.moved_bytes += piece.payload_bytes
         events.link_written(self, ticket_id, piece, digest, time.perf_counter() - started_s)
 

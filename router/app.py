@@ -28,7 +28,7 @@ from tandem.v1 import cluster_pb2
 log = logging.getLogger(__name__)
 
 PARSER_THREADS = 2
-DRAIN_S = 5.0
+DRAIN_S = 3.0  # less than its supervisor waits before it kills
 
 
 class RouterApp:

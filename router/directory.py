@@ -46,6 +46,8 @@ class DirectoryFollower:
                     log.info("the controller ended the directory stream; following again")
                 except grpc.aio.AioRpcError as error:
                     log.warning("controller lost; keeping the last directory", extra={"error": error.details()})
+                except Exception:  # a fault of ours in taking one directory must not end the following
+                    log.exception("the directory could not be taken; following again")
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 

@@ -100,6 +100,9 @@ class Dispatcher:
         if self._too_long(run):
             return True
         placement = self._decide(run)
+        if isinstance(placement, WaitReason) and run.excluded:
+            run.excluded = frozenset()  # nobody else can take it: those that refused are asked again
+            placement = self._decide(run)
         if isinstance(placement, WaitReason):
             if run.waiting_for is not placement:
                 self._metrics.waited(run.request.model, placement)
@@ -126,7 +129,7 @@ class Dispatcher:
         workers = self.fleet.ready(run.request.model, Role.DECODE)
         if not workers or self._views(run, workers, {}):
             return False
-        most = max(worker.candidate(0).total_blocks for worker in workers) * run.request.block_tokens
+        most = max(worker.candidate(0).total_blocks for worker in workers) * run.request.block_tokens - 1
         has = run.request.prompt_tokens
         run.reject(
             ContextExceeded(f"prompt: expected at most {most} tokens (a worker's KV blocks), got {has}", field="prompt")
@@ -134,7 +137,7 @@ class Dispatcher:
         return True
 
     def _views(self, run: RequestRun, workers: list[Worker], cached: dict[WorkerKey, int]) -> list[Candidate]:
-        needed = blocks_for(run.request.prompt_tokens, run.request.block_tokens)
+        needed = blocks_for(run.request.prompt_tokens + 1, run.request.block_tokens)  # and a token to answer with
         views = [worker.candidate(cached.get(worker.key, 0) * run.request.block_tokens) for worker in workers]
         return [view for view in views if view.total_blocks >= needed or not view.total_blocks]
 
@@ -207,7 +210,6 @@ class Dispatcher:
 
     def _put_back(self, run: RequestRun, refusal: TandemError | None) -> None:
         self._release(run)
-        run.excluded = frozenset()
         self._admission.put_back(
             run.request.model, run, since_s=run.received_s, now_s=self._clock.now_s(), refusal=refusal
         )

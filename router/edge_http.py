@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from router.http_limits import MAX_CONNECTIONS, LimitedHttpProtocol
 from router.openai_format import AnswerFormat, ChatFormat, CompletionFormat
 from router.openai_schema import ChatCompletionRequest, CompletionRequest, parse_body
 from router.output import Piece, ResponseStream
@@ -273,7 +274,8 @@ class HttpServer:
     def __init__(self, edge: HttpEdge, sock: socket.socket) -> None:
         config = uvicorn.Config(
             edge.app(),
-            http="httptools",
+            http=LimitedHttpProtocol,
+            limit_concurrency=MAX_CONNECTIONS,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -193,6 +193,8 @@ class RequestRun:
         elif not self._is_decode(link) and self.lifecycle.state is RequestState.DECODING:
             pass  # verified and joined: what the prefill worker says no longer matters
         else:
+            if typed.code is ErrorCode.UNAVAILABLE:
+                self.excluded = frozenset({link.key.worker_id})  # others first, if there are any
             self._fail_or_retry(typed)
 
     # ---- ends

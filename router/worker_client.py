@@ -190,9 +190,12 @@ class WorkerLink:
         self.load = None
         self._outbox.clear()
         sinks, self._sinks = list(self._sinks.values()), {}
+        error = WorkerLost(f"worker {self.key.worker_id} was lost ({reason}); a retry may succeed", retry_after_s=1.0)
+        for sink in sinks:
+            try:
+                sink.on_lost(self, error)
+            except Exception:  # a fault of ours in one request must not keep the others from their end
+                log.exception("a request could not be told of the loss", extra={"worker": self.key.worker_id})
         if was_ready:
             log.warning("worker link lost", extra={"worker": self.key.worker_id, "reason": reason})
             self._listener.link_changed(self)
-        error = WorkerLost(f"worker {self.key.worker_id} was lost ({reason}); a retry may succeed", retry_after_s=1.0)
-        for sink in sinks:
-            sink.on_lost(self, error)

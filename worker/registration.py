@@ -50,6 +50,7 @@ class Registration:
             try:
                 async with grpc.aio.insecure_channel(self._launch.controller_address) as channel:
                     stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+                    self._again.clear()  # whatever changes from here on is registered in another round
                     await stub.Register(cluster_pb2.RegisterRequest(worker=self._info), wait_for_ready=True)
                     await self._follow(stub)
             except grpc.aio.AioRpcError as failure:
@@ -61,7 +62,6 @@ class Registration:
 
     async def _follow(self, stub: cluster_pb2_grpc.ClusterAsyncStub) -> None:
         """Passes on the directory until the controller goes away or this worker must register again."""
-        self._again.clear()
         watching = stub.WatchDirectory(cluster_pb2.WatchDirectoryRequest(watcher=self._launch.worker_id))
         ending = asyncio.create_task(self._again.wait())
         ending.add_done_callback(lambda _: watching.cancel())

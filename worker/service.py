@@ -19,9 +19,10 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from tandem.channel import Channel
-from tandem.errors import InputError, TandemError, UnavailableError
+from tandem.errors import DeadlineExceeded, InputError, TandemError, UnavailableError
 from tandem.grpc_errors import abort
 from tandem.launch import WorkerLaunch
 from tandem.logs import setup_logging
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 
 QUEUED_FRAMES = 4096  # per router; a router that does not read this many is cut off
 STATE_TIMEOUT_S = 2.0
+HELLO_TIMEOUT_S = 10.0
 
 
 class LeaderLink:
@@ -124,10 +126,13 @@ class WorkerService:
         self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> AsyncIterator[bytes]:
         try:
-            router_id = await self._greet(frames)
+            router_id = await asyncio.wait_for(self._greet(frames), HELLO_TIMEOUT_S)
+        except TimeoutError:
+            await abort(context, DeadlineExceeded(f"frame: expected a hello within {HELLO_TIMEOUT_S:g} s"))
+        except DecodeError as error:
+            await abort(context, InputError(f"frame: expected a RouterFrame: {error}", field="frame"))
         except TandemError as error:
             await abort(context, error)
-            return
         session, queue = self._leader.open_session(router_id)
         reading = asyncio.create_task(self._read(session, frames, queue))
         hello = worker_pb2.WorkerHello(
@@ -155,10 +160,13 @@ class WorkerService:
         raise InputError("frame: expected a hello, got the end of the stream", field="frame")
 
     async def _read(self, session: int, frames: AsyncIterator[bytes], queue: asyncio.Queue[bytes | None]) -> None:
-        async for raw in frames:
-            self._leader.channel.send(FromRouter(session, raw))
-        if not queue.full():
-            queue.put_nowait(None)
+        """The stream's end, however it comes, ends the session; a full queue is ended by who fills it."""
+        try:
+            async for raw in frames:
+                self._leader.channel.send(FromRouter(session, raw))
+        finally:
+            if not queue.full():
+                queue.put_nowait(None)
 
     async def get_state(self, request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
         try:

@@ -103,19 +103,21 @@ def show(status: cluster_pb2.ClusterStatus, console: Console) -> None:
     console.print(f"{status.cluster} {status.version}, {status.backend}, redis {status.redis}, router {ready}")
     console.print(f"HTTP http://{status.http_address}/v1   gRPC {status.grpc_address}")
     table = Table(box=None, pad_edge=False)
-    for column in ("worker", "state", "tp", "epoch", "free", "cached", "leased", "in use", "total", "running", "links"):
-        table.add_column(column, justify="left" if column in ("worker", "state", "links") else "right")
+    for column in ("worker", "state", "tp", "free", "cached", "leased", "in use", "total", "running"):
+        table.add_column(column, justify="left" if column in ("worker", "state") else "right", no_wrap=True)
     for worker in status.workers:
         blocks = worker.live.load.blocks
-        links = sorted({f"{link.peer_worker} {link.transport} {link.state}" for link in worker.live.links})
-        state = f"[{STYLES.get(worker.state, 'red')}]{worker.state}[/]"
         table.add_row(
             worker.info.worker_id,
-            f"{state} {worker.reason}".strip(),
+            f"[{STYLES.get(worker.state, 'red')}]{worker.state}[/]",
             str(worker.info.layout.tp),
-            f"{worker.info.epoch:x}"[:8],
             *(str(n) for n in (blocks.free, blocks.cached, blocks.leased, blocks.in_use, blocks.total)),
             str(worker.live.load.running_requests),
-            ", ".join(links),
         )
     console.print(table)
+    for worker in status.workers:
+        if worker.reason:
+            console.print(f"{worker.info.worker_id}: {worker.reason}", markup=False)
+        for link in worker.live.links:
+            ends = f"{worker.info.worker_id}/{link.rank} – {link.peer_worker}/{link.peer_rank}"
+            console.print(f"link {ends}: {link.transport} {link.state} {link.reason}".rstrip(), markup=False)

@@ -29,12 +29,14 @@ class UpFlags:
     backend: str | None
     redis_url: str | None
     disaggregation: str | None
+    name: str | None
 
     def spec(self) -> ClusterSpec:
         """Raises ConfigError."""
         return load_spec(
             self.config,
             {
+                "name": self.name,
                 "models.0.source": self.model,
                 "models.0.prefill.workers": self.prefill,
                 "models.0.decode.workers": self.decode,

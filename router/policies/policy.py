@@ -86,7 +86,7 @@ def default_policy(spec: RouterSpec) -> PlacementPolicy:
     room = HasPrefillRoom(spec.max_prefill_tokens_in_flight)
     return PlacementPolicy(
         decode=Policy((NotExcluded(),), ((CachedPrefix(), 2.0), (FewestRunning(), 1.0), (FreeBlocks(), 1.0))),
-        prefill=Policy((room,), ((LeastPrefillWork(), 1.0),)),
+        prefill=Policy((NotExcluded(), room), ((LeastPrefillWork(), 1.0),)),
         prefill_room=room,
         disaggregation=spec.disaggregation,
         local_prefill_max_tokens=spec.local_prefill_max_tokens,

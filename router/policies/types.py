@@ -13,7 +13,7 @@ class Ask:
     """A request in the eyes of a policy."""
 
     prompt_tokens: int
-    excluded: frozenset[str] = frozenset()  # decode workers that refused it just now
+    excluded: frozenset[str] = frozenset()  # workers that refused it just now
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,8 @@ class Scheduler:
             KvExhausted: there is no room now, or it belongs to those who wait for it; nothing is changed.
         """
         self._check(sequence)
+        if len(self._sequences) >= self.max_running_requests:
+            raise KvExhausted(f"this worker has its {self.max_running_requests} requests: try another, or retry")
         if self._short_of_blocks and (self._waiting or self._running):
             raise KvExhausted("requests on this worker wait for KV blocks already: try another worker, or retry")
         full = sequence.prompt_tokens // self.block_tokens
@@ -143,9 +145,10 @@ class Scheduler:
             )
         total = self.pool.counts().total
         if blocks_for(prompt + 1, self.block_tokens) > total:
-            raise KvExhausted(
-                f"a prompt of {prompt} tokens needs more than this worker's {total} KV blocks: "
-                "raise engine.kv_memory_bytes"
+            raise ContextExceeded(
+                f"prompt: expected fewer than {total * self.block_tokens} tokens (all {total} KV blocks of a worker), "
+                f"got {prompt}",
+                field="prompt",
             )
 
     def _get(self, request_id: str, stage: Stage) -> Sequence:
@@ -285,9 +288,9 @@ class Scheduler:
         elif len(self._running) > 1 and (victim := self._youngest()) is not None:
             self._preempt(victim)
         else:
-            alone = self._running[-1] if self._running else self._waiting[0]
+            last = self._running[-1] if self._running else self._waiting[0]
             total = self.pool.counts().total
-            self._fail(alone, KvExhausted(f"{len(alone.tokens)} tokens need more than all {total} KV blocks there are"))
+            self._fail(last, KvExhausted(f"{len(last.tokens)} tokens find no room in {total} KV blocks: retry later"))
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the front of the line."""

@@ -36,6 +36,7 @@ class Golden:
     text: str
     prompt_ids: list[int]
     greedy_ids: list[int]
+    greedy_text: str
 
 
 def free_ports(number: int) -> list[int]:
