@@ -57,7 +57,7 @@ def test_no_more_requests_run_than_allowed(make_world: MakeWorld) -> None:
 
 
 def test_more_decodes_than_budget_take_turns(make_world: MakeWorld) -> None:
-    world = make_world(budget=3, blocks=32)
+    world = make_world(budget=3, blocks=32, max_running=5)
     for index in range(5):
         world.fill(world.reserve(str(index), prompt(4, 10 * index), max_tokens=7))
     for _ in range(10):
@@ -126,13 +126,21 @@ def test_a_lone_request_that_outgrows_the_pool_fails_and_the_next_runs(make_worl
 
 def test_what_can_never_fit_is_refused_at_once(make_world: MakeWorld) -> None:
     world = make_world(blocks=4)
-    with pytest.raises(KvExhausted, match="4 KV blocks"):
+    with pytest.raises(ContextExceeded, match="4 KV blocks"):
         world.add("r", prompt(16))
     with pytest.raises(ContextExceeded, match="1000"):
         world.add("r", prompt(1000))
     world.add("r", prompt(4))
     with pytest.raises(InputError, match="new one"):
         world.add("r", prompt(4))
+
+
+def test_reservations_count_towards_the_requests_a_worker_takes(make_world: MakeWorld) -> None:
+    world = make_world(blocks=32, max_running=2)
+    world.fill(world.reserve("0", prompt(4), max_tokens=7))
+    world.reserve("1", prompt(4, 10))
+    with pytest.raises(KvExhausted, match="2 requests"):
+        world.reserve("2", prompt(4, 20))
 
 
 def test_requests_wait_idly_for_blocks_that_handoffs_hold(make_world: MakeWorld) -> None:
