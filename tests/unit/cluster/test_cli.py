@@ -1,0 +1,52 @@
+"""The command answers at once, and its errors are one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "ray", "grpc", "pydantic", "transformers")
+
+
+def tandem(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"XDG_STATE_HOME": str(folder)}
+    command = [sys.executable, "-m", "cluster", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = f"import sys, json, cluster.cli; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(out.stdout) == []
+
+
+def test_help_lists_the_commands(tmp_path: Path) -> None:
+    done = tandem(tmp_path, "--help")
+    assert done.returncode == 0
+    for command in ("up", "demo", "chat", "status", "pull", "doctor"):
+        assert command in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("status",), "tandem up"),
+        (("chat", "hi"), "tandem up"),
+        (("status", "--address", "127.0.0.1:1"), "--address"),
+        (("up", "--http-port", "70000"), "router.http_port"),
+        (("up", "--decode", "0"), "decode.workers"),
+        (("up", "--backend", "nomad"), "control.backend"),
+        (("up", "--model", "nobody/knows-it", "--http-port", "0", "--grpc-port", "0", "--admin-port", "0"), "pull"),
+    ],
+)
+def test_errors_are_one_line_on_stderr(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+    done = tandem(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,96 @@
+"""A whole small cluster under the subprocess backend: lives, epochs, refusals, and an end that leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+
+from cluster.controller import Controller, with_free_ports
+from cluster.resolve import resolve
+from cluster.subprocess_backend import SubprocessBackend
+from cluster.worker_slot import WorkerSlot, WorkerState
+from tandem.config import ClusterSpec
+from tandem.testing import write_tiny_llama
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+
+
+@pytest.fixture
+async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Controller]:
+    folder = tmp_path_factory.mktemp("c")
+    model = write_tiny_llama(folder / "tiny")
+    spec = ClusterSpec.model_validate(
+        {
+            "models": [{"source": str(model), "engine": {"kv_blocks": 32}}],
+            "router": {"http_port": 0, "grpc_port": 0},
+            "control": {"admin_port": 0, "backend": "subprocess"},
+        }
+    )
+    cluster = with_free_ports(resolve(spec, lambda what: None))
+    running = Controller(cluster, SubprocessBackend(folder / "logs"), folder / "run", folder / "logs")
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    try:
+        await running.start()
+        await running.wait_ready(lambda what: None)
+        yield running
+    finally:
+        await running.close()
+    left = {child.pid for child in psutil.Process().children(recursive=True)} - before
+    assert left == set()
+    assert not (folder / "run").exists()
+
+
+async def kill(slot: WorkerSlot, name: str) -> None:
+    pid = next(process.pid for process in await slot.processes() if process.name == name)
+    os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_killed_rank_is_a_new_epoch_and_disturbs_nobody_else(controller: Controller) -> None:
+    decode, prefill = controller.slots["decode-0"], controller.slots["prefill-0"]
+    before, other = decode.epoch, prefill.epoch
+    await kill(decode, "rank-0")
+    async with asyncio.timeout(60):
+        while decode.epoch == before or decode.state is not WorkerState.READY:
+            await asyncio.sleep(0.05)
+        await controller.wait_ready(lambda what: None)
+    assert decode.restarts == 1
+    assert (prefill.epoch, prefill.restarts) == (other, 0)
+    registered = controller.directory.get("decode-0")
+    assert registered is not None
+    assert registered.epoch == decode.epoch
+
+
+async def test_registrations_of_strangers_and_of_old_lives_are_refused(controller: Controller) -> None:
+    async with grpc.aio.insecure_channel(controller.admin_address) as channel:
+        stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+        for worker_id, epoch in (("nobody", 1), ("decode-0", controller.slots["decode-0"].epoch + 1)):
+            info = cluster_pb2.WorkerInfo(worker_id=worker_id, epoch=epoch)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Register(cluster_pb2.RegisterRequest(worker=info))
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert worker_id in (refused.value.details() or "")
+        directory = await anext(aiter(stub.WatchDirectory(cluster_pb2.WatchDirectoryRequest(watcher="test"))))
+    assert {worker.worker_id for worker in directory.workers} == {"decode-0", "prefill-0"}
+
+
+async def test_a_worker_whose_cache_cannot_be_exchanged_is_refused_with_the_reason(controller: Controller) -> None:
+    slot = controller.slots["decode-0"]
+    info = cluster_pb2.WorkerInfo()
+    assert slot.info is not None
+    info.CopyFrom(slot.info)
+    info.layout.dtype = "bfloat16"
+    async with grpc.aio.insecure_channel(controller.admin_address) as channel:
+        stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Register(cluster_pb2.RegisterRequest(worker=info))
+    details = refused.value.details() or ""
+    assert "bfloat16" in details
+    assert "float32" in details
+    assert slot.state is WorkerState.FAILED

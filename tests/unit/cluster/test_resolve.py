@@ -1,0 +1,96 @@
+"""What can be known to be wrong is refused before anything is started."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.resolve import check_ports, free_ports, resolve
+from tandem.config import ClusterSpec
+from tandem.errors import CheckpointError, ConfigError, InsufficientMemory, PortInUse
+from tandem.testing import write_tiny_llama
+
+MakeSpec = Callable[..., ClusterSpec]
+
+
+@pytest.fixture
+def make_spec(tmp_path: Path) -> MakeSpec:
+    folder = write_tiny_llama(tmp_path / "tiny", heads=4, kv_heads=2)
+    http, grpc, admin = free_ports("127.0.0.1", "127.0.0.1", "127.0.0.1")
+
+    def make(engine: Any = None, prefill: Any = None, source: str | None = None, **sections: Any) -> ClusterSpec:
+        model = {"source": source or str(folder), "engine": engine or {"kv_blocks": 32}, "prefill": prefill or {}}
+        settings = {
+            "models": [model],
+            "router": {"http_port": http, "grpc_port": grpc},
+            "control": {"admin_port": admin},
+        }
+        return ClusterSpec.model_validate(settings | sections)
+
+    return make
+
+
+def quiet(what: str) -> None:
+    """Progress nobody looks at."""
+
+
+def test_a_good_spec_resolves(make_spec: MakeSpec) -> None:
+    cluster = resolve(make_spec(), quiet)
+    assert cluster.models[0].config.kv_heads == 2
+    assert cluster.models[0].max_model_tokens == 2048
+
+
+def test_a_port_in_use_names_port_and_flag(make_spec: MakeSpec) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(PortInUse, match=f"{port}.*--http-port"):
+            check_ports(make_spec(router={"http_port": port}))
+
+
+def test_ports_must_differ(make_spec: MakeSpec) -> None:
+    (port,) = free_ports("127.0.0.1")
+    with pytest.raises(ConfigError, match="different"):
+        check_ports(make_spec(router={"http_port": port, "grpc_port": port}))
+
+
+def test_a_width_that_does_not_fit_names_those_that_do(make_spec: MakeSpec) -> None:
+    with pytest.raises(ConfigError, match=r"prefill\.tp.*1, 2.*4"):
+        resolve(make_spec(prefill={"tp": 3}), quiet)
+
+
+def test_memory_that_is_not_there_is_refused_with_numbers(make_spec: MakeSpec) -> None:
+    with pytest.raises(InsufficientMemory, match="MiB are needed"):
+        resolve(make_spec(engine={"kv_memory_bytes": 1 << 50}), quiet)
+
+
+def test_a_context_beyond_the_models_is_refused(make_spec: MakeSpec) -> None:
+    with pytest.raises(ConfigError, match="2048"):
+        resolve(make_spec(engine={"max_model_tokens": 4096}), quiet)
+
+
+def test_an_unknown_model_says_how_to_get_one(make_spec: MakeSpec) -> None:
+    with pytest.raises(ConfigError, match="tandem pull"):
+        resolve(make_spec(source="nobody/knows-it"), quiet)
+
+
+def test_a_truncated_checkpoint_names_the_file(make_spec: MakeSpec, tmp_path: Path) -> None:
+    spec = make_spec()
+    (tmp_path / "tiny" / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        resolve(spec, quiet)
+
+
+def test_a_redis_that_does_not_answer_is_named(make_spec: MakeSpec) -> None:
+    (port,) = free_ports("127.0.0.1")
+    redis = {"mode": "external", "url": f"redis://127.0.0.1:{port}"}
+    with pytest.raises(ConfigError, match=r"redis\.url"):
+        resolve(make_spec(redis=redis), quiet)
+
+
+def test_a_handoff_between_gpu_pools_is_refused(make_spec: MakeSpec) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.device.*prefill\.workers"):
+        resolve(make_spec(engine={"device": "cuda"}), quiet)

@@ -1,0 +1,62 @@
+"""Flags win over environment over file over defaults; whatever is wrong is one line that names the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.spec_loader import load_spec
+from tandem.config import ClusterSpec
+from tandem.errors import ConfigError
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "cluster.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert load_spec(environ={}) == ClusterSpec()
+
+
+def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "router: {http_port: 1, grpc_port: 2}\ncontrol: {admin_port: 3}\n")
+    environ = {"TANDEM_ROUTER__GRPC_PORT": "20", "TANDEM_CONTROL__ADMIN_PORT": "30"}
+    spec = load_spec(path, {"control.admin_port": 300, "router.http_port": None}, environ)
+    assert (spec.router.http_port, spec.router.grpc_port, spec.control.admin_port) == (1, 20, 300)
+
+
+def test_places_in_lists_are_numbers() -> None:
+    spec = load_spec(None, {"models.0.prefill.workers": 2}, {"TANDEM_MODELS__0__SOURCE": "somewhere/model"})
+    assert (spec.models[0].prefill.workers, spec.models[0].served_name) == (2, "model")
+
+
+def test_other_variables_of_ours_are_not_the_specs() -> None:
+    assert load_spec(environ={"TANDEM_CACHE": "/somewhere"}) == ClusterSpec()
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("rooter: {}", "rooter"),
+        ("router: {http_port: eighty}", "router.http_port"),
+        ("router: {http_port: 70000}", "router.http_port"),
+        ("models: [{decode: {workers: 0}}]", "decode.workers"),
+        ("models: []", "models"),
+        ("redis: {mode: external}", "redis.url"),
+        ("[1, 2]", "--config"),
+        ("a: [", "--config"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(tmp_path: Path, text: str, field: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_spec(write(tmp_path, text), environ={})
+    assert field in refused.value.message
+    assert "\n" not in refused.value.message
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        load_spec(tmp_path / "nowhere.yaml")

@@ -1,0 +1,96 @@
+"""A member's processes: restarted or ending it, as their spec says, and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+
+from cluster.processes import MemberStart, ProcessSpec
+from cluster.supervisor import Supervisor
+
+SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
+
+
+def member(folder: Path, *processes: ProcessSpec) -> MemberStart:
+    return MemberStart(run_dir=str(folder / "run"), files={"secret": "x"}, processes=processes)
+
+
+def pid_of(supervisor: Supervisor, name: str) -> int:
+    return next(process.pid for process in supervisor.processes() if process.name == name)
+
+
+async def test_a_killed_process_is_restarted_in_place(tmp_path: Path) -> None:
+    supervisor = Supervisor("m", tmp_path / "logs")
+    agent = ProcessSpec(name="agent", argv=SLEEP, restart=True)
+    await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=SLEEP), agent))
+    rank, before = pid_of(supervisor, "rank"), pid_of(supervisor, "agent")
+    os.kill(before, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        while not any(p.name == "agent" and p.pid != before for p in supervisor.processes()):
+            await asyncio.sleep(0.02)
+    assert pid_of(supervisor, "rank") == rank
+    await supervisor.stop()
+
+
+async def test_any_other_end_is_the_members_and_carries_its_last_words(tmp_path: Path) -> None:
+    supervisor = Supervisor("m", tmp_path / "logs")
+    dying = (sys.executable, "-c", "import sys; print('no room at all', file=sys.stderr); sys.exit(3)")
+    await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=dying)))
+    reason = await asyncio.wait_for(supervisor.wait_end(), 10)
+    assert "m/rank ended with exit code 3: no room at all" in reason
+    await supervisor.stop()
+
+
+async def test_what_cannot_be_started_is_an_end_too(tmp_path: Path) -> None:
+    supervisor = Supervisor("m", tmp_path / "logs")
+    await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=("/no/such/program",))))
+    assert "could not be started" in await asyncio.wait_for(supervisor.wait_end(), 10)
+    await supervisor.stop()
+
+
+async def test_stopping_leaves_nothing_and_it_can_start_again(tmp_path: Path) -> None:
+    supervisor = Supervisor("m", tmp_path / "logs")
+    for _ in range(2):
+        await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=SLEEP)))
+        assert (tmp_path / "run" / "secret").stat().st_mode & 0o777 == 0o600
+        assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+        pid = pid_of(supervisor, "rank")
+        await supervisor.stop()
+        assert not psutil.pid_exists(pid)
+        assert not (tmp_path / "run").exists()
+
+
+def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        f"""
+        import asyncio, pathlib, sys
+        from cluster.processes import MemberStart, ProcessSpec
+        from cluster.supervisor import Supervisor
+
+        async def main():
+            supervisor = Supervisor("m", pathlib.Path({str(tmp_path / "logs")!r}))
+            spec = ProcessSpec(name="rank", argv=(sys.executable, "-c", "import time; time.sleep(600)"))
+            await supervisor.start(MemberStart(run_dir={str(tmp_path / "run")!r}, files={{}}, processes=(spec,)))
+            print(supervisor.processes()[0].pid, flush=True)
+            await supervisor.wait_end()
+
+        asyncio.run(main())
+        """
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    child = int(owner.stdout.readline())
+    owner.kill()
+    owner.wait()
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
