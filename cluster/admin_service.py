@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
-from cluster.version import tandem_version
 from cluster.worker_slot import WorkerSlot, WorkerState
 from tandem.config import Role
 from tandem.errors import TandemError
 from tandem.grpc_errors import abort
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from tandem.version import tandem_version
 
 if TYPE_CHECKING:
     from cluster.controller import Controller

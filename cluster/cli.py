@@ -106,7 +106,7 @@ def doctor(config: Config = None, model: Model = None) -> None:
 @app.command()
 def version() -> None:
     """Print the version."""
-    from cluster.version import tandem_version
+    from tandem.version import tandem_version
 
     typer.echo(tandem_version())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import grpc
@@ -20,6 +19,7 @@ from tandem.grpc_errors import abort
 from tandem.request import FinishReason
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from tandem.version import tandem_version
 
 SERVICE = "tandem.v1.Inference"
 MAX_GENERATE_CALLS = 256  # beyond this grpc.aio was seen to cancel calls by itself
@@ -101,13 +101,6 @@ class InferenceEdge(InferenceServicer):
         except InputError as error:
             self._service.rejected(request.model, error)
             raise
-
-
-def tandem_version() -> str:
-    try:
-        return version("tandem-serve")
-    except PackageNotFoundError:  # run from a source tree that was not installed
-        return "0+source"
 
 
 def _prompt(request: pb.GenerateRequest) -> str | tuple[int, ...] | tuple[Message, ...]:

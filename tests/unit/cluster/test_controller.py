@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc
 import grpc.aio
