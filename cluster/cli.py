@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -113,6 +114,10 @@ def version() -> None:
 
 def main() -> None:
     """Entry point. Every error of ours is one line on stderr and exit code 2."""
+    # While modules load nothing runs yet, and an interrupt inside an import may get lost: Ctrl-C ends the process at
+    # once. Commands that have something to end take the signal over.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Children replace themselves at once, so gRPC has nothing to do at a fork but talk about it on stderr.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     try:

@@ -127,6 +127,9 @@ class Controller:
                 raise ConfigError(f"{slot.worker_id} cannot start: {slot.reason}")
         if self._router_failure:
             raise ConfigError(self._router_failure)
+        for task in self._tasks:
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error  # a fault of ours: better told than waited out
         starting = [slot.worker_id for slot in self.slots.values() if slot.state is not WorkerState.READY]
         if starting:
             return f"workers {', '.join(starting)}"

@@ -29,7 +29,7 @@ def run_base(cluster: str) -> Path:
     """
     base = private_base()
     sweep(base)
-    own = base / f"{cluster[:16]}-{os.getpid()}"
+    own = _fresh(base / f"{cluster[:16]}-{os.getpid()}")
     if len(os.fsencode(own)) + SOCKET_NAME_BYTES > UNIX_PATH_BYTES:
         raise ConfigError(f"run folder: {own} is too long for unix sockets: set XDG_RUNTIME_DIR to a shorter folder")
     return own
@@ -39,15 +39,28 @@ def ray_base() -> Path:
     """Ray's temporary folder: always below /tmp, because Ray appends about 65 bytes to reach its sockets."""
     base = _private(_in_tmp())
     sweep(base)
-    return base / f"ray-{os.getpid()}"
+    return _fresh(base / f"ray-{os.getpid()}")
 
 
 def sweep(base: Path) -> None:
     """Removes folders `NAME-PID` whose process is gone, as a killed controller leaves them."""
     for folder in base.iterdir():
         pid = folder.name.rpartition("-")[2]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+        if pid.isdigit() and not _is_running(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # in a container nobody may wait for it
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _fresh(own: Path) -> Path:
+    """An earlier process may have had our pid: in a container the same one comes again and again."""
+    shutil.rmtree(own, ignore_errors=True)
+    return own
 
 
 def _in_tmp() -> Path:

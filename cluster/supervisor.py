@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import secrets
@@ -17,7 +16,6 @@ import signal
 import site
 import sys
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 
 from cluster.processes import MemberStart, ProcessSpec, RunningProcess
@@ -31,16 +29,16 @@ MAX_RESTART_DELAY_S = 5.0
 STABLE_S = 10.0  # a process that lived this long is restarted without further delay
 TAIL_BYTES = 4096
 _CODE = Path(__file__).resolve().parents[1]  # where our packages are: the repository or site-packages
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _die_with(parent_pid: int) -> Callable[[], None]:
-    def set_signal() -> None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:  # the parent died between fork and prctl
-            os._exit(1)
-
-    return set_signal
+# Run by a bare interpreter between fork and our program: code that ran in the forked copy of a process with many
+# threads (gRPC's, say) could not be trusted to work.
+_DIE_WITH_PARENT = (
+    "import ctypes, os, sys; "
+    f"ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}); "
+    "os.getppid() == int(sys.argv[1]) or os._exit(1); "  # the parent may have died before that took effect
+    "os.execvp(sys.argv[2], sys.argv[2:])"
+)
 
 
 class Supervisor:
@@ -99,13 +97,12 @@ class Supervisor:
     async def _spawn(self, spec: ProcessSpec) -> None:
         with self._log_of(spec.name).open("ab") as log_file:
             self._children[spec.name] = await asyncio.create_subprocess_exec(
-                *spec.argv,
+                *(sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *spec.argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
                 env=os.environ | _python_path() | spec.env,
                 start_new_session=True,  # a terminal's Ctrl-C is the controller's to handle
-                preexec_fn=_die_with(os.getpid()),
             )
 
     async def _watch(self, spec: ProcessSpec) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from rich.console import Console
 
 from tandem.model_config import ModelConfig
@@ -9,6 +11,7 @@ from tandem.model_store import pull
 
 
 def run_pull(model: str) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a pull that is interrupted removes what it began
     console = Console(highlight=False)
     folder = pull(model, progress=lambda what: console.print(f"[dim]{what}[/]"))
     config = ModelConfig.load(folder)

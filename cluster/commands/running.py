@@ -56,7 +56,7 @@ async def running_cluster(spec: ClusterSpec, progress: Progress) -> AsyncIterato
 
 def run_interruptible(main: Coroutine[Any, Any, int]) -> int:
     """Runs `main` to its exit code. The first SIGINT or SIGTERM cancels it, so that it ends cleanly and counts as
-    success; a second one is the user's own will."""
+    success; a second one ends this process on the spot, and its children die with it."""
 
     async def run() -> int:
         task = asyncio.ensure_future(main)
@@ -68,6 +68,7 @@ def run_interruptible(main: Coroutine[Any, Any, int]) -> int:
             interrupted = True
             for signum in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(signum)
+                signal.signal(signum, signal.SIG_DFL)
             task.cancel()
 
         for signum in (signal.SIGINT, signal.SIGTERM):

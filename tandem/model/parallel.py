@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tandem.errors import WorkerLost
+
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
     """Rank `rank` of `size`. `group` is made by the caller; None when `size` is 1, where both collectives do nothing.
-    A lost peer raises RuntimeError from the collective."""
+    A lost peer raises WorkerLost from the collective."""
 
     rank: int = 0
     size: int = 1
@@ -32,7 +36,8 @@ class TensorParallel:
         if self.group is None:
             return x
         x = x.contiguous()
-        self.group.allreduce([x]).wait()
+        with _typed_loss():
+            self.group.allreduce([x]).wait()
         return x
 
     def all_gather_columns(self, x: Tensor) -> Tensor:
@@ -40,5 +45,15 @@ class TensorParallel:
         if self.group is None:
             return x
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        self.group.allgather([parts], [x.contiguous()]).wait()
+        with _typed_loss():
+            self.group.allgather([parts], [x.contiguous()]).wait()
         return torch.cat(parts, dim=1)
+
+
+@contextmanager
+def _typed_loss() -> Iterator[None]:
+    """Collectives tell of a lost or hung peer by RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise WorkerLost(f"a rank of this worker is gone or hangs: {str(error).splitlines()[0]}") from error

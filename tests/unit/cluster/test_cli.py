@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tandem.testing import write_tiny_llama
 
 HEAVY = ("torch", "ray", "grpc", "pydantic", "transformers")
 
@@ -50,3 +53,16 @@ def test_errors_are_one_line_on_stderr(tmp_path: Path, arguments: tuple[str, ...
     assert says in done.stderr
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_doctor_names_the_fix_of_what_is_wrong(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "tiny")
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        config = tmp_path / "cluster.yaml"
+        port = held.getsockname()[1]
+        config.write_text(f"models: [{{source: {model}}}]\nrouter: {{http_port: {port}}}\n")
+        done = tandem(tmp_path, "doctor", "--config", str(config))
+    assert done.returncode == 1
+    assert f"{port} is in use" in done.stdout
+    assert "--http-port" in done.stdout
+    assert "✓ shared memory" in done.stdout

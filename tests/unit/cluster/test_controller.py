@@ -17,6 +17,7 @@ from cluster.resolve import resolve
 from cluster.subprocess_backend import SubprocessBackend
 from cluster.worker_slot import WorkerSlot, WorkerState
 from tandem.config import ClusterSpec
+from tandem.errors import TandemError
 from tandem.testing import write_tiny_llama
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 
@@ -93,3 +94,28 @@ async def test_a_worker_whose_cache_cannot_be_exchanged_is_refused_with_the_reas
     assert "bfloat16" in details
     assert "float32" in details
     assert slot.state is WorkerState.FAILED
+
+
+async def test_a_worker_that_never_starts_is_given_up_with_its_last_words(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("f")
+    model = write_tiny_llama(folder / "tiny")
+    spec = ClusterSpec.model_validate(
+        {
+            "models": [{"source": str(model), "prefill": {"workers": 0}, "engine": {"kv_blocks": 32}}],
+            "router": {"http_port": 0, "grpc_port": 0},
+            "control": {"admin_port": 0, "backend": "subprocess"},
+            "redis": {"mode": "none"},
+        }
+    )
+    cluster = with_free_ports(resolve(spec, lambda what: None))
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])  # truncated after everything was checked
+    running = Controller(cluster, SubprocessBackend(folder / "logs"), folder / "run", folder / "logs")
+    try:
+        await running.start()
+        with pytest.raises(TandemError, match=r"decode-0 cannot start.*model\.safetensors"):
+            await running.wait_ready(lambda what: None)
+    finally:
+        await running.close()

@@ -52,7 +52,7 @@ async def test_any_other_end_is_the_members_and_carries_its_last_words(tmp_path:
 async def test_what_cannot_be_started_is_an_end_too(tmp_path: Path) -> None:
     supervisor = Supervisor("m", tmp_path / "logs")
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=("/no/such/program",))))
-    assert "could not be started" in await asyncio.wait_for(supervisor.wait_end(), 10)
+    assert "No such file" in await asyncio.wait_for(supervisor.wait_end(), 10)
     await supervisor.stop()
 
 

@@ -1,0 +1,61 @@
+"""Ctrl-C and SIGTERM at the commands that stay up: heard at every moment, and answered with a clean end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tandem.testing import write_tiny_llama
+
+
+def start_up(folder: Path) -> subprocess.Popen[str]:
+    model = folder / "tiny"
+    if not model.exists():
+        write_tiny_llama(model)
+    ports = ("--http-port", "0", "--grpc-port", "0", "--admin-port", "0")
+    command = [sys.executable, "-m", "cluster", "up", "--backend", "subprocess", "--model", str(model), *ports]
+    env = os.environ | {"XDG_STATE_HOME": str(folder / "state"), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"ended before it said {text!r}")
+
+
+@pytest.mark.parametrize("after_s", [0.5, 0.8, 1.2])
+def test_an_early_interrupt_is_not_lost_in_an_import(tmp_path: Path, after_s: float) -> None:
+    with start_up(tmp_path) as process:
+        time.sleep(after_s)
+        process.send_signal(signal.SIGINT)
+        # -2: while modules loaded. 0: a cluster had begun, and was ended.
+        assert process.wait(30) in (0, -signal.SIGINT)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_cluster_that_is_starting_ends_cleanly(tmp_path: Path, signum: signal.Signals) -> None:
+    with start_up(tmp_path) as process:
+        wait_for(process, "waiting for workers")
+        process.send_signal(signum)
+        assert process.wait(30) == 0
+    assert not list((tmp_path / "state" / "tandem").glob("*.json"))
+
+
+def test_a_second_interrupt_ends_it_on_the_spot(tmp_path: Path) -> None:
+    with start_up(tmp_path) as process:
+        wait_for(process, "waiting for workers")
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+        started_s = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) in (0, -signal.SIGINT)
+        assert time.monotonic() - started_s < 5.0

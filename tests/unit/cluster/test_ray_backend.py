@@ -1,0 +1,83 @@
+"""The same members in real Ray actors: placed, lost, brought back, and gone at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+SCRIPT = textwrap.dedent(
+    """
+    import asyncio, os, pathlib, signal, sys
+    import psutil
+    from cluster.ray_token import use_own_token
+    use_own_token()
+    from cluster.processes import MemberStart, ProcessSpec, Resources
+    from cluster.ray_backend import RayBackend
+
+    def gone(pid):
+        return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+    async def main(folder):
+        backend = RayBackend(folder / "logs", folder / "ray", address=None, cpus=2)
+        await backend.open()
+        one, two = await backend.place("worker-0", [Resources(cpus=1), Resources(cpus=1)])
+        sleep = ProcessSpec(name="rank", argv=(sys.executable, "-c", "import time; time.sleep(600)"))
+        start = MemberStart(run_dir=str(folder / "run"), files={}, processes=(sleep,))
+        await one.start(start)
+        await two.start(start)
+        (first,), (second,) = await one.processes(), await two.processes()
+        assert not gone(first.pid) and not gone(second.pid)
+        ending = asyncio.create_task(one.wait_end())
+        await asyncio.sleep(0.2)
+        os.kill(psutil.Process(first.pid).ppid(), signal.SIGKILL)  # the actor itself
+        assert "Ray actor" in await asyncio.wait_for(ending, 20)
+        await asyncio.wait_for(one.start(start), 30)
+        (again,) = await one.processes()
+        assert again.pid != first.pid and gone(first.pid)
+        assert (await two.processes())[0].pid == second.pid
+        await one.stop()
+        await two.stop()
+        await backend.close()
+        for pid in (first.pid, second.pid, again.pid):
+            assert gone(pid)
+        assert not (folder / "ray").exists()
+        print("all good")
+
+    asyncio.run(main(pathlib.Path(sys.argv[1])))
+    """
+)
+
+
+def test_members_live_in_actors_that_ray_brings_back(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """In a process of its own: Ray reads its token when it is imported, and keeps it."""
+    folder = Path("/tmp") / f"tandem-test-{os.getpid()}"  # Ray's socket paths leave no room for pytest's folders
+    folder.mkdir(mode=0o700)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    try:
+        command = [sys.executable, "-c", SCRIPT, str(folder)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+        assert done.stdout.endswith("all good\n"), done.stdout + done.stderr[-3000:]
+    finally:
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("after_s", [1.0, 4.0, 9.0])
+def test_ctrl_c_during_a_start_leaves_nothing(tmp_path: Path, after_s: float) -> None:
+    env = os.environ | {"XDG_STATE_HOME": str(tmp_path)}
+    ports = ("--http-port", "0", "--grpc-port", "0", "--admin-port", "0")
+    command = [sys.executable, "-m", "cluster", "up", *ports]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    asyncio.run(asyncio.sleep(after_s))
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(90) in (0, 130, -signal.SIGINT)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert [p.cmdline() for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []

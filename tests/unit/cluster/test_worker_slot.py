@@ -1,0 +1,151 @@
+"""One worker's lives: when it is started again, when it is given up, and whose registration counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from cluster.processes import MemberStart, RunningProcess
+from cluster.resolve import ResolvedModel, resolve_models
+from cluster.worker_slot import FAILED_STARTS, LifeSettings, WorkerSlot, WorkerState
+from tandem.config import ClusterSpec, Role
+from tandem.launch import WorkerLaunch
+from tandem.testing import write_tiny_llama
+from tandem.v1 import cluster_pb2
+
+
+class ScriptedMember:
+    """A place whose processes end when the test says so."""
+
+    def __init__(self) -> None:
+        self.starts: list[MemberStart] = []
+        self.stops = 0
+        self.may_stop = asyncio.Event()
+        self.may_stop.set()
+        self._end = asyncio.Event()
+        self._reason = ""
+
+    async def start(self, start: MemberStart) -> None:
+        self.starts.append(start)
+        self._end = asyncio.Event()
+
+    async def wait_end(self) -> str:
+        await self._end.wait()
+        return self._reason
+
+    async def processes(self) -> tuple[RunningProcess, ...]:
+        return ()
+
+    async def stop(self) -> None:
+        await self.may_stop.wait()
+        self.stops += 1
+
+    def end(self, reason: str) -> None:
+        self._reason = reason
+        self._end.set()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ResolvedModel:
+    source = str(write_tiny_llama(tmp_path / "tiny"))
+    spec = ClusterSpec.model_validate({"models": [{"source": source, "decode": {"tp": 2}}]})
+    return resolve_models(spec, lambda what: None, fetch=False)[0]
+
+
+@asynccontextmanager
+async def running(
+    model: ResolvedModel, tmp_path: Path, members: list[ScriptedMember]
+) -> AsyncIterator[tuple[WorkerSlot, list[WorkerState]]]:
+    """The slot, and every state it told of."""
+    told: list[WorkerState] = []
+    settings = LifeSettings(ClusterSpec(models=(model.spec,)), "127.0.0.1:1", None, tmp_path / "run")
+    slot = WorkerSlot("decode-0", Role.DECODE, model, members, settings, lambda slot: told.append(slot.state))
+    task = asyncio.create_task(slot.run())
+    try:
+        yield slot, told
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_each_life_has_an_epoch_and_a_run_folder_of_its_own(model: ResolvedModel, tmp_path: Path) -> None:
+    members = [ScriptedMember(), ScriptedMember()]
+    async with running(model, tmp_path, members) as (slot, told):
+        await until(lambda: len(members[1].starts) == 1)
+        slot.registered(cluster_pb2.WorkerInfo(worker_id="decode-0", epoch=slot.epoch))
+        members[1].end("rank-1 was killed")
+        await until(lambda: len(members[0].starts) == 2)
+        assert members[0].stops == members[1].stops == 1
+        assert told == [WorkerState.READY, WorkerState.RESTARTING]
+        assert (slot.restarts, slot.reason) == (1, "rank-1 was killed")
+        lives = [WorkerLaunch.model_validate_json(start.files["launch.json"]) for start in members[0].starts]
+        assert lives[1].epoch == slot.epoch
+        assert lives[0].epoch != lives[1].epoch
+        assert lives[0].run_dir != lives[1].run_dir
+        names = [[process.name for process in member.starts[1].processes] for member in members]
+        assert names == [["agent-0", "rank-0", "service"], ["agent-1", "rank-1"]]
+
+
+async def test_a_life_that_has_ended_registers_no_more(model: ResolvedModel, tmp_path: Path) -> None:
+    member = ScriptedMember()
+    async with running(model, tmp_path, [member]) as (slot, _):
+        await until(lambda: len(member.starts) == 1)
+        first = slot.epoch
+        assert slot.accepts(first)
+        member.may_stop.clear()  # its processes take their time to end, and one of them might still call
+        member.end("rank-0 was killed")
+        await until(lambda: slot.state is WorkerState.RESTARTING)
+        assert not slot.accepts(first)
+        member.may_stop.set()
+
+
+async def test_a_worker_that_never_became_ready_is_given_up_with_its_reason(
+    model: ResolvedModel, tmp_path: Path
+) -> None:
+    member = ScriptedMember()
+    async with running(model, tmp_path, [member]) as (slot, told):
+        for number in range(1, FAILED_STARTS + 1):
+            await until(lambda number=number: len(member.starts) == number)
+            await asyncio.sleep(0)
+            member.end("rank-0 ended with exit code 2: no room")
+            await until(lambda number=number: slot.restarts == number)
+        await until(lambda: slot.is_given_up)
+        assert slot.reason == "rank-0 ended with exit code 2: no room"
+        assert told[-1] is WorkerState.FAILED
+        assert not slot.accepts(slot.epoch)
+    assert len(member.starts) == FAILED_STARTS
+
+
+async def test_a_worker_that_was_ready_once_is_never_given_up(model: ResolvedModel, tmp_path: Path) -> None:
+    member = ScriptedMember()
+    async with running(model, tmp_path, [member]) as (slot, _):
+        await until(lambda: len(member.starts) == 1)
+        slot.registered(cluster_pb2.WorkerInfo(worker_id="decode-0", epoch=slot.epoch))
+        for number in range(1, FAILED_STARTS + 2):
+            await until(lambda number=number: len(member.starts) == number)
+            await asyncio.sleep(0)
+            member.end("rank-0 was killed")
+            await until(lambda number=number: slot.restarts == number)
+        assert slot.state is WorkerState.RESTARTING
+
+
+async def test_a_refused_worker_keeps_the_reason_of_its_refusal(model: ResolvedModel, tmp_path: Path) -> None:
+    member = ScriptedMember()
+    async with running(model, tmp_path, [member]) as (slot, _):
+        await until(lambda: len(member.starts) == 1)
+        slot.refuse("dtype: expected float32, got bfloat16")
+        member.end("the service ended with exit code 2")
+        await until(lambda: member.stops > 0)
+        assert slot.reason == "dtype: expected float32, got bfloat16"
+        assert slot.state is WorkerState.FAILED
+    assert len(member.starts) == 1
