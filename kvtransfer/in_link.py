@@ -185,7 +185,7 @@ class LinkAcceptor:
         try:
             await send_first(raw, encode(Welcome(attach.worker_id, attach.epoch, attach.rank, digests, port)), [])
             await receiver.establish()
-            stream = await FrameStream.over(raw.dup())
+            stream = await self._transports.frames(raw.dup())
         except BaseException:
             receiver.close()
             raise

@@ -186,7 +186,7 @@ class OutLink:
         finally:
             for fd in fds:
                 os.close(fd)
-        return await FrameStream.over(raw)
+        return await self._transports.frames(raw)
 
     async def _probe(self, sender: KvSender, stream: FrameStream) -> None:
         digest = await sender.send_probe(stream)

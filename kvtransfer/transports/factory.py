@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING
 
 from kvtransfer.control import Peer
 from kvtransfer.handshake import Hello, LinkRefused, Own
 from kvtransfer.reshard import Link
+from kvtransfer.stream import FrameStream
 from kvtransfer.transports.mapped import MappedReceiver, MappedSender
 from kvtransfer.transports.protocol import KvReceiver, KvSender, LinkThread
 
@@ -34,6 +36,10 @@ class Transports:
         module = await thread.run(_process_group)
         sender: KvSender = module.GroupSender(own, thread, peer.tcp_address, self._device)
         return sender
+
+    async def frames(self, raw: socket.socket) -> FrameStream:
+        """The link's connection after its handshake; takes the socket over."""
+        return await FrameStream.over(raw)
 
     async def receiver(self, own: Own, hello: Hello, link: Link, thread: LinkThread, *, digests: bool) -> KvReceiver:
         if hello.transport == MAPPED:
