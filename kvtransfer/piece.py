@@ -19,7 +19,8 @@ from tandem.kvcache.layout import KvPoolLayout
 
 PROTOCOL_VERSION = 1
 MAX_BODY_BYTES = 1 << 20
-MAX_PIECE_BYTES = 32 << 20  # senders cut larger requests, so that acknowledgements and deadlines keep moving
+MAX_PIECE_BYTES = 16 << 20  # senders cut larger requests: tickets take turns, digests and copies overlap
+MIN_PIECE_BYTES = 1 << 20   # layers are gathered up to this; a piece costs each side some 100 µs
 MAX_PIECE_BLOCKS = MAX_BODY_BYTES // 4
 NO_TICKET = "0" * 32
 _HEADER = struct.Struct("<BBBB16sIIIHHHHHHQQI16x")
