@@ -54,6 +54,7 @@ log = logging.getLogger(__name__)
 
 FIRST_MESSAGE_TIMEOUT_S = 10.0
 MAX_TICK_S = 0.5
+HUNG_EXIT_CODE = 3
 _FIRST: msgspec.msgpack.Decoder[AttachPool | Lead] = msgspec.msgpack.Decoder(AttachPool | Lead)
 FromRank = BeginStep | LayerDone
 FromLeader = SetPeers | OpenReceive | CloseReceive | OpenSend | CloseSend
@@ -110,6 +111,7 @@ class Agent:
     def __init__(self, path: Path, transports: Transports, clock: Clock) -> None:
         self._path = path
         self._transports = transports
+        transports.on_hung = _end_hung
         self._clock = clock
         self._attachment: Attachment | None = None
         self._peers: SetPeers | None = None
@@ -245,6 +247,14 @@ class Agent:
             await asyncio.sleep(MAX_TICK_S)
             if self._attachment is not None:
                 self._attachment.tick()
+
+
+def _end_hung(thread: str) -> None:
+    """Nobody can say what a hung thread still reads or writes, so the process ends with it and says nothing about its
+    handoffs: peers and leader see their connections end, the supervisor starts another agent."""
+    log.error("%s hangs in an operation on a piece: this agent ends", thread)
+    logging.shutdown()
+    os._exit(HUNG_EXIT_CODE)
 
 
 async def serve_agent(path: Path, transports: Transports) -> None:

@@ -18,13 +18,14 @@ from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.control import LinkReport, Peer
 from kvtransfer.fair_queue import FairQueue
 from kvtransfer.handshake import LinkRefused, Own, make_hello, receive_answer
+from kvtransfer.liveness import LinkWatch
 from kvtransfer.piece import MAX_PIECE_BYTES, FrameType, Header, Piece
 from kvtransfer.pool import Span
 from kvtransfer.reshard import Link
 from kvtransfer.sockets import connect_tcp, connect_unix, send_first
 from kvtransfer.stream import FrameStream
 from kvtransfer.transports.factory import MAPPED, Transports, choose_transport
-from kvtransfer.transports.protocol import KvSender, LinkThread
+from kvtransfer.transports.protocol import KvSender
 from tandem.channel import encode
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class OutLink:
         self._jobs = FairQueue(self._may_go)
         self._unacknowledged: dict[str, dict[int, int]] = {}  # ticket → seq → bytes
         self._unacknowledged_bytes = 0
+        self._watch = LinkWatch(lambda: bool(self._unacknowledged))
         self._backoff_s = FIRST_BACKOFF_S
 
     @property
@@ -152,7 +154,7 @@ class OutLink:
         peer = self.peer
         self._enter(LinkState.CONNECTING, self.reason)
         self._kind = choose_transport(self._own, peer)
-        thread = LinkThread(f"link-{peer.worker_id}-{peer.rank}")
+        thread = self._transports.thread(f"link-{peer.worker_id}-{peer.rank}")
         sender: KvSender | None = None
         stream: FrameStream | None = None
         try:
@@ -162,6 +164,8 @@ class OutLink:
             self._jobs = FairQueue(self._may_go)
             self._unacknowledged.clear()
             self._unacknowledged_bytes = 0
+            self._watch = LinkWatch(lambda: bool(self._unacknowledged))
+            thread.moves_pieces = True
             self._backoff_s = FIRST_BACKOFF_S
             self._enter(LinkState.READY, "")
             self._events.link_ready(self)
@@ -207,7 +211,8 @@ class OutLink:
 
     async def _carry(self, sender: KvSender, stream: FrameStream) -> None:
         """Sends and receives until either ends."""
-        tasks = [asyncio.create_task(self._send_jobs(sender, stream)), asyncio.create_task(self._read(stream))]
+        works = (self._send_jobs(sender, stream), self._read(stream), self._watch.run(stream))
+        tasks = [asyncio.create_task(work) for work in works]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -224,6 +229,8 @@ class OutLink:
                 case _Frame(header, body):
                     stream.send(header, body)
                 case _Push(wanted, ticket_id, piece, span) if wanted():
+                    if not self._unacknowledged:
+                        self._watch.moved()
                     self._unacknowledged.setdefault(ticket_id, {})[piece.seq] = piece.payload_bytes
                     self._unacknowledged_bytes += piece.payload_bytes
                     await sender.push(stream, ticket_id, piece, span)
@@ -231,7 +238,11 @@ class OutLink:
 
     async def _read(self, stream: FrameStream) -> None:
         async for header, body in stream.frames():
+            if header.type is FrameType.BEAT:
+                self._watch.heard()
+                continue
             self._answered(header)
+            self._watch.heard()
             self._events.link_frame(self, header, body)
 
     # --- the window ----------------------------------------------------------------------------------------------
@@ -245,6 +256,7 @@ class OutLink:
         pieces = self._unacknowledged.get(header.ticket_id)
         if pieces is None:
             return
+        self._watch.moved()
         if header.type is FrameType.ACK:
             self._unacknowledged_bytes -= pieces.pop(header.seq, 0)
         elif header.type in (FrameType.FAIL, FrameType.ABORTED):
