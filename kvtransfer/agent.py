@@ -24,6 +24,7 @@ from kvtransfer.control import (
     Attached,
     AttachPool,
     BeginStep,
+    Census,
     CloseReceive,
     CloseSend,
     FromAgent,
@@ -36,6 +37,7 @@ from kvtransfer.control import (
     SendClosed,
     SendFailed,
     SetPeers,
+    TakeCensus,
 )
 from kvtransfer.handshake import Own, pool_layout
 from kvtransfer.host import host_id
@@ -57,7 +59,7 @@ MAX_TICK_S = 0.5
 HUNG_EXIT_CODE = 3
 _FIRST: msgspec.msgpack.Decoder[AttachPool | Lead] = msgspec.msgpack.Decoder(AttachPool | Lead)
 FromRank = BeginStep | LayerDone
-FromLeader = SetPeers | OpenReceive | CloseReceive | OpenSend | CloseSend
+FromLeader = SetPeers | OpenReceive | CloseReceive | OpenSend | CloseSend | TakeCensus
 
 
 class Attachment:
@@ -94,6 +96,16 @@ class Attachment:
     def fail_all(self, reason: str) -> None:
         self.outgoing.fail_all(HandoffCause.CANCELLED, reason)
         self.incoming.fail_all(HandoffCause.CANCELLED, reason)
+
+    def census(self) -> Census:
+        outgoing, incoming = self.outgoing, self.incoming
+        return Census(
+            sending=outgoing.sending_count,
+            receiving=incoming.receiving_count,
+            waiting=outgoing.waiting_count,
+            links_out=outgoing.ready_links,
+            links_in=incoming.ready_links,
+        )
 
     def tick(self) -> None:
         self.outgoing.tick()
@@ -221,6 +233,8 @@ class Agent:
                 attachment.outgoing.open_send(message)
             case CloseSend():
                 attachment.outgoing.close_send(message)
+            case TakeCensus():
+                self._report(attachment.census())
 
     def _answer_unattached(self, message: FromLeader) -> None:
         """The rank has not attached its pool (again) yet: no ticket is known."""
@@ -234,6 +248,8 @@ class Agent:
                 self._report(ReceiveClosed(ticket_id))
             case CloseSend(ticket_id=ticket_id):
                 self._report(SendClosed(ticket_id))
+            case TakeCensus():
+                self._report(Census(0, 0, 0, 0, 0))
             case SetPeers():
                 pass  # kept for when it attaches
 

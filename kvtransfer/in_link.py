@@ -41,6 +41,10 @@ class InLinkEvents(Protocol):
         """The session that accepted this link, if it still takes pieces."""
         ...
 
+    def link_knows(self, ticket_id: str) -> bool:
+        """Whether this ticket is or was open here: pieces may still come for one that is over."""
+        ...
+
     def link_written(self, link: InLink, ticket_id: str, piece: Piece, digest: int, verify_s: float) -> None: ...
     def link_fault(self, link: InLink, ticket_id: str, fault: HandoffFault, *, writing: bool) -> None:
         """This ticket cannot go on; `writing`: and a write that had begun ended without its piece."""
@@ -143,6 +147,8 @@ class InLink:
         arrival = await self.receiver.fetch(piece, body)
         session = events.link_session(self, ticket_id)
         if session is None:
+            if not events.link_knows(ticket_id):
+                raise protocol_fault(f"piece {piece.seq} is for a ticket that was never shown here")
             self.fail(ticket_id, HandoffCause.REFUSED_TICKET, "no such ticket is open on this link")
             return
         try:
@@ -210,6 +216,8 @@ class LinkAcceptor:
             receiver = await self._transports.receiver(own, hello, link, thread, digests=digests)
             port = await receiver.prepare(fds)
         except (HandoffFault, IncompatiblePools) as error:
+            if isinstance(error, HandoffFault) and error.cause is HandoffCause.TRANSPORT:
+                raise  # it may work the next time: only what never will is refused
             cause = error.cause if isinstance(error, HandoffFault) else HandoffCause.TRANSPORT
             log.warning("refused a link from %s rank %d: %s", hello.worker_id, hello.rank, error)
             await send_first(raw, encode(Refused(cause.value, error.message)), [])

@@ -154,6 +154,9 @@ class Incoming:
         entry = self._entry(link, ticket_id)
         return entry.session if entry else None
 
+    def link_knows(self, ticket_id: str) -> bool:
+        return ticket_id in self._tickets or ticket_id in self._over
+
     def link_written(self, link: InLink, ticket_id: str, piece: Piece, digest: int, verify_s: float) -> None:
         if entry := self._entry(link, ticket_id):
             self._do(entry, entry.session.end_piece(link.hello.rank, piece, digest, verify_s))
@@ -180,6 +183,16 @@ class Incoming:
             if entry.links.get(link.hello.rank) is link:
                 self._do(entry, entry.session.link_down(link.hello.rank, cause, reason))
         self._report_link(link, "down", reason)
+
+    # --- questions ---------------------------------------------------------------------------------------------
+
+    @property
+    def receiving_count(self) -> int:
+        return len(self._tickets)
+
+    @property
+    def ready_links(self) -> int:
+        return len(self._links)
 
     # --- decisions ---------------------------------------------------------------------------------------------
 

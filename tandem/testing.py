@@ -117,9 +117,13 @@ class FaultPlan:
 
     def __init__(self, settings: FaultSettings) -> None:
         self._settings = settings
-        self._random = random.Random(settings.seed)  # noqa: S311 - nothing secret depends on it
+        self._random = random.Random(settings.seed)
         self._seen = 0
         self.broken = 0
+
+    def is_at(self, point: str) -> bool:
+        """Whether this point was named: for operations that would disturb the counting of others."""
+        return point in self._settings.points
 
     def next(self, point: str, can: Collection[FaultKind] = tuple(FaultKind)) -> Fault | None:
         """Counts one operation at `point`; how it breaks, if it does. `can`: the faults that make sense there."""

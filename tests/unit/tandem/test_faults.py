@@ -44,7 +44,8 @@ def test_settings_survive_the_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['{"every": 0}', "{}", '{"every": 2, "rate": 0.1}', '{"rate": 2}', '{"every": 2, "kinds": ["x"]}', '{"z": 1}']
+    "text",
+    ['{"every": 0}', "{}", '{"every": 2, "rate": 0.1}', '{"rate": 2}', '{"every": 2, "kinds": ["x"]}', '{"z": 1}'],
 )
 def test_settings_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="faults"):
