@@ -179,9 +179,16 @@ class Incoming:
     def link_down(self, link: InLink, cause: HandoffCause, reason: str) -> None:
         if link in self._links:
             self._links.remove(link)
+        hello = link.hello
         for entry in list(self._tickets.values()):
-            if entry.links.get(link.hello.rank) is link:
-                self._do(entry, entry.session.link_down(link.hello.rank, cause, reason))
+            lease = entry.session.lease
+            if entry.links.get(hello.rank) is link:
+                self._do(entry, entry.session.link_down(hello.rank, cause, reason))
+            elif hello.rank not in entry.links and (lease.prefill_worker, lease.prefill_epoch) == (
+                hello.worker_id,
+                hello.epoch,
+            ):  # it was to come over this link; blocks are not kept for a sender that may never come back
+                self._do(entry, entry.session.fail(cause, reason))
         self._report_link(link, "down", reason)
 
     # --- questions ---------------------------------------------------------------------------------------------

@@ -88,6 +88,7 @@ class FakeRank:
         self.messages: list[FromAgent] = []
         self.lost = 0
         self.is_connected = False
+        self.is_stopped = False
         self.is_gone = False  # it died, and its agent with it
         self.listener: Callable[[FromAgent | None], None] | None = None  # takes what comes; None: the agent is lost
         self._news = asyncio.Condition()
@@ -198,7 +199,9 @@ class FakeRank:
         return True
 
     def stop(self) -> None:
-        self.is_gone = True
+        if self.is_stopped:
+            return
+        self.is_gone = self.is_stopped = True
         self._own.close()
         self._lead.close()
         if self.process.poll() is None:

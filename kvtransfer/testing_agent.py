@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
@@ -277,11 +278,22 @@ class FaultyTransports(Transports):
         return FaultyStream.around(await super().frames(raw), self._plan)
 
 
+def faults_of(socket_path: Path) -> Path:
+    """Where the agent at `socket_path` notes each fault: a line of its point and kind."""
+    return socket_path.with_suffix(".faults")
+
+
 def run() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvtransfer.testing_agent", add_help=False)
     parser.add_argument("--faults", type=FaultSettings.from_json, required=True)
+    parser.add_argument("--socket", type=Path, required=True)
     options, others = parser.parse_known_args()
-    main(FaultyTransports(FaultPlan(options.faults)), others)
+
+    def note(point: str, fault: Fault) -> None:
+        with faults_of(options.socket).open("a") as file:
+            file.write(f"{point} {fault.kind}\n")
+
+    main(FaultyTransports(FaultPlan(options.faults, note)), [*others, "--socket", str(options.socket)])
 
 
 if __name__ == "__main__":

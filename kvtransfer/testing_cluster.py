@@ -71,6 +71,10 @@ class Half:
     def is_closed(self) -> bool:
         return len(self._closed) == len(self._ranks)
 
+    @property
+    def is_over(self) -> bool:
+        return self.is_complete or self.is_closed or self.cause is not None
+
     def report(self, rank: int, message: FromAgent) -> None:
         """Raises Violation: a second end."""
         if isinstance(message, (SendClosed, ReceiveClosed)):
@@ -110,6 +114,8 @@ class Half:
             self._closing = True
             message = CloseSend(self.ticket_id) if self.side is Side.SEND else CloseReceive(self.ticket_id)
             for rank in self._ranks:
+                if rank.rank in self._closed:
+                    continue
                 if rank.is_connected:
                     rank.tell(message)
                 else:
@@ -325,8 +331,9 @@ class FakeCluster:
         act.source_ids, act.target_ids = leases[source], leases[target]
         receiving = receiver.open(Side.RECEIVE, act.ticket_id)
         sending = sender.open(Side.SEND, act.ticket_id)
-        act.open_receive()
-        act.open_send()
+        if receiving.cause is None and sending.cause is None:  # else an agent is being replaced
+            act.open_receive()
+            act.open_send()
         driving = asyncio.create_task(self._drive(act, sending, cancel_after_s))
         await _first_of(receiving, sending, driving if cancel_after_s is not None else None)
         if receiving.is_complete:

@@ -9,7 +9,7 @@ import json
 import math
 import random
 import string
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -113,11 +113,16 @@ class FaultSettings:
 
 
 class FaultPlan:
-    """Says at each operation whether it breaks. The same settings and operations give the same faults."""
+    """Says at each operation whether it breaks. The same settings and operations give the same faults.
 
-    def __init__(self, settings: FaultSettings) -> None:
+    Args:
+        on_fault: told of each, before it happens.
+    """
+
+    def __init__(self, settings: FaultSettings, on_fault: Callable[[str, Fault], None] | None = None) -> None:
         self._settings = settings
         self._random = random.Random(settings.seed)
+        self._on_fault = on_fault
         self._seen = 0
         self.broken = 0
 
@@ -141,7 +146,10 @@ class FaultPlan:
         if not breaks:
             return None
         self.broken += 1
-        return Fault(self._random.choice(kinds), self._random.getrandbits(32), settings.delay_s)
+        fault = Fault(self._random.choice(kinds), self._random.getrandbits(32), settings.delay_s)
+        if self._on_fault is not None:
+            self._on_fault(point, fault)
+        return fault
 
 
 def write_tiny_llama(

@@ -22,7 +22,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 PROBE_BYTES = 4096
 INLINE_BYTES = 256 << 10  # about 50 µs of copying and hashing
-HANG_GRACE_S = 0.5  # for an operation to notice that its link was closed
+HANG_GRACE_S = 0.25  # for an operation to notice that its link was closed
 
 
 class LinkThread:

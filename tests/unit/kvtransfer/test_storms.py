@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvtransfer.testing_agent import faults_of
 from kvtransfer.testing_cluster import FakeCluster, Member
 from tandem.testing import FaultSettings
 
@@ -61,7 +62,7 @@ async def run_all(works: Iterable[Coroutine[Any, Any, object]], *, at_once: int 
 async def test_every_16th_operation_fails_and_every_prompt_arrives_right(
     cluster: FakeCluster, soak: Soak, transport: str
 ) -> None:
-    count = soak(2000, 150 if transport == "mapped" else 40)
+    count = soak(2000, 60 if transport == "mapped" else 40)
     kinds = ("fail", "delay", "duplicate", "reorder", "truncate", "flip")
     await pair(
         cluster,
@@ -103,15 +104,17 @@ async def test_what_fails_at_the_beginning_or_the_end_of_a_handoff_leaves_nothin
 async def test_broken_pieces_are_found_and_never_accepted(cluster: FakeCluster, soak: Soak, transport: str) -> None:
     count = soak(1000, 160 if transport == "mapped" else 40)
     kinds = ("flip", "truncate", "duplicate", "reorder", "misaddress")
-    await pair(
+    prefill, _ = await pair(
         cluster,
         transport=transport,
         prefill=faulty(FaultSettings(seed=3, every=16, kinds=kinds, points=("piece", "digest", "memory"))),
     )
+    noted = faults_of(prefill.worker.ranks[0].socket_path)
     number = 0
-    while cluster.tally.failures < count:
+    while not noted.exists() or noted.read_text().count("\n") < count:
         await run_all(cluster.request("prefill-0", "decode-0", number + more) for more in range(32))
         number += 32
+    assert cluster.tally.failures
     await cluster.check_conservation()
 
 
