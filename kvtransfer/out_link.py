@@ -26,6 +26,7 @@ from kvtransfer.stream import FrameStream
 from kvtransfer.transports.factory import MAPPED, Transports, choose_transport
 from kvtransfer.transports.protocol import KvSender, LinkThread
 from tandem.channel import encode
+from tandem.errors import IncompatiblePools
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class OutLink:
             try:
                 await self._connect()
                 reason, final = "the connection ended", False
-            except LinkRefused as refused:
+            except IncompatiblePools as refused:
                 reason, final = refused.message, True
             except HandoffFault as fault:
                 reason, final = fault.message, False
@@ -180,7 +181,7 @@ class OutLink:
         fds: list[int] = []
         try:
             fds = sender.hello_fds()
-            hello = make_hello(self._own, (peer.worker_id, peer.epoch, peer.rank), self._link, self._kind)
+            hello = make_hello(self._own, peer, self._link, self._kind)
             await send_first(raw, encode(hello), fds)
             welcome = await receive_answer(raw, HANDSHAKE_TIMEOUT_S)
             if (welcome.worker_id, welcome.epoch, welcome.rank) != (peer.worker_id, peer.epoch, peer.rank):
@@ -192,7 +193,9 @@ class OutLink:
         finally:
             for fd in fds:
                 os.close(fd)
-        return await self._transports.frames(raw)
+        stream = await self._transports.frames(raw)
+        stream.version = hello.protocol
+        return stream
 
     async def _probe(self, sender: KvSender, stream: FrameStream) -> None:
         digest = await sender.send_probe(stream)
