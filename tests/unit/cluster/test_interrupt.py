@@ -15,6 +15,7 @@ import pytest
 
 from tandem.testing import write_tiny_llama
 
+
 @contextmanager
 def start_up(folder: Path) -> Iterator[subprocess.Popen[str]]:
     model = folder / "tiny"
