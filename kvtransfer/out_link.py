@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,6 +18,7 @@ from typing import Protocol
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.control import LinkReport, Peer
 from kvtransfer.handshake import LinkRefused, Own, make_hello, receive_answer
+from kvtransfer.link_meter import LinkMeter
 from kvtransfer.piece import FrameType, Header, Piece
 from kvtransfer.pool import Span
 from kvtransfer.reshard import Link
@@ -25,6 +27,7 @@ from kvtransfer.stream import FrameStream
 from kvtransfer.transports.factory import MAPPED, Transports, choose_transport
 from kvtransfer.transports.protocol import KvSender, LinkThread
 from tandem.channel import encode
+from tandem.clock import SystemClock
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +35,7 @@ CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 60.0  # the peer may have to load torch first
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+PROBES = 5
 
 
 class LinkState(StrEnum):
@@ -79,6 +83,7 @@ class OutLink:
         self.state = LinkState.CONNECTING
         self.reason = ""
         self.moved_bytes = 0
+        self._meter = LinkMeter(SystemClock())
         self._own = own
         self._link = link
         self._transports = transports
@@ -105,12 +110,13 @@ class OutLink:
         self._jobs.put_nowait(_Push(wanted, ticket_id, piece, span))
 
     def report(self) -> None:
-        peer = self.peer
+        peer, meter = self.peer, self._meter
         self._report(
             LinkReport(
-                peer.worker_id, peer.epoch, peer.rank, self._kind, self.state.value, self.reason, self.moved_bytes
+                peer.worker_id, peer.epoch, peer.rank, self._kind, self.state.value, self.reason, self.moved_bytes,
+                meter.latency_s, meter.bytes_per_s,
             )
-        )
+        )  # fmt: skip
 
     async def run(self) -> None:
         """Until it is refused; or cancelled, when the peer is gone from the directory."""
@@ -154,7 +160,9 @@ class OutLink:
         try:
             sender = await self._transports.sender(self._kind, self._own, peer, thread)
             stream = await self._shake_hands(sender)
-            await asyncio.wait_for(self._probe(sender, stream), HANDSHAKE_TIMEOUT_S)
+            self._meter.reconnected()
+            for _ in range(PROBES):
+                await asyncio.wait_for(self._probe(sender, stream), HANDSHAKE_TIMEOUT_S)
             self._jobs = asyncio.Queue()
             self._backoff_s = FIRST_BACKOFF_S
             self._enter(LinkState.READY, "")
@@ -189,6 +197,7 @@ class OutLink:
         return await self._transports.frames(raw)
 
     async def _probe(self, sender: KvSender, stream: FrameStream) -> None:
+        started_s = time.monotonic()
         digest = await sender.send_probe(stream)
         answer = await stream.receive()
         if answer is None:
@@ -198,6 +207,7 @@ class OutLink:
             raise protocol_fault(f"expected the probe's answer, got {header.type.name}")
         if header.digest != digest:
             raise LinkRefused(f"the probe arrived corrupted over {self._kind}")
+        self._meter.probed(time.monotonic() - started_s)
 
     async def _carry(self, sender: KvSender, stream: FrameStream) -> None:
         """Sends and receives until either ends."""
@@ -218,9 +228,14 @@ class OutLink:
                 case _Frame(header, body):
                     stream.send(header, body)
                 case _Push(wanted, ticket_id, piece, span) if wanted():
+                    self._meter.pushed(ticket_id, piece.seq, piece.payload_bytes)
                     await sender.push(stream, ticket_id, piece, span)
                     self.moved_bytes += piece.payload_bytes
 
     async def _read(self, stream: FrameStream) -> None:
         async for header, body in stream.frames():
+            if header.type is FrameType.ACK:
+                self._meter.acknowledged(header.ticket_id, header.seq)
+            elif header.type in (FrameType.FAIL, FrameType.ABORTED):
+                self._meter.dropped(header.ticket_id)
             self._events.link_frame(self, header, body)

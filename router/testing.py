@@ -13,7 +13,7 @@ import grpc
 from tandem.config import Role
 from tandem.errors import ErrorCode
 from tandem.kvcache.layout import blocks_for
-from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
+from tandem.v1 import cluster_pb2, inference_pb2, trace_pb2, worker_pb2
 from tandem.v1.cluster_pb2_grpc import ClusterServicer, add_ClusterServicer_to_server
 from tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from worker.wire import PROTOCOL_VERSION
@@ -283,6 +283,12 @@ class StubController(ClusterServicer):
 
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Any) -> cluster_pb2.ClusterStatus:
         return cluster_pb2.ClusterStatus()
+
+    async def GetTrace(self, request: trace_pb2.GetTraceRequest, context: Any) -> trace_pb2.RequestTrace:
+        return trace_pb2.RequestTrace()
+
+    async def ListTraces(self, request: trace_pb2.ListTracesRequest, context: Any) -> trace_pb2.ListTracesResponse:
+        return trace_pb2.ListTracesResponse()
 
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Any) -> cluster_pb2.ShutdownResponse:
         return cluster_pb2.ShutdownResponse()

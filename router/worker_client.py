@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any, Protocol
 
 import grpc
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 5.0
 MAX_OUTBOX_FRAMES = 16_384
 MAX_BACKOFF_S = 2.0
+MAX_LATE = 256
 
 
 class RequestSink(Protocol):
@@ -32,7 +33,8 @@ class RequestSink(Protocol):
 
     def on_reserved(self, link: WorkerLink, reserved: worker_pb2.Reserved) -> None: ...
 
-    def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone) -> None: ...
+    def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:
+        """`age_s`: how long before now the zero of the report's stages was (less the time the frame travelled)."""
 
     def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None: ...
 
@@ -62,6 +64,7 @@ class WorkerLink:
         self._router_id = router_id
         self._listener = listener
         self._sinks: dict[str, RequestSink] = {}
+        self._late: OrderedDict[str, RequestSink] = OrderedDict()
         self._outbox: deque[worker_pb2.RouterFrame] = deque()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -89,6 +92,13 @@ class WorkerLink:
     def detach(self, wire_id: str) -> None:
         """Idempotent. Later words about `wire_id` are dropped."""
         self._sinks.pop(wire_id, None)
+
+    def detach_but_report(self, wire_id: str, sink: RequestSink) -> None:
+        """As `detach`; but a report of the handoff that is on its way still reaches `sink`, if it comes soon."""
+        self.detach(wire_id)
+        self._late[wire_id] = sink
+        while len(self._late) > MAX_LATE:
+            self._late.popitem(last=False)
 
     def send(self, frame: worker_pb2.RouterFrame) -> None:
         """Queues a frame. On a lost link it is dropped: the sinks were told already."""
@@ -174,8 +184,9 @@ class WorkerLink:
             if (sink := sinks.get(token.request_id)) is not None:
                 sink.on_token(self, token)
         for handoff in frame.handoffs:
-            if (sink := sinks.get(handoff.request_id)) is not None:
-                sink.on_handoff(self, handoff)
+            sink = sinks.get(handoff.request_id) or self._late.pop(handoff.request_id, None)
+            if sink is not None:
+                sink.on_handoff(self, handoff, max(0.0, frame.sent_at_s - handoff.anchor_at_s))
         for ended in frame.ended:
             if (sink := sinks.pop(ended.request_id, None)) is not None:
                 sink.on_ended(self, ended)
@@ -189,6 +200,7 @@ class WorkerLink:
         was_ready, self.ready = self.ready, False
         self.load = None
         self._outbox.clear()
+        self._late.clear()
         sinks, self._sinks = list(self._sinks.values()), {}
         error = WorkerLost(f"worker {self.key.worker_id} was lost ({reason}); a retry may succeed", retry_after_s=1.0)
         for sink in sinks:
