@@ -140,6 +140,9 @@ class RequestRun:
         if self._is_decode(link):
             self._moved_bytes, self._moved_blocks = done.bytes, done.blocks
             self._joined()
+            told_s = None if attempt is None else attempt.joined_at_s()
+            if attempt is not None and told_s is not None and self._joined_s is not None:
+                self._joined_s = attempt.joined_s = max(told_s, self._first_token_s)
         elif self._assembler.tokens:
             self._detach(link)  # the prefill worker's side is over
 

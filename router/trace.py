@@ -1,8 +1,7 @@
 """Where one request's time went: what the router saw itself, and the workers' reports laid on the router's clock.
 
-A worker reports offsets from the moment it took up Reserve or Prefill, and how long ago that was when the report left.
-So that moment is the report's arrival less its age: late by the time the frame travelled, by nothing else, and no two
-hosts' clocks are compared. Pure, but for the wall clock that people read.
+A worker reports offsets from the moment it took up Reserve or Prefill; its link knows how long ago that was
+(router.clock_offset). Pure, but for the wall clock that people read.
 """
 
 from __future__ import annotations
@@ -129,13 +128,18 @@ class Attempt:
         if decode_s is not None and self.ended_s is not None:
             yield Span(Stage.DECODE, decode_s, self.ended_s)
 
+    def joined_at_s(self) -> float | None:
+        """When it joined the decode batch, by the decode worker's word: the frame that tells so is a step late."""
+        if self.received is None:
+            return None
+        return self.received.anchor_s + self.received.done.received.joined_s
+
     def exposed_s(self) -> float | None:
         """What the handoff added: last layer computed to joined."""
-        if self.received is None or self.sent is None or not self.sent.done.sent.HasField("last_layer_s"):
+        joined_s = self.joined_at_s()
+        if joined_s is None or self.sent is None or not self.sent.done.sent.HasField("last_layer_s"):
             return None
-        last_layer_s = self.sent.anchor_s + self.sent.done.sent.last_layer_s
-        joined_s = self.received.anchor_s + self.received.done.received.joined_s
-        return max(0.0, joined_s - last_layer_s)
+        return max(0.0, joined_s - self.sent.anchor_s - self.sent.done.sent.last_layer_s)
 
 
 @dataclass(slots=True)
@@ -175,9 +179,9 @@ class Trace:
         for attempt in reversed(self.attempts):
             if attempt.wire_id == done.request_id:
                 if done.HasField("received"):
-                    attempt.received = Report(done, anchor_s)
+                    attempt.received = Report(done, max(anchor_s, attempt.dispatched_s))
                 elif done.HasField("sent"):
-                    attempt.sent = Report(done, anchor_s)
+                    attempt.sent = Report(done, max(anchor_s, attempt.prefill_sent_s or attempt.dispatched_s))
                 return attempt
         return None
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict, deque
 from typing import Any, Protocol
 
 import grpc
 
+from router.clock_offset import ClockOffset
 from router.directory import KEEPALIVE_OPTIONS
 from router.prefix_index.mirror import WorkerKey
 from tandem.errors import WorkerLost
@@ -34,7 +36,7 @@ class RequestSink(Protocol):
     def on_reserved(self, link: WorkerLink, reserved: worker_pb2.Reserved) -> None: ...
 
     def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:
-        """`age_s`: how long before now the zero of the report's stages was (less the time the frame travelled)."""
+        """`age_s`: how long before now the zero of the report's stages was."""
 
     def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None: ...
 
@@ -64,6 +66,7 @@ class WorkerLink:
         self._router_id = router_id
         self._listener = listener
         self._sinks: dict[str, RequestSink] = {}
+        self._offset = ClockOffset()
         self._late: OrderedDict[str, RequestSink] = OrderedDict()
         self._outbox: deque[worker_pb2.RouterFrame] = deque()
         self._wake = asyncio.Event()
@@ -177,6 +180,9 @@ class WorkerLink:
 
     def _deliver(self, frame: worker_pb2.WorkerFrame) -> None:
         sinks = self._sinks
+        now_s = time.monotonic()
+        if frame.sent_at_s:
+            self._offset.frame(frame.sent_at_s, now_s)
         for reserved in frame.reserved:
             if (sink := sinks.get(reserved.request_id)) is not None:
                 sink.on_reserved(self, reserved)
@@ -186,7 +192,8 @@ class WorkerLink:
         for handoff in frame.handoffs:
             sink = sinks.get(handoff.request_id) or self._late.pop(handoff.request_id, None)
             if sink is not None:
-                sink.on_handoff(self, handoff, max(0.0, frame.sent_at_s - handoff.anchor_at_s))
+                anchor_s = self._offset.local_s(handoff.anchor_at_s)
+                sink.on_handoff(self, handoff, 0.0 if anchor_s is None else max(0.0, now_s - anchor_s))
         for ended in frame.ended:
             if (sink := sinks.pop(ended.request_id, None)) is not None:
                 sink.on_ended(self, ended)

@@ -53,8 +53,7 @@ class Outbox:
             for session in sessions:
                 self._frames[session].load.CopyFrom(wire)
         for session, frame in self._frames.items():
-            if frame.handoffs:
-                frame.sent_at_s = self._clock.now_s()
+            frame.sent_at_s = self._clock.now_s()
             self._send(session, frame.SerializeToString())
         self._frames.clear()
 

@@ -103,21 +103,21 @@ def show_list(traces: list[trace_pb2.RequestTrace], console: Console) -> None:
     if not traces:
         console.print("no request has ended yet")
         return
-    table = Table(box=None, pad_edge=False)
-    for column in ("request", "at", "end", "prompt", "cached", "tokens", "first token", "total", "KV moved"):
-        table.add_column(column, justify="left" if column in ("request", "at", "end") else "right", no_wrap=True)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # an id and a long error code fit 80 columns
+    table.add_column("request", no_wrap=True)
+    table.add_column("end", overflow="fold")
+    for column in ("prompt", "tokens", "first ms", "total ms", "KV MiB"):
+        table.add_column(column, justify="right", no_wrap=True)
     for trace in traces:
         last = trace.attempts[-1] if trace.attempts else trace_pb2.Attempt()
         table.add_row(
             trace.request_id,
-            time.strftime("%H:%M:%S", time.localtime(trace.received_unix_s)),
             trace.error or trace.state,
             str(trace.prompt_tokens),
-            str(max(trace.cached_tokens_prefill, trace.cached_tokens_decode)),
             str(trace.completion_tokens),
-            _ms(trace.first_token_s) if trace.HasField("first_token_s") else "–",
-            _ms(trace.total_s),
-            _size(last.bytes) if last.bytes else "–",
+            f"{1000 * trace.first_token_s:.1f}" if trace.HasField("first_token_s") else "–",
+            f"{1000 * trace.total_s:.1f}",
+            f"{last.bytes / (1 << 20):.2f}" if last.bytes else "–",
         )
     console.print(table)
 
@@ -130,8 +130,8 @@ def show(trace: trace_pb2.RequestTrace, console: Console) -> None:
     end = f"{trace.state} ({trace.error})" if trace.error else trace.state
     console.print(f"{trace.request_id}  {trace.model}  {at}  {end}", markup=False)
     console.print(
-        f"{trace.prompt_tokens} prompt tokens (cached: {trace.cached_tokens_prefill} on prefill, "
-        f"{trace.cached_tokens_decode} on decode), {trace.completion_tokens} answered, {_ms(trace.total_s)} in all"
+        f"{trace.prompt_tokens} prompt tokens ({trace.cached_tokens_prefill} cached on prefill, "
+        f"{trace.cached_tokens_decode} on decode), {trace.completion_tokens} answered, {_ms(trace.total_s)}"
     )
     if not trace.attempts:
         console.print("no worker ever saw it")
@@ -152,13 +152,11 @@ def _totals(attempt: trace_pb2.Attempt) -> list[str]:
         lines.append(f"moved: {_size(attempt.bytes)} in {attempt.pieces} pieces, {attempt.blocks} blocks")
     elif attempt.HasField("received"):
         lines.append("moved: nothing, the decode worker had every block")
-    hidden = []
     if attempt.HasField("overlap_share"):
-        hidden.append(f"overlap: {100 * attempt.overlap_share:.0f} % of the bytes were there when prefill ended")
+        share = 100 * attempt.overlap_share
+        lines.append(f"overlap: {share:.0f} % of the bytes were there when the last layer was computed")
     if attempt.HasField("exposed_s"):
-        hidden.append(f"last layer to joined: {_ms(attempt.exposed_s)}")
-    if hidden:
-        lines.append("; ".join(hidden))
+        lines.append(f"from there to the decode batch: {_ms(attempt.exposed_s)} (the first token is sampled meanwhile)")
     if attempt.error:
         lines.append(f"failed: {attempt.error}{f' ({attempt.cause})' if attempt.cause else ''}: {attempt.message}")
     return lines

@@ -75,7 +75,7 @@ class WorkerFrame(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     SENT_AT_S_FIELD_NUMBER: _builtins.int
     sent_at_s: _builtins.float
-    """the worker's monotonic clock when a frame with handoffs left it; only differences mean anything"""
+    """the worker's monotonic clock when this frame left it; only differences mean anything"""
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -467,8 +467,8 @@ class HandoffDone(_message.Message):
     """writing and digesting, summed over the pieces of the slowest rank"""
     reserve_to_join_s: _builtins.float
     anchor_at_s: _builtins.float
-    """When Reserve or Prefill was taken up: the stages' zero, on the clock of the frame's `sent_at_s`. The difference is
-    the stages' age, so that a router can place them on a clock of its own.
+    """When Reserve or Prefill was taken up: the stages' zero, on the clock of the frames' `sent_at_s`, by which a router
+    can lay it on its own.
     """
     @_builtins.property
     def received(self) -> Global___ReceiveStages:
