@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvtransfer.stages import ReceiveStages, SendStages
 from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 
 
@@ -144,6 +145,7 @@ class Received(msgspec.Struct, frozen=True, tag=True):
     blocks: int
     pieces: int
     verify_s: float
+    stages: ReceiveStages | None = None  # None: there was nothing to receive
 
 
 class ReceiveFailed(msgspec.Struct, frozen=True, tag=True):
@@ -164,6 +166,7 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
     ticket_id: str
     bytes: int
     pieces: int
+    stages: SendStages | None = None  # None: there was nothing to send
 
 
 class SendFailed(msgspec.Struct, frozen=True, tag=True):
@@ -184,6 +187,8 @@ class LinkReport(msgspec.Struct, frozen=True, tag=True):
     state: str  # connecting, ready, refused, down
     reason: str
     bytes: int
+    latency_s: float | None = None  # as in LinkMeter; None on the receiving end, which does not measure
+    bytes_per_s: float | None = None
 
 
 FromAgent = Attached | Received | ReceiveFailed | ReceiveClosed | Sent | SendFailed | SendClosed | LinkReport
