@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
+from kvtransfer.stages import ReceiveStages, SendStages
+from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
+
 
 class Layout(msgspec.Struct, frozen=True):
     """KvPoolLayout on the wire, with what the handshake must also compare."""
@@ -18,6 +21,7 @@ class Layout(msgspec.Struct, frozen=True):
     block_tokens: int
     head_dim: int
     dtype: str
+    adapter: str = ""
 
 
 class AttachPool(msgspec.Struct, frozen=True, tag=True):
@@ -36,6 +40,8 @@ class AttachPool(msgspec.Struct, frozen=True, tag=True):
     bind_host: str
     link_socket: str
     ticket_ttl_s: float
+    protocol: int = PROTOCOL_VERSION
+    oldest_protocol: int = OLDEST_PROTOCOL_VERSION
     connects: bool = True
     """Make links to all peers of SetPeers at once; False (decode workers): only when a ticket asks for one."""
 
@@ -54,6 +60,8 @@ class Peer(msgspec.Struct, frozen=True):
     host_id: str
     mapped_path: str
     tcp_address: str
+    protocol: int = PROTOCOL_VERSION
+    oldest_protocol: int = OLDEST_PROTOCOL_VERSION
 
 
 class SetPeers(msgspec.Struct, frozen=True, tag=True):
@@ -144,6 +152,7 @@ class Received(msgspec.Struct, frozen=True, tag=True):
     blocks: int
     pieces: int
     verify_s: float
+    stages: ReceiveStages | None = None  # None: there was nothing to receive
 
 
 class ReceiveFailed(msgspec.Struct, frozen=True, tag=True):
@@ -164,6 +173,7 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
     ticket_id: str
     bytes: int
     pieces: int
+    stages: SendStages | None = None  # None: there was nothing to send
 
 
 class SendFailed(msgspec.Struct, frozen=True, tag=True):
@@ -184,6 +194,8 @@ class LinkReport(msgspec.Struct, frozen=True, tag=True):
     state: str  # connecting, ready, refused, down
     reason: str
     bytes: int
+    latency_s: float | None = None  # as in LinkMeter; None on the receiving end, which does not measure
+    bytes_per_s: float | None = None
 
 
 class Census(msgspec.Struct, frozen=True, tag=True):

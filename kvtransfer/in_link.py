@@ -135,8 +135,13 @@ class InLink:
                 self.reply(FrameType.ABORTED, header.ticket_id)
             case FrameType.BEAT:
                 pass  # the watch has heard
+            case FrameType.PROBE:  # the first was answered before the link was up; these measure
+                await self.probed()
             case _:
                 raise protocol_fault(f"expected a sender's frame, got {header.type.name}")
+
+    async def probed(self) -> None:
+        self.stream.send(Header(FrameType.PROBED, digest=await self.receiver.receive_probe()))
 
     async def _take_piece(self, events: InLinkEvents, ticket_id: str, piece: Piece, body: bytes) -> None:
         check_size(piece, self.own.layout, self.link.head_count)
@@ -226,6 +231,7 @@ class LinkAcceptor:
             await send_first(raw, encode(Welcome(attach.worker_id, attach.epoch, attach.rank, digests, port)), [])
             await receiver.establish()
             stream = await self._transports.frames(raw.dup())
+            stream.version = hello.protocol
         except BaseException:
             receiver.close()
             raise
@@ -236,8 +242,7 @@ class LinkAcceptor:
             frame = await asyncio.wait_for(link.stream.receive(), PROBE_TIMEOUT_S)
             if frame is None or frame[0].type is not FrameType.PROBE:
                 raise protocol_fault("expected a probe first")
-            digest = await link.receiver.receive_probe()
-            link.stream.send(Header(FrameType.PROBED, digest=digest))
+            await link.probed()
             link.thread.moves_pieces = True
             self._events.link_up(link)
             await link.run(self._events)

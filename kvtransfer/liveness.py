@@ -13,6 +13,7 @@ from typing import NoReturn
 from kvtransfer.causes import HandoffCause, HandoffFault
 from kvtransfer.piece import FrameType, Header
 from kvtransfer.stream import FrameStream
+from kvtransfer.versions import beats
 from tandem.clock import Clock, SystemClock
 
 BEAT_S = 0.5
@@ -48,7 +49,10 @@ class LinkWatch:
         """
         self.moved()
         while True:
-            stream.send(Header(FrameType.BEAT))
+            if beats(stream.version):
+                stream.send(Header(FrameType.BEAT))
+            else:
+                self.heard()  # an older peer is silent when it has nothing to say
             began_s = self._clock.now_s()
             await asyncio.sleep(BEAT_S)
             self.check(self._clock.now_s() - began_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,6 +19,7 @@ from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.control import LinkReport, Peer
 from kvtransfer.fair_queue import FairQueue
 from kvtransfer.handshake import LinkRefused, Own, make_hello, receive_answer
+from kvtransfer.link_meter import LinkMeter
 from kvtransfer.liveness import LinkWatch
 from kvtransfer.piece import MAX_PIECE_BYTES, FrameType, Header, Piece
 from kvtransfer.pool import Span
@@ -27,6 +29,8 @@ from kvtransfer.stream import FrameStream
 from kvtransfer.transports.factory import MAPPED, Transports, choose_transport
 from kvtransfer.transports.protocol import KvSender
 from tandem.channel import encode
+from tandem.clock import SystemClock
+from tandem.errors import IncompatiblePools
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +39,7 @@ HANDSHAKE_TIMEOUT_S = 60.0  # the peer may have to load torch first
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 WINDOW_BYTES = 2 * MAX_PIECE_BYTES  # unacknowledged on one link: it stays full, and tickets take turns here
+PROBES = 5
 
 
 class LinkState(StrEnum):
@@ -82,6 +87,7 @@ class OutLink:
         self.state = LinkState.CONNECTING
         self.reason = ""
         self.moved_bytes = 0
+        self._meter = LinkMeter(SystemClock())
         self._own = own
         self._link = link
         self._transports = transports
@@ -89,9 +95,7 @@ class OutLink:
         self._report = report
         self._kind = ""
         self._jobs = FairQueue(self._may_go)
-        self._unacknowledged: dict[str, dict[int, int]] = {}  # ticket → seq → bytes
-        self._unacknowledged_bytes = 0
-        self._watch = LinkWatch(lambda: bool(self._unacknowledged))
+        self._watch = LinkWatch(self._is_moving)
         self._backoff_s = FIRST_BACKOFF_S
 
     @property
@@ -111,12 +115,13 @@ class OutLink:
         self._jobs.put(ticket_id, _Push(wanted, ticket_id, piece, span))
 
     def report(self) -> None:
-        peer = self.peer
+        peer, meter = self.peer, self._meter
         self._report(
             LinkReport(
-                peer.worker_id, peer.epoch, peer.rank, self._kind, self.state.value, self.reason, self.moved_bytes
+                peer.worker_id, peer.epoch, peer.rank, self._kind, self.state.value, self.reason, self.moved_bytes,
+                meter.latency_s, meter.bytes_per_s,
             )
-        )
+        )  # fmt: skip
 
     async def run(self) -> None:
         """Until it is refused; or cancelled, when the peer is gone from the directory."""
@@ -124,7 +129,7 @@ class OutLink:
             try:
                 await self._connect()
                 reason, final = "the connection ended", False
-            except LinkRefused as refused:
+            except IncompatiblePools as refused:
                 reason, final = refused.message, True
             except HandoffFault as fault:
                 reason, final = fault.message, False
@@ -160,11 +165,11 @@ class OutLink:
         try:
             sender = await self._transports.sender(self._kind, self._own, peer, thread)
             stream = await self._shake_hands(sender)
-            await asyncio.wait_for(self._probe(sender, stream), HANDSHAKE_TIMEOUT_S)
+            self._meter.reconnected()
+            for _ in range(PROBES):
+                await asyncio.wait_for(self._probe(sender, stream), HANDSHAKE_TIMEOUT_S)
             self._jobs = FairQueue(self._may_go)
-            self._unacknowledged.clear()
-            self._unacknowledged_bytes = 0
-            self._watch = LinkWatch(lambda: bool(self._unacknowledged))
+            self._watch = LinkWatch(self._is_moving)
             thread.moves_pieces = True
             self._backoff_s = FIRST_BACKOFF_S
             self._enter(LinkState.READY, "")
@@ -184,7 +189,7 @@ class OutLink:
         fds: list[int] = []
         try:
             fds = sender.hello_fds()
-            hello = make_hello(self._own, (peer.worker_id, peer.epoch, peer.rank), self._link, self._kind)
+            hello = make_hello(self._own, peer, self._link, self._kind)
             await send_first(raw, encode(hello), fds)
             welcome = await receive_answer(raw, HANDSHAKE_TIMEOUT_S)
             if (welcome.worker_id, welcome.epoch, welcome.rank) != (peer.worker_id, peer.epoch, peer.rank):
@@ -196,18 +201,24 @@ class OutLink:
         finally:
             for fd in fds:
                 os.close(fd)
-        return await self._transports.frames(raw)
+        stream = await self._transports.frames(raw)
+        stream.version = hello.protocol
+        return stream
 
     async def _probe(self, sender: KvSender, stream: FrameStream) -> None:
+        started_s = time.monotonic()
         digest = await sender.send_probe(stream)
-        answer = await stream.receive()
-        if answer is None:
-            raise protocol_fault("the connection ended during the probe")
-        header, _ = answer
+        header = Header(FrameType.BEAT)
+        while header.type is FrameType.BEAT:  # the receiving end is up since the first probe
+            answer = await stream.receive()
+            if answer is None:
+                raise protocol_fault("the connection ended during the probe")
+            header, _ = answer
         if header.type is not FrameType.PROBED:
             raise protocol_fault(f"expected the probe's answer, got {header.type.name}")
         if header.digest != digest:
             raise LinkRefused(f"the probe arrived corrupted over {self._kind}")
+        self._meter.probed(time.monotonic() - started_s)
 
     async def _carry(self, sender: KvSender, stream: FrameStream) -> None:
         """Sends and receives until either ends."""
@@ -229,10 +240,9 @@ class OutLink:
                 case _Frame(header, body):
                     stream.send(header, body)
                 case _Push(wanted, ticket_id, piece, span) if wanted():
-                    if not self._unacknowledged:
+                    if not self._is_moving():
                         self._watch.moved()
-                    self._unacknowledged.setdefault(ticket_id, {})[piece.seq] = piece.payload_bytes
-                    self._unacknowledged_bytes += piece.payload_bytes
+                    self._meter.pushed(ticket_id, piece.seq, piece.payload_bytes)
                     await sender.push(stream, ticket_id, piece, span)
                     self.moved_bytes += piece.payload_bytes
 
@@ -242,26 +252,25 @@ class OutLink:
                 self._watch.heard()
                 continue
             self._answered(header)
-            self._watch.heard()
             self._events.link_frame(self, header, body)
 
     # --- the window ----------------------------------------------------------------------------------------------
 
     def _may_go(self, job: _Frame | _Push) -> bool:
-        full = self._unacknowledged_bytes >= WINDOW_BYTES
+        full = self._meter.in_flight_bytes >= WINDOW_BYTES
         return not (full and isinstance(job, _Push) and job.wanted())
 
     def _answered(self, header: Header) -> None:
         """An acknowledgement makes room; after a failure or an abort no others of the ticket will come."""
-        pieces = self._unacknowledged.get(header.ticket_id)
-        if pieces is None:
+        if header.type is FrameType.ACK:
+            self._meter.acknowledged(header.ticket_id, header.seq)
+        elif header.type in (FrameType.FAIL, FrameType.ABORTED):
+            self._meter.dropped(header.ticket_id)
+        else:
+            self._watch.heard()
             return
         self._watch.moved()
-        if header.type is FrameType.ACK:
-            self._unacknowledged_bytes -= pieces.pop(header.seq, 0)
-        elif header.type in (FrameType.FAIL, FrameType.ABORTED):
-            self._unacknowledged_bytes -= sum(pieces.values())
-            pieces.clear()
-        if not pieces:
-            del self._unacknowledged[header.ticket_id]
         self._jobs.look_again()
+
+    def _is_moving(self) -> bool:
+        return self._meter.in_flight_bytes > 0

@@ -130,6 +130,10 @@ class Outgoing:
             self._do(entry, entry.session.close())
 
     def begin_step(self, message: BeginStep) -> None:
+        now_s = self._clock.now_s()
+        for item in message.ranges:
+            if entry := self._sending.get(self._export_tickets.get(item.export_id, "")):
+                entry.session.stages.computing(now_s)
         self._export(self._exports.begin_step(message.ranges))
 
     def layer_done(self, message: LayerDone) -> None:

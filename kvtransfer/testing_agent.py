@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import socket
 import time
 from collections.abc import Callable
@@ -283,11 +284,21 @@ def faults_of(socket_path: Path) -> Path:
     return socket_path.with_suffix(".faults")
 
 
+def stepping_wall_clock(real: Callable[[], float]) -> Callable[[], float]:
+    """An hour ahead, right, an hour behind, and so on at each look."""
+    steps = itertools.cycle((3600.0, 0.0, -3600.0))
+    return lambda: real() + next(steps)
+
+
 def run() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvtransfer.testing_agent", add_help=False)
-    parser.add_argument("--faults", type=FaultSettings.from_json, required=True)
+    parser.add_argument("--faults", type=FaultSettings.from_json, default=FaultSettings(every=1, limit=0))
+    parser.add_argument("--wall-clock-steps", action="store_true", help="the wall clock jumps by an hour all the time")
     parser.add_argument("--socket", type=Path, required=True)
     options, others = parser.parse_known_args()
+
+    if options.wall_clock_steps:
+        time.time = stepping_wall_clock(time.time)
 
     def note(point: str, fault: Fault) -> None:
         with faults_of(options.socket).open("a") as file:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from kvtransfer.causes import HandoffFault
 from router.admission import Admission
 from router.fleet import Fleet, Worker
 from router.metrics import RouterMetrics
@@ -15,10 +16,12 @@ from router.policies.types import Ask, Candidate, Placement, WaitReason
 from router.prefix_index.mirror import PrefixMirror, WorkerKey
 from router.request import ServingModel, ValidRequest
 from router.run import RequestRun
+from router.trace import Attempt, TraceStore
 from tandem.clock import Clock
 from tandem.config import Role, RouterSpec
 from tandem.errors import ContextExceeded, ErrorCode, TandemError, UnavailableError
 from tandem.kvcache.layout import blocks_for
+from tandem.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,7 @@ class Dispatcher:
         metrics: RouterMetrics,
         clock: Clock,
     ) -> None:
+        self.traces = TraceStore()
         self._mirror = mirror
         self._policy = policy
         self._metrics = metrics
@@ -158,6 +162,8 @@ class Dispatcher:
         model = run.request.model
         cached = self._mirror.match(run.request.block_hashes)
         others = self._views(run, self.fleet.ready(model, Role.DECODE), cached)
+        if prefill is not None:
+            others = [each for each in others if prefill.candidate(0).can_reach(each)]
         choice = self._policy.decode.choose(self._ask(run), others)
         decode = None if choice is None else self.fleet.worker(choice.worker_id, choice.epoch)
         if decode is not None and prefill is not None:
@@ -180,7 +186,14 @@ class Dispatcher:
         self._running[run] = [(worker, 0) for worker, _ in charges]
         self._pump_soon()
 
+    def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
+        self._metrics.handed_off(run.request.model, attempt, done)
+
+    def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None:
+        self._metrics.handoff_failed(run.request.model, fault.cause)
+
     def ended(self, run: RequestRun, error: TandemError | None) -> None:
+        self.traces.add(run.trace)
         self._release(run)
         self._admission.withdraw(run.request.model, run)
         model = run.request.model

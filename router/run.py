@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvtransfer.causes import HandoffFault
 from router.fleet import Worker
 from router.output import Final, OutputAssembler, ResponseStream, Timeline, Usage
 from router.policies.types import WaitReason
 from router.request import ValidRequest
+from router.trace import Attempt, Trace
 from router.worker_client import WorkerLink
 from tandem.clock import Clock
 from tandem.errors import (
@@ -22,10 +24,10 @@ from tandem.errors import (
     RequestCancelled,
     TandemError,
     WorkerLost,
-    error_from_code,
 )
 from tandem.request import FinishReason, Lifecycle, RequestState
 from tandem.v1 import inference_pb2, worker_pb2
+from worker.wire import parse_error
 
 MAX_RETRIES = 1
 # The worker is well but cannot take the request now (no KV blocks, a transfer agent being replaced).
@@ -49,6 +51,11 @@ class RunHost(Protocol):
     def prefilled(self, run: RequestRun) -> None:
         """Its prompt is computed: the prefill worker has room again."""
 
+    def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
+        """A worker reported its side of a handoff; the prefill worker perhaps after the request's end."""
+
+    def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None: ...
+
     def ended(self, run: RequestRun, error: TandemError | None) -> None:
         """It reached its end state."""
 
@@ -60,6 +67,7 @@ class RequestRun:
         self.stream = ResponseStream(request.request_id, self.cancel)
         self.excluded: frozenset[str] = frozenset()
         self.received_s = clock.now_s()
+        self.trace = Trace(request.request_id, request.model, request.prompt_tokens, self.received_s)
         self.decode: Worker | None = None
         self.prefill: Worker | None = None  # None: local prefill
         self.waiting_for: WaitReason | None = None
@@ -84,6 +92,7 @@ class RequestRun:
         self.decode, self.prefill = decode, prefill
         self._dispatched_s = self._clock.now_s()
         if prefill is None:
+            self.trace.begin(self._wire_id, "", decode.key.worker_id, self._dispatched_s)
             self.lifecycle.start_prefill()
             self._attach(decode)
             decode.link.send(worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=self._work())))
@@ -98,6 +107,7 @@ class RequestRun:
         self._reserve(decode, self.prefill)
 
     def _reserve(self, decode: Worker, prefill: Worker) -> None:
+        self.trace.begin(self._wire_id, prefill.key.worker_id, decode.key.worker_id, self._clock.now_s())
         self._attach(decode)
         reserve = worker_pb2.Reserve(
             work=self._work(),
@@ -113,6 +123,8 @@ class RequestRun:
         prefill = self.prefill
         if prefill is None or self.lifecycle.state is not RequestState.QUEUED:
             return
+        attempt = self.trace.attempts[-1]
+        attempt.reserved_s = attempt.prefill_sent_s = self._clock.now_s()
         if not prefill.link.ready:
             self._fail_or_retry(WorkerLost(f"worker {prefill.key.worker_id} was lost; a retry may succeed"))
             return
@@ -122,10 +134,15 @@ class RequestRun:
         frame = worker_pb2.Prefill(work=self._work(), ticket=reserved.ticket)
         prefill.link.send(worker_pb2.RouterFrame(prefill=frame))
 
-    def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone) -> None:
+    def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:
+        if (attempt := self.trace.report(done, self._clock.now_s() - age_s)) is not None:
+            self._host.handed_off(self, attempt, done)
         if self._is_decode(link):
             self._moved_bytes, self._moved_blocks = done.bytes, done.blocks
             self._joined()
+            told_s = None if attempt is None else attempt.joined_at_s()
+            if attempt is not None and told_s is not None and self._joined_s is not None:
+                self._joined_s = attempt.joined_s = max(told_s, self._first_token_s)
         elif self._assembler.tokens:
             self._detach(link)  # the prefill worker's side is over
 
@@ -159,6 +176,7 @@ class RequestRun:
 
     def _on_first_token(self, token: worker_pb2.StepToken, now_s: float) -> None:
         self._first_token_s = now_s
+        self.trace.attempts[-1].first_token_s = now_s
         if self.prefill is None:
             self._cached_decode = token.cached_tokens
         else:
@@ -181,18 +199,21 @@ class RequestRun:
 
     def _joined(self) -> None:
         if self.lifecycle.state is RequestState.HANDOFF:
-            self._joined_s = self._clock.now_s()
+            self._joined_s = self.trace.attempts[-1].joined_s = self._clock.now_s()
             self.lifecycle.start_decode()
 
     def _on_worker_error(self, link: WorkerLink, error: worker_pb2.WorkerError) -> None:
-        typed = error_from_code(error.code, error.message, error.field)
+        typed = parse_error(error)
         refused = typed.code in _REFUSALS and self.lifecycle.state is RequestState.QUEUED
         if refused and self._is_decode(link):
             self.excluded |= {link.key.worker_id}
+            self.trace.failed(typed, self._clock.now_s())
             self._host.refused(self, typed)
         elif not self._is_decode(link) and self.lifecycle.state is RequestState.DECODING:
             pass  # verified and joined: what the prefill worker says no longer matters
         else:
+            if isinstance(typed, HandoffFault):
+                self._host.handoff_failed(self, typed)
             if typed.code is ErrorCode.UNAVAILABLE:
                 self.excluded = frozenset({link.key.worker_id})  # others first, if there are any
             self._fail_or_retry(typed)
@@ -213,7 +234,10 @@ class RequestRun:
         """Takes the current attempt off its workers."""
         for worker in self._on:
             worker.link.cancel(self._wire_id)
-            worker.link.detach(self._wire_id)
+            if worker is self.prefill and self._joined_s is not None:
+                worker.link.detach_but_report(self._wire_id, self)
+            else:
+                worker.link.detach(self._wire_id)
         self._on.clear()
 
     def _finish(self, reason: FinishReason) -> None:
@@ -222,6 +246,7 @@ class RequestRun:
             self.stream.put(last)
         self.lifecycle.finish()
         self.stream.finish(self._final(FinishReason.STOP if self._assembler.stopped else reason))
+        self._end_trace(None)
         self.leave_workers()
         self._host.ended(self, None)
 
@@ -232,6 +257,7 @@ class RequestRun:
     def _fail_or_retry(self, error: TandemError) -> None:
         if self.lifecycle.state.is_end:
             return
+        self.trace.failed(error, self._clock.now_s())
         # No room is no fault: such a request may try as long as it may wait.
         no_room = error.code in _REFUSALS
         again = no_room or (error.code in _RETRIED and self._retries < MAX_RETRIES)
@@ -248,8 +274,16 @@ class RequestRun:
 
     def _end(self, error: TandemError) -> None:
         self.stream.fail(error)
+        self.trace.failed(error, self._clock.now_s())
+        self._end_trace(error)
         self.leave_workers()
         self._host.ended(self, error)
+
+    def _end_trace(self, error: TandemError | None) -> None:
+        cached = self._cached_decode if self.prefill is None else self._cached_prefill
+        usage = Usage(self.request.prompt_tokens, self._assembler.tokens, cached)
+        self.trace.cached_tokens_prefill, self.trace.cached_tokens_decode = self._cached_prefill, self._cached_decode
+        self.trace.end(self.lifecycle.state, None if error is None else error.code, usage, self._clock.now_s())
 
     # ---- helpers
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+import time
+from collections import OrderedDict, deque
 from typing import Any, Protocol
 
 import grpc
 
+from router.clock_offset import ClockOffset
 from router.directory import KEEPALIVE_OPTIONS
 from router.prefix_index.mirror import WorkerKey
 from tandem.errors import WorkerLost
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 5.0
 MAX_OUTBOX_FRAMES = 16_384
 MAX_BACKOFF_S = 2.0
+MAX_LATE = 256
 
 
 class RequestSink(Protocol):
@@ -32,7 +35,8 @@ class RequestSink(Protocol):
 
     def on_reserved(self, link: WorkerLink, reserved: worker_pb2.Reserved) -> None: ...
 
-    def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone) -> None: ...
+    def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:
+        """`age_s`: how long before now the zero of the report's stages was."""
 
     def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None: ...
 
@@ -58,10 +62,13 @@ class WorkerLink:
         self.info = info
         self.key = WorkerKey(info.worker_id, info.epoch)
         self.load: worker_pb2.WorkerLoad | None = None
+        self.reaches: frozenset[tuple[str, int]] | None = None
         self.ready = False
         self._router_id = router_id
         self._listener = listener
         self._sinks: dict[str, RequestSink] = {}
+        self._offset = ClockOffset()
+        self._late: OrderedDict[str, RequestSink] = OrderedDict()
         self._outbox: deque[worker_pb2.RouterFrame] = deque()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -89,6 +96,13 @@ class WorkerLink:
     def detach(self, wire_id: str) -> None:
         """Idempotent. Later words about `wire_id` are dropped."""
         self._sinks.pop(wire_id, None)
+
+    def detach_but_report(self, wire_id: str, sink: RequestSink) -> None:
+        """As `detach`; but a report of the handoff that is on its way still reaches `sink`, if it comes soon."""
+        self.detach(wire_id)
+        self._late[wire_id] = sink
+        while len(self._late) > MAX_LATE:
+            self._late.popitem(last=False)
 
     def send(self, frame: worker_pb2.RouterFrame) -> None:
         """Queues a frame. On a lost link it is dropped: the sinks were told already."""
@@ -167,6 +181,9 @@ class WorkerLink:
 
     def _deliver(self, frame: worker_pb2.WorkerFrame) -> None:
         sinks = self._sinks
+        now_s = time.monotonic()
+        if frame.sent_at_s:
+            self._offset.frame(frame.sent_at_s, now_s)
         for reserved in frame.reserved:
             if (sink := sinks.get(reserved.request_id)) is not None:
                 sink.on_reserved(self, reserved)
@@ -174,11 +191,16 @@ class WorkerLink:
             if (sink := sinks.get(token.request_id)) is not None:
                 sink.on_token(self, token)
         for handoff in frame.handoffs:
-            if (sink := sinks.get(handoff.request_id)) is not None:
-                sink.on_handoff(self, handoff)
+            sink = sinks.get(handoff.request_id) or self._late.pop(handoff.request_id, None)
+            if sink is not None:
+                anchor_s = self._offset.local_s(handoff.anchor_at_s)
+                sink.on_handoff(self, handoff, 0.0 if anchor_s is None else max(0.0, now_s - anchor_s))
         for ended in frame.ended:
             if (sink := sinks.pop(ended.request_id, None)) is not None:
                 sink.on_ended(self, ended)
+        if frame.HasField("reach"):
+            self.reaches = frozenset((life.worker_id, life.epoch) for life in frame.reach.lives)
+            self._listener.load_changed(self)
         if frame.HasField("load"):
             self.load = frame.load
             self._listener.load_changed(self)
@@ -188,7 +210,9 @@ class WorkerLink:
     def _lost(self, reason: str) -> None:
         was_ready, self.ready = self.ready, False
         self.load = None
+        self.reaches = None
         self._outbox.clear()
+        self._late.clear()
         sinks, self._sinks = list(self._sinks.values()), {}
         error = WorkerLost(f"worker {self.key.worker_id} was lost ({reason}); a retry may succeed", retry_after_s=1.0)
         for sink in sinks:

@@ -7,16 +7,19 @@ of the first.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 
+from kvtransfer.causes import HandoffCause, HandoffFault
+from tandem.clock import Clock, SystemClock
 from tandem.engine.api import EngineLoad
 from tandem.errors import InputError, RequestCancelled, TandemError
 from tandem.request import FinishReason, RequestState
 from tandem.v1 import worker_pb2
-from worker.wire import FINISH_REASONS, error_frame, load_frame
+from worker.wire import FINISH_REASONS, error_frame, load_frame, reach_frame
 
+Life = tuple[str, int]
 SendFrame = Callable[[int, bytes], None]
 
 
@@ -31,10 +34,12 @@ class Client:
 class Outbox:
     """Gathers what one step has to say into one frame per router session."""
 
-    def __init__(self, send: SendFrame) -> None:
+    def __init__(self, send: SendFrame, clock: Clock | None = None) -> None:
         self._send = send
+        self._clock = clock or SystemClock()
         self._frames: defaultdict[int, worker_pb2.WorkerFrame] = defaultdict(worker_pb2.WorkerFrame)
         self._told_load: EngineLoad | None = None
+        self._told_reach: frozenset[Life] = frozenset()
 
     def frame(self, session: int) -> worker_pb2.WorkerFrame:
         return self._frames[session]
@@ -42,14 +47,19 @@ class Outbox:
     def drop(self, session: int) -> None:
         self._frames.pop(session, None)
 
-    def flush(self, load: EngineLoad, sessions: Iterator[int]) -> None:
-        """Sends every pending frame. The load rides along, and goes to all sessions whenever it changed."""
+    def flush(self, load: EngineLoad, reach: frozenset[Life], sessions: Iterable[int]) -> None:
+        """Sends every pending frame. Load and reach ride along, and go to all sessions whenever they changed."""
         if load != self._told_load:
             self._told_load = load
             wire = load_frame(load)
             for session in sessions:
                 self._frames[session].load.CopyFrom(wire)
+        if reach != self._told_reach:
+            self._told_reach = reach
+            for session in sessions:
+                self._frames[session].reach.CopyFrom(reach_frame(reach))
         for session, frame in self._frames.items():
+            frame.sent_at_s = self._clock.now_s()
             self._send(session, frame.SerializeToString())
         self._frames.clear()
 
@@ -60,6 +70,7 @@ class RequestBook:
     def __init__(self, outbox: Outbox) -> None:
         self.outbox = outbox
         self.ends: Counter[RequestState] = Counter()
+        self.handoff_failures: Counter[HandoffCause] = Counter()
         self.sessions: dict[int, str] = {}
         self._ids = count(1)
         self._clients: dict[str, Client] = {}
@@ -101,6 +112,8 @@ class RequestBook:
         if target := self.frame_of(engine_id):
             frame, request_id = target
             frame.ended.append(error_frame(request_id, error))
+        if isinstance(error, HandoffFault) and engine_id in self._clients:
+            self.handoff_failures[error.cause] += 1
         cancelled = isinstance(error, RequestCancelled)
         self.close(engine_id, RequestState.CANCELLED if cancelled else RequestState.FAILED)
 

@@ -16,6 +16,7 @@ from tandem.v1.inference_pb2_grpc import InferenceStub
 
 MODEL = "tiny"
 EOS = 2
+SECRET = "only-the-controller-knows"
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +55,7 @@ class Cluster:
             models=(served,),
             controller_address=self.controller.address,
             redis_url=None,
+            controller_secret=SECRET,
         )
         self.app = RouterApp(launch)
         await self.app.start()
