@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvtransfer.stages import ReceiveStages, SendStages
+from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -20,6 +21,7 @@ class Layout(msgspec.Struct, frozen=True):
     block_tokens: int
     head_dim: int
     dtype: str
+    adapter: str = ""
 
 
 class AttachPool(msgspec.Struct, frozen=True, tag=True):
@@ -38,6 +40,8 @@ class AttachPool(msgspec.Struct, frozen=True, tag=True):
     bind_host: str
     link_socket: str
     ticket_ttl_s: float
+    protocol: int = PROTOCOL_VERSION
+    oldest_protocol: int = OLDEST_PROTOCOL_VERSION
     connects: bool = True
     """Make links to all peers of SetPeers at once; False (decode workers): only when a ticket asks for one."""
 
@@ -56,6 +60,8 @@ class Peer(msgspec.Struct, frozen=True):
     host_id: str
     mapped_path: str
     tcp_address: str
+    protocol: int = PROTOCOL_VERSION
+    oldest_protocol: int = OLDEST_PROTOCOL_VERSION
 
 
 class SetPeers(msgspec.Struct, frozen=True, tag=True):

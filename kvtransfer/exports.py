@@ -27,6 +27,14 @@ class Ready:
     layer_start: int
     layer_count: int
 
+    def continues_with(self, other: Ready) -> bool:
+        """Whether `other` is the same blocks and the layers after these."""
+        same = replace(other, layer_start=self.layer_start, layer_count=self.layer_count) == self
+        return same and self.layer_start + self.layer_count == other.layer_start
+
+    def and_layers_of(self, other: Ready) -> Ready:
+        return replace(self, layer_count=self.layer_count + other.layer_count)
+
 
 @dataclass(slots=True)
 class _Held:
@@ -91,17 +99,11 @@ class Exports:
                 self._held.popitem(last=False)
             held = self._held[export_id] = _Held(self._clock.now_s() + self._ttl_s)
         last = held.ready[-1] if held.ready else None
-        if last and _continues(last, ready):
-            held.ready[-1] = replace(last, layer_count=last.layer_count + ready.layer_count)
+        if last and last.continues_with(ready):
+            held.ready[-1] = last.and_layers_of(ready)
         elif len(held.ready) < MAX_HELD_PER_EXPORT:
             held.ready.append(ready)
 
 
 def _ready(item: Range, layer_start: int, layer_count: int) -> Ready:
     return Ready(item.first_block, item.block_ids, item.last_block_tokens, layer_start, layer_count)
-
-
-def _continues(last: Ready, ready: Ready) -> bool:
-    """The same blocks, and the layers after those of `last`."""
-    same = replace(ready, layer_start=last.layer_start, layer_count=last.layer_count) == last
-    return same and last.layer_start + last.layer_count == ready.layer_start

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import msgspec
 
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
-from kvtransfer.control import AttachPool, Layout
-from kvtransfer.piece import PROTOCOL_VERSION
+from kvtransfer.control import AttachPool, Layout, Peer
 from kvtransfer.pool import PoolMap
 from kvtransfer.reshard import Link, check_compatible, reshard_plan
 from kvtransfer.sockets import receive_first
+from kvtransfer.versions import common_version
 from tandem.errors import IncompatiblePools
 from tandem.kvcache.layout import DTYPE_BYTES, KvPoolLayout
 
@@ -24,7 +24,8 @@ MAX_TP = 4096
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """From the sending agent. `link` is the plan's entry as the sender computed it."""
+    """From the sending agent. `protocol`: the version this link will use; `link`: the plan's entry as the sender
+    computed it."""
 
     protocol: int
     transport: str
@@ -88,6 +89,9 @@ class Shape:
     head_dim: int
     block_tokens: int
     tp: int
+    adapter: str
+    protocol: int
+    oldest_protocol: int
 
 
 def pool_layout(wire: Layout) -> KvPoolLayout:
@@ -98,18 +102,19 @@ def pool_layout(wire: Layout) -> KvPoolLayout:
     return KvPoolLayout(wire.num_blocks, wire.layers, wire.kv_heads, wire.block_tokens, wire.head_dim, wire.dtype)
 
 
-def make_hello(own: Own, to: tuple[str, int, int], link: Link, transport: str) -> Hello:
+def make_hello(own: Own, peer: Peer, link: Link, transport: str) -> Hello:
+    """Raises IncompatiblePools: we have no protocol version in common."""
     attach = own.attach
     return Hello(
-        protocol=PROTOCOL_VERSION,
+        protocol=common_version(attach, peer),
         transport=transport,
         worker_id=attach.worker_id,
         epoch=attach.epoch,
         rank=attach.rank,
         tp=attach.tp,
-        to_worker=to[0],
-        to_epoch=to[1],
-        to_rank=to[2],
+        to_worker=peer.worker_id,
+        to_epoch=peer.epoch,
+        to_rank=peer.rank,
         model_kv_heads=attach.model_kv_heads,
         model_fingerprint=attach.model_fingerprint,
         layout=attach.layout,
@@ -134,8 +139,9 @@ def check_hello(hello: Hello, own: Own) -> Link:
         IncompatiblePools: the two pools cannot exchange blocks.
     """
     attach = own.attach
-    if hello.protocol != PROTOCOL_VERSION:
-        raise protocol_fault(f"protocol: expected version {PROTOCOL_VERSION}, got {hello.protocol}")
+    if not attach.oldest_protocol <= hello.protocol <= attach.protocol:
+        spoken = f"{attach.oldest_protocol} to {attach.protocol}"
+        raise protocol_fault(f"protocol: expected a version from {spoken}, got {hello.protocol}")
     meant, ours = (hello.to_worker, hello.to_epoch, hello.to_rank), (attach.worker_id, attach.epoch, attach.rank)
     if meant != ours:
         raise HandoffFault(HandoffCause.STALE_EPOCH, f"the link is meant for {meant}, this is {ours}")
@@ -143,8 +149,8 @@ def check_hello(hello: Hello, own: Own) -> Link:
         raise protocol_fault(f"rank: expected 0 <= rank < tp <= {MAX_TP}, got rank {hello.rank} of {hello.tp}")
     pool_layout(hello.layout)
     check_compatible(
-        _shape(hello.layout, hello.model_kv_heads, hello.model_fingerprint, hello.tp),
-        _shape(attach.layout, attach.model_kv_heads, attach.model_fingerprint, attach.tp),
+        _shape(hello, hello.protocol),
+        _shape(attach, attach.oldest_protocol),
     )
     for link in reshard_plan(hello.tp, attach.tp, attach.model_kv_heads):
         if (link.prefill_rank, link.decode_rank) == (hello.rank, attach.rank):
@@ -178,7 +184,17 @@ class LinkRefused(IncompatiblePools):
     """The peer will not take this link, for as long as both live."""
 
 
-def _shape(layout: Layout, model_kv_heads: int, fingerprint: str, tp: int) -> Shape:
+def _shape(side: Hello | AttachPool, oldest_protocol: int) -> Shape:
+    layout = side.layout
     return Shape(
-        fingerprint, layout.dtype, layout.layers, model_kv_heads, layout.head_dim, layout.block_tokens, tp
+        model_fingerprint=side.model_fingerprint,
+        dtype=layout.dtype,
+        layers=layout.layers,
+        kv_heads=side.model_kv_heads,
+        head_dim=layout.head_dim,
+        block_tokens=layout.block_tokens,
+        tp=side.tp,
+        adapter=layout.adapter,
+        protocol=side.protocol,
+        oldest_protocol=oldest_protocol,
     )

@@ -191,6 +191,7 @@ class LinkAcceptor:
             await send_first(raw, encode(Welcome(attach.worker_id, attach.epoch, attach.rank, digests, port)), [])
             await receiver.establish()
             stream = await self._transports.frames(raw.dup())
+            stream.version = hello.protocol
         except BaseException:
             receiver.close()
             raise

@@ -17,9 +17,10 @@ from typing import Protocol
 
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.control import LinkReport, Peer
+from kvtransfer.fair_queue import FairQueue
 from kvtransfer.handshake import LinkRefused, Own, make_hello, receive_answer
 from kvtransfer.link_meter import LinkMeter
-from kvtransfer.piece import FrameType, Header, Piece
+from kvtransfer.piece import MAX_PIECE_BYTES, FrameType, Header, Piece
 from kvtransfer.pool import Span
 from kvtransfer.reshard import Link
 from kvtransfer.sockets import connect_tcp, connect_unix, send_first
@@ -28,6 +29,7 @@ from kvtransfer.transports.factory import MAPPED, Transports, choose_transport
 from kvtransfer.transports.protocol import KvSender, LinkThread
 from tandem.channel import encode
 from tandem.clock import SystemClock
+from tandem.errors import IncompatiblePools
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ HANDSHAKE_TIMEOUT_S = 60.0  # the peer may have to load torch first
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 PROBES = 5
+WINDOW_BYTES = 2 * MAX_PIECE_BYTES  # unacknowledged on one link: it stays full, and tickets take turns here
 
 
 class LinkState(StrEnum):
@@ -90,7 +93,9 @@ class OutLink:
         self._events = events
         self._report = report
         self._kind = ""
-        self._jobs: asyncio.Queue[_Frame | _Push] = asyncio.Queue()
+        self._jobs = FairQueue(self._may_go)
+        self._unacknowledged: dict[str, dict[int, int]] = {}  # ticket → seq → bytes
+        self._unacknowledged_bytes = 0
         self._backoff_s = FIRST_BACKOFF_S
 
     @property
@@ -102,12 +107,12 @@ class OutLink:
         return self.state is LinkState.REFUSED
 
     def send(self, header: Header, body: bytes = b"") -> None:
-        """Queues a frame behind the pieces before it."""
-        self._jobs.put_nowait(_Frame(header, body))
+        """Queues a frame behind the pieces of its ticket."""
+        self._jobs.put(header.ticket_id, _Frame(header, body))
 
     def push(self, wanted: Callable[[], bool], ticket_id: str, piece: Piece, span: Span) -> None:
         """Queues a piece; it is dropped when `wanted` says no by the time it is its turn."""
-        self._jobs.put_nowait(_Push(wanted, ticket_id, piece, span))
+        self._jobs.put(ticket_id, _Push(wanted, ticket_id, piece, span))
 
     def report(self) -> None:
         peer, meter = self.peer, self._meter
@@ -124,7 +129,7 @@ class OutLink:
             try:
                 await self._connect()
                 reason, final = "the connection ended", False
-            except LinkRefused as refused:
+            except IncompatiblePools as refused:
                 reason, final = refused.message, True
             except HandoffFault as fault:
                 reason, final = fault.message, False
@@ -161,9 +166,11 @@ class OutLink:
             sender = await self._transports.sender(self._kind, self._own, peer, thread)
             stream = await self._shake_hands(sender)
             self._meter.reconnected()
-            for _ in range(PROBES):
+            for _ in range(PROBES if stream.version >= 2 else 1):  # version 1 answers one
                 await asyncio.wait_for(self._probe(sender, stream), HANDSHAKE_TIMEOUT_S)
-            self._jobs = asyncio.Queue()
+            self._jobs = FairQueue(self._may_go)
+            self._unacknowledged.clear()
+            self._unacknowledged_bytes = 0
             self._backoff_s = FIRST_BACKOFF_S
             self._enter(LinkState.READY, "")
             self._events.link_ready(self)
@@ -182,7 +189,7 @@ class OutLink:
         fds: list[int] = []
         try:
             fds = sender.hello_fds()
-            hello = make_hello(self._own, (peer.worker_id, peer.epoch, peer.rank), self._link, self._kind)
+            hello = make_hello(self._own, peer, self._link, self._kind)
             await send_first(raw, encode(hello), fds)
             welcome = await receive_answer(raw, HANDSHAKE_TIMEOUT_S)
             if (welcome.worker_id, welcome.epoch, welcome.rank) != (peer.worker_id, peer.epoch, peer.rank):
@@ -194,7 +201,9 @@ class OutLink:
         finally:
             for fd in fds:
                 os.close(fd)
-        return await self._transports.frames(raw)
+        stream = await self._transports.frames(raw)
+        stream.version = hello.protocol
+        return stream
 
     async def _probe(self, sender: KvSender, stream: FrameStream) -> None:
         started_s = time.monotonic()
@@ -229,6 +238,8 @@ class OutLink:
                     stream.send(header, body)
                 case _Push(wanted, ticket_id, piece, span) if wanted():
                     self._meter.pushed(ticket_id, piece.seq, piece.payload_bytes)
+                    self._unacknowledged.setdefault(ticket_id, {})[piece.seq] = piece.payload_bytes
+                    self._unacknowledged_bytes += piece.payload_bytes
                     await sender.push(stream, ticket_id, piece, span)
                     self.moved_bytes += piece.payload_bytes
 
@@ -238,4 +249,25 @@ class OutLink:
                 self._meter.acknowledged(header.ticket_id, header.seq)
             elif header.type in (FrameType.FAIL, FrameType.ABORTED):
                 self._meter.dropped(header.ticket_id)
+            self._answered(header)
             self._events.link_frame(self, header, body)
+
+    # --- the window ----------------------------------------------------------------------------------------------
+
+    def _may_go(self, job: _Frame | _Push) -> bool:
+        full = self._unacknowledged_bytes >= WINDOW_BYTES
+        return not (full and isinstance(job, _Push) and job.wanted())
+
+    def _answered(self, header: Header) -> None:
+        """An acknowledgement makes room; after a failure or an abort no others of the ticket will come."""
+        pieces = self._unacknowledged.get(header.ticket_id)
+        if pieces is None:
+            return
+        if header.type is FrameType.ACK:
+            self._unacknowledged_bytes -= pieces.pop(header.seq, 0)
+        elif header.type in (FrameType.FAIL, FrameType.ABORTED):
+            self._unacknowledged_bytes -= sum(pieces.values())
+            pieces.clear()
+        if not pieces:
+            del self._unacknowledged[header.ticket_id]
+        self._jobs.look_again()

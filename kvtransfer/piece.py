@@ -6,6 +6,9 @@ tokens. Limits are checked before memory is allocated. Little-endian, 80 bytes:
     version u8 · type u8 · dtype u8 · flags u8 · ticket id 16 · seq u32 · first block u32 · block count u32 ·
     layer start u16, count u16 · head start u16, count u16 · last block's tokens u16 · 0 u16 · payload u64 ·
     digest u64 · body u32 · 0 ×16
+
+From version 2 on the digest field is the digest of the payload xor that of the header without it: a header that was
+changed on its way does not fit its payload any more.
 """
 
 from __future__ import annotations
@@ -14,16 +17,21 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
+import xxhash
+
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, binds_address
 from tandem.kvcache.layout import KvPoolLayout
 
-PROTOCOL_VERSION = 1
 MAX_BODY_BYTES = 1 << 20
-MAX_PIECE_BYTES = 32 << 20  # senders cut larger requests, so that acknowledgements and deadlines keep moving
+MAX_PIECE_BYTES = 16 << 20  # senders cut larger requests: tickets take turns, digests and copies overlap
+MIN_PIECE_BYTES = 1 << 20   # layers are gathered up to this; a piece costs each side some 100 µs
 MAX_PIECE_BLOCKS = MAX_BODY_BYTES // 4
 NO_TICKET = "0" * 32
 _HEADER = struct.Struct("<BBBB16sIIIHHHHHHQQI16x")
 HEADER_BYTES = _HEADER.size
+_DIGEST_AT = struct.calcsize("<BBBB16sIIIHHHHHHQ")
+_DIGEST = struct.Struct("<Q")
 _DTYPES = ("float32", "bfloat16", "float16")
 _HAS_DIGEST = 1
 
@@ -75,11 +83,14 @@ class Header:
     digest: int | None = None
     body_bytes: int = 0
 
-    def pack(self) -> bytes:
+    def pack(self, version: int = PROTOCOL_VERSION) -> bytes:
         piece = self.piece or _NO_PIECE
         digest = piece.digest if self.piece else self.digest
-        return _HEADER.pack(
-            PROTOCOL_VERSION,
+        raw = bytearray(_HEADER.size)
+        _HEADER.pack_into(
+            raw,
+            0,
+            version,
             self.type,
             _DTYPES.index(piece.dtype),
             0 if digest is None else _HAS_DIGEST,
@@ -94,17 +105,20 @@ class Header:
             piece.last_block_tokens,
             0,
             piece.payload_bytes,
-            digest or 0,
+            0,
             self.body_bytes,
         )
+        if digest is not None:
+            _DIGEST.pack_into(raw, _DIGEST_AT, digest ^ _address_digest(raw))
+        return bytes(raw)
 
     @classmethod
     def unpack(cls, raw: bytes) -> Header:
-        """Raises HandoffFault (protocol): not a header of this version, or over a limit."""
+        """Raises HandoffFault (protocol): not a header of a version we speak, or over a limit."""
         if len(raw) != HEADER_BYTES:
             raise protocol_fault(f"frame: expected a header of {HEADER_BYTES} bytes, got {len(raw)}")
         version, kind, dtype, flags, ticket, seq, *numbers, payload_bytes, digest, body_bytes = _HEADER.unpack(raw)
-        if version != PROTOCOL_VERSION:
+        if not OLDEST_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION:
             raise protocol_fault(f"frame: expected protocol version {PROTOCOL_VERSION}, got {version}")
         if body_bytes > MAX_BODY_BYTES:
             raise protocol_fault(f"frame: expected a body of at most {MAX_BODY_BYTES} bytes, got {body_bytes}")
@@ -114,7 +128,7 @@ class Header:
             frame_type = FrameType(kind)
         except ValueError as error:
             raise protocol_fault(f"frame: unknown type {kind}") from error
-        found = digest if flags & _HAS_DIGEST else None
+        found = digest ^ _address_digest(raw) if flags & _HAS_DIGEST else None
         piece = None
         if frame_type is FrameType.PIECE:
             first, count, layer_start, layer_count, head_start, head_count, last, _ = numbers
@@ -125,6 +139,15 @@ class Header:
                 _DTYPES[dtype], last, payload_bytes, found,
             )  # fmt: skip
         return cls(frame_type, ticket.hex(), seq, piece, found, body_bytes)
+
+
+def _address_digest(raw: bytes | bytearray) -> int:
+    """Of a packed header, its digest field taken as zero."""
+    if not binds_address(raw[0]):
+        return 0
+    bare = bytearray(raw)
+    _DIGEST.pack_into(bare, _DIGEST_AT, 0)
+    return int(xxhash.xxh3_64_intdigest(bytes(bare)))
 
 
 _NO_PIECE = Piece(0, 0, 0, 0, 0, 0, 0, _DTYPES[0], 0, 0)

@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvtransfer.versions import common_version
 from tandem.errors import IncompatiblePools
 
 
@@ -45,6 +46,12 @@ class KvShape(Protocol):
     def block_tokens(self) -> int: ...
     @property
     def tp(self) -> int: ...
+    @property
+    def adapter(self) -> str: ...
+    @property
+    def protocol(self) -> int: ...
+    @property
+    def oldest_protocol(self) -> int: ...
 
 
 def heads_of_rank(tp: int, kv_heads: int, rank: int) -> range:
@@ -100,8 +107,9 @@ def check_compatible(a: KvShape, b: KvShape) -> None:
     Raises:
         IncompatiblePools: names the field that differs and both values, or the width that does not fit.
     """
-    for name in ("model_fingerprint", "dtype", "layers", "kv_heads", "head_dim", "block_tokens"):
+    for name in ("model_fingerprint", "adapter", "dtype", "layers", "kv_heads", "head_dim", "block_tokens"):
         mine, theirs = getattr(a, name), getattr(b, name)
         if mine != theirs:
             raise IncompatiblePools(f"{name}: expected the same on both, got {mine!r} and {theirs!r}", field=name)
+    common_version(a, b)
     reshard_plan(a.tp, b.tp, a.kv_heads)

@@ -19,7 +19,7 @@ import numpy as np
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.control import FromAgent, SendClosed, SendFailed, Sent
 from kvtransfer.exports import Ready
-from kvtransfer.piece import MAX_PIECE_BLOCKS, MAX_PIECE_BYTES, Piece, payload_bytes
+from kvtransfer.piece import MAX_PIECE_BLOCKS, MAX_PIECE_BYTES, MIN_PIECE_BYTES, Piece, payload_bytes
 from kvtransfer.pool import Span
 from kvtransfer.reshard import Link
 from kvtransfer.stages import SendStages
@@ -104,6 +104,7 @@ class SendSession:
         self._clock = clock
         self._links = {link.decode_rank: _LinkState(link) for link in links}
         self._pushed = np.zeros((ticket.block_count, layout.layers), np.bool_)
+        self._gathered: Ready | None = None
         self._bytes = 0
         self._pieces = 0
         self._deadline_s = clock.now_s() + ticket.ttl_s
@@ -134,7 +135,26 @@ class SendSession:
         return pushes
 
     def ready(self, ready: Ready) -> list[SendAction]:
-        """A range whose layers are in the pool: cut to what the ticket asks for and was not pushed before."""
+        """A range whose layers are in the pool. Layers are gathered to pieces of some size, up to the last one."""
+        if self.state is not SendState.SENDING:
+            return []
+        self._renew()
+        self.stages.computing(self._clock.now_s())  # when nobody said so before
+        actions: list[SendAction] = []
+        if self._gathered is not None and self._gathered.continues_with(ready):
+            ready = self._gathered.and_layers_of(ready)
+        elif self._gathered is not None:
+            actions += self._push(self._gathered)
+        self._gathered = ready
+        layout = self._layout
+        size = payload_bytes(layout, len(ready.block_ids), layout.block_tokens, ready.layer_count, layout.kv_heads)
+        if size >= MIN_PIECE_BYTES or ready.layer_start + ready.layer_count >= layout.layers:
+            actions += self._push(ready)
+            self._gathered = None
+        return actions
+
+    def _push(self, ready: Ready) -> list[SendAction]:
+        """Cut to what the ticket asks for and was not pushed before."""
         if self.state is not SendState.SENDING:
             return []
         try:
@@ -143,7 +163,6 @@ class SendSession:
             return self.fail(fault.cause, fault.message)
         self._renew()
         now_s = self._clock.now_s()
-        self.stages.computing(now_s)  # when nobody said so before
         if self._all_pushed:
             self.stages.last_layer(self._bytes, now_s)
         actions: list[SendAction] = []

@@ -7,11 +7,16 @@ import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+from kvtransfer.causes import protocol_fault
 from kvtransfer.piece import HEADER_BYTES, Header
+from kvtransfer.versions import PROTOCOL_VERSION
 
 
 class FrameStream:
+    """`version`: the protocol version of both directions, as the handshake settled it."""
+
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.version = PROTOCOL_VERSION
         self._reader = reader
         self._writer = writer
 
@@ -25,7 +30,7 @@ class FrameStream:
     def send(self, header: Header, body: bytes = b"") -> None:
         """Queues one frame; never waits. A closed stream drops it: the reading side reports the end."""
         if not self._writer.is_closing():
-            self._writer.write(replace(header, body_bytes=len(body)).pack() + body)
+            self._writer.write(replace(header, body_bytes=len(body)).pack(self.version) + body)
 
     async def drain(self) -> None:
         await self._writer.drain()
@@ -37,7 +42,10 @@ class FrameStream:
             HandoffFault: (protocol) the peer sent what is no frame.
         """
         try:
-            header = Header.unpack(await self._reader.readexactly(HEADER_BYTES))
+            raw = await self._reader.readexactly(HEADER_BYTES)
+            header = Header.unpack(raw)
+            if raw[0] != self.version:
+                raise protocol_fault(f"frame: expected protocol version {self.version}, got {raw[0]}")
             body = await self._reader.readexactly(header.body_bytes) if header.body_bytes else b""
         except (asyncio.IncompleteReadError, ConnectionError):
             return None

@@ -35,6 +35,7 @@ from kvtransfer.control import (
 from kvtransfer.pool import Bytes, PoolMap
 from kvtransfer.reshard import heads_of_rank
 from kvtransfer.ticket import Ticket
+from kvtransfer.versions import PROTOCOL_VERSION
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -121,6 +122,7 @@ class FakeRank:
             bind_host="127.0.0.1",
             link_socket=str(self.link_path),
             ticket_ttl_s=worker.ttl_s,
+            protocol=worker.protocol,
             connects=worker.connects,
         )
 
@@ -207,6 +209,7 @@ class FakeWorker:
         connects: bool = False,
         ttl_s: float = 10.0,
         launcher: tuple[str, ...] = ("-m", "kvtransfer.agent"),
+        protocol: int = PROTOCOL_VERSION,
     ) -> None:
         self.folder = folder / worker_id
         self.folder.mkdir(mode=0o700)
@@ -220,6 +223,7 @@ class FakeWorker:
         self.connects = connects
         self.ttl_s = ttl_s
         self.launcher = launcher
+        self.protocol = protocol  # the newest it speaks
         self.key = secrets.token_bytes(32)
         self.where: dict[int, Attached] = {}
         self.ranks = [FakeRank(self, rank) for rank in range(tp)]
@@ -232,7 +236,9 @@ class FakeWorker:
 
     def peers(self) -> tuple[Peer, ...]:
         return tuple(
-            Peer(self.worker_id, self.epoch, rank, self.tp, it.host_id, it.mapped_path, it.tcp_address)
+            Peer(
+                self.worker_id, self.epoch, rank, self.tp, it.host_id, it.mapped_path, it.tcp_address, self.protocol
+            )
             for rank, it in sorted(self.where.items())
         )
 

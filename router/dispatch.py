@@ -162,6 +162,8 @@ class Dispatcher:
         model = run.request.model
         cached = self._mirror.match(run.request.block_hashes)
         others = self._views(run, self.fleet.ready(model, Role.DECODE), cached)
+        if prefill is not None:
+            others = [each for each in others if prefill.candidate(0).can_reach(each)]
         choice = self._policy.decode.choose(self._ask(run), others)
         decode = None if choice is None else self.fleet.worker(choice.worker_id, choice.epoch)
         if decode is not None and prefill is not None:

@@ -53,6 +53,7 @@ class Worker:
             running_requests=max(self.account.requests, running),
             free_blocks=free,
             total_blocks=total,
+            reaches=self.link.reaches,
         )
 
 

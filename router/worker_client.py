@@ -62,6 +62,7 @@ class WorkerLink:
         self.info = info
         self.key = WorkerKey(info.worker_id, info.epoch)
         self.load: worker_pb2.WorkerLoad | None = None
+        self.reaches: frozenset[tuple[str, int]] | None = None
         self.ready = False
         self._router_id = router_id
         self._listener = listener
@@ -197,6 +198,9 @@ class WorkerLink:
         for ended in frame.ended:
             if (sink := sinks.pop(ended.request_id, None)) is not None:
                 sink.on_ended(self, ended)
+        if frame.HasField("reach"):
+            self.reaches = frozenset((life.worker_id, life.epoch) for life in frame.reach.lives)
+            self._listener.load_changed(self)
         if frame.HasField("load"):
             self.load = frame.load
             self._listener.load_changed(self)
@@ -206,6 +210,7 @@ class WorkerLink:
     def _lost(self, reason: str) -> None:
         was_ready, self.ready = self.ready, False
         self.load = None
+        self.reaches = None
         self._outbox.clear()
         self._late.clear()
         sinks, self._sinks = list(self._sinks.values()), {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from transformers import LlamaForCausalLM
 
 from tandem.request import SamplingParams
 from tandem.sampling.sampler import choose
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that runs the tests in the background has SIGINT ignored, and every process they start would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CLEAR = 1e-3  # by how much a best logit must lead for an fp32 test to rest on it
 

@@ -61,6 +61,12 @@ class Agents:
             key: link for key, link in self._links.items() if (link.peer_worker, link.peer_epoch) in peers
         }
 
+    def reach(self) -> frozenset[tuple[str, int]]:
+        """The lives (worker, epoch) to which every link that this worker has was probed and is ready."""
+        lives = {(link.peer_worker, link.peer_epoch) for link in self._links.values()}
+        broken = {(link.peer_worker, link.peer_epoch) for link in self._links.values() if link.state != "ready"}
+        return frozenset() if self.lost_ranks() else frozenset(lives - broken)
+
     def links(self) -> list[worker_pb2.LinkState]:
         return [
             worker_pb2.LinkState(

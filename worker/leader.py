@@ -30,7 +30,7 @@ from worker.messages import (
 )
 from worker.requests import Outbox, RequestBook
 from worker.role import Role
-from worker.wire import load_frame
+from worker.wire import load_frame, reach_frame
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Leader:
     def _flush(self) -> None:
         for change in self._engine.take_cache_events():
             self._service.send(CacheChanged(change.stored, b"".join(change.hashes)))
-        self._requests.outbox.flush(self._engine.load(), iter(self._requests.sessions))
+        self._requests.outbox.flush(self._engine.load(), self._agents.reach(), self._requests.sessions)
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -113,7 +113,9 @@ class Leader:
                 self._agents.broadcast(self._peers)
             case SessionOpened(session=session, router_id=router_id):
                 self._requests.sessions[session] = router_id
-                self._requests.outbox.frame(session).load.CopyFrom(load_frame(self._engine.load()))
+                greeting = self._requests.outbox.frame(session)
+                greeting.load.CopyFrom(load_frame(self._engine.load()))
+                greeting.reach.CopyFrom(reach_frame(self._agents.reach()))
             case SessionClosed(session=session):
                 self._requests.sessions.pop(session, None)
                 self._requests.outbox.drop(session)

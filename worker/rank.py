@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kvtransfer.agent_client import AgentClient, RankExporter
 from kvtransfer.control import Attached, AttachPool, FromAgent, Layout, Lead
+from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from tandem.config import Role as RoleName
 from tandem.engine.engine import Engine
 from tandem.engine.factory import Rank, build_rank
@@ -123,6 +124,8 @@ def worker_info(
             head_dim=rank.layout.head_dim,
             block_tokens=rank.layout.block_tokens,
             tp=launch.tp,
+            protocol=PROTOCOL_VERSION,
+            oldest_protocol=OLDEST_PROTOCOL_VERSION,
         ),
         total_blocks=rank.layout.num_blocks,
         max_model_tokens=rank.max_model_tokens,

@@ -86,6 +86,8 @@ def peers_of(directory: cluster_pb2.Directory, own: cluster_pb2.WorkerInfo) -> t
             host_id=agent.host_id,
             mapped_path=agent.mapped_path,
             tcp_address=agent.tcp_address,
+            protocol=worker.layout.protocol,
+            oldest_protocol=worker.layout.oldest_protocol,
         )
         for worker in directory.workers
         if worker.model == own.model and worker.role != own.role

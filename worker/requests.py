@@ -7,7 +7,7 @@ of the first.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 
@@ -17,8 +17,9 @@ from tandem.engine.api import EngineLoad
 from tandem.errors import InputError, RequestCancelled, TandemError
 from tandem.request import FinishReason, RequestState
 from tandem.v1 import worker_pb2
-from worker.wire import FINISH_REASONS, error_frame, load_frame
+from worker.wire import FINISH_REASONS, error_frame, load_frame, reach_frame
 
+Life = tuple[str, int]
 SendFrame = Callable[[int, bytes], None]
 
 
@@ -38,6 +39,7 @@ class Outbox:
         self._clock = clock or SystemClock()
         self._frames: defaultdict[int, worker_pb2.WorkerFrame] = defaultdict(worker_pb2.WorkerFrame)
         self._told_load: EngineLoad | None = None
+        self._told_reach: frozenset[Life] = frozenset()
 
     def frame(self, session: int) -> worker_pb2.WorkerFrame:
         return self._frames[session]
@@ -45,13 +47,17 @@ class Outbox:
     def drop(self, session: int) -> None:
         self._frames.pop(session, None)
 
-    def flush(self, load: EngineLoad, sessions: Iterator[int]) -> None:
-        """Sends every pending frame. The load rides along, and goes to all sessions whenever it changed."""
+    def flush(self, load: EngineLoad, reach: frozenset[Life], sessions: Iterable[int]) -> None:
+        """Sends every pending frame. Load and reach ride along, and go to all sessions whenever they changed."""
         if load != self._told_load:
             self._told_load = load
             wire = load_frame(load)
             for session in sessions:
                 self._frames[session].load.CopyFrom(wire)
+        if reach != self._told_reach:
+            self._told_reach = reach
+            for session in sessions:
+                self._frames[session].reach.CopyFrom(reach_frame(reach))
         for session, frame in self._frames.items():
             frame.sent_at_s = self._clock.now_s()
             self._send(session, frame.SerializeToString())

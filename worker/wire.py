@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from kvtransfer.causes import HandoffFault, parse_cause
 from tandem.blockhash import HashKey
@@ -94,4 +95,10 @@ def load_frame(load: EngineLoad) -> worker_pb2.WorkerLoad:
             in_use=blocks.in_use,
             total=blocks.total,
         ),
+    )
+
+
+def reach_frame(lives: Iterable[tuple[str, int]]) -> worker_pb2.Reach:
+    return worker_pb2.Reach(
+        lives=[worker_pb2.WorkerLife(worker_id=worker_id, epoch=epoch) for worker_id, epoch in sorted(lives)]
     )

@@ -56,6 +56,7 @@ class PlacementPolicy:
         decode = self.decode.choose(ask, decode_workers)
         if decode is None:
             return WaitReason.DECODE_REFUSED
+        prefill_workers = [each for each in prefill_workers if each.can_reach(decode)]
         local = self._local_reason(ask, decode, prefill_workers)
         if local is not None:
             if not self.prefill_room.keep(ask, decode):

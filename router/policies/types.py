@@ -28,6 +28,10 @@ class Candidate:
     running_requests: int
     free_blocks: int  # free or evictable
     total_blocks: int
+    reaches: frozenset[tuple[str, int]] | None = None  # lives it has good links to; None: it has not said
+
+    def can_reach(self, other: Candidate) -> bool:
+        return self.reaches is None or (other.worker_id, other.epoch) in self.reaches
 
     def uncached_tokens(self, ask: Ask) -> int:
         """Tokens this worker would compute. A prompt that is cached whole still has its last token computed."""

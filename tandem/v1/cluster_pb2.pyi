@@ -50,6 +50,9 @@ class KvLayout(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     TP_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     dtype: _builtins.str
     layers: _builtins.int
@@ -58,6 +61,11 @@ class KvLayout(_message.Message):
     head_dim: _builtins.int
     block_tokens: _builtins.int
     tp: _builtins.int
+    adapter: _builtins.str
+    """empty: the base model"""
+    protocol: _builtins.int
+    """newest and oldest version of the KV plane's protocol that it speaks"""
+    oldest_protocol: _builtins.int
     def __init__(
         self,
         *,
@@ -68,10 +76,13 @@ class KvLayout(_message.Message):
         head_dim: _builtins.int = ...,
         block_tokens: _builtins.int = ...,
         tp: _builtins.int = ...,
+        adapter: _builtins.str = ...,
+        protocol: _builtins.int = ...,
+        oldest_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers", "model_fingerprint", b"model_fingerprint", "tp", b"tp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_tokens", b"block_tokens", "dtype", b"dtype", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers", "model_fingerprint", b"model_fingerprint", "oldest_protocol", b"oldest_protocol", "protocol", b"protocol", "tp", b"tp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

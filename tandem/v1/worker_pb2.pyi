@@ -73,6 +73,7 @@ class WorkerFrame(_message.Message):
     HANDOFFS_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    REACH_FIELD_NUMBER: _builtins.int
     SENT_AT_S_FIELD_NUMBER: _builtins.int
     sent_at_s: _builtins.float
     """the worker's monotonic clock when this frame left it; only differences mean anything"""
@@ -88,6 +89,10 @@ class WorkerFrame(_message.Message):
     def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ended]: ...
     @_builtins.property
     def load(self) -> Global___WorkerLoad: ...
+    @_builtins.property
+    def reach(self) -> Global___Reach:
+        """at the start of a session and whenever it changes"""
+
     def __init__(
         self,
         *,
@@ -97,15 +102,60 @@ class WorkerFrame(_message.Message):
         handoffs: _abc.Iterable[Global___HandoffDone] | None = ...,
         ended: _abc.Iterable[Global___Ended] | None = ...,
         load: Global___WorkerLoad | None = ...,
+        reach: Global___Reach | None = ...,
         sent_at_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load", "reach", b"reach"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "handoffs", b"handoffs", "hello", b"hello", "load", b"load", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "handoffs", b"handoffs", "hello", b"hello", "load", b"load", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerFrame: _TypeAlias = WorkerFrame  # noqa: Y015
+
+@_typing.final
+class Reach(_message.Message):
+    """The lives of workers to which all links of this one were probed and are ready."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIVES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lives(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerLife]: ...
+    def __init__(
+        self,
+        *,
+        lives: _abc.Iterable[Global___WorkerLife] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lives", b"lives"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reach: _TypeAlias = Reach  # noqa: Y015
+
+@_typing.final
+class WorkerLife(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerLife: _TypeAlias = WorkerLife  # noqa: Y015
 
 @_typing.final
 class RouterHello(_message.Message):

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,14 +16,19 @@ import pytest
 from tandem.testing import write_tiny_llama
 
 
-def start_up(folder: Path) -> subprocess.Popen[str]:
+@contextmanager
+def start_up(folder: Path) -> Iterator[subprocess.Popen[str]]:
     model = folder / "tiny"
     if not model.exists():
         write_tiny_llama(model)
     ports = ("--http-port", "0", "--grpc-port", "0", "--admin-port", "0")
     command = [sys.executable, "-m", "cluster", "up", "--backend", "subprocess", "--model", str(model), *ports]
     env = os.environ | {"XDG_STATE_HOME": str(folder / "state"), "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def wait_for(process: subprocess.Popen[str], text: str) -> None:

@@ -70,11 +70,11 @@ async def assert_works(prefill: FakeWorker, decode: FakeWorker) -> None:
 
 
 def started(prefill: FakeWorker, decode: FakeWorker, *, tokens: int = 27, ttl_s: float = 10.0) -> Handoff:
-    """A handoff in the middle: some layers of its first blocks were pushed, more is to come."""
+    """A handoff in the middle: its first blocks were pushed, more is to come."""
     handoff = Handoff.make(prefill, decode, tokens=tokens, ttl_s=ttl_s)
     handoff.open_receive()
     handoff.open_send()
-    handoff.compute(0, 3, layers=2)
+    handoff.compute(0, 3)
     return handoff
 
 

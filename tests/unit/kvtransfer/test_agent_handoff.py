@@ -8,6 +8,7 @@ import pytest
 
 from kvtransfer.control import CloseReceive, ReceiveClosed, Received, Sent
 from kvtransfer.testing import FakeModel, FakeWorker, Handoff
+from kvtransfer.versions import PROTOCOL_VERSION
 
 MakeWorker = Callable[..., FakeWorker]
 
@@ -81,7 +82,7 @@ async def test_cached_blocks_go_at_once_in_one_piece(make_worker: MakeWorker) ->
     handoff.export_cached(0, 6)
     handoff.compute(6, handoff.kv.blocks)
     sent, _ = await complete(handoff)
-    assert sent[0].pieces == 1 + prefill.model.layers
+    assert sent[0].pieces == 1 + 1  # what was computed is so little that its layers are gathered
 
 
 async def test_only_what_the_decode_worker_lacks_is_sent(make_worker: MakeWorker) -> None:
@@ -155,3 +156,21 @@ async def test_closing_what_is_over_is_answered(make_worker: MakeWorker) -> None
     _, decode = await pair(make_worker)
     decode.ranks[0].tell(CloseReceive("0" * 32))
     await decode.ranks[0].expect(ReceiveClosed, ticket_id="0" * 32)
+
+
+@pytest.mark.parametrize(("old", "new"), [("prefill", "decode"), ("decode", "prefill")])
+async def test_a_worker_of_the_version_before_still_exchanges_blocks(
+    make_worker: MakeWorker, old: str, new: str
+) -> None:
+    speaks = {old: PROTOCOL_VERSION - 1, new: PROTOCOL_VERSION}
+    prefill = make_worker("prefill-0", connects=True, protocol=speaks["prefill"])
+    decode = make_worker("decode-0", protocol=speaks["decode"])
+    await prefill.attach()
+    await decode.attach()
+    prefill.meet(decode)
+    decode.meet(prefill)
+    handoff = Handoff.make(prefill, decode, tokens=27)
+    handoff.open_receive()
+    handoff.open_send()
+    handoff.compute(0, handoff.kv.blocks)
+    await complete(handoff)

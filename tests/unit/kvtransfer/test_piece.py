@@ -92,3 +92,18 @@ def test_a_failure_keeps_its_cause() -> None:
     fault = parse_failure(failure_body(HandoffCause.DEADLINE, "too slow"))
     assert (fault.cause, fault.message) == (HandoffCause.DEADLINE, "too slow")
     assert parse_failure(b"\xff\xfe nonsense").cause is HandoffCause.PROTOCOL
+
+
+@given(TICKET_IDS, pieces, st.integers(0, 8 * HEADER_BYTES - 1), st.sampled_from([1, 2]))
+def test_a_header_that_was_changed_does_not_fit_its_payload(
+    ticket_id: str, piece: Piece, bit: int, version: int
+) -> None:
+    header = Header(FrameType.PIECE, ticket_id, seq=piece.seq, piece=replace(piece, digest=77), digest=77)
+    raw = bytearray(header.pack(version))
+    raw[bit // 8] ^= 1 << (bit % 8)
+    try:
+        found = Header.unpack(bytes(raw))
+    except HandoffFault:
+        return
+    noticed = found.type is not FrameType.PIECE or found.digest != 77 or raw[0] != version
+    assert noticed or version < 2 or found == header

@@ -11,7 +11,7 @@ from kvtransfer.handshake import Shape
 from kvtransfer.reshard import check_compatible, heads_of_rank, reshard_plan
 from tandem.errors import IncompatiblePools
 
-SHAPE = Shape("model", "float32", 2, 4, 64, 16, 1)
+SHAPE = Shape("model", "float32", 2, 4, 64, 16, 1, "", 2, 1)
 
 
 def fits(tp: int, kv_heads: int) -> bool:
@@ -59,6 +59,7 @@ def test_a_refusal_says_which_widths_fit() -> None:
     ("name", "value"),
     [
         ("model_fingerprint", "other"),
+        ("adapter", "lora-1"),
         ("dtype", "bfloat16"),
         ("layers", 3),
         ("kv_heads", 8),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvtransfer.causes import HandoffCause, HandoffFault
 from kvtransfer.control import OpenReceive, ReceiveClosed, Received, ReceiveFailed, SendClosed, SendFailed, Sent
 from kvtransfer.exports import Ready
-from kvtransfer.piece import Piece
+from kvtransfer.piece import MAX_PIECE_BYTES, Piece
 from kvtransfer.receive_session import (
     Acknowledge,
     OwnRank,
@@ -202,14 +202,50 @@ def opened(tokens: int = 13) -> tuple[SendSession, ReceiveSession, list[Piece]]:
     sender.accepted(0)
     receiver.open_link(ticket, 0, 1)
     blocks = blocks_for(tokens, BLOCK_TOKENS)
-    pushes = [push for layer in range(LAYERS) for push in sender.ready(ready(0, blocks, tokens, layer, 1))]
+    parts = (ready(0, 2, tokens), ready(2, blocks - 2, tokens))
+    pushes = [push for part in parts for push in sender.ready(part)]
     return sender, receiver, [replace(push.piece, digest=5) for push in pushes if isinstance(push, Push)]
+
+
+def test_the_layers_of_a_short_prompt_go_in_one_piece() -> None:
+    ticket = make_ticket(5)
+    sender = make_sender(ticket)
+    sender.link_ready(0)
+    sender.accepted(0)
+    assert sender.ready(ready(0, 2, 5, layer=0, layers=1)) == []
+    [push] = sender.ready(ready(0, 2, 5, layer=1, layers=1))
+    assert isinstance(push, Push)
+    assert (push.piece.layer_start, push.piece.layer_count, push.piece.block_count) == (0, LAYERS, 2)
+
+
+def test_large_layers_go_as_they_finish_and_large_ranges_are_cut() -> None:
+    big = KvPoolLayout(1024, LAYERS, 8, 16, 128, "float32")  # 128 KiB for each block and layer
+    ticket = Ticket("ab" * 16, "r", "decode-0", 2, "prefill-0", 1, 0, 512, 512 * 16, 10.0)
+    sender = SendSession(ticket, reshard_plan(1, 1, 8), big, HandClock())
+    sender.link_ready(0)
+    sender.accepted(0)
+    pushes = sender.ready(Ready(0, tuple(range(512)), 16, 0, 1))
+    sizes = [push.piece.payload_bytes for push in pushes if isinstance(push, Push)]
+    assert sum(sizes) == 64 << 20
+    assert max(sizes) <= MAX_PIECE_BYTES
+    assert len(sizes) == 4
+
+
+def test_what_was_gathered_goes_when_other_blocks_follow() -> None:
+    ticket = make_ticket(13)
+    sender = make_sender(ticket)
+    sender.link_ready(0)
+    sender.accepted(0)
+    assert sender.ready(ready(0, 2, 13, layer=0, layers=1)) == []
+    [push] = sender.ready(ready(2, 2, 13, layer=0, layers=1))
+    assert isinstance(push, Push)
+    assert (push.piece.first_block, push.piece.layer_count) == (0, 1)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"seq": 1},
+        {"seq": 0},
         {"first_block": 1},
         {"block_count": 5},
         {"layer_start": 2},
@@ -224,8 +260,10 @@ def opened(tokens: int = 13) -> tuple[SendSession, ReceiveSession, list[Piece]]:
 )
 def test_a_piece_that_differs_from_the_plan_is_a_protocol_fault(change: dict[str, object]) -> None:
     _, receiver, pieces = opened()
+    receiver.begin_piece(0, pieces[0])
+    receiver.end_piece(0, pieces[0], 5, 0.0)
     with pytest.raises(HandoffFault) as fault:
-        receiver.begin_piece(0, replace(pieces[0], **change))  # type: ignore[arg-type]
+        receiver.begin_piece(0, replace(pieces[1], **change))  # type: ignore[arg-type]
     assert fault.value.cause is HandoffCause.PROTOCOL
 
 

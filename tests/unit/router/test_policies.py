@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from router.policies.policy import PlacementPolicy, default_policy
@@ -94,3 +96,13 @@ def test_idle_prefill_worker_takes_a_prompt_beyond_its_budget() -> None:
 
 def test_prompt_cached_whole_still_computes_its_last_token() -> None:
     assert worker("d", cached=64).uncached_tokens(Ask(64)) == 1
+
+
+def test_a_prefill_worker_without_a_link_to_the_decode_worker_is_not_chosen() -> None:
+    decode = worker("decode-0")
+    unlinked = replace(worker("prefill-0"), reaches=frozenset({("decode-0", 99)}))
+    linked = replace(worker("prefill-1", outstanding=500), reaches=frozenset({("decode-0", decode.epoch)}))
+    assert place(Ask(100), [decode], [unlinked, linked]).prefill == linked
+    placed = place(Ask(100), [decode], [unlinked])
+    assert placed.prefill is None
+    assert placed.reason is PlacementReason.LOCAL_NO_PREFILL_WORKER

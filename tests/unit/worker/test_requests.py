@@ -36,7 +36,7 @@ def book(sent: Sent) -> RequestBook:
 
 
 def flush(book: RequestBook) -> None:
-    book.outbox.flush(LOAD, iter(book.sessions))
+    book.outbox.flush(LOAD, frozenset(), book.sessions)
 
 
 def test_one_frame_per_session_holds_everything_of_a_step(book: RequestBook, sent: Sent) -> None:

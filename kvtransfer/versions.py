@@ -1,0 +1,42 @@
+"""The KV plane's protocol versions. A release speaks its own and the one before, so that a cluster can be upgraded
+worker by worker; a pair of workers uses the newest that both speak.
+
+    1  the digest of a piece covers its bytes
+    2  it covers its header too: a piece that names the wrong blocks, layers or ticket is found out; and a
+       receiver answers any number of probes
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tandem.errors import IncompatiblePools
+
+PROTOCOL_VERSION = 2
+OLDEST_PROTOCOL_VERSION = 1
+_ADDRESS_IN_DIGEST = 2
+
+
+class Speaks(Protocol):
+    """The versions one side speaks, both ends included."""
+
+    @property
+    def protocol(self) -> int: ...
+    @property
+    def oldest_protocol(self) -> int: ...
+
+
+def common_version(a: Speaks, b: Speaks) -> int:
+    """Raises IncompatiblePools: no version is spoken by both."""
+    newest = min(a.protocol, b.protocol)
+    if newest < max(a.oldest_protocol, b.oldest_protocol):
+        raise IncompatiblePools(
+            f"protocol: one side speaks versions {a.oldest_protocol} to {a.protocol}, the other {b.oldest_protocol} to "
+            f"{b.protocol}; upgrade the older workers first",
+            field="protocol",
+        )
+    return newest
+
+
+def binds_address(version: int) -> bool:
+    return version >= _ADDRESS_IN_DIGEST
