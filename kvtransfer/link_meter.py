@@ -21,6 +21,7 @@ class LinkMeter:
     def __init__(self, clock: Clock) -> None:
         self.latency_s: float | None = None
         self._clock = clock
+        self.in_flight_bytes = 0
         self._on_their_way: dict[tuple[str, int], int] = {}  # (ticket, seq) → bytes
         self._busy_since_s = 0.0
         self._moved_bytes = 0.0  # since the link began to be busy
@@ -39,20 +40,24 @@ class LinkMeter:
         if not self._on_their_way:
             self._busy_since_s = self._clock.now_s()
         self._on_their_way[(ticket_id, seq)] = size_bytes
+        self.in_flight_bytes += size_bytes
 
     def acknowledged(self, ticket_id: str, seq: int) -> None:
-        self._moved_bytes += self._on_their_way.pop((ticket_id, seq), 0)
+        size_bytes = self._on_their_way.pop((ticket_id, seq), 0)
+        self.in_flight_bytes -= size_bytes
+        self._moved_bytes += size_bytes
         self._pause_if_idle()
 
     def dropped(self, ticket_id: str) -> None:
         """The receiver takes nothing more of this ticket."""
         for key in [key for key in self._on_their_way if key[0] == ticket_id]:
-            del self._on_their_way[key]
+            self.in_flight_bytes -= self._on_their_way.pop(key)
         self._pause_if_idle()
 
     def reconnected(self) -> None:
         """Another connection: nothing is on its way, and its latency is measured anew."""
         self._on_their_way.clear()
+        self.in_flight_bytes = 0
         self._moved_bytes = 0.0
         self.latency_s = None
 

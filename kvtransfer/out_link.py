@@ -37,8 +37,8 @@ CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 60.0  # the peer may have to load torch first
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
-PROBES = 5
 WINDOW_BYTES = 2 * MAX_PIECE_BYTES  # unacknowledged on one link: it stays full, and tickets take turns here
+PROBES = 5
 
 
 class LinkState(StrEnum):
@@ -94,8 +94,6 @@ class OutLink:
         self._report = report
         self._kind = ""
         self._jobs = FairQueue(self._may_go)
-        self._unacknowledged: dict[str, dict[int, int]] = {}  # ticket → seq → bytes
-        self._unacknowledged_bytes = 0
         self._backoff_s = FIRST_BACKOFF_S
 
     @property
@@ -166,11 +164,9 @@ class OutLink:
             sender = await self._transports.sender(self._kind, self._own, peer, thread)
             stream = await self._shake_hands(sender)
             self._meter.reconnected()
-            for _ in range(PROBES if stream.version >= 2 else 1):  # version 1 answers one
+            for _ in range(PROBES):
                 await asyncio.wait_for(self._probe(sender, stream), HANDSHAKE_TIMEOUT_S)
             self._jobs = FairQueue(self._may_go)
-            self._unacknowledged.clear()
-            self._unacknowledged_bytes = 0
             self._backoff_s = FIRST_BACKOFF_S
             self._enter(LinkState.READY, "")
             self._events.link_ready(self)
@@ -238,36 +234,24 @@ class OutLink:
                     stream.send(header, body)
                 case _Push(wanted, ticket_id, piece, span) if wanted():
                     self._meter.pushed(ticket_id, piece.seq, piece.payload_bytes)
-                    self._unacknowledged.setdefault(ticket_id, {})[piece.seq] = piece.payload_bytes
-                    self._unacknowledged_bytes += piece.payload_bytes
                     await sender.push(stream, ticket_id, piece, span)
                     self.moved_bytes += piece.payload_bytes
 
     async def _read(self, stream: FrameStream) -> None:
         async for header, body in stream.frames():
-            if header.type is FrameType.ACK:
-                self._meter.acknowledged(header.ticket_id, header.seq)
-            elif header.type in (FrameType.FAIL, FrameType.ABORTED):
-                self._meter.dropped(header.ticket_id)
             self._answered(header)
             self._events.link_frame(self, header, body)
 
     # --- the window ----------------------------------------------------------------------------------------------
 
     def _may_go(self, job: _Frame | _Push) -> bool:
-        full = self._unacknowledged_bytes >= WINDOW_BYTES
+        full = self._meter.in_flight_bytes >= WINDOW_BYTES
         return not (full and isinstance(job, _Push) and job.wanted())
 
     def _answered(self, header: Header) -> None:
         """An acknowledgement makes room; after a failure or an abort no others of the ticket will come."""
-        pieces = self._unacknowledged.get(header.ticket_id)
-        if pieces is None:
-            return
         if header.type is FrameType.ACK:
-            self._unacknowledged_bytes -= pieces.pop(header.seq, 0)
+            self._meter.acknowledged(header.ticket_id, header.seq)
         elif header.type in (FrameType.FAIL, FrameType.ABORTED):
-            self._unacknowledged_bytes -= sum(pieces.values())
-            pieces.clear()
-        if not pieces:
-            del self._unacknowledged[header.ticket_id]
+            self._meter.dropped(header.ticket_id)
         self._jobs.look_again()

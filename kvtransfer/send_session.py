@@ -161,7 +161,6 @@ class SendSession:
             rectangles = list(self._new_rectangles(ready))
         except HandoffFault as fault:
             return self.fail(fault.cause, fault.message)
-        self._renew()
         now_s = self._clock.now_s()
         if self._all_pushed:
             self.stages.last_layer(self._bytes, now_s)

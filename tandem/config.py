@@ -111,6 +111,9 @@ class RouterSpec(Frozen):
     local_prefill_max_tokens: Annotated[int, Field(ge=0)] = Field(
         32, description="auto: at most this many uncached tokens are prefilled on the decode worker."
     )
+    max_migrations: Annotated[int, Field(ge=0)] = Field(
+        3, description="How often one request is continued elsewhere after a lost worker or a failed handoff."
+    )
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
 
 

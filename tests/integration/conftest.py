@@ -20,8 +20,20 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from tandem.config import EngineSpec, ModelSpec, PoolSpec, Role, TransferSpec, TransportKind
-from tandem.launch import WorkerLaunch
+from router.app import RouterApp
+from router.testing import until
+from tandem.config import (
+    Disaggregation,
+    EngineSpec,
+    ModelSpec,
+    PoolSpec,
+    Role,
+    RouterSpec,
+    TransferSpec,
+    TransportKind,
+)
+from tandem.launch import RouterLaunch, ServedModel, WorkerLaunch
+from tandem.model_config import fingerprint
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from worker.testing import WorkerSession, assert_conserved, open_session
 
@@ -96,6 +108,11 @@ class LiveWorker:
 
     def restart_agent(self, rank: int) -> None:
         self.agents[rank] = self._start("kvtransfer.agent", "--socket", self.launch.agent_socket(rank))
+
+    @property
+    def leads(self) -> bool:
+        """Its first rank is alive, and with it the worker."""
+        return self.ranks[0].poll() is None
 
     def processes(self) -> list[subprocess.Popen[bytes]]:
         return [*self.ranks, *self.agents, self.service]
@@ -219,6 +236,63 @@ def pair(short_folder: Path) -> StartPair:
             await assert_conserved(*(session for session in (pair.prefill, pair.decode) if not session.lost))
 
     return start
+
+
+@dataclass
+class Routed:
+    """A real router in this process, before live workers."""
+
+    app: RouterApp
+    workers: Workers
+
+
+@pytest.fixture
+def routed(short_folder: Path) -> Callable[..., AbstractAsyncContextManager[Routed]]:
+    """Starts so many workers of each role and a router that always hands off. Checks conservation on leaving."""
+
+    @asynccontextmanager
+    async def start(
+        model_dir: Path, *, prefill: int, decode: int, engine: EngineSpec | None = None
+    ) -> AsyncIterator[Routed]:
+        model = ModelSpec(source=str(model_dir), engine=engine or EngineSpec(kv_blocks=256))
+        roles = {f"prefill-{n}": Role.PREFILL for n in range(prefill)}
+        roles |= {f"decode-{n}": Role.DECODE for n in range(decode)}
+        async with workers(short_folder) as running:
+            infos = await asyncio.gather(
+                *(running.start(worker_id, role, model, TransferSpec()) for worker_id, role in roles.items())
+            )
+            app = RouterApp(router_launch(model, model_dir, running.controller_address))
+            await app.start()
+            try:
+                await until(lambda: app.dispatcher.fleet.count_ready(Role.DECODE) == decode)
+                await until(lambda: app.dispatcher.fleet.count_ready(Role.PREFILL) == prefill)
+                yield Routed(app, running)
+                async with AsyncExitStack() as sessions:
+                    alive = [info for info in infos if running.live[info.worker_id].leads]
+                    await assert_conserved(
+                        *[await sessions.enter_async_context(open_session(info.address)) for info in alive]
+                    )
+            finally:
+                await app.close()
+
+    return start
+
+
+def router_launch(model: ModelSpec, model_dir: Path, controller_address: str) -> RouterLaunch:
+    served = ServedModel(
+        name="tiny",
+        model_dir=str(model_dir),
+        model_fingerprint=fingerprint(model_dir),
+        block_tokens=model.engine.block_tokens,
+    )
+    return RouterLaunch(
+        cluster="test",
+        router_id="router-0",
+        router=RouterSpec(http_port=0, grpc_port=0, disaggregation=Disaggregation.ALWAYS),
+        models=(served,),
+        controller_address=controller_address,
+        redis_url=None,
+    )
 
 
 @pytest.fixture

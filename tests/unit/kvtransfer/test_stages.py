@@ -28,8 +28,8 @@ def sending(clock: FakeClock, decode_tp: int = 1) -> SendSession:
     return SendSession(TICKET, reshard_plan(1, decode_tp, 4), LAYOUT, clock)
 
 
-def chunk(number: int) -> Ready:
-    """All layers of one of the prompt's two blocks."""
+def block(number: int) -> Ready:
+    """All layers of one block: too little to go in parts."""
     return Ready(number, (number,), 4, 0, LAYERS)
 
 
@@ -42,11 +42,11 @@ def test_the_sender_notes_each_stage_when_it_happens() -> None:
     session.link_ready(0)
     session.accepted(0)
     clock.advance(1)  # 53
-    (first,) = pieces_of(session.ready(chunk(0)))
+    (first,) = pieces_of(session.ready(block(0)))
     clock.advance(1)  # 54
     session.acknowledged(0, first.seq)
     clock.advance(1)  # 55
-    (last,) = pieces_of(session.ready(chunk(1)))
+    (last,) = pieces_of(session.ready(block(1)))
     clock.advance(1)  # 56
     *_, report = session.acknowledged(0, last.seq)
     assert isinstance(report, Report)
@@ -61,7 +61,7 @@ def test_what_is_acknowledged_after_the_last_layer_is_not_hidden() -> None:
     session = sending(clock)
     session.link_ready(0)
     session.accepted(0)
-    pieces = pieces_of([*session.ready(chunk(0)), *session.ready(chunk(1))])
+    pieces = pieces_of([*session.ready(block(0)), *session.ready(block(1))])
     for piece in pieces:
         clock.advance(1)
         session.acknowledged(0, piece.seq)
@@ -91,7 +91,7 @@ def test_the_receiver_notes_each_stage_when_it_happens() -> None:
     sender = sending(FakeClock())
     sender.link_ready(0)
     sender.accepted(0)
-    pieces = pieces_of([*sender.ready(chunk(0)), *sender.ready(chunk(1))])
+    pieces = pieces_of([*sender.ready(block(0)), *sender.ready(block(1))])
     for piece in pieces:
         clock.advance(1)  # 52, 54
         session.begin_piece(0, replace(piece, digest=1))
