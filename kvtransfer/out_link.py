@@ -164,7 +164,7 @@ class OutLink:
             sender = await self._transports.sender(self._kind, self._own, peer, thread)
             stream = await self._shake_hands(sender)
             self._meter.reconnected()
-            for _ in range(PROBES):
+            for _ in range(PROBES if stream.version >= 2 else 1):  # a receiver of version 1 answers one
                 await asyncio.wait_for(self._probe(sender, stream), HANDSHAKE_TIMEOUT_S)
             self._jobs = FairQueue(self._may_go)
             self._backoff_s = FIRST_BACKOFF_S
