@@ -126,7 +126,14 @@ class LayerDone(msgspec.Struct, frozen=True, tag=True):
     layer: int
 
 
-ToAgent = AttachPool | Lead | SetPeers | OpenReceive | CloseReceive | OpenSend | CloseSend | BeginStep | LayerDone
+class TakeCensus(msgspec.Struct, frozen=True, tag=True):
+    """From the leader: how much is open here? Answered by a Census."""
+
+
+ToAgent = (
+    AttachPool | BeginStep | LayerDone | Lead | SetPeers | TakeCensus
+    | OpenReceive | CloseReceive | OpenSend | CloseSend
+)  # fmt: skip
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
@@ -191,4 +198,14 @@ class LinkReport(msgspec.Struct, frozen=True, tag=True):
     bytes_per_s: float | None = None
 
 
-FromAgent = Attached | Received | ReceiveFailed | ReceiveClosed | Sent | SendFailed | SendClosed | LinkReport
+class Census(msgspec.Struct, frozen=True, tag=True):
+    """Tickets that are not over yet (`waiting`: for their decode worker to come into reach), and links that are up."""
+
+    sending: int
+    receiving: int
+    waiting: int
+    links_out: int
+    links_in: int
+
+
+FromAgent = Attached | Received | ReceiveFailed | ReceiveClosed | Sent | SendFailed | SendClosed | LinkReport | Census

@@ -11,12 +11,13 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.control import LinkReport
 from kvtransfer.handshake import Hello, Own, Refused, Welcome, check_hello, parse_hello
+from kvtransfer.liveness import LinkWatch
 from kvtransfer.piece import FrameType, Header, Piece, check_size, failure_body
 from kvtransfer.receive_session import ReceiveSession
 from kvtransfer.reshard import Link
@@ -40,6 +41,10 @@ class InLinkEvents(Protocol):
         """The session that accepted this link, if it still takes pieces."""
         ...
 
+    def link_knows(self, ticket_id: str) -> bool:
+        """Whether this ticket is or was open here: pieces may still come for one that is over."""
+        ...
+
     def link_written(self, link: InLink, ticket_id: str, piece: Piece, digest: int, verify_s: float) -> None: ...
     def link_fault(self, link: InLink, ticket_id: str, fault: HandoffFault, *, writing: bool) -> None:
         """This ticket cannot go on; `writing`: and a write that had begun ended without its piece."""
@@ -59,7 +64,13 @@ class InLink:
     link: Link
     stream: FrameStream
     receiver: KvReceiver
+    thread: LinkThread
     moved_bytes: int = 0
+    is_taking: bool = False
+    watch: LinkWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watch = LinkWatch(lambda: self.is_taking)
 
     def reply(self, kind: FrameType, ticket_id: str, seq: int = 0, body: bytes = b"") -> None:
         self.stream.send(Header(kind, ticket_id, seq=seq), body)
@@ -68,30 +79,53 @@ class InLink:
         self.reply(FrameType.FAIL, ticket_id, body=failure_body(cause, message))
 
     def close(self) -> None:
-        """The running loop ends after the write that is under way."""
+        """The running loop ends after the write that is under way; one that never ends is the agent's end."""
         self.stream.close()
         self.receiver.close()
+        self.thread.close()
 
     def report(self, state: str, reason: str) -> LinkReport:
         hello = self.hello
         return LinkReport(hello.worker_id, hello.epoch, hello.rank, hello.transport, state, reason, self.moved_bytes)
 
     async def run(self, events: InLinkEvents) -> None:
-        """Until the connection ends."""
+        """Until the connection ends, or nothing comes any more."""
         cause, reason = HandoffCause.PEER_LOST, "the sender's connection ended"
+        watching = asyncio.create_task(self._watch())
         try:
             async for header, body in self.stream.frames():
                 await self._take(events, header, body)
+                await self.stream.drain()  # who does not read our answers may not make us keep them
+                self.watch.heard()
         except HandoffFault as fault:
             cause, reason = fault.cause, fault.message
             log.warning("link from %s rank %d ends: %s", self.hello.worker_id, self.hello.rank, reason)
+        except ConnectionError:
+            pass  # while an answer was on its way: it has ended
         finally:
+            if watching.done() and not watching.cancelled():
+                cause, reason = HandoffCause.PEER_LOST, watching.result()
+            watching.cancel()
             events.link_down(self, cause, reason)
+
+    async def _watch(self) -> str:
+        """Closes the link when it stalls; returns why."""
+        try:
+            await self.watch.run(self.stream)
+        except HandoffFault as fault:
+            log.warning("link from %s rank %d stalls: %s", self.hello.worker_id, self.hello.rank, fault.message)
+            self.close()
+            return fault.message
 
     async def _take(self, events: InLinkEvents, header: Header, body: bytes) -> None:
         match header.type:
             case FrameType.PIECE if header.piece is not None:
-                await self._take_piece(events, header.ticket_id, header.piece, body)
+                self.watch.moved()
+                self.is_taking = True
+                try:
+                    await self._take_piece(events, header.ticket_id, header.piece, body)
+                finally:
+                    self.is_taking = False
             case FrameType.OPEN:
                 events.link_open(self, header.ticket_id, body)
             case FrameType.FINISH:
@@ -99,6 +133,8 @@ class InLink:
             case FrameType.ABORT:
                 events.link_abort(self, header.ticket_id)
                 self.reply(FrameType.ABORTED, header.ticket_id)
+            case FrameType.BEAT:
+                pass  # the watch has heard
             case FrameType.PROBE:  # the first was answered before the link was up; these measure
                 await self.probed()
             case _:
@@ -116,6 +152,8 @@ class InLink:
         arrival = await self.receiver.fetch(piece, body)
         session = events.link_session(self, ticket_id)
         if session is None:
+            if not events.link_knows(ticket_id):
+                raise protocol_fault(f"piece {piece.seq} is for a ticket that was never shown here")
             self.fail(ticket_id, HandoffCause.REFUSED_TICKET, "no such ticket is open on this link")
             return
         try:
@@ -160,7 +198,7 @@ class LinkAcceptor:
                     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 body, fds = await asyncio.wait_for(receive_first(raw), HELLO_TIMEOUT_S)
                 hello = parse_hello(body)
-                thread = LinkThread(f"link-{hello.worker_id}-{hello.rank}")
+                thread = self._transports.thread(f"link-{hello.worker_id}-{hello.rank}")
                 link = await self._welcome(raw, hello, fds, thread)
             if link is not None:
                 await self._run(link)
@@ -183,6 +221,8 @@ class LinkAcceptor:
             receiver = await self._transports.receiver(own, hello, link, thread, digests=digests)
             port = await receiver.prepare(fds)
         except (HandoffFault, IncompatiblePools) as error:
+            if isinstance(error, HandoffFault) and error.cause is HandoffCause.TRANSPORT:
+                raise  # it may work the next time: only what never will is refused
             cause = error.cause if isinstance(error, HandoffFault) else HandoffCause.TRANSPORT
             log.warning("refused a link from %s rank %d: %s", hello.worker_id, hello.rank, error)
             await send_first(raw, encode(Refused(cause.value, error.message)), [])
@@ -195,7 +235,7 @@ class LinkAcceptor:
         except BaseException:
             receiver.close()
             raise
-        return InLink(own, hello, link, stream, receiver)
+        return InLink(own, hello, link, stream, receiver, thread)
 
     async def _run(self, link: InLink) -> None:
         try:
@@ -203,6 +243,7 @@ class LinkAcceptor:
             if frame is None or frame[0].type is not FrameType.PROBE:
                 raise protocol_fault("expected a probe first")
             await link.probed()
+            link.thread.moves_pieces = True
             self._events.link_up(link)
             await link.run(self._events)
         finally:

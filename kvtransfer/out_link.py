@@ -20,13 +20,15 @@ from kvtransfer.control import LinkReport, Peer
 from kvtransfer.fair_queue import FairQueue
 from kvtransfer.handshake import LinkRefused, Own, make_hello, receive_answer
 from kvtransfer.link_meter import LinkMeter
+from kvtransfer.liveness import LinkWatch
 from kvtransfer.piece import MAX_PIECE_BYTES, FrameType, Header, Piece
 from kvtransfer.pool import Span
 from kvtransfer.reshard import Link
 from kvtransfer.sockets import connect_tcp, connect_unix, send_first
 from kvtransfer.stream import FrameStream
 from kvtransfer.transports.factory import MAPPED, Transports, choose_transport
-from kvtransfer.transports.protocol import KvSender, LinkThread
+from kvtransfer.transports.protocol import KvSender
+from kvtransfer.versions import many_probes
 from tandem.channel import encode
 from tandem.clock import SystemClock
 from tandem.errors import IncompatiblePools
@@ -94,6 +96,7 @@ class OutLink:
         self._report = report
         self._kind = ""
         self._jobs = FairQueue(self._may_go)
+        self._watch = LinkWatch(self._is_moving)
         self._backoff_s = FIRST_BACKOFF_S
 
     @property
@@ -157,16 +160,18 @@ class OutLink:
         peer = self.peer
         self._enter(LinkState.CONNECTING, self.reason)
         self._kind = choose_transport(self._own, peer)
-        thread = LinkThread(f"link-{peer.worker_id}-{peer.rank}")
+        thread = self._transports.thread(f"link-{peer.worker_id}-{peer.rank}")
         sender: KvSender | None = None
         stream: FrameStream | None = None
         try:
             sender = await self._transports.sender(self._kind, self._own, peer, thread)
             stream = await self._shake_hands(sender)
             self._meter.reconnected()
-            for _ in range(PROBES if stream.version >= 2 else 1):  # a receiver of version 1 answers one
+            for _ in range(PROBES if many_probes(stream.version) else 1):
                 await asyncio.wait_for(self._probe(sender, stream), HANDSHAKE_TIMEOUT_S)
             self._jobs = FairQueue(self._may_go)
+            self._watch = LinkWatch(self._is_moving)
+            thread.moves_pieces = True
             self._backoff_s = FIRST_BACKOFF_S
             self._enter(LinkState.READY, "")
             self._events.link_ready(self)
@@ -204,10 +209,12 @@ class OutLink:
     async def _probe(self, sender: KvSender, stream: FrameStream) -> None:
         started_s = time.monotonic()
         digest = await sender.send_probe(stream)
-        answer = await stream.receive()
-        if answer is None:
-            raise protocol_fault("the connection ended during the probe")
-        header, _ = answer
+        header = Header(FrameType.BEAT)
+        while header.type is FrameType.BEAT:  # the receiving end is up since the first probe
+            answer = await stream.receive()
+            if answer is None:
+                raise protocol_fault("the connection ended during the probe")
+            header, _ = answer
         if header.type is not FrameType.PROBED:
             raise protocol_fault(f"expected the probe's answer, got {header.type.name}")
         if header.digest != digest:
@@ -216,7 +223,8 @@ class OutLink:
 
     async def _carry(self, sender: KvSender, stream: FrameStream) -> None:
         """Sends and receives until either ends."""
-        tasks = [asyncio.create_task(self._send_jobs(sender, stream)), asyncio.create_task(self._read(stream))]
+        works = (self._send_jobs(sender, stream), self._read(stream), self._watch.run(stream))
+        tasks = [asyncio.create_task(work) for work in works]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -233,12 +241,17 @@ class OutLink:
                 case _Frame(header, body):
                     stream.send(header, body)
                 case _Push(wanted, ticket_id, piece, span) if wanted():
+                    if not self._is_moving():
+                        self._watch.moved()
                     self._meter.pushed(ticket_id, piece.seq, piece.payload_bytes)
                     await sender.push(stream, ticket_id, piece, span)
                     self.moved_bytes += piece.payload_bytes
 
     async def _read(self, stream: FrameStream) -> None:
         async for header, body in stream.frames():
+            if header.type is FrameType.BEAT:
+                self._watch.heard()
+                continue
             self._answered(header)
             self._events.link_frame(self, header, body)
 
@@ -254,4 +267,11 @@ class OutLink:
             self._meter.acknowledged(header.ticket_id, header.seq)
         elif header.type in (FrameType.FAIL, FrameType.ABORTED):
             self._meter.dropped(header.ticket_id)
+        else:
+            self._watch.heard()
+            return
+        self._watch.moved()
         self._jobs.look_again()
+
+    def _is_moving(self) -> bool:
+        return self._meter.in_flight_bytes > 0

@@ -244,6 +244,20 @@ class Outgoing:
             if rank in entry.session.decode_ranks and entry.peer(rank) == (peer.worker_id, peer.epoch, rank)
         ]
 
+    # --- questions ---------------------------------------------------------------------------------------------
+
+    @property
+    def sending_count(self) -> int:
+        return len(self._sending)
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def ready_links(self) -> int:
+        return sum(link.is_ready for link in self._links.values())
+
     # --- decisions ---------------------------------------------------------------------------------------------
 
     def _do(self, entry: _Sending, actions: list[SendAction]) -> None:

@@ -8,7 +8,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -88,6 +88,10 @@ class FakeRank:
         self.link_path = worker.folder / f"link-{rank}.sock"
         self.messages: list[FromAgent] = []
         self.lost = 0
+        self.is_connected = False
+        self.is_stopped = False
+        self.is_gone = False  # it died, and its agent with it
+        self.listener: Callable[[FromAgent | None], None] | None = None  # takes what comes; None: the agent is lost
         self._news = asyncio.Condition()
         self._own = AgentClient(asyncio.get_running_loop())
         self._lead = AgentClient(asyncio.get_running_loop())
@@ -101,10 +105,10 @@ class FakeRank:
         return self.process
 
     def connect(self) -> None:
-        self._own.connect(self.socket_path, self._attach_message(), self.fd, lambda message: None, lambda: None)
+        self._own.connect(self.socket_path, self.attach_message(), self.fd, lambda message: None, lambda: None)
         self._lead.connect(self.socket_path, Lead(), None, self._on_message, self._on_lost)
 
-    def _attach_message(self) -> AttachPool:
+    def attach_message(self) -> AttachPool:
         worker, layout = self.worker, self.layout
         return AttachPool(
             worker_id=worker.worker_id,
@@ -127,11 +131,18 @@ class FakeRank:
         )
 
     def _on_message(self, message: FromAgent) -> None:
+        self.is_connected = True
+        if self.listener is not None:
+            self.listener(message)
+            return
         self.messages.append(message)
         self._notify()
 
     def _on_lost(self) -> None:
         self.lost += 1
+        self.is_connected = False
+        if self.listener is not None:
+            self.listener(None)
         self._notify()
 
     def _notify(self) -> None:
@@ -152,7 +163,12 @@ class FakeRank:
 
     def hang_up(self) -> None:
         """The rank dies."""
+        self.is_gone = True
         self._own.close()
+
+    def hang_up_lead(self) -> None:
+        """The leader dies."""
+        self._lead.close()
 
     async def expect(self, kind: type[M], *, timeout_s: float = WAIT_S, **fields: object) -> M:
         """The first report of this type with these fields, arrived or to come. It is taken out."""
@@ -185,6 +201,9 @@ class FakeRank:
         return True
 
     def stop(self) -> None:
+        if self.is_stopped:
+            return
+        self.is_gone = self.is_stopped = True
         self._own.close()
         self._lead.close()
         if self.process.poll() is None:
@@ -212,7 +231,7 @@ class FakeWorker:
         protocol: int = PROTOCOL_VERSION,
     ) -> None:
         self.folder = folder / worker_id
-        self.folder.mkdir(mode=0o700)
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # an earlier life was here
         self.worker_id = worker_id
         self.epoch = secrets.randbits(62) + 1
         self.model = model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvtransfer.control import Peer
@@ -29,6 +30,11 @@ class Transports:
 
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
+        self.on_hung: Callable[[str], None] | None = None
+
+    def thread(self, name: str) -> LinkThread:
+        """A link's thread; `on_hung` hears of one that does not come back."""
+        return LinkThread(name, self.on_hung)
 
     async def sender(self, kind: str, own: Own, peer: Peer, thread: LinkThread) -> KvSender:
         if kind == MAPPED:

@@ -21,18 +21,20 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.digest import digest_of_bytes
 from kvtransfer.handshake import Own, Welcome
+from kvtransfer.liveness import STALL_S
 from kvtransfer.piece import FrameType, Header, Piece
 from kvtransfer.pool import Bytes, PoolMap, Span
 from kvtransfer.sockets import listen_tcp, split_address
 from kvtransfer.stream import FrameStream
 from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread
 
-TIMEOUT = datetime.timedelta(seconds=20)
+TIMEOUT = datetime.timedelta(seconds=20)  # to meet
+PIECE_TIMEOUT = datetime.timedelta(seconds=0.9 * STALL_S)  # gloo's abort wakes nobody: operations must end themselves
 _RECEIVER, _SENDER = 0, 1
 
 
 class _Work(Protocol):
-    def wait(self) -> bool: ...
+    def wait(self, timeout: datetime.timedelta) -> bool: ...
 
 
 class _TorchGroup(Protocol):
@@ -56,14 +58,14 @@ class Group:
 
     def send(self, data: Bytes) -> None:
         try:
-            self._group.send([torch.from_numpy(data).to(self._device)], self._peer, 0).wait()
+            self._group.send([torch.from_numpy(data).to(self._device)], self._peer, 0).wait(PIECE_TIMEOUT)
         except RuntimeError as error:
             raise _broken(error) from error
 
     def receive(self, size: int) -> Bytes:
         tensor = torch.empty(size, dtype=torch.uint8, device=self._device)
         try:
-            self._group.recv([tensor], self._peer, 0).wait()
+            self._group.recv([tensor], self._peer, 0).wait(PIECE_TIMEOUT)
         except RuntimeError as error:
             raise _broken(error) from error
         data: Bytes = tensor.cpu().numpy()
