@@ -22,7 +22,7 @@ import grpc.aio
 
 from tandem.config import EngineSpec, ModelSpec, PoolSpec, Role, TransferSpec, TransportKind
 from tandem.launch import WorkerLaunch
-from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
 from worker.testing import WorkerSession, assert_conserved, open_session
 
 START_TIMEOUT_S = 90.0
@@ -69,6 +69,12 @@ class Directory(cluster_pb2_grpc.ClusterServicer):
         raise NotImplementedError("only the membership half of a controller")
 
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Any) -> cluster_pb2.ShutdownResponse:
+        raise NotImplementedError("only the membership half of a controller")
+
+    async def GetTrace(self, request: trace_pb2.GetTraceRequest, context: Any) -> trace_pb2.RequestTrace:
+        raise NotImplementedError("only the membership half of a controller")
+
+    async def ListTraces(self, request: trace_pb2.ListTracesRequest, context: Any) -> trace_pb2.ListTracesResponse:
         raise NotImplementedError("only the membership half of a controller")
 
     async def wait_for(self, worker_id: str, epoch: int) -> cluster_pb2.WorkerInfo:
