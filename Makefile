@@ -11,10 +11,10 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 
-.PHONY: help setup demo up test soak check format proto docs wheel helm-tools clean
+.PHONY: help setup demo up test soak bench-handoff check format proto docs wheel helm-tools clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # A stamp is newer than pyproject.toml when what it names is installed; nothing is looked up again until that changes.
 $(RUNTIME): pyproject.toml scripts/setup.sh
@@ -36,6 +36,9 @@ test: $(DEV)  ## Run the tests (ARGS="tests/unit/planner -k roofline")
 
 soak: $(DEV)  ## Run the tests of failures with their full number of rounds (half an hour)
 	TANDEM_SOAK=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m soak $(ARGS)
+
+bench-handoff: $(DEV)  ## Measure KV handoffs beside memcpy, gloo and sockets (ARGS="--figure mapped")
+	@$(BIN)/python -m benchmarks.handoff $(ARGS)
 
 check: $(DEV)  ## Lint, types, import rules, generated files, chart
 	@PYTHON=$(BIN)/python scripts/check.sh

@@ -47,9 +47,11 @@ from kvtransfer.outgoing import Outgoing
 from kvtransfer.pool import PoolMap
 from kvtransfer.sockets import listen_tcp, listen_unix, peer_is_same_user, receive_first, serve, tcp_address
 from kvtransfer.ticket import KEY_BYTES
-from kvtransfer.transports.factory import MAPPED, PROCESS_GROUP, Transports
+from kvtransfer.tls import load_tls
+from kvtransfer.transports.factory import MAPPED, Transports, offered
 from tandem.channel import Channel, ChannelError
 from tandem.clock import Clock, SystemClock
+from tandem.errors import ConfigError
 from tandem.logs import setup_logging
 
 log = logging.getLogger(__name__)
@@ -73,10 +75,10 @@ class Attachment:
         self._acceptor = LinkAcceptor(own, transports, self.incoming, report)
         self._tasks: list[asyncio.Task[None]] = []
         mapped_path = tcp = ""
-        if attach.transport != PROCESS_GROUP:
+        if MAPPED in offered(own):
             mapped_path = attach.link_socket
             self._listen(listen_unix(mapped_path))
-        if attach.transport != MAPPED:
+        if any(kind != MAPPED for kind in offered(own)):
             listener = listen_tcp(attach.bind_host)
             tcp = tcp_address(listener)
             self._listen(listener)
@@ -196,7 +198,11 @@ class Agent:
             raise protocol_fault(f"attach: expected one descriptor and a key of {KEY_BYTES} bytes")
         pool_fd = fds[0]
         pool = PoolMap.map_fd(pool_layout(attach.layout), pool_fd, writable=True)
-        own = Own(attach, pool, os.dup(pool_fd), host_id())
+        try:
+            tls = load_tls(attach.tls) if attach.tls is not None else None
+        except ConfigError as error:
+            raise HandoffFault(HandoffCause.TRANSPORT, f"attach: {error.message}") from error
+        own = Own(attach, pool, os.dup(pool_fd), host_id(), tls)
         self._attachment = Attachment(own, self._transports, self._clock, self._report)
         log.info("attached rank %d of %s, %d blocks", attach.rank, attach.worker_id, attach.layout.num_blocks)
         return self._attachment

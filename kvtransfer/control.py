@@ -24,6 +24,14 @@ class Layout(msgspec.Struct, frozen=True):
     adapter: str = ""
 
 
+class TlsFiles(msgspec.Struct, frozen=True):
+    """Paths of PEM files, as `transfer.tls` has them."""
+
+    cert: str
+    key: str
+    ca: str
+
+
 class AttachPool(msgspec.Struct, frozen=True, tag=True):
     """First message of a rank on its own agent's socket. The pool's file descriptor travels beside it (SCM_RIGHTS)."""
 
@@ -42,6 +50,7 @@ class AttachPool(msgspec.Struct, frozen=True, tag=True):
     ticket_ttl_s: float
     protocol: int = PROTOCOL_VERSION
     oldest_protocol: int = OLDEST_PROTOCOL_VERSION
+    tls: TlsFiles | None = None  # every TCP connection is encrypted, and none other taken
     connects: bool = True
     """Make links to all peers of SetPeers at once; False (decode workers): only when a ticket asks for one."""
 

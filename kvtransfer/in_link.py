@@ -23,6 +23,7 @@ from kvtransfer.receive_session import ReceiveSession
 from kvtransfer.reshard import Link
 from kvtransfer.sockets import peer_is_same_user, receive_first, send_first
 from kvtransfer.stream import FrameStream
+from kvtransfer.tls import TlsConnection, Wire
 from kvtransfer.transports.factory import MAPPED, Transports
 from kvtransfer.transports.protocol import KvReceiver, LinkThread
 from tandem.channel import encode
@@ -155,11 +156,13 @@ class InLink:
             if not events.link_knows(ticket_id):
                 raise protocol_fault(f"piece {piece.seq} is for a ticket that was never shown here")
             self.fail(ticket_id, HandoffCause.REFUSED_TICKET, "no such ticket is open on this link")
+            await arrival.discard()
             return
         try:
             span = session.begin_piece(self.hello.rank, piece)
         except HandoffFault as fault:
             events.link_fault(self, ticket_id, fault, writing=False)
+            await arrival.discard()
             return
         started_s = time.perf_counter()
         try:
@@ -190,27 +193,32 @@ class LinkAcceptor:
         """One connection, to its end. Whatever comes, only this connection suffers."""
         thread: LinkThread | None = None
         fds: list[int] = []
+        wire: Wire = raw
         try:
             with raw:
                 if raw.family == socket.AF_UNIX and not peer_is_same_user(raw):
                     return
                 if raw.family != socket.AF_UNIX:
                     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                body, fds = await asyncio.wait_for(receive_first(raw), HELLO_TIMEOUT_S)
+                    if self._own.tls is not None:
+                        wire = await TlsConnection.accept(raw.dup(), self._own.tls)
+                body, fds = await asyncio.wait_for(receive_first(wire), HELLO_TIMEOUT_S)
                 hello = parse_hello(body)
                 thread = self._transports.thread(f"link-{hello.worker_id}-{hello.rank}")
-                link = await self._welcome(raw, hello, fds, thread)
+                link = await self._welcome(wire, hello, fds, thread)
             if link is not None:
                 await self._run(link)
         except (HandoffFault, OSError, TimeoutError) as error:
             log.info("a link's connection ended before it was ready: %s", error or type(error).__name__)
         finally:
+            if isinstance(wire, TlsConnection):
+                wire.close()
             for fd in fds:
                 os.close(fd)
             if thread is not None:
                 thread.close()
 
-    async def _welcome(self, raw: socket.socket, hello: Hello, fds: list[int], thread: LinkThread) -> InLink | None:
+    async def _welcome(self, raw: Wire, hello: Hello, fds: list[int], thread: LinkThread) -> InLink | None:
         """The link after its handshake; None when it was refused for good."""
         own, attach = self._own, self._own.attach
         digests = attach.digests or hello.digests
@@ -219,7 +227,7 @@ class LinkAcceptor:
             if (hello.transport == MAPPED) != (raw.family == socket.AF_UNIX):
                 raise protocol_fault(f"transport: {hello.transport} does not go over this kind of socket")
             receiver = await self._transports.receiver(own, hello, link, thread, digests=digests)
-            port = await receiver.prepare(fds)
+            port, token = await receiver.prepare(fds) or (None, b"")
         except (HandoffFault, IncompatiblePools) as error:
             if isinstance(error, HandoffFault) and error.cause is HandoffCause.TRANSPORT:
                 raise  # it may work the next time: only what never will is refused
@@ -228,9 +236,10 @@ class LinkAcceptor:
             await send_first(raw, encode(Refused(cause.value, error.message)), [])
             return None
         try:
-            await send_first(raw, encode(Welcome(attach.worker_id, attach.epoch, attach.rank, digests, port)), [])
+            welcome = Welcome(attach.worker_id, attach.epoch, attach.rank, digests, port, token)
+            await send_first(raw, encode(welcome), [])
             await receiver.establish()
-            stream = await self._transports.frames(raw.dup())
+            stream = await self._transports.frames(raw if isinstance(raw, TlsConnection) else raw.dup())
             stream.version = hello.protocol
         except BaseException:
             receiver.close()

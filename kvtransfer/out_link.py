@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,8 +27,10 @@ from kvtransfer.pool import Span
 from kvtransfer.reshard import Link
 from kvtransfer.sockets import connect_tcp, connect_unix, send_first
 from kvtransfer.stream import FrameStream
+from kvtransfer.tls import TlsConnection, Wire, refuses_certificate
 from kvtransfer.transports.factory import MAPPED, Transports, choose_transport
 from kvtransfer.transports.protocol import KvSender
+from kvtransfer.versions import many_probes
 from tandem.channel import encode
 from tandem.clock import SystemClock
 from tandem.errors import IncompatiblePools
@@ -135,7 +138,8 @@ class OutLink:
                 reason, final = fault.message, False
             except (OSError, ValueError, TimeoutError) as error:
                 name = f"{self.peer.worker_id} rank {self.peer.rank}"
-                reason, final = f"cannot reach {name}: {error or type(error).__name__}", False
+                reason = f"cannot reach {name}: {error or type(error).__name__}"
+                final = isinstance(error, ssl.SSLError) and refuses_certificate(error)
             except Exception as error:  # a transport's library may raise anything; this link suffers, not the agent
                 log.exception("link to %s rank %d", self.peer.worker_id, self.peer.rank)
                 reason, final = f"{type(error).__name__}: {error}", False
@@ -166,7 +170,7 @@ class OutLink:
             sender = await self._transports.sender(self._kind, self._own, peer, thread)
             stream = await self._shake_hands(sender)
             self._meter.reconnected()
-            for _ in range(PROBES):
+            for _ in range(PROBES if many_probes(stream.version) else 1):
                 await asyncio.wait_for(self._probe(sender, stream), HANDSHAKE_TIMEOUT_S)
             self._jobs = FairQueue(self._may_go)
             self._watch = LinkWatch(self._is_moving)
@@ -184,8 +188,7 @@ class OutLink:
 
     async def _shake_hands(self, sender: KvSender) -> FrameStream:
         peer = self.peer
-        connecting = connect_unix(peer.mapped_path) if self._kind == MAPPED else connect_tcp(peer.tcp_address)
-        raw = await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
+        raw = await asyncio.wait_for(self._dial(), CONNECT_TIMEOUT_S)
         fds: list[int] = []
         try:
             fds = sender.hello_fds()
@@ -204,6 +207,12 @@ class OutLink:
         stream = await self._transports.frames(raw)
         stream.version = hello.protocol
         return stream
+
+    async def _dial(self) -> Wire:
+        if self._kind == MAPPED:
+            return await connect_unix(self.peer.mapped_path)
+        raw = await connect_tcp(self.peer.tcp_address)
+        return raw if self._own.tls is None else await TlsConnection.connect(raw, self._own.tls)
 
     async def _probe(self, sender: KvSender, stream: FrameStream) -> None:
         started_s = time.monotonic()

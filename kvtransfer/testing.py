@@ -31,6 +31,7 @@ from kvtransfer.control import (
     Peer,
     Range,
     SetPeers,
+    TlsFiles,
 )
 from kvtransfer.pool import Bytes, PoolMap
 from kvtransfer.reshard import heads_of_rank
@@ -127,6 +128,7 @@ class FakeRank:
             link_socket=str(self.link_path),
             ticket_ttl_s=worker.ttl_s,
             protocol=worker.protocol,
+            tls=worker.tls,
             connects=worker.connects,
         )
 
@@ -229,6 +231,7 @@ class FakeWorker:
         ttl_s: float = 10.0,
         launcher: tuple[str, ...] = ("-m", "kvtransfer.agent"),
         protocol: int = PROTOCOL_VERSION,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.folder = folder / worker_id
         self.folder.mkdir(mode=0o700, exist_ok=True)  # an earlier life was here
@@ -242,6 +245,7 @@ class FakeWorker:
         self.connects = connects
         self.ttl_s = ttl_s
         self.launcher = launcher
+        self.tls = tls
         self.protocol = protocol  # the newest it speaks
         self.key = secrets.token_bytes(32)
         self.where: dict[int, Attached] = {}

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,8 +32,9 @@ from kvtransfer.piece import FrameType, Header, Piece
 from kvtransfer.pool import PoolMap, Span
 from kvtransfer.reshard import Link
 from kvtransfer.stream import FrameStream
+from kvtransfer.tls import Wire
 from kvtransfer.transports.factory import Transports
-from kvtransfer.transports.protocol import Arrival, KvReceiver, KvSender, LinkThread
+from kvtransfer.transports.protocol import Arrival, DataPort, KvReceiver, KvSender, LinkThread
 from tandem.testing import Fault, FaultKind, FaultPlan, FaultSettings
 
 HANG_S: Final = 3600.0
@@ -211,7 +211,7 @@ class FaultyReceiver:
         self._thread = thread
         self._plan = plan
 
-    async def prepare(self, fds: list[int]) -> int | None:
+    async def prepare(self, fds: list[int]) -> DataPort | None:
         await obey(self._plan.next("prepare", _SETUP), "prepare", self._thread)
         return await self._inner.prepare(fds)
 
@@ -243,9 +243,15 @@ class FaultyArrival:
         if fault is None or fault.kind is FaultKind.DELAY:
             return await self._inner.place(span)
         if fault.kind is FaultKind.FLIP:
-            await self._inner.place(span)
+            placed = await self._inner.place(span)
+            before = digest_of(self._own.pool, span)
             flip_in_pool(self._own.pool, span, fault.number)
-        return digest_of(self._own.pool, span)  # DROP: of what was there before
+            return placed ^ before ^ digest_of(self._own.pool, span)
+        await self._inner.discard()
+        return digest_of(self._own.pool, span)  # of what was there before
+
+    async def discard(self) -> None:
+        await self._inner.discard()
 
 
 async def obey(fault: Fault | None, point: str, thread: LinkThread) -> None:
@@ -275,7 +281,7 @@ class FaultyTransports(Transports):
         inner = await super().receiver(own, hello, link, thread, digests=digests)
         return FaultyReceiver(inner, own, thread, self._plan)
 
-    async def frames(self, raw: socket.socket) -> FrameStream:
+    async def frames(self, raw: Wire) -> FrameStream:
         return FaultyStream.around(await super().frames(raw), self._plan)
 
 

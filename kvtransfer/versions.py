@@ -2,7 +2,8 @@
 worker by worker; a pair of workers uses the newest that both speak.
 
     1  the digest of a piece covers its bytes
-    2  it covers its header too: a piece that names the wrong blocks, layers or ticket is found out; both ends beat
+    2  it covers its header too: a piece that names the wrong blocks, layers or ticket is found out; both ends beat, and
+       a receiver answers any number of probes
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ PROTOCOL_VERSION = 2
 OLDEST_PROTOCOL_VERSION = 1
 _ADDRESS_IN_DIGEST = 2
 _BEATS = 2
+_MANY_PROBES = 2
 
 
 class Speaks(Protocol):
@@ -44,3 +46,7 @@ def binds_address(version: int) -> bool:
 
 def beats(version: int) -> bool:
     return version >= _BEATS
+
+
+def many_probes(version: int) -> bool:
+    return version >= _MANY_PROBES

@@ -43,10 +43,24 @@ class StubBehaviour:
     refuse_reservations: int = 0  # so many are answered with kv_exhausted
     fail_handoffs: int = 0  # so many joins end with handoff_failed, of the cause digest_mismatch
     sent_report_after_s: float = 0.0  # the prefill worker's word that its side is over comes so late
+    fail_decodes: int = 0  # so many answers break off with worker_lost after one token of this worker
+    talk_after_failure: bool = False  # goes on with the tokens of what it said has failed
+    hold_joins: bool = False  # Join is never answered
+    hold_acknowledgements: bool = False  # a prefill worker's side of a handoff is never over
     hold_reservations: bool = False  # Reserve is never answered
     hold_prefills: bool = False  # Prefill and Generate are never answered
     cached_tokens: int = 0
     logprob: float = -0.5
+
+
+def script(tokens: Sequence[int]) -> Answer:
+    """Says `tokens` to any prompt, and goes on with them where a prompt already ends in the first of them."""
+
+    def answer(prompt: Sequence[int]) -> Sequence[int]:
+        said = next(n for n in range(len(tokens), -1, -1) if list(prompt[len(prompt) - n :]) == list(tokens[:n]))
+        return tokens[said:]
+
+    return answer
 
 
 @dataclass(slots=True)
@@ -172,7 +186,7 @@ class StubWorker(WorkerServicer):
         ended = self._end_reason(work, tokens, 1)
         if ended is not None:
             frame.ended.append(worker_pb2.Ended(request_id=wire_id, finish_reason=ended))
-        else:
+        elif not self.behaviour.hold_acknowledgements:
             blocks = blocks_for(len(work.prompt), BLOCK_TOKENS)
             sent = worker_pb2.HandoffDone(request_id=wire_id, bytes=blocks * BLOCK_BYTES, pieces=blocks, sent=SENT)
             if self.behaviour.sent_report_after_s:
@@ -182,7 +196,8 @@ class StubWorker(WorkerServicer):
                 )
             else:
                 frame.handoffs.append(sent)
-        self.known.discard(wire_id)
+        if ended is not None or not self.behaviour.hold_acknowledgements:
+            self.known.discard(wire_id)
         session.out.put_nowait(frame)
 
     async def _generate(self, session: _Session, work: worker_pb2.Work) -> None:
@@ -193,6 +208,10 @@ class StubWorker(WorkerServicer):
         if self.behaviour.fail_handoffs > 0:
             self.behaviour.fail_handoffs -= 1
             self._error(session, wire_id, ErrorCode.HANDOFF_FAILED, HandoffCause.DIGEST_MISMATCH)
+            if self.behaviour.talk_after_failure:
+                await self._stream(session, work, 1)
+            return
+        if self.behaviour.hold_joins:
             return
         blocks = blocks_for(len(work.prompt) - self.behaviour.cached_tokens, BLOCK_TOKENS)
         done = worker_pb2.HandoffDone(
@@ -206,6 +225,11 @@ class StubWorker(WorkerServicer):
         for count in range(start + 1, len(tokens) + 1):
             await asyncio.sleep(self.behaviour.token_delay_s)
             frame = worker_pb2.WorkerFrame(tokens=[self._token(work, tokens[count - 1], first=count == 1)])
+            if self.behaviour.fail_decodes > 0:
+                self.behaviour.fail_decodes -= 1
+                session.out.put_nowait(frame)
+                self._error(session, work.request_id, ErrorCode.WORKER_LOST)
+                return
             ended = self._end_reason(work, tokens, count)
             if ended is not None:
                 self.known.discard(work.request_id)

@@ -191,7 +191,7 @@ class Trace:
             last.ended_s = now_s
 
     def to_wire(self) -> trace_pb2.RequestTrace:
-        last = self.last
+        first_token_s = [each.first_token_s for each in self.attempts if each.first_token_s is not None]
         wire = trace_pb2.RequestTrace(
             request_id=self.request_id,
             model=self.model,
@@ -205,8 +205,8 @@ class Trace:
             total_s=0.0 if self.ended_s is None else self.ended_s - self.received_s,
             attempts=[_attempt(attempt, self.received_s) for attempt in self.attempts],
         )
-        if last is not None and last.first_token_s is not None:
-            wire.first_token_s = last.first_token_s - self.received_s
+        if first_token_s:  # of a request that moved on after its first token, the one the client waited for
+            wire.first_token_s = first_token_s[0] - self.received_s
         return wire
 
 

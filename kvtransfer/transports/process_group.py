@@ -26,7 +26,7 @@ from kvtransfer.piece import FrameType, Header, Piece
 from kvtransfer.pool import Bytes, PoolMap, Span
 from kvtransfer.sockets import listen_tcp, split_address
 from kvtransfer.stream import FrameStream
-from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread
+from kvtransfer.transports.protocol import PROBE_BYTES, DataPort, LinkThread
 
 TIMEOUT = datetime.timedelta(seconds=20)  # to meet
 PIECE_TIMEOUT = datetime.timedelta(seconds=0.9 * STALL_S)  # gloo's abort wakes nobody: operations must end themselves
@@ -88,10 +88,10 @@ class GroupSender:
         return []
 
     async def establish(self, welcome: Welcome) -> None:
-        if welcome.store_port is None:
+        if welcome.data_port is None:
             raise protocol_fault("process_group: expected the store's port in the welcome")
         self._digests = welcome.digests
-        self._group = await self._thread.run(self._join, welcome.store_port)
+        self._group = await self._thread.run(self._join, welcome.data_port)
 
     def _join(self, port: int) -> Group:
         try:
@@ -131,13 +131,13 @@ class GroupReceiver:
         self._store: TCPStore | None = None
         self._group: Group | None = None
 
-    async def prepare(self, fds: list[int]) -> int | None:
+    async def prepare(self, fds: list[int]) -> DataPort:
         if fds:
             raise protocol_fault("process_group: expected no descriptors beside the hello")
         listener = listen_tcp(self._own.attach.bind_host)
         port = int(listener.getsockname()[1])
         self._store = await self._thread.run(self._make_store, listener, port)
-        return port
+        return DataPort(port)
 
     def _make_store(self, listener: socket.socket, port: int) -> TCPStore:
         host = self._own.attach.bind_host
@@ -183,6 +183,9 @@ class GroupArrival:
 
     async def place(self, span: Span) -> int:
         return await self.thread.run_on(self.data.nbytes, self._write, span)
+
+    async def discard(self) -> None:
+        """All of it has arrived."""
 
     def _write(self, span: Span) -> int:
         self.pool.unpack(self.data, span)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from kvtransfer.handshake import Welcome
 from kvtransfer.piece import Piece
@@ -68,6 +68,13 @@ class LinkThread:
             self._on_hung(self._name)
 
 
+class DataPort(NamedTuple):
+    """Where the receiver takes a transport's data path, and what a connection there must show, if anything."""
+
+    port: int
+    token: bytes = b""
+
+
 class KvSender(Protocol):
     """The sending half of one link."""
 
@@ -95,16 +102,21 @@ class Arrival(Protocol):
     """A piece that is ready to be written. Nothing was written to our pool yet."""
 
     async def place(self, span: Span) -> int:
-        """Writes the piece into our blocks; returns the digest of what is there now."""
+        """Writes the piece into our blocks; returns the digest of what is there now. Raises HandoffFault (transport)
+        when the data path broke: then the link must end."""
+        ...
+
+    async def discard(self) -> None:
+        """Instead of `place`: the piece was refused, and the next one must still be found. Raises like `place`."""
         ...
 
 
 class KvReceiver(Protocol):
     """The receiving half of one link."""
 
-    async def prepare(self, fds: list[int]) -> int | None:
-        """Before the welcome: takes what came with the hello (and closes none of it); returns the store's port, if
-        the transport has one. Raises HandoffFault."""
+    async def prepare(self, fds: list[int]) -> DataPort | None:
+        """Before the welcome: takes what came with the hello (and closes none of it); returns the data port, if the
+        transport has one. Raises HandoffFault."""
         ...
 
     async def establish(self) -> None:

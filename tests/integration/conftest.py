@@ -1,224 +1,88 @@
-"""Live workers for the integration tests: real rank, agent and service processes; no router, no Ray.
-
-`pair(...)` starts one prefill and one decode worker and gives a session with each; leaving it checks conservation.
-"""
+"""Live workers for the integration tests (see `worker.testing_live`), and a real router before them."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import grpc.aio
 import pytest
 
-from tandem.config import EngineSpec, ModelSpec, PoolSpec, Role, TransferSpec, TransportKind
-from tandem.launch import WorkerLaunch
-from tandem.v1 import cluster_pb2, cluster_pb2_grpc
-from worker.testing import WorkerSession, assert_conserved, open_session
-
-START_TIMEOUT_S = 90.0
-
-
-class Directory(cluster_pb2_grpc.ClusterServicer):
-    """The membership half of a controller: all that workers need of it."""
-
-    def __init__(self) -> None:
-        self.workers: dict[str, cluster_pb2.WorkerInfo] = {}
-        self.version = 0
-        self.changed = asyncio.Condition()
-
-    async def Register(self, request: cluster_pb2.RegisterRequest, context: Any) -> cluster_pb2.RegisterResponse:
-        await self.put(request.worker)
-        return cluster_pb2.RegisterResponse()
-
-    async def put(self, worker: cluster_pb2.WorkerInfo) -> None:
-        async with self.changed:
-            self.workers[worker.worker_id] = worker
-            self.version += 1
-            self.changed.notify_all()
-
-    async def remove(self, worker_id: str) -> None:
-        async with self.changed:
-            self.workers.pop(worker_id, None)
-            self.version += 1
-            self.changed.notify_all()
-
-    async def WatchDirectory(
-        self, request: cluster_pb2.WatchDirectoryRequest, context: Any
-    ) -> AsyncIterator[cluster_pb2.Directory]:
-        while True:
-            async with self.changed:
-                directory = cluster_pb2.Directory(version=self.version, workers=list(self.workers.values()))
-            yield directory
-            async with self.changed:
-                await self.changed.wait_for(lambda told=directory.version: self.version != told)
-
-    async def wait_for(self, worker_id: str, epoch: int) -> cluster_pb2.WorkerInfo:
-        async with self.changed:
-            await self.changed.wait_for(
-                lambda: worker_id in self.workers and self.workers[worker_id].epoch == epoch
-            )
-            return self.workers[worker_id]
-
-
-class LiveWorker:
-    """The processes of one life of one worker."""
-
-    def __init__(self, launch: WorkerLaunch, log: Path) -> None:
-        self.launch = launch
-        self.log = log
-        run_dir = Path(launch.run_dir)
-        run_dir.mkdir(mode=0o700)
-        launch_file = run_dir / "launch.json"
-        launch_file.write_text(launch.model_dump_json())
-        package = f"{launch.role.value}_worker"
-        self.agents = [self._start("kvtransfer.agent", "--socket", launch.agent_socket(r)) for r in range(launch.tp)]
-        self.ranks = [self._start(package, "--launch", launch_file, "--rank", str(r)) for r in range(launch.tp)]
-        self.service = self._start("worker.service", "--launch", launch_file)
-
-    def _start(self, module: str, *arguments: object) -> subprocess.Popen[bytes]:
-        with self.log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", module, *map(str, arguments)],
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-
-    def restart_agent(self, rank: int) -> None:
-        self.agents[rank] = self._start("kvtransfer.agent", "--socket", self.launch.agent_socket(rank))
-
-    def processes(self) -> list[subprocess.Popen[bytes]]:
-        return [*self.ranks, *self.agents, self.service]
-
-    def stop(self, signum: int = signal.SIGTERM) -> None:
-        for process in self.processes():
-            if process.poll() is None:
-                process.send_signal(signum)
-        for process in self.processes():
-            try:
-                process.wait(10.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-@dataclass
-class Workers:
-    """A directory with live workers in it."""
-
-    directory: Directory
-    controller_address: str
-    folder: Path
-    live: dict[str, LiveWorker]
-
-    async def start(
-        self,
-        worker_id: str,
-        role: Role,
-        model: ModelSpec,
-        transfer: TransferSpec,
-    ) -> cluster_pb2.WorkerInfo:
-        epoch = secrets.randbits(62) + 1
-        launch = WorkerLaunch(
-            cluster="test",
-            worker_id=worker_id,
-            epoch=epoch,
-            role=role,
-            model=model,
-            model_dir=model.source,
-            transfer=transfer,
-            controller_address=self.controller_address,
-            redis_url=None,
-            run_dir=str(self.folder / f"{worker_id}-{epoch:x}"),
-        )
-        worker = LiveWorker(launch, self.folder / f"{worker_id}.log")
-        self.live[worker_id] = worker
-        waiting = asyncio.create_task(self.directory.wait_for(worker_id, epoch))
-        deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
-        while not waiting.done():
-            died = any(process.poll() is not None for process in worker.processes())
-            if died or asyncio.get_running_loop().time() > deadline:
-                waiting.cancel()
-                raise RuntimeError(f"{worker_id} did not start:\n{worker.log.read_text()[-4000:]}")
-            await asyncio.wait([waiting], timeout=0.1)
-        return waiting.result()
-
-    async def stop(self, worker_id: str, signum: int = signal.SIGTERM) -> None:
-        await self.directory.remove(worker_id)
-        await asyncio.to_thread(self.live.pop(worker_id).stop, signum)
-
-
-@asynccontextmanager
-async def workers(folder: Path) -> AsyncIterator[Workers]:
-    directory = Directory()
-    server = grpc.aio.server()
-    cluster_pb2_grpc.add_ClusterServicer_to_server(directory, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    running = Workers(directory, f"127.0.0.1:{port}", folder, {})
-    try:
-        yield running
-    finally:
-        for worker_id in list(running.live):
-            await running.stop(worker_id)
-        await server.stop(grace=None)
-
-
-@dataclass
-class Pair:
-    """One prefill and one decode worker, and a session with each."""
-
-    prefill: WorkerSession
-    decode: WorkerSession
-    workers: Workers
-
+from router.app import RouterApp
+from router.testing import until
+from tandem.config import Disaggregation, EngineSpec, ModelSpec, Role, RouterSpec, TransferSpec
+from tandem.launch import RouterLaunch, ServedModel
+from tandem.model_config import fingerprint
+from worker.testing import assert_conserved, open_session
+from worker.testing_live import Pair, Workers, live_pair, workers
 
 StartPair = Callable[..., AbstractAsyncContextManager[Pair]]
 
 
 @pytest.fixture
 def pair(short_folder: Path) -> StartPair:
+    """`pair(model_dir, ...)`: one prefill and one decode worker, and a session with each."""
+    return partial(live_pair, short_folder)
+
+
+@dataclass
+class Routed:
+    """A real router in this process, before live workers."""
+
+    app: RouterApp
+    workers: Workers
+
+
+@pytest.fixture
+def routed(short_folder: Path) -> Callable[..., AbstractAsyncContextManager[Routed]]:
+    """Starts so many workers of each role and a router that always hands off. Checks conservation on leaving."""
+
     @asynccontextmanager
     async def start(
-        model_dir: Path,
-        *,
-        prefill_tp: int = 1,
-        decode_tp: int = 1,
-        transport: TransportKind = TransportKind.AUTO,
-        engine: EngineSpec | None = None,
-        ticket_ttl_s: float = 30.0,
-    ) -> AsyncIterator[Pair]:
-        model = ModelSpec(
-            source=str(model_dir),
-            prefill=PoolSpec(tp=prefill_tp),
-            decode=PoolSpec(tp=decode_tp),
-            engine=engine or EngineSpec(kv_blocks=256),
-        )
-        transfer = TransferSpec(transport=transport, ticket_ttl_s=ticket_ttl_s)
-        async with workers(short_folder) as running, AsyncExitStack() as sessions:
-            prefill, decode = await asyncio.gather(
-                running.start("prefill-0", Role.PREFILL, model, transfer),
-                running.start("decode-0", Role.DECODE, model, transfer),
+        model_dir: Path, *, prefill: int, decode: int, engine: EngineSpec | None = None
+    ) -> AsyncIterator[Routed]:
+        model = ModelSpec(source=str(model_dir), engine=engine or EngineSpec(kv_blocks=256))
+        roles = {f"prefill-{n}": Role.PREFILL for n in range(prefill)}
+        roles |= {f"decode-{n}": Role.DECODE for n in range(decode)}
+        async with workers(short_folder) as running:
+            infos = await asyncio.gather(
+                *(running.start(worker_id, role, model, TransferSpec()) for worker_id, role in roles.items())
             )
-            pair = Pair(
-                await sessions.enter_async_context(open_session(prefill.address)),
-                await sessions.enter_async_context(open_session(decode.address)),
-                running,
-            )
-            yield pair
-            await assert_conserved(*(session for session in (pair.prefill, pair.decode) if not session.lost))
+            app = RouterApp(router_launch(model, model_dir, running.controller_address))
+            await app.start()
+            try:
+                await until(lambda: app.dispatcher.fleet.count_ready(Role.DECODE) == decode)
+                await until(lambda: app.dispatcher.fleet.count_ready(Role.PREFILL) == prefill)
+                yield Routed(app, running)
+                async with AsyncExitStack() as sessions:
+                    alive = [info for info in infos if running.live[info.worker_id].leads]
+                    await assert_conserved(
+                        *[await sessions.enter_async_context(open_session(info.address)) for info in alive]
+                    )
+            finally:
+                await app.close()
 
     return start
+
+
+def router_launch(model: ModelSpec, model_dir: Path, controller_address: str) -> RouterLaunch:
+    served = ServedModel(
+        name="tiny",
+        model_dir=str(model_dir),
+        model_fingerprint=fingerprint(model_dir),
+        block_tokens=model.engine.block_tokens,
+    )
+    return RouterLaunch(
+        cluster="test",
+        router_id="router-0",
+        router=RouterSpec(http_port=0, grpc_port=0, disaggregation=Disaggregation.ALWAYS),
+        models=(served,),
+        controller_address=controller_address,
+        redis_url=None,
+    )
 
 
 @pytest.fixture

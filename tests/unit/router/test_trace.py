@@ -119,6 +119,17 @@ def test_every_attempt_is_kept_with_its_cause_and_waits_since_the_one_before() -
     assert (third.error, spans(third)["queue"]) == ("", (50, 90))
 
 
+def test_the_first_token_is_the_one_the_client_waited_for() -> None:
+    trace = Trace("r", "m", 64, 100.0)
+    for number, first_token_s in enumerate((100.05, 100.25), 1):
+        trace.begin(f"r.{number}", "prefill-0", "decode-0", first_token_s - 0.04)
+        trace.attempts[-1].first_token_s = first_token_s
+        if number == 1:
+            trace.failed(KvExhausted("lost in mid-answer"), 100.2)
+    trace.end(RequestState.FINISHED, None, None, 100.4)
+    assert trace.to_wire().first_token_s == pytest.approx(0.05)
+
+
 def test_a_late_report_still_finds_its_attempt_and_a_strange_one_does_not() -> None:
     trace = Trace("r", "m", 64, 100.0)
     trace.begin("r.1", "prefill-0", "decode-0", 100.01)

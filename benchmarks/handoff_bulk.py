@@ -1,0 +1,184 @@
+"""Figures of one large prompt between two real agents with pools and no engine: speed, and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.handoff_figures import Figure, Sizes, against_limit
+from benchmarks.handoff_limits import BareGloo, RawSocket, memcpy_s
+from kvtransfer.control import BeginStep, Received, Sent
+from kvtransfer.piece import MAX_PIECE_BYTES
+from kvtransfer.testing import FakeKv, FakeModel, FakeWorker, Handoff
+from kvtransfer.ticket import Ticket
+from tandem.config import TransportKind
+
+RUN_BLOCKS = 16   # physical blocks come in runs of this many, in random order, as a pool gives them after some use
+SETTLE_S = 0.05   # until both agents have opened the ticket
+TIMEOUT_S = 60.0
+MIB = 1 << 20
+
+
+class Bulk:
+    """One prompt, in the prefill worker's pool, and its place in the decode worker's."""
+
+    def __init__(self, prefill: FakeWorker, decode: FakeWorker, tokens: int) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self._kv = FakeKv(decode.model, tokens)
+        self._source_ids = _block_ids(prefill.num_blocks, self._kv.blocks, seed=1)
+        self._target_ids = _block_ids(decode.num_blocks, self._kv.blocks, seed=2)
+        prefill.ranks[0].write(self._kv, self._source_ids)
+        decode.ranks[0].pool.blocks[...] = 0
+        self.size_bytes = self._kv.data.size
+
+    async def check(self) -> None:
+        """Raises RuntimeError unless a handoff brings every byte."""
+        await self.seconds()
+        if not self.decode.ranks[0].holds(self._kv, self._target_ids):
+            raise RuntimeError("the benchmark's handoff brought wrong bytes")
+
+    async def seconds(self) -> float:
+        """The prompt is in the cache: from the engine's announcement to every block verified."""
+        handoff = self._handoff()
+        source, target = self.prefill.ranks[0], self.decode.ranks[0]
+        handoff.open_receive()
+        handoff.open_send()
+        await asyncio.sleep(SETTLE_S)
+        step = BeginStep((handoff.range(0, self._kv.blocks, in_cache=True),))
+        started_s = time.perf_counter()
+        source.tell_as_rank(step)
+        await target.expect(Received, ticket_id=handoff.ticket_id, timeout_s=TIMEOUT_S)
+        elapsed_s = time.perf_counter() - started_s
+        await source.expect(Sent, ticket_id=handoff.ticket_id, timeout_s=TIMEOUT_S)
+        return elapsed_s
+
+    async def memcpy_s(self) -> float:
+        """The same number of bytes within this process, from pool to pool in one piece."""
+        source, target = (worker.ranks[0].pool.blocks.reshape(-1) for worker in (self.prefill, self.decode))
+        return memcpy_s(target[: self.size_bytes], source[: self.size_bytes])
+
+    def _handoff(self) -> Handoff:
+        prefill, decode = self.prefill, self.decode
+        ticket_id = secrets.token_hex(16)
+        ticket = Ticket(
+            ticket_id=ticket_id,
+            request_id=ticket_id,
+            decode_worker=decode.worker_id,
+            decode_epoch=decode.epoch,
+            prefill_worker=prefill.worker_id,
+            prefill_epoch=prefill.epoch,
+            first_block=0,
+            block_count=self._kv.blocks,
+            prompt_tokens=self._kv.tokens,
+            ttl_s=TIMEOUT_S,
+        )
+        return Handoff(prefill, decode, self._kv, self._source_ids, self._target_ids, ticket)
+
+
+@asynccontextmanager
+async def bulk(sizes: Sizes, transport: str, *, digests: bool = True) -> AsyncIterator[Bulk]:
+    model = FakeModel(sizes.layers, sizes.kv_heads, sizes.block_tokens, sizes.head_dim, sizes.dtype)
+    num_blocks = 2 * RUN_BLOCKS + sizes.bulk_tokens // sizes.block_tokens
+    workers: list[FakeWorker] = []
+    with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+        try:
+            for name in ("prefill-0", "decode-0"):
+                worker = FakeWorker(
+                    Path(folder),
+                    name,
+                    model,
+                    num_blocks=num_blocks,
+                    transport=transport,
+                    digests=digests,
+                    connects=name == "prefill-0",
+                    ttl_s=TIMEOUT_S,
+                )
+                workers.append(worker)
+            prefill, decode = workers
+            await prefill.attach()
+            await decode.attach()
+            prefill.meet(decode)
+            decode.meet(prefill)
+            await prefill.linked(timeout_s=TIMEOUT_S)
+            ready = Bulk(prefill, decode, sizes.bulk_tokens)
+            await ready.check()
+            yield ready
+        finally:
+            for worker in workers:
+                worker.stop()
+
+
+async def mapped(sizes: Sizes) -> list[Figure]:
+    async with bulk(sizes, "mapped", digests=False) as pair:
+        return [await against_limit("handoff.mapped", pair.size_bytes, sizes.bulk_runs, pair.seconds, pair.memcpy_s)]
+
+
+async def mapped_digest(sizes: Sizes) -> list[Figure]:
+    name = "handoff.mapped_digest"
+    async with bulk(sizes, "mapped") as pair:
+        return [await against_limit(name, pair.size_bytes, sizes.bulk_runs, pair.seconds, pair.memcpy_s)]
+
+
+async def gloo(sizes: Sizes) -> list[Figure]:
+    async with bulk(sizes, "process_group") as pair:
+        with await asyncio.to_thread(BareGloo, MAX_PIECE_BYTES, pair.size_bytes) as limit:
+
+            async def bare_s() -> float:
+                return await asyncio.to_thread(limit.seconds)
+
+            return [await against_limit("handoff.gloo", pair.size_bytes, sizes.bulk_runs, pair.seconds, bare_s)]
+
+
+async def tcp(sizes: Sizes) -> list[Figure]:
+    """Nothing while there is no such transport."""
+    if not _has_tcp():
+        return []
+    async with bulk(sizes, "tcp") as pair:
+        with await asyncio.to_thread(RawSocket, MAX_PIECE_BYTES, pair.size_bytes) as limit:
+
+            async def raw_s() -> float:
+                return await asyncio.to_thread(limit.seconds)
+
+            return [await against_limit("handoff.tcp", pair.size_bytes, sizes.bulk_runs, pair.seconds, raw_s)]
+
+
+async def agent_rss(sizes: Sizes) -> list[Figure]:
+    """The largest of all agents of torch-free transports, after a few handoffs."""
+    found: list[float] = []
+    for transport in ("mapped", "tcp") if _has_tcp() else ("mapped",):
+        async with bulk(sizes, transport) as pair:
+            for _ in range(2):
+                await pair.seconds()
+            found += [_resident_mb(worker.ranks[0].process.pid) for worker in (pair.prefill, pair.decode)]
+    return [Figure("handoff.agent_rss_mb", round(max(found), 1), "MiB")]
+
+
+def _has_tcp() -> bool:
+    return "tcp" in {kind.value for kind in TransportKind}
+
+
+def _resident_mb(pid: int) -> float:
+    """Resident pages of a process, shared libraries included, pools (memfd mappings) excluded."""
+    total_kb, counted = 0, True
+    for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            counted = not any(word.startswith("/memfd:") for word in rest)
+        elif first == "Rss:" and counted:
+            total_kb += int(rest[0])
+    return total_kb * 1024 / MIB
+
+
+def _block_ids(num_blocks: int, count: int, seed: int) -> tuple[int, ...]:
+    """`count` ids of a pool: runs of `RUN_BLOCKS` neighbours in random order."""
+    runs = np.arange(num_blocks - num_blocks % RUN_BLOCKS).reshape(-1, RUN_BLOCKS)
+    np.random.default_rng(seed).shuffle(runs)
+    return tuple(runs.reshape(-1)[:count].tolist())

@@ -1,0 +1,73 @@
+"""What the handoff benchmark prints, and how large its figures are."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One line of output. `ratio` is of speeds where there is a limit, else value over reference."""
+
+    figure: str
+    value: float
+    unit: str
+    reference: float | None = None
+    ratio: float | None = None
+
+    def line(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of the bulk figures, KV of Llama-3-8B's shape; of the others, prompts and repetitions."""
+
+    layers: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    block_tokens: int = 16
+    bulk_tokens: int = 4096
+    bulk_runs: int = 11
+    small_runs: int = 500
+    small_tokens: int = 16
+    ttft_runs: int = 100
+    ttft_tokens: int = 256
+    exposed_runs: int = 3
+    exposed_tokens: int = 2048
+    demo_model: bool = True
+
+
+QUICK = Sizes(
+    layers=2,
+    kv_heads=2,
+    head_dim=16,
+    bulk_tokens=256,
+    bulk_runs=1,
+    small_runs=3,
+    ttft_runs=2,
+    ttft_tokens=32,
+    exposed_runs=1,
+    exposed_tokens=64,
+    demo_model=False,
+)
+
+
+async def against_limit(
+    name: str, size_bytes: int, runs: int, ours: Callable[[], Awaitable[float]], limit: Callable[[], Awaitable[float]]
+) -> Figure:
+    """Both give seconds. They alternate, so that a slow spell of the machine meets both; one round warms up."""
+    our_s: list[float] = []
+    limit_s: list[float] = []
+    for run in range(runs + 1):
+        times = (await limit(), await ours())
+        if run:
+            limit_s.append(times[0])
+            our_s.append(times[1])
+    speed = size_bytes / statistics.median(our_s) / 1e9
+    reference = size_bytes / statistics.median(limit_s) / 1e9
+    return Figure(name, round(speed, 3), "GB/s", round(reference, 3), round(speed / reference, 3))

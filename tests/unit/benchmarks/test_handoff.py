@@ -1,0 +1,41 @@
+"""The handoff benchmark runs, whole and small, and its lines are what `make bench-handoff` promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tandem.config import TransportKind
+
+ROOT = Path(__file__).resolve().parents[3]
+SPEEDS = {"handoff.mapped", "handoff.mapped_digest", "handoff.gloo"}
+TIMES = {"handoff.small_p50_ms", "handoff.small_p99_ms", "handoff.ttft_extra_ms"}
+OTHERS = {"handoff.exposed_share", "handoff.agent_rss_mb"}
+
+
+def test_every_figure_is_one_line_and_speeds_stand_beside_their_limit() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.handoff", "--quick"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = {line["figure"]: line for line in map(json.loads, done.stdout.splitlines())}
+    speeds = SPEEDS | {"handoff.tcp"} if "tcp" in {kind.value for kind in TransportKind} else SPEEDS
+    assert lines.keys() == speeds | TIMES | OTHERS
+    for name, line in lines.items():
+        assert list(line) == ["figure", "value", "unit", "reference", "ratio"]
+        assert name == "handoff.ttft_extra_ms" or line["value"] > 0
+    for name in speeds:
+        assert lines[name]["unit"] == "GB/s"
+        assert lines[name]["reference"] > 0
+        assert lines[name]["ratio"] > 0
+    assert all(lines[name]["unit"] == "ms" for name in TIMES)
+    assert 5 < lines["handoff.agent_rss_mb"]["value"] < 500
