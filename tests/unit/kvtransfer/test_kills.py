@@ -156,7 +156,7 @@ async def test_nothing_of_an_old_epoch_is_accepted(make_worker: MakeWorker, soak
         old = new
 
 
-@pytest.mark.parametrize("transport", ["mapped", "process_group"])
+@pytest.mark.parametrize("transport", ["mapped", "process_group", "tcp"])
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 async def test_a_stopped_agent_holds_nobody_up_and_writes_nothing_late(
     cluster: FakeCluster, soak: Soak, victim: str, transport: str

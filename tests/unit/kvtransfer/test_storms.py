@@ -58,7 +58,7 @@ async def run_all(works: Iterable[Coroutine[Any, Any, object]], *, at_once: int 
             group.create_task(run_some())
 
 
-@pytest.mark.parametrize("transport", ["mapped", "process_group"])
+@pytest.mark.parametrize("transport", ["mapped", "process_group", "tcp"])
 async def test_every_16th_operation_fails_and_every_prompt_arrives_right(
     cluster: FakeCluster, soak: Soak, transport: str
 ) -> None:
@@ -100,7 +100,7 @@ async def test_what_fails_at_the_beginning_or_the_end_of_a_handoff_leaves_nothin
     await cluster.check_conservation()
 
 
-@pytest.mark.parametrize("transport", ["mapped", "process_group"])
+@pytest.mark.parametrize("transport", ["mapped", "process_group", "tcp"])
 async def test_broken_pieces_are_found_and_never_accepted(cluster: FakeCluster, soak: Soak, transport: str) -> None:
     count = soak(1000, 120) if transport == "mapped" else soak(300, 12)
     kinds = ("flip", "truncate", "duplicate", "reorder", "misaddress")
@@ -118,7 +118,7 @@ async def test_broken_pieces_are_found_and_never_accepted(cluster: FakeCluster, 
     await cluster.check_conservation()
 
 
-@pytest.mark.parametrize("transport", ["mapped", "process_group"])
+@pytest.mark.parametrize("transport", ["mapped", "process_group", "tcp"])
 async def test_blocks_of_cancelled_handoffs_are_neither_written_nor_read_late(
     cluster: FakeCluster, soak: Soak, transport: str
 ) -> None:
