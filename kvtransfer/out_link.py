@@ -28,7 +28,7 @@ from kvtransfer.reshard import Link
 from kvtransfer.sockets import connect_tcp, connect_unix, send_first
 from kvtransfer.stream import FrameStream
 from kvtransfer.tls import TlsConnection, Wire, refuses_certificate
-from kvtransfer.transports.factory import MAPPED, Transports, choose_transport
+from kvtransfer.transports.factory import MAPPED, Transports, carries_int8, choose_transport
 from kvtransfer.transports.protocol import KvSender
 from kvtransfer.versions import many_probes
 from tandem.channel import encode
@@ -192,7 +192,9 @@ class OutLink:
         fds: list[int] = []
         try:
             fds = sender.hello_fds()
-            hello = make_hello(self._own, peer, self._link, self._kind)
+            hello = make_hello(
+                self._own, peer, self._link, self._kind, int8=carries_int8(self._kind, self._own, peer)
+            )
             await send_first(raw, encode(hello), fds)
             welcome = await receive_answer(raw, HANDSHAKE_TIMEOUT_S)
             if (welcome.worker_id, welcome.epoch, welcome.rank) != (peer.worker_id, peer.epoch, peer.rank):

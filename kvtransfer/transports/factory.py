@@ -14,6 +14,7 @@ from kvtransfer.tls import Wire
 from kvtransfer.transports.mapped import MappedReceiver, MappedSender
 from kvtransfer.transports.protocol import KvReceiver, KvSender, LinkThread
 from kvtransfer.transports.tcp import TcpReceiver, TcpSender
+from kvtransfer.versions import common_version, knows_int8
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -42,10 +43,11 @@ class Transports:
     async def sender(self, kind: str, own: Own, peer: Peer, thread: LinkThread) -> KvSender:
         if kind == MAPPED:
             return MappedSender(own, thread)
+        int8 = carries_int8(kind, own, peer)
         if kind == TCP:
-            return TcpSender(own, thread, peer.tcp_address)
+            return TcpSender(own, thread, peer.tcp_address, int8=int8)
         module = await thread.run(_process_group)
-        sender: KvSender = module.GroupSender(own, thread, peer.tcp_address, self._device)
+        sender: KvSender = module.GroupSender(own, thread, peer.tcp_address, self._device, int8=int8)
         return sender
 
     async def frames(self, raw: Wire) -> FrameStream:
@@ -59,9 +61,11 @@ class Transports:
         if hello.transport == MAPPED:
             return MappedReceiver(own, thread, hello, link, digests=digests)
         if hello.transport == TCP:
-            return TcpReceiver(own, thread, digests=digests)
+            return TcpReceiver(own, thread, digests=digests, int8=hello.int8)
         module = await thread.run(_process_group)
-        receiver: KvReceiver = module.GroupReceiver(own, thread, self._device, digests=digests)
+        receiver: KvReceiver = module.GroupReceiver(
+            own, thread, self._device, digests=digests, int8=hello.int8
+        )
         return receiver
 
 
@@ -71,6 +75,11 @@ def offered(own: Own) -> tuple[str, ...]:
     allowed = (MAPPED, TCP) if own.tls is not None else (MAPPED, PROCESS_GROUP, TCP)
     wanted = own.attach.transport
     return tuple(kind for kind in allowed if wanted in (AUTO, kind))
+
+
+def carries_int8(kind: str, own: Own, peer: Peer) -> bool:
+    """Whether a link to this peer sends int8. Raises IncompatiblePools: no protocol version in common."""
+    return own.attach.int8 and kind != MAPPED and knows_int8(common_version(own.attach, peer))
 
 
 def choose_transport(own: Own, peer: Peer) -> str:

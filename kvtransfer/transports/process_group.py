@@ -22,8 +22,9 @@ from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.digest import digest_of_bytes
 from kvtransfer.handshake import Own, Welcome
 from kvtransfer.liveness import STALL_S
-from kvtransfer.piece import FrameType, Header, Piece
+from kvtransfer.piece import FrameType, Header, Piece, as_int8
 from kvtransfer.pool import Bytes, PoolMap, Span
+from kvtransfer.quantise import dequantise, quantise
 from kvtransfer.sockets import listen_tcp, split_address
 from kvtransfer.stream import FrameStream
 from kvtransfer.transports.protocol import PROBE_BYTES, DataPort, LinkThread
@@ -76,11 +77,12 @@ class Group:
 
 
 class GroupSender:
-    def __init__(self, own: Own, thread: LinkThread, peer_address: str, device: str) -> None:
+    def __init__(self, own: Own, thread: LinkThread, peer_address: str, device: str, *, int8: bool) -> None:
         self._own = own
         self._thread = thread
         self._host, _ = split_address(peer_address)
         self._device = torch.device(device)
+        self._int8 = int8
         self._group: Group | None = None
         self._digests = True
 
@@ -109,11 +111,14 @@ class GroupSender:
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
         data, digest = await self._thread.run_on(piece.payload_bytes, self._pack, span, piece.payload_bytes)
-        stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(piece, digest=digest)))
+        wire = as_int8(piece, self._own.layout) if self._int8 else piece
+        stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(wire, digest=digest)))
         await self._thread.run(_joined(self._group).send, data)
 
     def _pack(self, span: Span, size: int) -> tuple[Bytes, int | None]:
         data = self._own.pool.pack(span, size)
+        if self._int8:
+            data = quantise(data, self._own.layout)
         return data, digest_of_bytes(data.data) if self._digests else None
 
     def close(self) -> None:
@@ -123,8 +128,9 @@ class GroupSender:
 
 
 class GroupReceiver:
-    def __init__(self, own: Own, thread: LinkThread, device: str, *, digests: bool) -> None:
+    def __init__(self, own: Own, thread: LinkThread, device: str, *, digests: bool, int8: bool) -> None:
         self._own = own
+        self._int8 = int8
         self._thread = thread
         self._device = torch.device(device)
         self._digests = digests
@@ -165,7 +171,7 @@ class GroupReceiver:
         if body:
             raise protocol_fault("process_group: expected a piece without a body")
         data = await self._thread.run(_joined(self._group).receive, piece.payload_bytes)
-        return GroupArrival(self._own.pool, data, self._thread, self._digests)
+        return GroupArrival(self._own.pool, data, self._thread, self._digests, self._int8)
 
     def close(self) -> None:
         if self._group is not None:
@@ -180,6 +186,7 @@ class GroupArrival:
     data: Bytes
     thread: LinkThread
     digests: bool
+    int8: bool
 
     async def place(self, span: Span) -> int:
         return await self.thread.run_on(self.data.nbytes, self._write, span)
@@ -188,7 +195,7 @@ class GroupArrival:
         """All of it has arrived."""
 
     def _write(self, span: Span) -> int:
-        self.pool.unpack(self.data, span)
+        self.pool.unpack(dequantise(self.data, self.pool.layout) if self.int8 else self.data, span)
         return digest_of_bytes(self.data.data) if self.digests else 0
 
 
