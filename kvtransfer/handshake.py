@@ -132,7 +132,7 @@ def parse_hello(body: bytes) -> Hello:
     """Raises HandoffFault (protocol)."""
     try:
         return _HELLO.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise protocol_fault(f"expected a hello: {error}") from error
 
 
@@ -183,7 +183,7 @@ async def receive_answer(raw: Wire, timeout_s: float) -> Welcome:
     body, _ = await asyncio.wait_for(receive_first(raw), timeout_s)
     try:
         answer = _ANSWERS.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise protocol_fault(f"expected an answer to our hello: {error}") from error
     if isinstance(answer, Refused):
         raise LinkRefused(answer.reason)
