@@ -63,10 +63,7 @@ class DataSocket:
         with self._use() as sock:
             rest = views
             while rest:
-                if isinstance(sock, ssl.SSLSocket):
-                    count = sock.recv_into(rest[0])
-                else:
-                    count = sock.recvmsg_into(rest)[0]
+                count = sock.recv_into(rest[0]) if isinstance(sock, ssl.SSLSocket) else sock.recvmsg_into(rest)[0]
                 if not count:
                     raise ConnectionError("the peer closed it")
                 if self._closed:  # a TLS socket might go on with what it had read before

@@ -85,7 +85,7 @@ class TransportKind(StrEnum):
 
 
 class TlsSpec(Frozen):
-    """PEM files, at the same paths on every host. Both sides of a connection show `cert`, which `ca` must have signed."""
+    """PEM files, at the same paths on every host. Both sides of a connection show `cert`, signed by `ca`."""
 
     cert: Annotated[str, Field(min_length=1)]
     key: Annotated[str, Field(min_length=1, description="Not encrypted.")]

@@ -11,6 +11,7 @@ from kvtransfer.reshard import Link
 from kvtransfer.stream import FrameStream
 from kvtransfer.tls import Wire
 from kvtransfer.transports.mapped import MappedReceiver, MappedSender
+from kvtransfer.transports.nixl import check_nixl
 from kvtransfer.transports.protocol import KvReceiver, KvSender, LinkThread
 from kvtransfer.transports.tcp import TcpReceiver, TcpSender
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 MAPPED = "mapped"
 PROCESS_GROUP = "process_group"
 TCP = "tcp"
+NIXL = "nixl"
 AUTO = "auto"
 
 
@@ -57,6 +59,12 @@ class Transports:
         module = await thread.run(_process_group)
         receiver: KvReceiver = module.GroupReceiver(own, thread, self._device, digests=digests)
         return receiver
+
+
+def check_available(transport: str) -> None:
+    """Raises ConfigError when this transport is forced and its library is not installed."""
+    if transport == NIXL:
+        check_nixl()
 
 
 def offered(own: Own) -> tuple[str, ...]:
