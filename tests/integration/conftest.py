@@ -20,7 +20,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from tandem.config import EngineSpec, ModelSpec, PoolSpec, Role, TransferSpec, TransportKind
+from tandem.config import EngineSpec, ModelSpec, PoolSpec, Role, TlsSpec, TransferSpec, TransportKind
 from tandem.launch import WorkerLaunch
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from worker.testing import WorkerSession, assert_conserved, open_session
@@ -195,6 +195,7 @@ def pair(short_folder: Path) -> StartPair:
         prefill_tp: int = 1,
         decode_tp: int = 1,
         transport: TransportKind = TransportKind.AUTO,
+        tls: TlsSpec | None = None,
         engine: EngineSpec | None = None,
         ticket_ttl_s: float = 30.0,
     ) -> AsyncIterator[Pair]:
@@ -204,7 +205,7 @@ def pair(short_folder: Path) -> StartPair:
             decode=PoolSpec(tp=decode_tp),
             engine=engine or EngineSpec(kv_blocks=256),
         )
-        transfer = TransferSpec(transport=transport, ticket_ttl_s=ticket_ttl_s)
+        transfer = TransferSpec(transport=transport, tls=tls, ticket_ttl_s=ticket_ttl_s)
         async with workers(short_folder) as running, AsyncExitStack() as sessions:
             prefill, decode = await asyncio.gather(
                 running.start("prefill-0", Role.PREFILL, model, transfer),
