@@ -11,9 +11,10 @@ from kvtransfer.reshard import Link
 from kvtransfer.stream import FrameStream
 from kvtransfer.tls import Wire
 from kvtransfer.transports.mapped import MappedReceiver, MappedSender
-from kvtransfer.transports.nixl import check_nixl
+from kvtransfer.transports.nixl import NixlReceiver, NixlSender, check_nixl
 from kvtransfer.transports.protocol import KvReceiver, KvSender, LinkThread
 from kvtransfer.transports.tcp import TcpReceiver, TcpSender
+from tandem.errors import ConfigError
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -40,6 +41,8 @@ class Transports:
             return MappedSender(own, thread)
         if kind == TCP:
             return TcpSender(own, thread, peer.tcp_address)
+        if kind == NIXL:
+            return NixlSender(own, thread, peer.tcp_address)
         module = await thread.run(_process_group)
         sender: KvSender = module.GroupSender(own, thread, peer.tcp_address, self._device)
         return sender
@@ -49,13 +52,16 @@ class Transports:
         return await FrameStream.over(raw)
 
     async def receiver(self, own: Own, hello: Hello, link: Link, thread: LinkThread, *, digests: bool) -> KvReceiver:
-        """Raises HandoffFault (protocol): we do not take links of this kind."""
+        """Raises HandoffFault (protocol) or LinkRefused: we do not take links of this kind."""
         if hello.transport not in offered(own):
             raise protocol_fault(f"transport: expected one of {offered(own)}, got {hello.transport}")
         if hello.transport == MAPPED:
             return MappedReceiver(own, thread, hello, link, digests=digests)
         if hello.transport == TCP:
             return TcpReceiver(own, thread, digests=digests)
+        if hello.transport == NIXL:
+            _require(NIXL)
+            return NixlReceiver(own, thread, hello, link, digests=digests)
         module = await thread.run(_process_group)
         receiver: KvReceiver = module.GroupReceiver(own, thread, self._device, digests=digests)
         return receiver
@@ -67,12 +73,19 @@ def check_available(transport: str) -> None:
         check_nixl()
 
 
+def _require(transport: str) -> None:
+    try:
+        check_available(transport)
+    except ConfigError as error:
+        raise LinkRefused(error.message) from error
+
+
 def offered(own: Own) -> tuple[str, ...]:
     """The transports that this agent's configuration allows, those for one host first. With TLS, none that is not
     encrypted crosses hosts."""
-    allowed = (MAPPED, TCP) if own.tls is not None else (MAPPED, PROCESS_GROUP, TCP)
+    allowed = (MAPPED, TCP) if own.tls is not None else (MAPPED, PROCESS_GROUP, TCP, NIXL)
     wanted = own.attach.transport
-    return tuple(kind for kind in allowed if wanted in (AUTO, kind))
+    return tuple(kind for kind in allowed if wanted == kind or (wanted == AUTO and kind != NIXL))
 
 
 def choose_transport(own: Own, peer: Peer) -> str:
@@ -81,6 +94,7 @@ def choose_transport(own: Own, peer: Peer) -> str:
     Raises:
         LinkRefused: what is forced cannot work with this peer.
     """
+    _require(own.attach.transport)
     for kind in offered(own):
         if kind == MAPPED and peer.mapped_path and peer.host_id == own.host_id:
             return kind
