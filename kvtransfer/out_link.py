@@ -27,7 +27,7 @@ from kvtransfer.pool import Span
 from kvtransfer.reshard import Link
 from kvtransfer.sockets import connect_tcp, connect_unix, send_first
 from kvtransfer.stream import FrameStream
-from kvtransfer.tls import TlsConnection, Wire, refuses_certificate
+from kvtransfer.tls import TlsConnection, Wire
 from kvtransfer.transports.factory import MAPPED, Transports, carries_int8, choose_transport
 from kvtransfer.transports.protocol import KvSender
 from kvtransfer.versions import many_probes
@@ -139,7 +139,7 @@ class OutLink:
             except (OSError, ValueError, TimeoutError) as error:
                 name = f"{self.peer.worker_id} rank {self.peer.rank}"
                 reason = f"cannot reach {name}: {error or type(error).__name__}"
-                final = isinstance(error, ssl.SSLError) and refuses_certificate(error)
+                final = isinstance(error, ssl.SSLCertVerificationError)
             except Exception as error:  # a transport's library may raise anything; this link suffers, not the agent
                 log.exception("link to %s rank %d", self.peer.worker_id, self.peer.rank)
                 reason, final = f"{type(error).__name__}: {error}", False

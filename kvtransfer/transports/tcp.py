@@ -114,7 +114,7 @@ class TcpReceiver:
     async def receive_probe(self) -> int:
         probe = bytearray(PROBE_BYTES)
         await self._thread.run(_open(self._data).receive, [memoryview(probe)])
-        return digest_of_bytes(memoryview(probe))
+        return digest_of_bytes(bytes(probe))
 
     async def fetch(self, piece: Piece, body: bytes) -> TcpArrival:
         if body:
