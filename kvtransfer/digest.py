@@ -23,6 +23,17 @@ def digest_of(pool: PoolMap, span: Span) -> int:
     return int(hasher.intdigest())
 
 
+def copy_and_digest(target: PoolMap, source: PoolMap, read: Span, write: Span) -> int:
+    """Copies a piece between pools; returns the digest of its source, each part read again right after it was copied.
+
+    The source may change under us until its owner has proved that it did not (FINISH). Whatever it changes to, early
+    or late, the digest is then another one; and our own blocks need no second look, as nobody else writes to them.
+    """
+    hasher = xxhash.xxh3_64()
+    target.copy_from(source, read, write, lambda part: _feed(hasher, part))
+    return int(hasher.intdigest())
+
+
 def digest_of_bytes(data: bytes | memoryview) -> int:
     """The digest of bytes that are already in canonical order."""
     return int(xxhash.xxh3_64_intdigest(data))

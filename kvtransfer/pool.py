@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from tandem.kvcache.layout import KvPoolLayout
 
 Bytes = npt.NDArray[np.uint8]
+STREAM_BYTES = 2 << 20  # pool to pool: large enough for the C library's copy past the cache, hot in it all the same
+STAGE_BYTES = 256 << 10  # into and out of buffers that are read next: half of a core's second-level cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +91,20 @@ class PoolMap:
     def pack(self, span: Span, payload_bytes: int) -> Bytes:
         """A copy of the span's bytes, contiguous and in canonical order."""
         out = np.empty(payload_bytes, np.uint8)
+        self.pack_into(out, span)
+        return out
+
+    def pack_into(self, out: Bytes, span: Span, packed: Callable[[Bytes], None] | None = None) -> None:
+        """Copies the span's bytes to `out`, which has their size. `packed` sees each part of `out` right after it was
+        written, in order: the CPU's cache still holds it."""
         offset = 0
         for part in self.slices(span):
-            out[offset : offset + part.size].reshape(part.shape)[...] = part
-            offset += part.size
-        return out
+            for source, _ in _chunks(part, part, STAGE_BYTES):
+                target = out[offset : offset + source.size]
+                np.copyto(target.reshape(source.shape), source)
+                offset += source.size
+                if packed is not None:
+                    packed(target)
 
     def unpack(self, data: Bytes, span: Span) -> None:
         """Writes what `pack` made into the span."""
@@ -102,13 +113,23 @@ class PoolMap:
             part[...] = data[offset : offset + part.size].reshape(part.shape)
             offset += part.size
 
-    def copy_from(self, source: PoolMap, read: Span, write: Span) -> None:
-        """Copies the same piece out of another pool; `read` and `write` have the same shape."""
+    def copy_from(
+        self, source: PoolMap, read: Span, write: Span, copied: Callable[[Bytes], None] | None = None
+    ) -> None:
+        """Copies the same piece out of another pool; `read` and `write` have the same shape. `copied` sees each part
+        of the source right after it was copied, in canonical order: the CPU's cache still holds it."""
         full = _full_blocks(self.layout, write)
-        for start, end in _runs(write.block_ids[:full], read.block_ids[:full]):
-            np.copyto(self._run(write, start, end), source._run(read, start, end))
+        pairs = [
+            (self._run(write, start, end), source._run(read, start, end))
+            for start, end in _runs(write.block_ids[:full], read.block_ids[:full])
+        ]
         if full < len(write.block_ids):
-            np.copyto(self._tail(write), source._tail(read))
+            pairs.append((self._tail(write), source._tail(read)))
+        for pair in pairs:
+            for target_part, source_part in _chunks(*pair, STREAM_BYTES):
+                np.copyto(target_part, source_part)
+                if copied is not None:
+                    copied(source_part)
 
     def _run(self, span: Span, start: int, end: int) -> Bytes:
         first = span.block_ids[start]
@@ -127,6 +148,24 @@ class PoolMap:
             span.head_start : span.head_start + span.head_count,
             : span.last_block_tokens,
         ]
+
+
+def _chunks(a: Bytes, b: Bytes, size: int) -> Iterator[tuple[Bytes, Bytes]]:
+    """Two arrays of one shape in parts of about `size` bytes, in order: flat where both are contiguous, else along
+    the first axis that makes parts small enough."""
+    if a.nbytes <= size:
+        yield a, b
+    elif a.flags.c_contiguous and b.flags.c_contiguous:
+        a, b = a.reshape(-1), b.reshape(-1)
+        for start in range(0, a.size, size):
+            yield a[start : start + size], b[start : start + size]
+    elif a[0].nbytes >= size:
+        for each_a, each_b in zip(a, b, strict=True):
+            yield from _chunks(each_a, each_b, size)
+    else:
+        step = size // a[0].nbytes
+        for start in range(0, len(a), step):
+            yield a[start : start + step], b[start : start + step]
 
 
 def _full_blocks(layout: KvPoolLayout, span: Span) -> int:

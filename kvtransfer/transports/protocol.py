@@ -69,7 +69,7 @@ class Arrival(Protocol):
     """A piece that is ready to be written. Nothing was written to our pool yet."""
 
     async def place(self, span: Span) -> int:
-        """Writes the piece into our blocks; returns the digest of what is there now."""
+        """Writes the piece into our blocks; returns the digest of the bytes that were written."""
         ...
 
 
