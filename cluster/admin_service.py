@@ -12,7 +12,7 @@ from cluster.worker_slot import WorkerSlot, WorkerState
 from tandem.config import Role
 from tandem.errors import TandemError
 from tandem.grpc_errors import abort
-from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
 from tandem.version import tandem_version
 
 if TYPE_CHECKING:
@@ -86,6 +86,20 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         if live is not None:
             status.live.CopyFrom(live)
         return status
+
+    async def GetTrace(self, request: trace_pb2.GetTraceRequest, context: Context) -> trace_pb2.RequestTrace:
+        try:
+            return await self._controller.traces.get(request)
+        except TandemError as error:
+            await abort(context, error)
+
+    async def ListTraces(
+        self, request: trace_pb2.ListTracesRequest, context: Context
+    ) -> trace_pb2.ListTracesResponse:
+        try:
+            return await self._controller.traces.list(request)
+        except TandemError as error:
+            await abort(context, error)
 
     async def Shutdown(
         self, request: cluster_pb2.ShutdownRequest, context: Context

@@ -89,6 +89,20 @@ def status(
 
 
 @app.command()
+def trace(
+    request: Annotated[str | None, typer.Argument(help="Id of a request; without it, the latest are listed.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    limit: Annotated[int, typer.Option(help="How many to list.", min=1, max=1000)] = 20,
+    address: Address = None,
+    cluster: ClusterName = None,
+) -> None:
+    """Show where the time of one request went, its handoff above all, as a Gantt chart."""
+    from cluster.commands.trace import run_trace
+
+    raise typer.Exit(run_trace(request, json, limit, address, cluster))
+
+
+@app.command()
 def pull(model: Annotated[str, typer.Argument(help="smollm2-135m, or a model hub name (owner/name).")]) -> None:
     """Fetch a model into the local cache."""
     from cluster.commands.pull import run_pull

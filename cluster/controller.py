@@ -22,6 +22,7 @@ from cluster.directory import Directory
 from cluster.processes import Backend, MemberHandle, MemberStart, ProcessSpec, Resources, RunningProcess
 from cluster.redis_probe import check_redis
 from cluster.resolve import ResolvedCluster, ResolvedModel, free_ports
+from cluster.router_traces import RouterTraces
 from cluster.subprocess_backend import LocalMember
 from cluster.supervisor import python
 from cluster.worker_slot import LifeSettings, WorkerSlot, WorkerState
@@ -56,6 +57,7 @@ class Controller:
         self._router: MemberHandle | None = None
         self._router_has_served = False
         self._router_failure = ""
+        self._router_secret = secrets.token_hex(16)
         self._closing = False
         self._redis = LocalMember("redis", log_dir)
         self._redis_url = self.spec.redis.url
@@ -69,6 +71,10 @@ class Controller:
     @property
     def grpc_address(self) -> str:
         return f"{self.spec.router.grpc_host}:{self.spec.router.grpc_port}"
+
+    @property
+    def traces(self) -> RouterTraces:
+        return RouterTraces(self.grpc_address, self._router_secret)
 
     @property
     def admin_address(self) -> str:
@@ -193,6 +199,7 @@ class Controller:
             models=tuple(_served(model) for model in self._cluster.models),
             controller_address=self._admin_address,
             redis_url=self._redis_url,
+            controller_secret=self._router_secret,
             log_level=self.spec.log_level,
         )
         run_dir = self._run_base / "router"

@@ -12,8 +12,11 @@ from pathlib import Path
 import psutil
 
 from cluster.redis_probe import check_redis
+from kvtransfer.control import TlsFiles
 from kvtransfer.reshard import reshard_plan
-from tandem.config import ClusterSpec, ModelSpec, PoolSpec
+from kvtransfer.tls import load_tls
+from kvtransfer.transports.nixl import check_nixl
+from tandem.config import ClusterSpec, ModelSpec, PoolSpec, TransportKind
 from tandem.errors import ConfigError, InsufficientMemory, PortInUse, TandemError
 from tandem.kvcache.layout import DTYPE_BYTES
 from tandem.model_config import ModelConfig, fingerprint
@@ -51,6 +54,7 @@ class ResolvedCluster:
 def resolve(spec: ClusterSpec, progress: Progress) -> ResolvedCluster:
     """Raises ConfigError (or a kind of it) naming the field, what was expected and what to do."""
     check_ports(spec)
+    check_transfer(spec)
     if spec.redis.url is not None:
         check_redis(spec.redis.url)
     models = resolve_models(spec, progress, fetch=True)
@@ -125,6 +129,15 @@ def check_ports(spec: ClusterSpec) -> None:
             f"router.http_port, router.grpc_port, control.admin_port: expected three different ports, got {chosen}",
             field="router.http_port",
         )
+
+
+def check_transfer(spec: ClusterSpec) -> None:
+    """Raises ConfigError when the transport's library is not installed, or a TLS file is not what it should be."""
+    transfer = spec.transfer
+    if transfer.transport is TransportKind.NIXL:
+        check_nixl()
+    if transfer.tls is not None:
+        load_tls(TlsFiles(transfer.tls.cert, transfer.tls.key, transfer.tls.ca))
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvtransfer.control import Received
+from kvtransfer.stages import ReceiveStages
 from tandem.clock import Clock
 from tandem.errors import InternalError
 
@@ -29,15 +30,18 @@ class Incoming:
 
     ticket_id: str
     engine_id: str
+    taken_up_at_s: float
     reserved_at_s: float
     pending: set[int]
     phase: Phase = Phase.EXPECTING
     first_token: int | None = None
+    first_token_at_s: float | None = None
     join_by_s: float | None = None
     received_bytes: int = 0
     blocks: int = 0
     pieces: int = 0
     verify_s: float = 0.0
+    stages: list[ReceiveStages] = field(default_factory=list)  # of each rank that received
 
     @property
     def can_join(self) -> bool:
@@ -54,10 +58,13 @@ class IncomingBook:
     _by_ticket: dict[str, Incoming] = field(default_factory=dict)
     _by_engine_id: dict[str, Incoming] = field(default_factory=dict)
 
-    def open(self, ticket_id: str, engine_id: str, *, anything_to_receive: bool) -> Incoming:
+    def open(
+        self, ticket_id: str, engine_id: str, *, anything_to_receive: bool, taken_up_at_s: float | None = None
+    ) -> Incoming:
+        """`taken_up_at_s`: when work on the reservation began; None: now."""
         now_s = self.clock.now_s()
         pending = set(range(self.tp)) if anything_to_receive else set()
-        entry = Incoming(ticket_id, engine_id, now_s, pending)
+        entry = Incoming(ticket_id, engine_id, now_s if taken_up_at_s is None else taken_up_at_s, now_s, pending)
         self._by_ticket[ticket_id] = entry
         self._by_engine_id[engine_id] = entry
         if not pending:
@@ -81,6 +88,8 @@ class IncomingBook:
         entry.blocks = max(entry.blocks, report.blocks)
         entry.pieces += report.pieces
         entry.verify_s = max(entry.verify_s, report.verify_s)
+        if report.stages is not None:
+            entry.stages.append(report.stages)
         if not entry.pending:
             self._verified(entry)
         return entry

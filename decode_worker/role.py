@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 
 from decode_worker.incoming import Incoming, IncomingBook, Phase
+from decode_worker.report import handoff_done
+from kvtransfer.causes import HandoffCause, HandoffFault, parse_cause
 from kvtransfer.control import CloseReceive, FromAgent, OpenReceive, ReceiveClosed, Received, ReceiveFailed
 from kvtransfer.ticket import Ticket
 from tandem.clock import Clock
 from tandem.engine.api import EngineRequest, Reservation, StepResult
 from tandem.engine.engine import Engine
-from tandem.errors import DeadlineExceeded, HandoffError, InputError, RequestCancelled, TandemError
+from tandem.errors import DeadlineExceeded, InputError, RequestCancelled, TandemError
 from tandem.v1 import worker_pb2
 from worker.agents import Agents
 from worker.identity import WorkerIdentity
@@ -65,6 +67,7 @@ class DecodeRole:
             self._requests.fail(engine_id, error)
 
     def _reserve(self, session: int, reserve: worker_pb2.Reserve) -> None:
+        taken_up_at_s = self._clock.now_s()
         engine_id = self._requests.open(session, reserve.work.request_id)
         try:
             self._agents.require_all()
@@ -75,7 +78,9 @@ class DecodeRole:
             return
         ticket = self._ticket(reserve, reservation, len(request.prompt))
         missing = reservation.block_ids[reservation.first_missing_block :]
-        self._incoming.open(ticket.ticket_id, engine_id, anything_to_receive=bool(missing))
+        self._incoming.open(
+            ticket.ticket_id, engine_id, anything_to_receive=bool(missing), taken_up_at_s=taken_up_at_s
+        )
         if missing:
             self._agents.broadcast(
                 OpenReceive(
@@ -115,6 +120,7 @@ class DecodeRole:
         if entry is None or entry.phase is Phase.CLOSING:
             return  # it ended meanwhile, and the router has been told
         entry.first_token = join.first_token
+        entry.first_token_at_s = self._clock.now_s()
         self._join_if_ready(entry)
 
     def _parse(self, work: worker_pb2.Work, engine_id: str, *, use_prefix_cache: bool = True) -> EngineRequest:
@@ -130,14 +136,15 @@ class DecodeRole:
                     self._join_if_ready(entry)
             case ReceiveFailed(ticket_id=ticket_id, cause=cause, message=text):
                 if entry := self._incoming.by_ticket(ticket_id):
-                    self._end(entry.engine_id, HandoffError(f"the KV blocks did not arrive ({cause}): {text}"))
+                    fault = HandoffFault(parse_cause(cause), f"the KV blocks did not arrive ({cause}): {text}")
+                    self._end(entry.engine_id, fault)
             case ReceiveClosed(ticket_id=ticket_id):
                 self._closed(rank, ticket_id)
             case _:
                 pass  # attachment and link reports are the agents' own business
 
     def on_agent_lost(self, rank: int) -> None:
-        lost = HandoffError("the decode worker's transfer agent was lost (peer_lost): try again")
+        lost = HandoffFault(HandoffCause.PEER_LOST, "the decode worker's transfer agent was lost: try again")
         for entry in self._incoming.open_entries():
             if entry.phase is Phase.EXPECTING and rank in entry.pending:
                 self._end(entry.engine_id, lost)
@@ -159,14 +166,7 @@ class DecodeRole:
             return
         if target := self._requests.frame_of(entry.engine_id):
             frame, request_id = target
-            frame.handoffs.add(
-                request_id=request_id,
-                bytes=entry.received_bytes,
-                blocks=entry.blocks,
-                pieces=entry.pieces,
-                verify_s=entry.verify_s,
-                reserve_to_join_s=self._clock.now_s() - entry.reserved_at_s,
-            )
+            frame.handoffs.append(handoff_done(request_id, entry, self._clock.now_s()))
 
     # --- ends --------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from kvtransfer.control import (
     Attached,
     AttachPool,
     BeginStep,
+    Census,
     CloseReceive,
     CloseSend,
     FromAgent,
@@ -36,6 +37,7 @@ from kvtransfer.control import (
     SendClosed,
     SendFailed,
     SetPeers,
+    TakeCensus,
 )
 from kvtransfer.handshake import Own, pool_layout
 from kvtransfer.host import host_id
@@ -45,18 +47,21 @@ from kvtransfer.outgoing import Outgoing
 from kvtransfer.pool import PoolMap
 from kvtransfer.sockets import listen_tcp, listen_unix, peer_is_same_user, receive_first, serve, tcp_address
 from kvtransfer.ticket import KEY_BYTES
-from kvtransfer.transports.factory import MAPPED, PROCESS_GROUP, Transports
+from kvtransfer.tls import load_tls
+from kvtransfer.transports.factory import MAPPED, Transports, offered
 from tandem.channel import Channel, ChannelError
 from tandem.clock import Clock, SystemClock
+from tandem.errors import ConfigError
 from tandem.logs import setup_logging
 
 log = logging.getLogger(__name__)
 
 FIRST_MESSAGE_TIMEOUT_S = 10.0
 MAX_TICK_S = 0.5
+HUNG_EXIT_CODE = 3
 _FIRST: msgspec.msgpack.Decoder[AttachPool | Lead] = msgspec.msgpack.Decoder(AttachPool | Lead)
 FromRank = BeginStep | LayerDone
-FromLeader = SetPeers | OpenReceive | CloseReceive | OpenSend | CloseSend
+FromLeader = SetPeers | OpenReceive | CloseReceive | OpenSend | CloseSend | TakeCensus
 
 
 class Attachment:
@@ -70,10 +75,10 @@ class Attachment:
         self._acceptor = LinkAcceptor(own, transports, self.incoming, report)
         self._tasks: list[asyncio.Task[None]] = []
         mapped_path = tcp = ""
-        if attach.transport != PROCESS_GROUP:
+        if MAPPED in offered(own):
             mapped_path = attach.link_socket
             self._listen(listen_unix(mapped_path))
-        if attach.transport != MAPPED:
+        if any(kind != MAPPED for kind in offered(own)):
             listener = listen_tcp(attach.bind_host)
             tcp = tcp_address(listener)
             self._listen(listener)
@@ -94,6 +99,16 @@ class Attachment:
         self.outgoing.fail_all(HandoffCause.CANCELLED, reason)
         self.incoming.fail_all(HandoffCause.CANCELLED, reason)
 
+    def census(self) -> Census:
+        outgoing, incoming = self.outgoing, self.incoming
+        return Census(
+            sending=outgoing.sending_count,
+            receiving=incoming.receiving_count,
+            waiting=outgoing.waiting_count,
+            links_out=outgoing.ready_links,
+            links_in=incoming.ready_links,
+        )
+
     def tick(self) -> None:
         self.outgoing.tick()
         self.incoming.tick()
@@ -110,6 +125,7 @@ class Agent:
     def __init__(self, path: Path, transports: Transports, clock: Clock) -> None:
         self._path = path
         self._transports = transports
+        transports.on_hung = _end_hung
         self._clock = clock
         self._attachment: Attachment | None = None
         self._peers: SetPeers | None = None
@@ -182,7 +198,11 @@ class Agent:
             raise protocol_fault(f"attach: expected one descriptor and a key of {KEY_BYTES} bytes")
         pool_fd = fds[0]
         pool = PoolMap.map_fd(pool_layout(attach.layout), pool_fd, writable=True)
-        own = Own(attach, pool, os.dup(pool_fd), host_id())
+        try:
+            tls = load_tls(attach.tls) if attach.tls is not None else None
+        except ConfigError as error:
+            raise HandoffFault(HandoffCause.TRANSPORT, f"attach: {error.message}") from error
+        own = Own(attach, pool, os.dup(pool_fd), host_id(), tls)
         self._attachment = Attachment(own, self._transports, self._clock, self._report)
         log.info("attached rank %d of %s, %d blocks", attach.rank, attach.worker_id, attach.layout.num_blocks)
         return self._attachment
@@ -219,6 +239,8 @@ class Agent:
                 attachment.outgoing.open_send(message)
             case CloseSend():
                 attachment.outgoing.close_send(message)
+            case TakeCensus():
+                self._report(attachment.census())
 
     def _answer_unattached(self, message: FromLeader) -> None:
         """The rank has not attached its pool (again) yet: no ticket is known."""
@@ -232,6 +254,8 @@ class Agent:
                 self._report(ReceiveClosed(ticket_id))
             case CloseSend(ticket_id=ticket_id):
                 self._report(SendClosed(ticket_id))
+            case TakeCensus():
+                self._report(Census(0, 0, 0, 0, 0))
             case SetPeers():
                 pass  # kept for when it attaches
 
@@ -245,6 +269,14 @@ class Agent:
             await asyncio.sleep(MAX_TICK_S)
             if self._attachment is not None:
                 self._attachment.tick()
+
+
+def _end_hung(thread: str) -> None:
+    """Nobody can say what a hung thread still reads or writes, so the process ends with it and says nothing about its
+    handoffs: peers and leader see their connections end, the supervisor starts another agent."""
+    log.error("%s hangs in an operation on a piece: this agent ends", thread)
+    logging.shutdown()
+    os._exit(HUNG_EXIT_CODE)
 
 
 async def serve_agent(path: Path, transports: Transports) -> None:

@@ -27,6 +27,14 @@ class HandoffFault(HandoffError):
         self.cause = cause
 
 
+def parse_cause(name: str) -> HandoffCause:
+    """An unknown cause (a newer peer) becomes `protocol`."""
+    try:
+        return HandoffCause(name)
+    except ValueError:
+        return HandoffCause.PROTOCOL
+
+
 def protocol_fault(message: str) -> HandoffFault:
     """The peer said what a correct peer never says."""
     return HandoffFault(HandoffCause.PROTOCOL, message)

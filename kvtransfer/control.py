@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvtransfer.stages import ReceiveStages, SendStages
 from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 
 
@@ -21,6 +22,14 @@ class Layout(msgspec.Struct, frozen=True):
     head_dim: int
     dtype: str
     adapter: str = ""
+
+
+class TlsFiles(msgspec.Struct, frozen=True):
+    """Paths of PEM files, as `transfer.tls` has them."""
+
+    cert: str
+    key: str
+    ca: str
 
 
 class AttachPool(msgspec.Struct, frozen=True, tag=True):
@@ -41,6 +50,7 @@ class AttachPool(msgspec.Struct, frozen=True, tag=True):
     ticket_ttl_s: float
     protocol: int = PROTOCOL_VERSION
     oldest_protocol: int = OLDEST_PROTOCOL_VERSION
+    tls: TlsFiles | None = None  # every TCP connection is encrypted, and none other taken
     connects: bool = True
     """Make links to all peers of SetPeers at once; False (decode workers): only when a ticket asks for one."""
 
@@ -125,7 +135,14 @@ class LayerDone(msgspec.Struct, frozen=True, tag=True):
     layer: int
 
 
-ToAgent = AttachPool | Lead | SetPeers | OpenReceive | CloseReceive | OpenSend | CloseSend | BeginStep | LayerDone
+class TakeCensus(msgspec.Struct, frozen=True, tag=True):
+    """From the leader: how much is open here? Answered by a Census."""
+
+
+ToAgent = (
+    AttachPool | BeginStep | LayerDone | Lead | SetPeers | TakeCensus
+    | OpenReceive | CloseReceive | OpenSend | CloseSend
+)  # fmt: skip
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
@@ -144,6 +161,7 @@ class Received(msgspec.Struct, frozen=True, tag=True):
     blocks: int
     pieces: int
     verify_s: float
+    stages: ReceiveStages | None = None  # None: there was nothing to receive
 
 
 class ReceiveFailed(msgspec.Struct, frozen=True, tag=True):
@@ -164,6 +182,7 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
     ticket_id: str
     bytes: int
     pieces: int
+    stages: SendStages | None = None  # None: there was nothing to send
 
 
 class SendFailed(msgspec.Struct, frozen=True, tag=True):
@@ -184,6 +203,18 @@ class LinkReport(msgspec.Struct, frozen=True, tag=True):
     state: str  # connecting, ready, refused, down
     reason: str
     bytes: int
+    latency_s: float | None = None  # as in LinkMeter; None on the receiving end, which does not measure
+    bytes_per_s: float | None = None
 
 
-FromAgent = Attached | Received | ReceiveFailed | ReceiveClosed | Sent | SendFailed | SendClosed | LinkReport
+class Census(msgspec.Struct, frozen=True, tag=True):
+    """Tickets that are not over yet (`waiting`: for their decode worker to come into reach), and links that are up."""
+
+    sending: int
+    receiving: int
+    waiting: int
+    links_out: int
+    links_in: int
+
+
+FromAgent = Attached | Received | ReceiveFailed | ReceiveClosed | Sent | SendFailed | SendClosed | LinkReport | Census

@@ -6,7 +6,6 @@ Msgspec structs, framed like `tandem.channel`, at most 64 KiB. Over a unix socke
 from __future__ import annotations
 
 import asyncio
-import socket
 from dataclasses import dataclass
 
 import msgspec
@@ -16,6 +15,7 @@ from kvtransfer.control import AttachPool, Layout, Peer
 from kvtransfer.pool import PoolMap
 from kvtransfer.reshard import Link, check_compatible, reshard_plan
 from kvtransfer.sockets import receive_first
+from kvtransfer.tls import TlsContexts, Wire
 from kvtransfer.versions import common_version
 from tandem.errors import IncompatiblePools
 from tandem.kvcache.layout import DTYPE_BYTES, KvPoolLayout
@@ -44,13 +44,15 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """From the receiving agent. `store_port` is set by `process_group`; `digests`: every piece must have one."""
+    """From the receiving agent. `digests`: every piece must have one; `data_port`: where a transport that needs one
+    takes its data path (`process_group`: its store), `data_token`: what a connection there has to show first."""
 
     worker_id: str
     epoch: int
     rank: int
     digests: bool
-    store_port: int | None = None
+    data_port: int | None = msgspec.field(default=None, name="store_port")  # as it was called in version 1
+    data_token: bytes = b""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -72,6 +74,7 @@ class Own:
     pool: PoolMap
     pool_fd: int
     host_id: str
+    tls: TlsContexts | None = None
 
     @property
     def layout(self) -> KvPoolLayout:
@@ -162,7 +165,7 @@ def check_hello(hello: Hello, own: Own) -> Link:
     raise IncompatiblePools(f"plan: prefill rank {hello.rank} sends nothing to decode rank {attach.rank}")
 
 
-async def receive_answer(raw: socket.socket, timeout_s: float) -> Welcome:
+async def receive_answer(raw: Wire, timeout_s: float) -> Welcome:
     """The receiver's answer to our hello.
 
     Raises:

@@ -11,17 +11,19 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.control import LinkReport
 from kvtransfer.handshake import Hello, Own, Refused, Welcome, check_hello, parse_hello
+from kvtransfer.liveness import LinkWatch
 from kvtransfer.piece import FrameType, Header, Piece, check_size, failure_body
 from kvtransfer.receive_session import ReceiveSession
 from kvtransfer.reshard import Link
 from kvtransfer.sockets import peer_is_same_user, receive_first, send_first
 from kvtransfer.stream import FrameStream
+from kvtransfer.tls import TlsConnection, Wire
 from kvtransfer.transports.factory import MAPPED, Transports
 from kvtransfer.transports.protocol import KvReceiver, LinkThread
 from tandem.channel import encode
@@ -38,6 +40,10 @@ class InLinkEvents(Protocol):
     def link_open(self, link: InLink, ticket_id: str, signed: bytes) -> None: ...
     def link_session(self, link: InLink, ticket_id: str) -> ReceiveSession | None:
         """The session that accepted this link, if it still takes pieces."""
+        ...
+
+    def link_knows(self, ticket_id: str) -> bool:
+        """Whether this ticket is or was open here: pieces may still come for one that is over."""
         ...
 
     def link_written(self, link: InLink, ticket_id: str, piece: Piece, digest: int, verify_s: float) -> None: ...
@@ -59,7 +65,13 @@ class InLink:
     link: Link
     stream: FrameStream
     receiver: KvReceiver
+    thread: LinkThread
     moved_bytes: int = 0
+    is_taking: bool = False
+    watch: LinkWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watch = LinkWatch(lambda: self.is_taking)
 
     def reply(self, kind: FrameType, ticket_id: str, seq: int = 0, body: bytes = b"") -> None:
         self.stream.send(Header(kind, ticket_id, seq=seq), body)
@@ -68,30 +80,53 @@ class InLink:
         self.reply(FrameType.FAIL, ticket_id, body=failure_body(cause, message))
 
     def close(self) -> None:
-        """The running loop ends after the write that is under way."""
+        """The running loop ends after the write that is under way; one that never ends is the agent's end."""
         self.stream.close()
         self.receiver.close()
+        self.thread.close()
 
     def report(self, state: str, reason: str) -> LinkReport:
         hello = self.hello
         return LinkReport(hello.worker_id, hello.epoch, hello.rank, hello.transport, state, reason, self.moved_bytes)
 
     async def run(self, events: InLinkEvents) -> None:
-        """Until the connection ends."""
+        """Until the connection ends, or nothing comes any more."""
         cause, reason = HandoffCause.PEER_LOST, "the sender's connection ended"
+        watching = asyncio.create_task(self._watch())
         try:
             async for header, body in self.stream.frames():
                 await self._take(events, header, body)
+                await self.stream.drain()  # who does not read our answers may not make us keep them
+                self.watch.heard()
         except HandoffFault as fault:
             cause, reason = fault.cause, fault.message
             log.warning("link from %s rank %d ends: %s", self.hello.worker_id, self.hello.rank, reason)
+        except ConnectionError:
+            pass  # while an answer was on its way: it has ended
         finally:
+            if watching.done() and not watching.cancelled():
+                cause, reason = HandoffCause.PEER_LOST, watching.result()
+            watching.cancel()
             events.link_down(self, cause, reason)
+
+    async def _watch(self) -> str:
+        """Closes the link when it stalls; returns why."""
+        try:
+            await self.watch.run(self.stream)
+        except HandoffFault as fault:
+            log.warning("link from %s rank %d stalls: %s", self.hello.worker_id, self.hello.rank, fault.message)
+            self.close()
+            return fault.message
 
     async def _take(self, events: InLinkEvents, header: Header, body: bytes) -> None:
         match header.type:
             case FrameType.PIECE if header.piece is not None:
-                await self._take_piece(events, header.ticket_id, header.piece, body)
+                self.watch.moved()
+                self.is_taking = True
+                try:
+                    await self._take_piece(events, header.ticket_id, header.piece, body)
+                finally:
+                    self.is_taking = False
             case FrameType.OPEN:
                 events.link_open(self, header.ticket_id, body)
             case FrameType.FINISH:
@@ -99,8 +134,15 @@ class InLink:
             case FrameType.ABORT:
                 events.link_abort(self, header.ticket_id)
                 self.reply(FrameType.ABORTED, header.ticket_id)
+            case FrameType.BEAT:
+                pass  # the watch has heard
+            case FrameType.PROBE:  # the first was answered before the link was up; these measure
+                await self.probed()
             case _:
                 raise protocol_fault(f"expected a sender's frame, got {header.type.name}")
+
+    async def probed(self) -> None:
+        self.stream.send(Header(FrameType.PROBED, digest=await self.receiver.receive_probe()))
 
     async def _take_piece(self, events: InLinkEvents, ticket_id: str, piece: Piece, body: bytes) -> None:
         check_size(piece, self.own.layout, self.link.head_count)
@@ -111,12 +153,16 @@ class InLink:
         arrival = await self.receiver.fetch(piece, body)
         session = events.link_session(self, ticket_id)
         if session is None:
+            if not events.link_knows(ticket_id):
+                raise protocol_fault(f"piece {piece.seq} is for a ticket that was never shown here")
             self.fail(ticket_id, HandoffCause.REFUSED_TICKET, "no such ticket is open on this link")
+            await arrival.discard()
             return
         try:
             span = session.begin_piece(self.hello.rank, piece)
         except HandoffFault as fault:
             events.link_fault(self, ticket_id, fault, writing=False)
+            await arrival.discard()
             return
         started_s = time.perf_counter()
         try:
@@ -147,27 +193,32 @@ class LinkAcceptor:
         """One connection, to its end. Whatever comes, only this connection suffers."""
         thread: LinkThread | None = None
         fds: list[int] = []
+        wire: Wire = raw
         try:
             with raw:
                 if raw.family == socket.AF_UNIX and not peer_is_same_user(raw):
                     return
                 if raw.family != socket.AF_UNIX:
                     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                body, fds = await asyncio.wait_for(receive_first(raw), HELLO_TIMEOUT_S)
+                    if self._own.tls is not None:
+                        wire = await TlsConnection.accept(raw.dup(), self._own.tls)
+                body, fds = await asyncio.wait_for(receive_first(wire), HELLO_TIMEOUT_S)
                 hello = parse_hello(body)
-                thread = LinkThread(f"link-{hello.worker_id}-{hello.rank}")
-                link = await self._welcome(raw, hello, fds, thread)
+                thread = self._transports.thread(f"link-{hello.worker_id}-{hello.rank}")
+                link = await self._welcome(wire, hello, fds, thread)
             if link is not None:
                 await self._run(link)
         except (HandoffFault, OSError, TimeoutError) as error:
             log.info("a link's connection ended before it was ready: %s", error or type(error).__name__)
         finally:
+            if isinstance(wire, TlsConnection):
+                wire.close()
             for fd in fds:
                 os.close(fd)
             if thread is not None:
                 thread.close()
 
-    async def _welcome(self, raw: socket.socket, hello: Hello, fds: list[int], thread: LinkThread) -> InLink | None:
+    async def _welcome(self, raw: Wire, hello: Hello, fds: list[int], thread: LinkThread) -> InLink | None:
         """The link after its handshake; None when it was refused for good."""
         own, attach = self._own, self._own.attach
         digests = attach.digests or hello.digests
@@ -176,29 +227,32 @@ class LinkAcceptor:
             if (hello.transport == MAPPED) != (raw.family == socket.AF_UNIX):
                 raise protocol_fault(f"transport: {hello.transport} does not go over this kind of socket")
             receiver = await self._transports.receiver(own, hello, link, thread, digests=digests)
-            port = await receiver.prepare(fds)
+            port, token = await receiver.prepare(fds) or (None, b"")
         except (HandoffFault, IncompatiblePools) as error:
+            if isinstance(error, HandoffFault) and error.cause is HandoffCause.TRANSPORT:
+                raise  # it may work the next time: only what never will is refused
             cause = error.cause if isinstance(error, HandoffFault) else HandoffCause.TRANSPORT
             log.warning("refused a link from %s rank %d: %s", hello.worker_id, hello.rank, error)
             await send_first(raw, encode(Refused(cause.value, error.message)), [])
             return None
         try:
-            await send_first(raw, encode(Welcome(attach.worker_id, attach.epoch, attach.rank, digests, port)), [])
+            welcome = Welcome(attach.worker_id, attach.epoch, attach.rank, digests, port, token)
+            await send_first(raw, encode(welcome), [])
             await receiver.establish()
-            stream = await self._transports.frames(raw.dup())
+            stream = await self._transports.frames(raw if isinstance(raw, TlsConnection) else raw.dup())
             stream.version = hello.protocol
         except BaseException:
             receiver.close()
             raise
-        return InLink(own, hello, link, stream, receiver)
+        return InLink(own, hello, link, stream, receiver, thread)
 
     async def _run(self, link: InLink) -> None:
         try:
             frame = await asyncio.wait_for(link.stream.receive(), PROBE_TIMEOUT_S)
             if frame is None or frame[0].type is not FrameType.PROBE:
                 raise protocol_fault("expected a probe first")
-            digest = await link.receiver.receive_probe()
-            link.stream.send(Header(FrameType.PROBED, digest=digest))
+            await link.probed()
+            link.thread.moves_pieces = True
             self._events.link_up(link)
             await link.run(self._events)
         finally:

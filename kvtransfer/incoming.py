@@ -154,6 +154,9 @@ class Incoming:
         entry = self._entry(link, ticket_id)
         return entry.session if entry else None
 
+    def link_knows(self, ticket_id: str) -> bool:
+        return ticket_id in self._tickets or ticket_id in self._over
+
     def link_written(self, link: InLink, ticket_id: str, piece: Piece, digest: int, verify_s: float) -> None:
         if entry := self._entry(link, ticket_id):
             self._do(entry, entry.session.end_piece(link.hello.rank, piece, digest, verify_s))
@@ -176,10 +179,27 @@ class Incoming:
     def link_down(self, link: InLink, cause: HandoffCause, reason: str) -> None:
         if link in self._links:
             self._links.remove(link)
+        hello = link.hello
         for entry in list(self._tickets.values()):
-            if entry.links.get(link.hello.rank) is link:
-                self._do(entry, entry.session.link_down(link.hello.rank, cause, reason))
+            lease = entry.session.lease
+            if entry.links.get(hello.rank) is link:
+                self._do(entry, entry.session.link_down(hello.rank, cause, reason))
+            elif hello.rank not in entry.links and (lease.prefill_worker, lease.prefill_epoch) == (
+                hello.worker_id,
+                hello.epoch,
+            ):  # it was to come over this link; blocks are not kept for a sender that may never come back
+                self._do(entry, entry.session.fail(cause, reason))
         self._report_link(link, "down", reason)
+
+    # --- questions ---------------------------------------------------------------------------------------------
+
+    @property
+    def receiving_count(self) -> int:
+        return len(self._tickets)
+
+    @property
+    def ready_links(self) -> int:
+        return len(self._links)
 
     # --- decisions ---------------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import ssl
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,14 +20,19 @@ from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.control import LinkReport, Peer
 from kvtransfer.fair_queue import FairQueue
 from kvtransfer.handshake import LinkRefused, Own, make_hello, receive_answer
+from kvtransfer.link_meter import LinkMeter
+from kvtransfer.liveness import LinkWatch
 from kvtransfer.piece import MAX_PIECE_BYTES, FrameType, Header, Piece
 from kvtransfer.pool import Span
 from kvtransfer.reshard import Link
 from kvtransfer.sockets import connect_tcp, connect_unix, send_first
 from kvtransfer.stream import FrameStream
+from kvtransfer.tls import TlsConnection, Wire, refuses_certificate
 from kvtransfer.transports.factory import MAPPED, Transports, choose_transport
-from kvtransfer.transports.protocol import KvSender, LinkThread
+from kvtransfer.transports.protocol import KvSender
+from kvtransfer.versions import many_probes
 from tandem.channel import encode
+from tandem.clock import SystemClock
 from tandem.errors import IncompatiblePools
 
 log = logging.getLogger(__name__)
@@ -35,6 +42,7 @@ HANDSHAKE_TIMEOUT_S = 60.0  # the peer may have to load torch first
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 WINDOW_BYTES = 2 * MAX_PIECE_BYTES  # unacknowledged on one link: it stays full, and tickets take turns here
+PROBES = 5
 
 
 class LinkState(StrEnum):
@@ -82,6 +90,7 @@ class OutLink:
         self.state = LinkState.CONNECTING
         self.reason = ""
         self.moved_bytes = 0
+        self._meter = LinkMeter(SystemClock())
         self._own = own
         self._link = link
         self._transports = transports
@@ -89,8 +98,7 @@ class OutLink:
         self._report = report
         self._kind = ""
         self._jobs = FairQueue(self._may_go)
-        self._unacknowledged: dict[str, dict[int, int]] = {}  # ticket → seq → bytes
-        self._unacknowledged_bytes = 0
+        self._watch = LinkWatch(self._is_moving)
         self._backoff_s = FIRST_BACKOFF_S
 
     @property
@@ -110,12 +118,13 @@ class OutLink:
         self._jobs.put(ticket_id, _Push(wanted, ticket_id, piece, span))
 
     def report(self) -> None:
-        peer = self.peer
+        peer, meter = self.peer, self._meter
         self._report(
             LinkReport(
-                peer.worker_id, peer.epoch, peer.rank, self._kind, self.state.value, self.reason, self.moved_bytes
+                peer.worker_id, peer.epoch, peer.rank, self._kind, self.state.value, self.reason, self.moved_bytes,
+                meter.latency_s, meter.bytes_per_s,
             )
-        )
+        )  # fmt: skip
 
     async def run(self) -> None:
         """Until it is refused; or cancelled, when the peer is gone from the directory."""
@@ -129,7 +138,8 @@ class OutLink:
                 reason, final = fault.message, False
             except (OSError, ValueError, TimeoutError) as error:
                 name = f"{self.peer.worker_id} rank {self.peer.rank}"
-                reason, final = f"cannot reach {name}: {error or type(error).__name__}", False
+                reason = f"cannot reach {name}: {error or type(error).__name__}"
+                final = isinstance(error, ssl.SSLError) and refuses_certificate(error)
             except Exception as error:  # a transport's library may raise anything; this link suffers, not the agent
                 log.exception("link to %s rank %d", self.peer.worker_id, self.peer.rank)
                 reason, final = f"{type(error).__name__}: {error}", False
@@ -153,16 +163,18 @@ class OutLink:
         peer = self.peer
         self._enter(LinkState.CONNECTING, self.reason)
         self._kind = choose_transport(self._own, peer)
-        thread = LinkThread(f"link-{peer.worker_id}-{peer.rank}")
+        thread = self._transports.thread(f"link-{peer.worker_id}-{peer.rank}")
         sender: KvSender | None = None
         stream: FrameStream | None = None
         try:
             sender = await self._transports.sender(self._kind, self._own, peer, thread)
             stream = await self._shake_hands(sender)
-            await asyncio.wait_for(self._probe(sender, stream), HANDSHAKE_TIMEOUT_S)
+            self._meter.reconnected()
+            for _ in range(PROBES if many_probes(stream.version) else 1):
+                await asyncio.wait_for(self._probe(sender, stream), HANDSHAKE_TIMEOUT_S)
             self._jobs = FairQueue(self._may_go)
-            self._unacknowledged.clear()
-            self._unacknowledged_bytes = 0
+            self._watch = LinkWatch(self._is_moving)
+            thread.moves_pieces = True
             self._backoff_s = FIRST_BACKOFF_S
             self._enter(LinkState.READY, "")
             self._events.link_ready(self)
@@ -176,8 +188,7 @@ class OutLink:
 
     async def _shake_hands(self, sender: KvSender) -> FrameStream:
         peer = self.peer
-        connecting = connect_unix(peer.mapped_path) if self._kind == MAPPED else connect_tcp(peer.tcp_address)
-        raw = await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
+        raw = await asyncio.wait_for(self._dial(), CONNECT_TIMEOUT_S)
         fds: list[int] = []
         try:
             fds = sender.hello_fds()
@@ -197,20 +208,31 @@ class OutLink:
         stream.version = hello.protocol
         return stream
 
+    async def _dial(self) -> Wire:
+        if self._kind == MAPPED:
+            return await connect_unix(self.peer.mapped_path)
+        raw = await connect_tcp(self.peer.tcp_address)
+        return raw if self._own.tls is None else await TlsConnection.connect(raw, self._own.tls)
+
     async def _probe(self, sender: KvSender, stream: FrameStream) -> None:
+        started_s = time.monotonic()
         digest = await sender.send_probe(stream)
-        answer = await stream.receive()
-        if answer is None:
-            raise protocol_fault("the connection ended during the probe")
-        header, _ = answer
+        header = Header(FrameType.BEAT)
+        while header.type is FrameType.BEAT:  # the receiving end is up since the first probe
+            answer = await stream.receive()
+            if answer is None:
+                raise protocol_fault("the connection ended during the probe")
+            header, _ = answer
         if header.type is not FrameType.PROBED:
             raise protocol_fault(f"expected the probe's answer, got {header.type.name}")
         if header.digest != digest:
             raise LinkRefused(f"the probe arrived corrupted over {self._kind}")
+        self._meter.probed(time.monotonic() - started_s)
 
     async def _carry(self, sender: KvSender, stream: FrameStream) -> None:
         """Sends and receives until either ends."""
-        tasks = [asyncio.create_task(self._send_jobs(sender, stream)), asyncio.create_task(self._read(stream))]
+        works = (self._send_jobs(sender, stream), self._read(stream), self._watch.run(stream))
+        tasks = [asyncio.create_task(work) for work in works]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -227,32 +249,37 @@ class OutLink:
                 case _Frame(header, body):
                     stream.send(header, body)
                 case _Push(wanted, ticket_id, piece, span) if wanted():
-                    self._unacknowledged.setdefault(ticket_id, {})[piece.seq] = piece.payload_bytes
-                    self._unacknowledged_bytes += piece.payload_bytes
+                    if not self._is_moving():
+                        self._watch.moved()
+                    self._meter.pushed(ticket_id, piece.seq, piece.payload_bytes)
                     await sender.push(stream, ticket_id, piece, span)
                     self.moved_bytes += piece.payload_bytes
 
     async def _read(self, stream: FrameStream) -> None:
         async for header, body in stream.frames():
+            if header.type is FrameType.BEAT:
+                self._watch.heard()
+                continue
             self._answered(header)
             self._events.link_frame(self, header, body)
 
     # --- the window ----------------------------------------------------------------------------------------------
 
     def _may_go(self, job: _Frame | _Push) -> bool:
-        full = self._unacknowledged_bytes >= WINDOW_BYTES
+        full = self._meter.in_flight_bytes >= WINDOW_BYTES
         return not (full and isinstance(job, _Push) and job.wanted())
 
     def _answered(self, header: Header) -> None:
         """An acknowledgement makes room; after a failure or an abort no others of the ticket will come."""
-        pieces = self._unacknowledged.get(header.ticket_id)
-        if pieces is None:
-            return
         if header.type is FrameType.ACK:
-            self._unacknowledged_bytes -= pieces.pop(header.seq, 0)
+            self._meter.acknowledged(header.ticket_id, header.seq)
         elif header.type in (FrameType.FAIL, FrameType.ABORTED):
-            self._unacknowledged_bytes -= sum(pieces.values())
-            pieces.clear()
-        if not pieces:
-            del self._unacknowledged[header.ticket_id]
+            self._meter.dropped(header.ticket_id)
+        else:
+            self._watch.heard()
+            return
+        self._watch.moved()
         self._jobs.look_again()
+
+    def _is_moving(self) -> bool:
+        return self._meter.in_flight_bytes > 0

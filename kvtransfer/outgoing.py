@@ -130,6 +130,10 @@ class Outgoing:
             self._do(entry, entry.session.close())
 
     def begin_step(self, message: BeginStep) -> None:
+        now_s = self._clock.now_s()
+        for item in message.ranges:
+            if entry := self._sending.get(self._export_tickets.get(item.export_id, "")):
+                entry.session.stages.computing(now_s)
         self._export(self._exports.begin_step(message.ranges))
 
     def layer_done(self, message: LayerDone) -> None:
@@ -239,6 +243,20 @@ class Outgoing:
             for entry in self._sending.values()
             if rank in entry.session.decode_ranks and entry.peer(rank) == (peer.worker_id, peer.epoch, rank)
         ]
+
+    # --- questions ---------------------------------------------------------------------------------------------
+
+    @property
+    def sending_count(self) -> int:
+        return len(self._sending)
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def ready_links(self) -> int:
+        return sum(link.is_ready for link in self._links.values())
 
     # --- decisions ---------------------------------------------------------------------------------------------
 

@@ -49,6 +49,8 @@ class FrameType(IntEnum):
     FAIL = 18  # body: cause, newline, message
     ABORTED = 19
     PROBED = 20
+    # either way
+    BEAT = 32  # still here
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from kvtransfer.control import FromAgent, OpenReceive, ReceiveClosed, Received, 
 from kvtransfer.piece import Piece, payload_bytes
 from kvtransfer.pool import Span
 from kvtransfer.reshard import Link, reshard_plan
+from kvtransfer.stages import ReceiveStages
 from kvtransfer.ticket import Ticket
 from tandem.clock import Clock
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
@@ -115,6 +116,7 @@ class ReceiveSession:
         self._bytes = 0
         self._pieces = 0
         self._verify_s = 0.0
+        self._stages = ReceiveStages(clock.now_s())
         self._deadline_s = clock.now_s() + ttl_s
 
     # --- events ------------------------------------------------------------------------------------------------
@@ -153,6 +155,7 @@ class ReceiveSession:
         if source is None or source.is_open:
             raise protocol_fault(f"expected one link from each of ranks {sorted(self._sources)}, got {prefill_rank}")
         source.is_open = True
+        self._stages.linked_at_s = self._clock.now_s()
         self.state = ReceiveState.RECEIVING
         self._renew()
 
@@ -171,6 +174,7 @@ class ReceiveSession:
         cells = self._there[self._cells(source.link, piece)]
         if cells.any():
             raise protocol_fault(f"piece {piece.seq} brings blocks that are already there")
+        self._stages.piece_begins(self._clock.now_s())
         cells[:] = True
         source.next_seq += 1
         self._missing -= cells.size
@@ -195,6 +199,7 @@ class ReceiveSession:
                 HandoffCause.DIGEST_MISMATCH, f"piece {piece.seq} of prefill rank {prefill_rank} arrived corrupted"
             )
         self._renew()
+        self._stages.last_piece_at_s = self._clock.now_s()
         self._bytes += piece.payload_bytes
         self._pieces += 1
         self._verify_s += verify_s
@@ -220,7 +225,10 @@ class ReceiveSession:
             return self.fail(HandoffCause.INCOMPLETE, f"every link finished, but {self._missing} parts are missing")
         self.state = ReceiveState.RECEIVED
         blocks = len(self.lease.block_ids)
-        report = Received(self.lease.ticket_id, self._bytes, blocks, self._pieces, self._verify_s)
+        self._stages.verified_at_s = self._clock.now_s()
+        report = Received(
+            self.lease.ticket_id, self._bytes, blocks, self._pieces, self._verify_s, self._stages
+        )
         return [ReportReceive(report)]
 
     def link_down(self, prefill_rank: int, cause: HandoffCause, reason: str) -> list[ReceiveAction]:

@@ -22,6 +22,7 @@ from kvtransfer.exports import Ready
 from kvtransfer.piece import MAX_PIECE_BLOCKS, MAX_PIECE_BYTES, MIN_PIECE_BYTES, Piece, payload_bytes
 from kvtransfer.pool import Span
 from kvtransfer.reshard import Link
+from kvtransfer.stages import SendStages
 from kvtransfer.ticket import Ticket
 from tandem.clock import Clock
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
@@ -98,6 +99,7 @@ class SendSession:
     def __init__(self, ticket: Ticket, links: tuple[Link, ...], layout: KvPoolLayout, clock: Clock) -> None:
         self.ticket = ticket
         self.state = SendState.SENDING
+        self.stages = SendStages(clock.now_s())
         self._layout = layout
         self._clock = clock
         self._links = {link.decode_rank: _LinkState(link) for link in links}
@@ -126,7 +128,9 @@ class SendSession:
             return []
         state.phase = LinkPhase.ACCEPTED
         self._renew()
+        self.stages.linked_at_s = self._clock.now_s()
         pushes: list[SendAction] = [*state.queued]
+        self.stages.pieces_leave(len(pushes), self._clock.now_s())
         state.queued.clear()
         return pushes
 
@@ -135,6 +139,7 @@ class SendSession:
         if self.state is not SendState.SENDING:
             return []
         self._renew()
+        self.stages.computing(self._clock.now_s())  # when nobody said so before
         actions: list[SendAction] = []
         if self._gathered is not None and self._gathered.continues_with(ready):
             ready = self._gathered.and_layers_of(ready)
@@ -156,11 +161,15 @@ class SendSession:
             rectangles = list(self._new_rectangles(ready))
         except HandoffFault as fault:
             return self.fail(fault.cause, fault.message)
+        now_s = self._clock.now_s()
+        if self._all_pushed:
+            self.stages.last_layer(self._bytes, now_s)
         actions: list[SendAction] = []
         for state in self._links.values():
             for rectangle in rectangles:
                 for push in self._cut(state, rectangle):
                     (actions if state.phase is LinkPhase.ACCEPTED else state.queued).append(push)
+        self.stages.pieces_leave(len(actions), now_s)
         return actions
 
     def acknowledged(self, decode_rank: int, seq: int) -> list[SendAction]:
@@ -171,6 +180,7 @@ class SendSession:
         if size is None:
             return self.fail(HandoffCause.PROTOCOL, f"decode rank {decode_rank} acknowledged unknown piece {seq}")
         self._renew()
+        self.stages.last_ack_at_s = self._clock.now_s()
         self._bytes += size
         self._pieces += 1
         if state.unacknowledged or state.queued or not self._all_pushed:
@@ -258,7 +268,8 @@ class SendSession:
         if self.state is not SendState.SENDING or not (complete or not self.ticket.block_count or not self._links):
             return []
         self.state = SendState.SENT
-        return [Report(Sent(self.ticket.ticket_id, self._bytes, self._pieces))]
+        stages = self.stages if self._pieces else None
+        return [Report(Sent(self.ticket.ticket_id, self._bytes, self._pieces, stages))]
 
     def _abort_all(self) -> list[SendAction]:
         self._renew()

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from kvtransfer.causes import protocol_fault
+from kvtransfer.tls import TlsConnection, Wire
 
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
@@ -43,7 +44,10 @@ def listen_tcp(host: str) -> socket.socket:
 
 
 def tcp_address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
+    return join_address(*listener.getsockname()[:2])
+
+
+def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -83,8 +87,11 @@ def peer_is_same_user(raw: socket.socket) -> bool:
     return bool(uid == os.getuid())
 
 
-async def send_first(raw: socket.socket, framed: bytes, fds: list[int]) -> None:
+async def send_first(raw: Wire, framed: bytes, fds: list[int]) -> None:
     """Sends a framed message with descriptors. The descriptors stay ours to close."""
+    if isinstance(raw, TlsConnection):
+        await raw.send(framed)
+        return
     if not fds:
         await asyncio.get_running_loop().sock_sendall(raw, framed)
         return
@@ -93,7 +100,7 @@ async def send_first(raw: socket.socket, framed: bytes, fds: list[int]) -> None:
         await asyncio.get_running_loop().sock_sendall(raw, framed[sent:])
 
 
-async def receive_first(raw: socket.socket, max_bytes: int = MAX_FIRST_BYTES) -> tuple[bytes, list[int]]:
+async def receive_first(raw: Wire, max_bytes: int = MAX_FIRST_BYTES) -> tuple[bytes, list[int]]:
     """The body of the first framed message and the descriptors beside it, which are the caller's to close.
 
     Raises:
@@ -113,7 +120,7 @@ async def receive_first(raw: socket.socket, max_bytes: int = MAX_FIRST_BYTES) ->
         raise
 
 
-async def _receive_exactly(raw: socket.socket, size: int, fds: list[int]) -> bytes:
+async def _receive_exactly(raw: Wire, size: int, fds: list[int]) -> bytes:
     parts = bytearray()
     while len(parts) < size:
         chunk = await _receive_once(raw, size - len(parts), fds)
@@ -123,10 +130,12 @@ async def _receive_exactly(raw: socket.socket, size: int, fds: list[int]) -> byt
     return bytes(parts)
 
 
-async def _receive_once(raw: socket.socket, size: int, fds: list[int]) -> bytes:
+async def _receive_once(raw: Wire, size: int, fds: list[int]) -> bytes:
+    if isinstance(raw, TlsConnection):
+        return await raw.receive(size)
     if raw.family != socket.AF_UNIX:
         return await asyncio.get_running_loop().sock_recv(raw, size)
-    await _readable(raw)
+    await readable(raw)
     room = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
     try:
         chunk, ancillary, flags, _ = raw.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
@@ -142,7 +151,7 @@ async def _receive_once(raw: socket.socket, size: int, fds: list[int]) -> bytes:
     return chunk
 
 
-async def _readable(raw: socket.socket) -> None:
+async def readable(raw: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(raw, ready.set)
@@ -152,7 +161,21 @@ async def _readable(raw: socket.socket) -> None:
         loop.remove_reader(raw)
 
 
-async def serve(listener: socket.socket, handle: Callable[[socket.socket], Awaitable[None]]) -> None:
+async def writable(raw: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_writer(raw, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_writer(raw)
+
+
+async def serve(
+    listener: socket.socket,
+    handle: Callable[[socket.socket], Awaitable[None]],
+    max_connections: int = MAX_CONNECTIONS,
+) -> None:
     """Accepts for ever; each connection is a task of its own. Cancelled, it closes the listener."""
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
@@ -167,7 +190,7 @@ async def serve(listener: socket.socket, handle: Callable[[socket.socket], Await
             except OSError:
                 await asyncio.sleep(0.1)  # out of descriptors, or the peer was gone already
                 continue
-            if len(tasks) >= MAX_CONNECTIONS:
+            if len(tasks) >= max_connections:
                 raw.close()
                 continue
             task = loop.create_task(run(raw))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from kvtransfer.causes import protocol_fault
 from kvtransfer.piece import HEADER_BYTES, Header
+from kvtransfer.tls import TlsConnection, Wire
 from kvtransfer.versions import PROTOCOL_VERSION
 
 
@@ -21,8 +23,10 @@ class FrameStream:
         self._writer = writer
 
     @classmethod
-    async def over(cls, raw: socket.socket) -> FrameStream:
-        """Takes the socket over."""
+    async def over(cls, raw: Wire) -> FrameStream:
+        """Takes the connection over."""
+        if isinstance(raw, TlsConnection):
+            return cls(raw.reader, raw.writer)
         if raw.family == socket.AF_UNIX:
             return cls(*await asyncio.open_unix_connection(sock=raw))
         return cls(*await asyncio.open_connection(sock=raw))
@@ -47,7 +51,7 @@ class FrameStream:
             if raw[0] != self.version:
                 raise protocol_fault(f"frame: expected protocol version {self.version}, got {raw[0]}")
             body = await self._reader.readexactly(header.body_bytes) if header.body_bytes else b""
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, ConnectionError, ssl.SSLError):
             return None
         return header, body
 

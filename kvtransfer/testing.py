@@ -8,7 +8,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from kvtransfer.agent_client import AgentClient
+from kvtransfer.agent_env import AGENT_ENV
 from kvtransfer.control import (
     Attached,
     AttachPool,
@@ -31,6 +32,7 @@ from kvtransfer.control import (
     Peer,
     Range,
     SetPeers,
+    TlsFiles,
 )
 from kvtransfer.pool import Bytes, PoolMap
 from kvtransfer.reshard import heads_of_rank
@@ -88,6 +90,10 @@ class FakeRank:
         self.link_path = worker.folder / f"link-{rank}.sock"
         self.messages: list[FromAgent] = []
         self.lost = 0
+        self.is_connected = False
+        self.is_stopped = False
+        self.is_gone = False  # it died, and its agent with it
+        self.listener: Callable[[FromAgent | None], None] | None = None  # takes what comes; None: the agent is lost
         self._news = asyncio.Condition()
         self._own = AgentClient(asyncio.get_running_loop())
         self._lead = AgentClient(asyncio.get_running_loop())
@@ -97,14 +103,15 @@ class FakeRank:
     def start_agent(self, *launcher: str) -> subprocess.Popen[bytes]:
         """Starts (or replaces) the agent; `launcher` instead of the real module breaks things on purpose."""
         command = [sys.executable, *(launcher or self.worker.launcher), "--socket", str(self.socket_path)]
-        self.process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+        environment = os.environ | AGENT_ENV | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        self.process = subprocess.Popen(command, env=environment)
         return self.process
 
     def connect(self) -> None:
-        self._own.connect(self.socket_path, self._attach_message(), self.fd, lambda message: None, lambda: None)
+        self._own.connect(self.socket_path, self.attach_message(), self.fd, lambda message: None, lambda: None)
         self._lead.connect(self.socket_path, Lead(), None, self._on_message, self._on_lost)
 
-    def _attach_message(self) -> AttachPool:
+    def attach_message(self) -> AttachPool:
         worker, layout = self.worker, self.layout
         return AttachPool(
             worker_id=worker.worker_id,
@@ -123,15 +130,23 @@ class FakeRank:
             link_socket=str(self.link_path),
             ticket_ttl_s=worker.ttl_s,
             protocol=worker.protocol,
+            tls=worker.tls,
             connects=worker.connects,
         )
 
     def _on_message(self, message: FromAgent) -> None:
+        self.is_connected = True
+        if self.listener is not None:
+            self.listener(message)
+            return
         self.messages.append(message)
         self._notify()
 
     def _on_lost(self) -> None:
         self.lost += 1
+        self.is_connected = False
+        if self.listener is not None:
+            self.listener(None)
         self._notify()
 
     def _notify(self) -> None:
@@ -152,7 +167,12 @@ class FakeRank:
 
     def hang_up(self) -> None:
         """The rank dies."""
+        self.is_gone = True
         self._own.close()
+
+    def hang_up_lead(self) -> None:
+        """The leader dies."""
+        self._lead.close()
 
     async def expect(self, kind: type[M], *, timeout_s: float = WAIT_S, **fields: object) -> M:
         """The first report of this type with these fields, arrived or to come. It is taken out."""
@@ -185,6 +205,9 @@ class FakeRank:
         return True
 
     def stop(self) -> None:
+        if self.is_stopped:
+            return
+        self.is_gone = self.is_stopped = True
         self._own.close()
         self._lead.close()
         if self.process.poll() is None:
@@ -210,9 +233,10 @@ class FakeWorker:
         ttl_s: float = 10.0,
         launcher: tuple[str, ...] = ("-m", "kvtransfer.agent"),
         protocol: int = PROTOCOL_VERSION,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.folder = folder / worker_id
-        self.folder.mkdir(mode=0o700)
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # an earlier life was here
         self.worker_id = worker_id
         self.epoch = secrets.randbits(62) + 1
         self.model = model
@@ -223,6 +247,7 @@ class FakeWorker:
         self.connects = connects
         self.ttl_s = ttl_s
         self.launcher = launcher
+        self.tls = tls
         self.protocol = protocol  # the newest it speaks
         self.key = secrets.token_bytes(32)
         self.where: dict[int, Attached] = {}

@@ -2,7 +2,8 @@
 worker by worker; a pair of workers uses the newest that both speak.
 
     1  the digest of a piece covers its bytes
-    2  it covers its header too: a piece that names the wrong blocks, layers or ticket is found out
+    2  it covers its header too: a piece that names the wrong blocks, layers or ticket is found out; both ends beat, and
+       a receiver answers any number of probes
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from tandem.errors import IncompatiblePools
 PROTOCOL_VERSION = 2
 OLDEST_PROTOCOL_VERSION = 1
 _ADDRESS_IN_DIGEST = 2
+_BEATS = 2
+_MANY_PROBES = 2
 
 
 class Speaks(Protocol):
@@ -39,3 +42,11 @@ def common_version(a: Speaks, b: Speaks) -> int:
 
 def binds_address(version: int) -> bool:
     return version >= _ADDRESS_IN_DIGEST
+
+
+def beats(version: int) -> bool:
+    return version >= _BEATS
+
+
+def many_probes(version: int) -> bool:
+    return version >= _MANY_PROBES

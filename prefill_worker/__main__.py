@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from prefill_worker.role import PrefillRole
+from tandem.clock import SystemClock
 from worker.rank import RoleParts, main
 
 
 def make_role(parts: RoleParts) -> PrefillRole:
-    return PrefillRole(parts.identity, parts.engine, parts.agents, parts.requests)
+    return PrefillRole(parts.identity, parts.engine, parts.agents, parts.requests, SystemClock())
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvtransfer.control import Sent
+from kvtransfer.stages import SendStages
 
 
 class Phase(StrEnum):
@@ -23,10 +24,13 @@ class Phase(StrEnum):
 class Outgoing:
     ticket_id: str
     engine_id: str
+    taken_up_at_s: float
     pending: set[int]
     phase: Phase = Phase.SENDING
     sent_bytes: int = 0
     pieces: int = 0
+    first_token_at_s: float | None = None
+    stages: list[SendStages] = field(default_factory=list)  # of each rank that sent
 
 
 @dataclass(slots=True)
@@ -37,8 +41,8 @@ class OutgoingBook:
     _by_ticket: dict[str, Outgoing] = field(default_factory=dict)
     _by_engine_id: dict[str, Outgoing] = field(default_factory=dict)
 
-    def open(self, ticket_id: str, engine_id: str) -> Outgoing:
-        entry = Outgoing(ticket_id, engine_id, set(range(self.tp)))
+    def open(self, ticket_id: str, engine_id: str, taken_up_at_s: float) -> Outgoing:
+        entry = Outgoing(ticket_id, engine_id, taken_up_at_s, set(range(self.tp)))
         self._by_ticket[ticket_id] = entry
         self._by_engine_id[engine_id] = entry
         return entry
@@ -56,6 +60,8 @@ class OutgoingBook:
             return None
         entry.sent_bytes += report.bytes
         entry.pieces += report.pieces
+        if report.stages is not None:
+            entry.stages.append(report.stages)
         return self._answered(rank, entry)
 
     def start_closing(self, entry: Outgoing) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from kvtransfer.causes import HandoffCause, HandoffFault, parse_cause
 from kvtransfer.control import CloseSend, FromAgent, OpenSend, SendClosed, SendFailed, Sent
 from kvtransfer.ticket import ticket_id_of
 from prefill_worker.outgoing import Outgoing, OutgoingBook, Phase
+from prefill_worker.report import handoff_done
+from tandem.clock import Clock
 from tandem.engine.api import StepResult
 from tandem.engine.engine import Engine
-from tandem.errors import HandoffError, InputError, RequestCancelled, TandemError
+from tandem.errors import InputError, RequestCancelled, TandemError
 from tandem.request import RequestState
 from tandem.v1 import worker_pb2
 from worker.agents import Agents
@@ -21,11 +24,14 @@ class PrefillRole:
     """A request here is over when its first token is out *and* its blocks are acknowledged; both are tracked apart,
     because the router must not wait for the second."""
 
-    def __init__(self, identity: WorkerIdentity, engine: Engine, agents: Agents, requests: RequestBook) -> None:
+    def __init__(
+        self, identity: WorkerIdentity, engine: Engine, agents: Agents, requests: RequestBook, clock: Clock
+    ) -> None:
         self._identity = identity
         self._engine = engine
         self._agents = agents
         self._requests = requests
+        self._clock = clock
         self._outgoing = OutgoingBook(identity.tp)
         self._prefilled: set[str] = set()  # engine ids that left the engine and keep leased blocks
 
@@ -53,6 +59,7 @@ class PrefillRole:
             self._end(engine_id, error)
 
     def _start(self, engine_id: str, prefill: worker_pb2.Prefill) -> None:
+        taken_up_at_s = self._clock.now_s()
         self._agents.require_all()
         ticket = prefill.ticket
         ticket_id = ticket_id_of(ticket.signed)
@@ -68,7 +75,7 @@ class PrefillRole:
         self._engine.add(request)
         if first_block * self._identity.block_tokens >= len(request.prompt):
             return  # the decode worker has every block; only the first token is wanted
-        self._outgoing.open(ticket_id, engine_id)
+        self._outgoing.open(ticket_id, engine_id, taken_up_at_s)
         self._agents.broadcast(
             OpenSend(
                 ticket_id=ticket_id,
@@ -90,14 +97,15 @@ class PrefillRole:
                     self._acknowledged(entry)
             case SendFailed(ticket_id=ticket_id, cause=cause, message=text):
                 if entry := self._outgoing.by_ticket(ticket_id):
-                    self._end(entry.engine_id, HandoffError(f"the KV blocks were not taken ({cause}): {text}"))
+                    fault = HandoffFault(parse_cause(cause), f"the KV blocks were not taken ({cause}): {text}")
+                    self._end(entry.engine_id, fault)
             case SendClosed(ticket_id=ticket_id):
                 self._closed(rank, ticket_id)
             case _:
                 pass  # attachment and link reports are the agents' own business
 
     def on_agent_lost(self, rank: int) -> None:
-        lost = HandoffError("the prefill worker's transfer agent was lost (peer_lost): try again")
+        lost = HandoffFault(HandoffCause.PEER_LOST, "the prefill worker's transfer agent was lost: try again")
         for entry in self._outgoing.open_entries():
             if entry.phase is Phase.SENDING and rank in entry.pending:
                 self._end(entry.engine_id, lost)
@@ -106,7 +114,7 @@ class PrefillRole:
     def _acknowledged(self, entry: Outgoing) -> None:
         if target := self._requests.frame_of(entry.engine_id):
             frame, request_id = target
-            frame.handoffs.add(request_id=request_id, bytes=entry.sent_bytes, pieces=entry.pieces)
+            frame.handoffs.append(handoff_done(request_id, entry))
         if entry.engine_id in self._prefilled:
             self._complete(entry.engine_id)
 
@@ -141,6 +149,8 @@ class PrefillRole:
                 continue
             self._prefilled.add(end.request_id)
             entry = self._outgoing.by_engine_id(end.request_id)
+            if entry is not None:
+                entry.first_token_at_s = self._clock.now_s()
             if end.reason is not None:
                 # The first token ended the request: the router drops the handoff, so nothing more need be sent.
                 self._requests.finish(end.request_id, end.reason)

@@ -58,7 +58,7 @@ class Admission(Generic[Item]):
     def put_back(
         self, model: str, item: Item, *, since_s: float, now_s: float, refusal: TandemError | None
     ) -> None:
-        """A request that had been dispatched waits again, first in line, with its old deadline."""
+        """A request that had been dispatched waits again, first in line. It waits since `since_s`."""
         hold_s = 0.0 if refusal is None else REFUSED_HOLD_S
         self._line(model).waiting.appendleft(_Waiting(item, since_s, now_s + hold_s, refusal))
 

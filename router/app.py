@@ -13,6 +13,7 @@ from router.directory import DirectoryFollower
 from router.dispatch import Dispatcher
 from router.edge_grpc import GrpcServer
 from router.edge_http import HttpEdge, HttpServer, bind
+from router.edge_traces import TracesEdge
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.policies.policy import default_policy
@@ -65,7 +66,11 @@ class RouterApp:
         self.http_port: int = sock.getsockname()[1]
         self._http = HttpServer(HttpEdge(self.service, max_body_bytes=spec.max_body_bytes), sock)
         self._grpc = GrpcServer(
-            self.service, host=spec.grpc_host, port=spec.grpc_port, max_message_bytes=spec.max_body_bytes
+            self.service,
+            TracesEdge(self.dispatcher.traces, launch.controller_secret),
+            host=spec.grpc_host,
+            port=spec.grpc_port,
+            max_message_bytes=spec.max_body_bytes,
         )
         self.grpc_port = self._grpc.port
         self._hosts = (spec.http_host, spec.grpc_host)

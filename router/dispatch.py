@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from kvtransfer.causes import HandoffFault
 from router.admission import Admission
 from router.fleet import Fleet, Worker
 from router.metrics import RouterMetrics
@@ -15,10 +16,12 @@ from router.policies.types import Ask, Candidate, Placement, WaitReason
 from router.prefix_index.mirror import PrefixMirror, WorkerKey
 from router.request import ServingModel, ValidRequest
 from router.run import RequestRun
+from router.trace import Attempt, TraceStore
 from tandem.clock import Clock
 from tandem.config import Role, RouterSpec
-from tandem.errors import ContextExceeded, ErrorCode, TandemError, UnavailableError
+from tandem.errors import ContextExceeded, ErrorCode, KvExhausted, TandemError, UnavailableError
 from tandem.kvcache.layout import blocks_for
+from tandem.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +41,12 @@ class Dispatcher:
         metrics: RouterMetrics,
         clock: Clock,
     ) -> None:
+        self.traces = TraceStore()
         self._mirror = mirror
         self._policy = policy
         self._metrics = metrics
         self._clock = clock
+        self._max_migrations = spec.max_migrations
         self._admission: Admission[RequestRun] = Admission(
             max_queued_requests=spec.max_queued_requests, queue_timeout_s=spec.queue_timeout_s
         )
@@ -55,7 +60,7 @@ class Dispatcher:
         assembler = OutputAssembler(
             model.tokenizer, request.prompt, request.stop, request.sampling.stop_token_ids
         )
-        run = RequestRun(request, assembler, self._clock, self)
+        run = RequestRun(request, assembler, self._clock, self, self._max_migrations)
         run.lifecycle.admit()
         try:
             if self._closed:
@@ -101,7 +106,11 @@ class Dispatcher:
             return True
         placement = self._decide(run)
         if isinstance(placement, WaitReason) and run.excluded:
-            run.excluded = frozenset()  # nobody else can take it: those that refused are asked again
+            # Nobody else can take it: decode workers that failed or refused are asked again,
+            run.excluded -= {worker.key.worker_id for worker in self.fleet.ready(run.request.model, Role.DECODE)}
+            placement = self._decide(run)
+        if isinstance(placement, WaitReason) and run.excluded:
+            run.excluded = frozenset()  # and then all.
             placement = self._decide(run)
         if isinstance(placement, WaitReason):
             if run.waiting_for is not placement:
@@ -130,19 +139,20 @@ class Dispatcher:
         if not workers or self._views(run, workers, {}):
             return False
         most = max(worker.candidate(0).total_blocks for worker in workers) * run.request.block_tokens - 1
-        has = run.request.prompt_tokens
-        run.reject(
-            ContextExceeded(f"prompt: expected at most {most} tokens (a worker's KV blocks), got {has}", field="prompt")
-        )
+        limit = f"expected at most {most} tokens (a worker's KV blocks), got {run.prefill_tokens}"
+        if run.answer_tokens:  # the worker that had room for it is gone
+            run.reject(KvExhausted(f"prompt and answer so far: {limit}; a retry may succeed", retry_after_s=1.0))
+        else:
+            run.reject(ContextExceeded(f"prompt: {limit}", field="prompt"))
         return True
 
     def _views(self, run: RequestRun, workers: list[Worker], cached: dict[WorkerKey, int]) -> list[Candidate]:
-        needed = blocks_for(run.request.prompt_tokens + 1, run.request.block_tokens)  # and a token to answer with
+        needed = blocks_for(run.prefill_tokens + 1, run.request.block_tokens)  # and a token to answer with
         views = [worker.candidate(cached.get(worker.key, 0) * run.request.block_tokens) for worker in workers]
         return [view for view in views if view.total_blocks >= needed or not view.total_blocks]
 
     def _ask(self, run: RequestRun) -> Ask:
-        return Ask(run.request.prompt_tokens, run.excluded)
+        return Ask(run.prefill_tokens, run.excluded)
 
     def _workers_of(self, placement: Placement) -> tuple[Worker | None, Worker | None]:
         decode, prefill = placement.decode, placement.prefill
@@ -171,7 +181,8 @@ class Dispatcher:
         self._put_back(run, refusal)
 
     def requeue(self, run: RequestRun, cause: TandemError, *, refused: bool) -> None:
-        log.info("request goes back in line", extra={"request": run.request.request_id, "cause": str(cause)})
+        words = {"request": run.request.request_id, "cause": str(cause), "answer_tokens": run.answer_tokens}
+        log.info("request goes back in line", extra=words)
         self._metrics.retried(run.request.model, cause.code)
         self._put_back(run, cause if refused else None)
 
@@ -182,7 +193,14 @@ class Dispatcher:
         self._running[run] = [(worker, 0) for worker, _ in charges]
         self._pump_soon()
 
+    def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
+        self._metrics.handed_off(run.request.model, attempt, done)
+
+    def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None:
+        self._metrics.handoff_failed(run.request.model, fault.cause)
+
     def ended(self, run: RequestRun, error: TandemError | None) -> None:
+        self.traces.add(run.trace)
         self._release(run)
         self._admission.withdraw(run.request.model, run)
         model = run.request.model
@@ -213,7 +231,7 @@ class Dispatcher:
     def _put_back(self, run: RequestRun, refusal: TandemError | None) -> None:
         self._release(run)
         self._admission.put_back(
-            run.request.model, run, since_s=run.received_s, now_s=self._clock.now_s(), refusal=refusal
+            run.request.model, run, since_s=run.waiting_since_s, now_s=self._clock.now_s(), refusal=refusal
         )
         self._pump_soon()
 

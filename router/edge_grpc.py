@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from router.edge_traces import TracesEdge
 from router.output import Final, OutToken, Piece
 from router.request import Message, RawRequest, RawSampling
 from router.service import RouterService
@@ -19,6 +20,7 @@ from tandem.grpc_errors import abort
 from tandem.request import FinishReason
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from tandem.v1.trace_pb2_grpc import add_TracesServicer_to_server
 from tandem.version import tandem_version
 
 SERVICE = "tandem.v1.Inference"
@@ -176,7 +178,9 @@ def _finished(final: Final) -> pb.Finished:
 
 
 class GrpcServer:
-    def __init__(self, service: RouterService, *, host: str, port: int, max_message_bytes: int) -> None:
+    def __init__(
+        self, service: RouterService, traces: TracesEdge, *, host: str, port: int, max_message_bytes: int
+    ) -> None:
         self._server = grpc.aio.server(
             options=(
                 ("grpc.so_reuseport", 0),  # a port in use is an error, not a share of the traffic
@@ -185,6 +189,7 @@ class GrpcServer:
             maximum_concurrent_rpcs=MAX_CALLS,
         )
         add_InferenceServicer_to_server(InferenceEdge(service), self._server)
+        add_TracesServicer_to_server(traces, self._server)
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvtransfer.causes import HandoffCause
 from router.output import Final
 from router.policies.types import PlacementReason, WaitReason
+from router.trace import Attempt, Span, overlap_share, received_spans, sent_spans
 from tandem.errors import ErrorCode
 from tandem.request import RequestState
+from tandem.v1 import worker_pb2
 
 UNKNOWN_MODEL = "unknown"
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_STAGE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.97, 0.99, 1.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -29,8 +34,30 @@ class RouterMetrics:
         self._queue = _histogram(registry, "tandem_queue_seconds", "Received to dispatched.", _SECONDS)
         self._handoff = _histogram(registry, "tandem_handoff_seconds", "First token to decode batch.", _SECONDS)
         self._total = _histogram(registry, "tandem_e2e_seconds", "Received to finished.", _SECONDS)
+        self._stages = Histogram(
+            "tandem_handoff_stage_seconds",
+            "Stages of handoffs that joined (docs/observability.md).",
+            ("model", "stage"),
+            buckets=_STAGE_SECONDS,
+            registry=registry,
+        )
         self._handoff_bytes = Counter(
-            "tandem_handoff_bytes", "KV bytes moved by finished requests.", ("model",), registry=registry
+            "tandem_handoff_bytes", "KV bytes of handoffs that joined.", ("model",), registry=registry
+        )
+        self._handoff_pieces = Counter(
+            "tandem_handoff_pieces", "Pieces of handoffs that joined.", ("model",), registry=registry
+        )
+        self._hidden_bytes = Counter(
+            "tandem_handoff_hidden_bytes",
+            "KV bytes that were acknowledged before the last layer was computed.",
+            ("model",),
+            registry=registry,
+        )
+        self._overlap = _histogram(
+            registry, "tandem_handoff_overlap_share", "Hidden share of a handoff's bytes.", _SHARES
+        )
+        self._handoff_failures = Counter(
+            "tandem_handoff_failures", "Attempts whose handoff failed.", ("model", "cause"), registry=registry
         )
         self._tokens = Counter("tandem_tokens", "Tokens of finished requests.", ("model", "kind"), registry=registry)
         self._placements = Counter(
@@ -61,13 +88,31 @@ class RouterMetrics:
             self._tpot.labels(label).observe(line.decode_s / (usage.completion_tokens - 1))
         if line.prefill_worker:
             self._handoff.labels(label).observe(line.handoff_s)
-            self._handoff_bytes.labels(label).inc(line.kv_bytes_moved)
         self._tokens.labels(label, "prompt").inc(usage.prompt_tokens)
         self._tokens.labels(label, "cached").inc(usage.cached_tokens)
         self._tokens.labels(label, "completion").inc(usage.completion_tokens)
 
     def ended(self, model: str, state: RequestState, code: ErrorCode | None) -> None:
         self._requests.labels(self._label(model), state.value, "" if code is None else code.value).inc()
+
+    def handed_off(self, model: str, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
+        """A worker's report of its side."""
+        label = self._label(model)
+        spans: list[Span] = []
+        if done.HasField("received"):
+            self._handoff_bytes.labels(label).inc(done.bytes)
+            self._handoff_pieces.labels(label).inc(done.pieces)
+            reserve = attempt.reserve_span()
+            spans = [*([reserve] if reserve else []), *received_spans(done)]
+        elif (share := overlap_share(done)) is not None:
+            self._hidden_bytes.labels(label).inc(done.sent.hidden_bytes)
+            self._overlap.labels(label).observe(share)
+            spans = sent_spans(done)
+        for span in spans:
+            self._stages.labels(label, span.stage.value).observe(span.duration_s)
+
+    def handoff_failed(self, model: str, cause: HandoffCause) -> None:
+        self._handoff_failures.labels(self._label(model), cause.value).inc()
 
     def rejected(self, model: str, code: ErrorCode) -> None:
         """A request that was refused before it became one."""

@@ -3,6 +3,9 @@
     queued ── Reserve → D ── Reserved ── Prefill → P ── first token ── Join → D ── tokens ── end
            └─ Generate → D (local prefill) ─────────── first token ──────────────── tokens ── end
 
+A handoff that fails or a worker that is lost leads back to queued, at any point: prompt and answer so far are the next
+attempt's prompt, and as noise depends on a token's position alone, the answer goes on as if nothing had happened.
+
 Every way out cancels the request on each worker that may still know it, and ends in exactly one end state.
 """
 
@@ -10,10 +13,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvtransfer.causes import HandoffFault
 from router.fleet import Worker
 from router.output import Final, OutputAssembler, ResponseStream, Timeline, Usage
 from router.policies.types import WaitReason
 from router.request import ValidRequest
+from router.trace import Attempt, Trace
 from router.worker_client import WorkerLink
 from tandem.clock import Clock
 from tandem.errors import (
@@ -22,15 +27,15 @@ from tandem.errors import (
     RequestCancelled,
     TandemError,
     WorkerLost,
-    error_from_code,
 )
 from tandem.request import FinishReason, Lifecycle, RequestState
 from tandem.v1 import inference_pb2, worker_pb2
+from worker.wire import parse_error
 
-MAX_RETRIES = 1
 # The worker is well but cannot take the request now (no KV blocks, a transfer agent being replaced).
 _REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
-_RETRIED = frozenset({ErrorCode.HANDOFF_FAILED, ErrorCode.WORKER_LOST})
+_HANDOFF_FAULTS = frozenset({ErrorCode.HANDOFF_FAILED, ErrorCode.DEADLINE_EXCEEDED})
+_RETRIED = _HANDOFF_FAULTS | _REFUSALS | {ErrorCode.WORKER_LOST}
 _REASONS = {
     inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
@@ -44,27 +49,38 @@ class RunHost(Protocol):
         """The decode worker cannot take it now: choose another, or queue it again."""
 
     def requeue(self, run: RequestRun, cause: TandemError, *, refused: bool) -> None:
-        """It failed or was refused before its first token and goes back in line."""
+        """Its attempt failed or was refused, and it goes back in line."""
 
     def prefilled(self, run: RequestRun) -> None:
-        """Its prompt is computed: the prefill worker has room again."""
+        """Its prompt (and answer so far) is computed: the prefill worker has room again."""
+
+    def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
+        """A worker reported its side of a handoff; the prefill worker perhaps after the request's end."""
+
+    def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None: ...
 
     def ended(self, run: RequestRun, error: TandemError | None) -> None:
         """It reached its end state."""
 
 
 class RequestRun:
-    def __init__(self, request: ValidRequest, assembler: OutputAssembler, clock: Clock, host: RunHost) -> None:
+    def __init__(
+        self, request: ValidRequest, assembler: OutputAssembler, clock: Clock, host: RunHost, max_migrations: int
+    ) -> None:
         self.request = request
         self.lifecycle = Lifecycle()
         self.stream = ResponseStream(request.request_id, self.cancel)
         self.excluded: frozenset[str] = frozenset()
-        self.received_s = clock.now_s()
+        self.received_s = self.waiting_since_s = clock.now_s()
+        self.trace = Trace(request.request_id, request.model, request.prompt_tokens, self.received_s)
         self.decode: Worker | None = None
         self.prefill: Worker | None = None  # None: local prefill
         self.waiting_for: WaitReason | None = None
         self._attempts = 0
-        self._retries = 0
+        self._migrations = 0
+        self._max_migrations = max_migrations
+        self._answer: list[int] = []  # the tokens given out
+        self._resumed_at = 0  # so many of them before the current attempt
         self._assembler = assembler
         self._clock = clock
         self._host = host
@@ -72,8 +88,18 @@ class RequestRun:
         self._on: list[Worker] = []  # workers that may know the current attempt
         self._dispatched_s = self._first_token_s = self._last_token_s = self.received_s
         self._joined_s: float | None = None
+        self._prefilled_by: Worker | None = None  # who sampled the answer's first token; None: a decode worker
         self._cached_prefill = self._cached_decode = 0
         self._moved_bytes = self._moved_blocks = 0
+
+    @property
+    def answer_tokens(self) -> int:
+        return len(self._answer)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """What the next attempt has to prefill: the prompt, and the answer so far."""
+        return self.request.prompt_tokens + len(self._answer)
 
     # ---- on its way
 
@@ -82,8 +108,11 @@ class RequestRun:
         self._attempts += 1
         self._wire_id = f"{self.request.request_id}.{self._attempts}"
         self.decode, self.prefill = decode, prefill
-        self._dispatched_s = self._clock.now_s()
+        self._resumed_at = len(self._answer)
+        if not self._answer:
+            self._dispatched_s = self._clock.now_s()
         if prefill is None:
+            self.trace.begin(self._wire_id, "", decode.key.worker_id, self._clock.now_s())
             self.lifecycle.start_prefill()
             self._attach(decode)
             decode.link.send(worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=self._work())))
@@ -98,6 +127,7 @@ class RequestRun:
         self._reserve(decode, self.prefill)
 
     def _reserve(self, decode: Worker, prefill: Worker) -> None:
+        self.trace.begin(self._wire_id, prefill.key.worker_id, decode.key.worker_id, self._clock.now_s())
         self._attach(decode)
         reserve = worker_pb2.Reserve(
             work=self._work(),
@@ -113,28 +143,40 @@ class RequestRun:
         prefill = self.prefill
         if prefill is None or self.lifecycle.state is not RequestState.QUEUED:
             return
+        attempt = self.trace.attempts[-1]
+        attempt.reserved_s = attempt.prefill_sent_s = self._clock.now_s()
         if not prefill.link.ready:
-            self._fail_or_retry(WorkerLost(f"worker {prefill.key.worker_id} was lost; a retry may succeed"))
+            lost = prefill.key.worker_id
+            self._fail_or_retry(WorkerLost(f"worker {lost} was lost; a retry may succeed"), lost)
             return
-        self._cached_decode = reserved.ticket.cached_tokens
+        if not self._answer:
+            self._cached_decode = reserved.ticket.cached_tokens
         self.lifecycle.start_prefill()
         self._attach(prefill)
         frame = worker_pb2.Prefill(work=self._work(), ticket=reserved.ticket)
         prefill.link.send(worker_pb2.RouterFrame(prefill=frame))
 
-    def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone) -> None:
+    def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:
+        if (attempt := self.trace.report(done, self._clock.now_s() - age_s)) is not None:
+            self._host.handed_off(self, attempt, done)
         if self._is_decode(link):
-            self._moved_bytes, self._moved_blocks = done.bytes, done.blocks
+            self._moved_bytes += done.bytes
+            self._moved_blocks += done.blocks
             self._joined()
-        elif self._assembler.tokens:
+            if attempt is not None and (told_s := attempt.joined_at_s()) is not None:
+                first = attempt.joined_s == self._joined_s
+                attempt.joined_s = max(told_s, attempt.first_token_s or told_s)
+                self._joined_s = attempt.joined_s if first else self._joined_s
+        elif self._has_first_token:
             self._detach(link)  # the prefill worker's side is over
 
     def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None:
         now_s = self._last_token_s = self._clock.now_s()
-        if self._assembler.tokens == 0:
+        if not self._has_first_token:
             self._on_first_token(token, now_s)
         elif self.lifecycle.state is RequestState.HANDOFF and self._is_decode(link):
             self._joined()
+        self._answer.append(token.token_id)
         if not self.stream.put(self._assembler.push(token)):
             self._end_cancelled(RequestCancelled("the client left too much of the answer unread"))
         elif self._assembler.stopped:
@@ -146,7 +188,7 @@ class RequestRun:
         self._detach(link)
         if ended.HasField("error"):
             self._on_worker_error(link, ended.error)
-        elif ended.finish_reason in _REASONS and self._assembler.tokens:
+        elif ended.finish_reason in _REASONS and self._has_first_token:
             self._finish(_REASONS[ended.finish_reason])
         elif self._is_decode(link):
             self._fail_or_retry(InternalError(f"worker {link.key.worker_id} ended the request without a reason"))
@@ -155,25 +197,29 @@ class RequestRun:
     def on_lost(self, link: WorkerLink, error: WorkerLost) -> None:
         self._detach(link)
         if self._is_decode(link) or self.lifecycle.state is not RequestState.DECODING:
-            self._fail_or_retry(error)
+            self._fail_or_retry(error, link.key.worker_id)
+
+    @property
+    def _has_first_token(self) -> bool:
+        """Of the current attempt."""
+        return len(self._answer) > self._resumed_at
 
     def _on_first_token(self, token: worker_pb2.StepToken, now_s: float) -> None:
-        self._first_token_s = now_s
-        if self.prefill is None:
-            self._cached_decode = token.cached_tokens
-        else:
-            self._cached_prefill = token.cached_tokens
+        self.trace.attempts[-1].first_token_s = now_s
+        if not self._answer:
+            self._first_token_s = now_s
+            self._prefilled_by = self.prefill
+            if self.prefill is None:
+                self._cached_decode = token.cached_tokens
+            else:
+                self._cached_prefill = token.cached_tokens
         self._host.prefilled(self)
 
     def _after_first_token(self, token_id: int) -> None:
         if self.prefill is None:
-            self.lifecycle.start_decode()  # the engine says when it ends
-            return
-        sampling = self.request.sampling
-        if token_id in sampling.stop_token_ids:
-            self._finish(FinishReason.STOP)
-        elif sampling.max_tokens == 1:
-            self._finish(FinishReason.LENGTH)
+            self._start_decode()  # the engine says when it ends
+        elif (reason := self._whole_by()) is not None:
+            self._finish(reason)
         elif self.decode is not None:
             self.lifecycle.start_handoff()
             join = worker_pb2.Join(request_id=self._wire_id, first_token=token_id)
@@ -181,21 +227,36 @@ class RequestRun:
 
     def _joined(self) -> None:
         if self.lifecycle.state is RequestState.HANDOFF:
+            self.trace.attempts[-1].joined_s = self._clock.now_s()
+            self._start_decode()
+
+    def _start_decode(self) -> None:
+        if self._joined_s is None:
             self._joined_s = self._clock.now_s()
-            self.lifecycle.start_decode()
+        self.lifecycle.start_decode()
+
+    def _whole_by(self) -> FinishReason | None:
+        """Why the answer is whole, if the last token given out ended it."""
+        sampling = self.request.sampling
+        if self._answer and self._answer[-1] in sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self._answer) >= sampling.max_tokens else None
 
     def _on_worker_error(self, link: WorkerLink, error: worker_pb2.WorkerError) -> None:
-        typed = error_from_code(error.code, error.message, error.field)
+        typed = parse_error(error)
         refused = typed.code in _REFUSALS and self.lifecycle.state is RequestState.QUEUED
         if refused and self._is_decode(link):
             self.excluded |= {link.key.worker_id}
+            self.trace.failed(typed, self._clock.now_s())
             self._host.refused(self, typed)
         elif not self._is_decode(link) and self.lifecycle.state is RequestState.DECODING:
             pass  # verified and joined: what the prefill worker says no longer matters
+        elif typed.code in _HANDOFF_FAULTS:  # either side may be at fault
+            if isinstance(typed, HandoffFault):
+                self._host.handoff_failed(self, typed)
+            self._fail_or_retry(typed, *(each.key.worker_id for each in (self.decode, self.prefill) if each))
         else:
-            if typed.code is ErrorCode.UNAVAILABLE:
-                self.excluded = frozenset({link.key.worker_id})  # others first, if there are any
-            self._fail_or_retry(typed)
+            self._fail_or_retry(typed, link.key.worker_id)
 
     # ---- ends
 
@@ -205,15 +266,21 @@ class RequestRun:
             self._end_cancelled(RequestCancelled("cancelled by the client"))
 
     def reject(self, error: TandemError) -> None:
-        """ADMITTED or QUEUED: refused by the router."""
-        self.lifecycle.reject()
+        """ADMITTED or QUEUED: refused by the router. An answer that cannot go on has failed."""
+        if self._answer:
+            self.lifecycle.fail()
+        else:
+            self.lifecycle.reject()
         self._end(error)
 
     def leave_workers(self) -> None:
         """Takes the current attempt off its workers."""
         for worker in self._on:
             worker.link.cancel(self._wire_id)
-            worker.link.detach(self._wire_id)
+            if worker is self.prefill and self._joined_s is not None:
+                worker.link.detach_but_report(self._wire_id, self)
+            else:
+                worker.link.detach(self._wire_id)
         self._on.clear()
 
     def _finish(self, reason: FinishReason) -> None:
@@ -222,6 +289,7 @@ class RequestRun:
             self.stream.put(last)
         self.lifecycle.finish()
         self.stream.finish(self._final(FinishReason.STOP if self._assembler.stopped else reason))
+        self._end_trace(None)
         self.leave_workers()
         self._host.ended(self, None)
 
@@ -229,18 +297,26 @@ class RequestRun:
         self.lifecycle.cancel()
         self._end(error)
 
-    def _fail_or_retry(self, error: TandemError) -> None:
-        if self.lifecycle.state.is_end:
+    def _fail_or_retry(self, error: TandemError, *failed: str) -> None:
+        """The attempt is over; the next one prefers others to the workers that `failed`, if there are any."""
+        state = self.lifecycle.state
+        if state.is_end:
             return
-        # No room is no fault: such a request may try as long as it may wait.
-        no_room = error.code in _REFUSALS
-        again = no_room or (error.code in _RETRIED and self._retries < MAX_RETRIES)
-        if again and self._assembler.tokens == 0:
-            self._retries += not no_room
+        self.trace.failed(error, self._clock.now_s())
+        if (reason := self._whole_by()) is not None:
+            self._finish(reason)
+            return
+        # No room to start is no fault: such a request may try as long as it may wait.
+        no_room = error.code in _REFUSALS and state in (RequestState.QUEUED, RequestState.PREFILLING)
+        if no_room or (error.code in _RETRIED and self._migrations < self._max_migrations):
+            self._migrations += not no_room
+            self.excluded |= set(failed)
             self.leave_workers()
-            if self.lifecycle.state is not RequestState.QUEUED:
+            if state is not RequestState.QUEUED:
                 self.lifecycle.migrate()
                 self.lifecycle.enqueue()
+                if not no_room:
+                    self.waiting_since_s = self._clock.now_s()  # it had its turn: this is another wait
             self._host.requeue(self, error, refused=no_room)
             return
         self.lifecycle.fail()
@@ -248,8 +324,16 @@ class RequestRun:
 
     def _end(self, error: TandemError) -> None:
         self.stream.fail(error)
+        self.trace.failed(error, self._clock.now_s())
+        self._end_trace(error)
         self.leave_workers()
         self._host.ended(self, error)
+
+    def _end_trace(self, error: TandemError | None) -> None:
+        cached = self._cached_decode if self.prefill is None else self._cached_prefill
+        usage = Usage(self.request.prompt_tokens, self._assembler.tokens, cached)
+        self.trace.cached_tokens_prefill, self.trace.cached_tokens_decode = self._cached_prefill, self._cached_decode
+        self.trace.end(self.lifecycle.state, None if error is None else error.code, usage, self._clock.now_s())
 
     # ---- helpers
 
@@ -268,14 +352,14 @@ class RequestRun:
         request, sampling = self.request, self.request.sampling
         return worker_pb2.Work(
             request_id=self._wire_id,
-            prompt=request.prompt,
+            prompt=[*request.prompt, *self._answer],
             sampling=worker_pb2.ResolvedSampling(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k or 0,
                 min_p=sampling.min_p,
                 seed=sampling.seed,
-                max_tokens=sampling.max_tokens,
+                max_tokens=sampling.max_tokens - len(self._answer),
                 stop_token_ids=sorted(sampling.stop_token_ids),
                 logprobs=sampling.logprobs,
             ),
@@ -284,12 +368,13 @@ class RequestRun:
 
     def _final(self, reason: FinishReason) -> Final:
         now_s = self._clock.now_s()
-        cached = self._cached_decode if self.prefill is None else self._cached_prefill
+        local = self._prefilled_by is None
+        cached = self._cached_decode if local else self._cached_prefill
         usage = Usage(self.request.prompt_tokens, self._assembler.tokens, cached)
         timeline = Timeline(
             queue_s=self._dispatched_s - self.received_s,
             prefill_s=self._first_token_s - self._dispatched_s,
-            handoff_s=0.0 if self._joined_s is None else self._joined_s - self._first_token_s,
+            handoff_s=0.0 if local or self._joined_s is None else self._joined_s - self._first_token_s,
             decode_s=self._last_token_s - self._first_token_s,
             ttft_s=self._first_token_s - self.received_s,
             total_s=now_s - self.received_s,
@@ -297,7 +382,7 @@ class RequestRun:
             kv_blocks_moved=self._moved_blocks,
             cached_tokens_prefill=self._cached_prefill,
             cached_tokens_decode=self._cached_decode,
-            prefill_worker="" if self.prefill is None else self.prefill.key.worker_id,
+            prefill_worker="" if self._prefilled_by is None else self._prefilled_by.key.worker_id,
             decode_worker="" if self.decode is None else self.decode.key.worker_id,
         )
         return Final(reason, usage, timeline)

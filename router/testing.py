@@ -10,10 +10,11 @@ from typing import Any
 
 import grpc
 
+from kvtransfer.causes import HandoffCause
 from tandem.config import Role
 from tandem.errors import ErrorCode
 from tandem.kvcache.layout import blocks_for
-from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
+from tandem.v1 import cluster_pb2, inference_pb2, trace_pb2, worker_pb2
 from tandem.v1.cluster_pb2_grpc import ClusterServicer, add_ClusterServicer_to_server
 from tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from worker.wire import PROTOCOL_VERSION
@@ -21,6 +22,14 @@ from worker.wire import PROTOCOL_VERSION
 TOTAL_BLOCKS = 64
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 1024
+RECEIVED = worker_pb2.ReceiveStages(
+    reserved_s=0.001, linked_s=0.002, first_piece_s=0.003, last_piece_s=0.005, verified_s=0.006, first_token_s=0.006,
+    joined_s=0.007,
+)  # fmt: skip
+SENT = worker_pb2.SendStages(
+    opened_s=0.001, computing_s=0.001, linked_s=0.002, first_piece_s=0.002, last_layer_s=0.004, last_ack_s=0.005,
+    first_token_s=0.005, hidden_bytes=BLOCK_BYTES // 2,
+)  # fmt: skip
 
 Answer = Callable[[Sequence[int]], Sequence[int]]
 
@@ -32,11 +41,26 @@ class StubBehaviour:
     answer: Answer = lambda prompt: list(prompt[:8])  # all tokens of the answer to a prompt
     token_delay_s: float = 0.0
     refuse_reservations: int = 0  # so many are answered with kv_exhausted
-    fail_handoffs: int = 0  # so many joins end with handoff_failed
+    fail_handoffs: int = 0  # so many joins end with handoff_failed, of the cause digest_mismatch
+    sent_report_after_s: float = 0.0  # the prefill worker's word that its side is over comes so late
+    fail_decodes: int = 0  # so many answers break off with worker_lost after one token of this worker
+    talk_after_failure: bool = False  # goes on with the tokens of what it said has failed
+    hold_joins: bool = False  # Join is never answered
+    hold_acknowledgements: bool = False  # a prefill worker's side of a handoff is never over
     hold_reservations: bool = False  # Reserve is never answered
     hold_prefills: bool = False  # Prefill and Generate are never answered
     cached_tokens: int = 0
     logprob: float = -0.5
+
+
+def script(tokens: Sequence[int]) -> Answer:
+    """Says `tokens` to any prompt, and goes on with them where a prompt already ends in the first of them."""
+
+    def answer(prompt: Sequence[int]) -> Sequence[int]:
+        said = next(n for n in range(len(tokens), -1, -1) if list(prompt[len(prompt) - n :]) == list(tokens[:n]))
+        return tokens[said:]
+
+    return answer
 
 
 @dataclass(slots=True)
@@ -162,9 +186,18 @@ class StubWorker(WorkerServicer):
         ended = self._end_reason(work, tokens, 1)
         if ended is not None:
             frame.ended.append(worker_pb2.Ended(request_id=wire_id, finish_reason=ended))
-        else:
-            frame.handoffs.append(worker_pb2.HandoffDone(request_id=wire_id))
-        self.known.discard(wire_id)
+        elif not self.behaviour.hold_acknowledgements:
+            blocks = blocks_for(len(work.prompt), BLOCK_TOKENS)
+            sent = worker_pb2.HandoffDone(request_id=wire_id, bytes=blocks * BLOCK_BYTES, pieces=blocks, sent=SENT)
+            if self.behaviour.sent_report_after_s:
+                asyncio.get_running_loop().call_later(
+                    self.behaviour.sent_report_after_s,
+                    lambda: session.out.put_nowait(worker_pb2.WorkerFrame(handoffs=[sent])),
+                )
+            else:
+                frame.handoffs.append(sent)
+        if ended is not None or not self.behaviour.hold_acknowledgements:
+            self.known.discard(wire_id)
         session.out.put_nowait(frame)
 
     async def _generate(self, session: _Session, work: worker_pb2.Work) -> None:
@@ -174,10 +207,16 @@ class StubWorker(WorkerServicer):
         work = session.works[wire_id]
         if self.behaviour.fail_handoffs > 0:
             self.behaviour.fail_handoffs -= 1
-            self._error(session, wire_id, ErrorCode.HANDOFF_FAILED)
+            self._error(session, wire_id, ErrorCode.HANDOFF_FAILED, HandoffCause.DIGEST_MISMATCH)
+            if self.behaviour.talk_after_failure:
+                await self._stream(session, work, 1)
+            return
+        if self.behaviour.hold_joins:
             return
         blocks = blocks_for(len(work.prompt) - self.behaviour.cached_tokens, BLOCK_TOKENS)
-        done = worker_pb2.HandoffDone(request_id=wire_id, bytes=blocks * BLOCK_BYTES, blocks=blocks, pieces=blocks)
+        done = worker_pb2.HandoffDone(
+            request_id=wire_id, bytes=blocks * BLOCK_BYTES, blocks=blocks, pieces=blocks, received=RECEIVED
+        )
         session.out.put_nowait(worker_pb2.WorkerFrame(handoffs=[done]))
         await self._stream(session, work, 1)
 
@@ -186,6 +225,11 @@ class StubWorker(WorkerServicer):
         for count in range(start + 1, len(tokens) + 1):
             await asyncio.sleep(self.behaviour.token_delay_s)
             frame = worker_pb2.WorkerFrame(tokens=[self._token(work, tokens[count - 1], first=count == 1)])
+            if self.behaviour.fail_decodes > 0:
+                self.behaviour.fail_decodes -= 1
+                session.out.put_nowait(frame)
+                self._error(session, work.request_id, ErrorCode.WORKER_LOST)
+                return
             ended = self._end_reason(work, tokens, count)
             if ended is not None:
                 self.known.discard(work.request_id)
@@ -216,9 +260,9 @@ class StubWorker(WorkerServicer):
                 token.logprobs.top.add(token_id=token_id + rank, logprob=self.behaviour.logprob - rank)
         return token
 
-    def _error(self, session: _Session, wire_id: str, code: ErrorCode) -> None:
+    def _error(self, session: _Session, wire_id: str, code: ErrorCode, cause: HandoffCause | None = None) -> None:
         self.known.discard(wire_id)
-        error = worker_pb2.WorkerError(code=code.value, message=f"stub: {code.value}")
+        error = worker_pb2.WorkerError(code=code.value, message=f"stub: {code.value}", cause=cause)
         session.out.put_nowait(worker_pb2.WorkerFrame(ended=[worker_pb2.Ended(request_id=wire_id, error=error)]))
 
     def _note(self, kind: str, work: worker_pb2.Work) -> None:
@@ -283,6 +327,12 @@ class StubController(ClusterServicer):
 
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Any) -> cluster_pb2.ClusterStatus:
         return cluster_pb2.ClusterStatus()
+
+    async def GetTrace(self, request: trace_pb2.GetTraceRequest, context: Any) -> trace_pb2.RequestTrace:
+        return trace_pb2.RequestTrace()
+
+    async def ListTraces(self, request: trace_pb2.ListTracesRequest, context: Any) -> trace_pb2.ListTracesResponse:
+        return trace_pb2.ListTracesResponse()
 
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Any) -> cluster_pb2.ShutdownResponse:
         return cluster_pb2.ShutdownResponse()

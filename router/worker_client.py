@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+import time
+from collections import OrderedDict, deque
 from typing import Any, Protocol
 
 import grpc
 
+from router.clock_offset import ClockOffset
 from router.directory import KEEPALIVE_OPTIONS
 from router.prefix_index.mirror import WorkerKey
 from tandem.errors import WorkerLost
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 5.0
 MAX_OUTBOX_FRAMES = 16_384
 MAX_BACKOFF_S = 2.0
+MAX_LATE = 256
 
 
 class RequestSink(Protocol):
@@ -32,7 +35,8 @@ class RequestSink(Protocol):
 
     def on_reserved(self, link: WorkerLink, reserved: worker_pb2.Reserved) -> None: ...
 
-    def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone) -> None: ...
+    def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:
+        """`age_s`: how long before now the zero of the report's stages was."""
 
     def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None: ...
 
@@ -63,6 +67,8 @@ class WorkerLink:
         self._router_id = router_id
         self._listener = listener
         self._sinks: dict[str, RequestSink] = {}
+        self._offset = ClockOffset()
+        self._late: OrderedDict[str, RequestSink] = OrderedDict()
         self._outbox: deque[worker_pb2.RouterFrame] = deque()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -90,6 +96,13 @@ class WorkerLink:
     def detach(self, wire_id: str) -> None:
         """Idempotent. Later words about `wire_id` are dropped."""
         self._sinks.pop(wire_id, None)
+
+    def detach_but_report(self, wire_id: str, sink: RequestSink) -> None:
+        """As `detach`; but a report of the handoff that is on its way still reaches `sink`, if it comes soon."""
+        self.detach(wire_id)
+        self._late[wire_id] = sink
+        while len(self._late) > MAX_LATE:
+            self._late.popitem(last=False)
 
     def send(self, frame: worker_pb2.RouterFrame) -> None:
         """Queues a frame. On a lost link it is dropped: the sinks were told already."""
@@ -168,6 +181,9 @@ class WorkerLink:
 
     def _deliver(self, frame: worker_pb2.WorkerFrame) -> None:
         sinks = self._sinks
+        now_s = time.monotonic()
+        if frame.sent_at_s:
+            self._offset.frame(frame.sent_at_s, now_s)
         for reserved in frame.reserved:
             if (sink := sinks.get(reserved.request_id)) is not None:
                 sink.on_reserved(self, reserved)
@@ -175,8 +191,10 @@ class WorkerLink:
             if (sink := sinks.get(token.request_id)) is not None:
                 sink.on_token(self, token)
         for handoff in frame.handoffs:
-            if (sink := sinks.get(handoff.request_id)) is not None:
-                sink.on_handoff(self, handoff)
+            sink = sinks.get(handoff.request_id) or self._late.pop(handoff.request_id, None)
+            if sink is not None:
+                anchor_s = self._offset.local_s(handoff.anchor_at_s)
+                sink.on_handoff(self, handoff, 0.0 if anchor_s is None else max(0.0, now_s - anchor_s))
         for ended in frame.ended:
             if (sink := sinks.pop(ended.request_id, None)) is not None:
                 sink.on_ended(self, ended)
@@ -194,6 +212,7 @@ class WorkerLink:
         self.load = None
         self.reaches = None
         self._outbox.clear()
+        self._late.clear()
         sinks, self._sinks = list(self._sinks.values()), {}
         error = WorkerLost(f"worker {self.key.worker_id} was lost ({reason}); a retry may succeed", retry_after_s=1.0)
         for sink in sinks:

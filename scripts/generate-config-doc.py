@@ -91,7 +91,10 @@ def row(name: str, field: FieldInfo, schema: dict[str, Any]) -> str:
     default = field.get_default(call_default_factory=True)
     if isinstance(default, enum.Enum):
         default = default.value
-    shown = "unset" if default is None else f"`{json.dumps(default)}`".replace('"', "")
+    if field.is_required():
+        shown = "required"
+    else:
+        shown = "unset" if default is None else f"`{json.dumps(default)}`".replace('"', "")
     return f"| `{name}` | {kind_of(schema, _without_none(field.annotation))} | {shown} | {field.description or ''} |"
 
 

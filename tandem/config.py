@@ -80,15 +80,37 @@ class TransportKind(StrEnum):
     AUTO = "auto"
     MAPPED = "mapped"
     PROCESS_GROUP = "process_group"
+    TCP = "tcp"
+    NIXL = "nixl"
+
+
+class TlsSpec(Frozen):
+    """PEM files, at the same paths on every host. Both sides of a connection show `cert`, signed by `ca`."""
+
+    cert: Annotated[str, Field(min_length=1)]
+    key: Annotated[str, Field(min_length=1, description="Not encrypted.")]
+    ca: Annotated[str, Field(min_length=1, description="One of this cluster's own: host names are not compared.")]
 
 
 class TransferSpec(Frozen):
-    transport: TransportKind = Field(TransportKind.AUTO, description="auto: mapped on one host, else process_group.")
+    transport: TransportKind = Field(
+        TransportKind.AUTO, description="auto: mapped on one host; across hosts process_group, or tcp with tls."
+    )
+    tls: TlsSpec | None = Field(None, description="Mutual TLS 1.3 on every TCP connection of the KV plane.")
     digests: bool = True
     ticket_ttl_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         30.0, description="A lease without progress ends after this."
     )
     bind_host: str = "127.0.0.1"
+
+    @model_validator(mode="after")
+    def _tls_covers_transport(self) -> TransferSpec:
+        if self.tls is not None and self.transport in (TransportKind.PROCESS_GROUP, TransportKind.NIXL):
+            raise ValueError(
+                f"transfer.transport: {self.transport} cannot be encrypted: with transfer.tls, expected auto, mapped "
+                "or tcp"
+            )
+        return self
 
 
 class Disaggregation(StrEnum):
@@ -110,6 +132,9 @@ class RouterSpec(Frozen):
     disaggregation: Disaggregation = Disaggregation.AUTO
     local_prefill_max_tokens: Annotated[int, Field(ge=0)] = Field(
         32, description="auto: at most this many uncached tokens are prefilled on the decode worker."
+    )
+    max_migrations: Annotated[int, Field(ge=0)] = Field(
+        3, description="How often one request is continued elsewhere after a lost worker or a failed handoff."
     )
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
 

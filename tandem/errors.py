@@ -3,6 +3,7 @@
     TandemError
     ├── InputError            the caller's fault: names the field, what was expected, what came
     │   ├── ModelNotFound
+    │   ├── NotFound
     │   ├── ContextExceeded
     │   ├── UnsupportedField
     │   └── PayloadTooLarge
@@ -11,7 +12,7 @@
     │   ├── WorkerLost
     │   ├── NoWorker
     │   └── KvExhausted
-    ├── HandoffError          the KV blocks did not arrive whole (cause in `cause`)
+    ├── HandoffError          the KV blocks did not arrive whole (its cause: kvtransfer.causes.HandoffFault)
     ├── DeadlineExceeded
     ├── RequestCancelled
     ├── ConfigError           configuration, checkpoint or machine: names the field and the remedy
@@ -35,6 +36,7 @@ from typing import ClassVar
 class ErrorCode(StrEnum):
     INVALID_ARGUMENT = "invalid_argument"
     MODEL_NOT_FOUND = "model_not_found"
+    NOT_FOUND = "not_found"
     CONTEXT_EXCEEDED = "context_length_exceeded"
     UNSUPPORTED_FIELD = "unsupported_field"
     PAYLOAD_TOO_LARGE = "payload_too_large"
@@ -67,6 +69,7 @@ class Wire:
 WIRE: dict[ErrorCode, Wire] = {
     ErrorCode.INVALID_ARGUMENT: Wire("INVALID_ARGUMENT", 400, "invalid_request_error"),
     ErrorCode.MODEL_NOT_FOUND: Wire("NOT_FOUND", 404, "invalid_request_error"),
+    ErrorCode.NOT_FOUND: Wire("NOT_FOUND", 404, "invalid_request_error"),
     ErrorCode.CONTEXT_EXCEEDED: Wire("INVALID_ARGUMENT", 400, "invalid_request_error"),
     ErrorCode.UNSUPPORTED_FIELD: Wire("INVALID_ARGUMENT", 400, "invalid_request_error"),
     ErrorCode.PAYLOAD_TOO_LARGE: Wire("INVALID_ARGUMENT", 413, "invalid_request_error"),
@@ -115,6 +118,10 @@ class InputError(TandemError):
 
 class ModelNotFound(InputError):
     code = ErrorCode.MODEL_NOT_FOUND
+
+
+class NotFound(InputError):
+    code = ErrorCode.NOT_FOUND
 
 
 class ContextExceeded(InputError):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pydantic import Field
+
 from tandem.config import Frozen, ModelSpec, Role, RouterSpec, TransferSpec
 
 
@@ -69,6 +71,7 @@ class RouterLaunch(Frozen):
     models: tuple[ServedModel, ...]
     controller_address: str
     redis_url: str | None
+    controller_secret: str | None = Field(default=None, repr=False)  # whoever shows it may read traces; None: nobody
     log_level: str = "info"
 
     @classmethod

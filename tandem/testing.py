@@ -1,11 +1,17 @@
-"""Fakes and tiny things for tests: a clock turned by hand, and a whole random Llama checkpoint. Torch-free."""
+"""Fakes and tiny things for tests: a clock turned by hand, planned faults, and a whole random Llama checkpoint.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import random
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +42,114 @@ class FakeClock:
         if seconds < 0:
             raise ValueError(f"seconds: expected 0 or more, got {seconds}; monotonic time never steps back")
         self._now_s += seconds
+
+
+class FaultKind(StrEnum):
+    """What can happen to an operation."""
+
+    FAIL = "fail"              # it raises, or its connection breaks
+    DELAY = "delay"
+    DROP = "drop"              # it seems to succeed, and did nothing
+    DUPLICATE = "duplicate"
+    REORDER = "reorder"        # it happens after the next one
+    TRUNCATE = "truncate"      # half of it happens, then its connection breaks
+    FLIP = "flip"              # one bit of it changes
+    MISADDRESS = "misaddress"  # it is well-formed, and for another place
+    HANG = "hang"              # it never comes back
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`number`: 32 random bits from which the one who breaks something chooses what (which bit, which place)."""
+
+    kind: FaultKind
+    number: int
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FaultSettings:
+    """Which operations break, and how.
+
+    Args:
+        kinds: the faults to choose from.
+        points: names of operations; empty means all.
+        every: every so many operations at these points break. Not together with `rate`.
+        rate: each operation breaks with this probability.
+        first: so many operations pass before any breaks.
+        limit: so many break at most.
+        delay_s: how long a DELAY takes.
+    """
+
+    seed: int = 0
+    kinds: tuple[str, ...] = tuple(FaultKind)
+    points: tuple[str, ...] = ()
+    every: int | None = None
+    rate: float | None = None
+    first: int = 0
+    limit: int | None = None
+    delay_s: float = 0.02
+
+    def __post_init__(self) -> None:
+        if (self.every is None) == (self.rate is None):
+            raise ValueError("faults: expected either every or rate")
+        if (self.every is not None and self.every < 1) or (self.rate is not None and not 0 <= self.rate <= 1):
+            raise ValueError(f"faults: expected every >= 1 or 0 <= rate <= 1, got {self.every}, {self.rate}")
+        if unknown := set(self.kinds) - set(FaultKind):
+            raise ValueError(f"faults: expected kinds of {[*FaultKind]}, got {sorted(unknown)}")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> FaultSettings:
+        """Raises ValueError when these are no settings."""
+        try:
+            fields = json.loads(text)
+            fields |= {name: tuple(fields[name]) for name in ("kinds", "points") if name in fields}
+            return cls(**fields)
+        except TypeError as error:
+            raise ValueError(f"faults: {error}") from error
+
+
+class FaultPlan:
+    """Says at each operation whether it breaks. The same settings and operations give the same faults.
+
+    Args:
+        on_fault: told of each, before it happens.
+    """
+
+    def __init__(self, settings: FaultSettings, on_fault: Callable[[str, Fault], None] | None = None) -> None:
+        self._settings = settings
+        self._random = random.Random(settings.seed)
+        self._on_fault = on_fault
+        self._seen = 0
+        self.broken = 0
+
+    def is_at(self, point: str) -> bool:
+        """Whether this point was named: for operations that would disturb the counting of others."""
+        return point in self._settings.points
+
+    def next(self, point: str, can: Collection[FaultKind] = tuple(FaultKind)) -> Fault | None:
+        """Counts one operation at `point`; how it breaks, if it does. `can`: the faults that make sense there."""
+        settings = self._settings
+        kinds = [kind for kind in FaultKind if kind in settings.kinds and kind in can]
+        if not kinds or (settings.points and point not in settings.points):
+            return None
+        self._seen += 1
+        if self._seen <= settings.first or (settings.limit is not None and self.broken >= settings.limit):
+            return None
+        if settings.every is not None:
+            breaks = (self._seen - settings.first) % settings.every == 0
+        else:
+            breaks = self._random.random() < (settings.rate or 0.0)
+        if not breaks:
+            return None
+        self.broken += 1
+        fault = Fault(self._random.choice(kinds), self._random.getrandbits(32), settings.delay_s)
+        if self._on_fault is not None:
+            self._on_fault(point, fault)
+        return fault
 
 
 def write_tiny_llama(

@@ -78,6 +78,8 @@ class Agents:
                 state=link.state,
                 reason=link.reason,
                 bytes=link.bytes,
+                latency_s=link.latency_s,
+                bytes_per_s=link.bytes_per_s,
             )
             for (rank, _, _), link in sorted(self._links.items())
         ]

@@ -153,6 +153,7 @@ class Leader:
             steps=self._steps,
             links=self._agents.links(),
             request_ends={state.value: number for state, number in self._requests.ends.items()},
+            handoff_failures={cause.value: number for cause, number in self._requests.handoff_failures.items()},
         )
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from kvtransfer.agent_client import AgentClient, RankExporter
-from kvtransfer.control import Attached, AttachPool, FromAgent, Layout, Lead
+from kvtransfer.control import Attached, AttachPool, FromAgent, Layout, Lead, TlsFiles
 from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from tandem.config import Role as RoleName
 from tandem.engine.engine import Engine
@@ -103,6 +103,7 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, i
         bind_host=launch.transfer.bind_host,
         link_socket=str(launch.link_socket(index)),
         ticket_ttl_s=launch.transfer.ticket_ttl_s,
+        tls=TlsFiles(tls.cert, tls.key, tls.ca) if (tls := launch.transfer.tls) is not None else None,
         connects=launch.role is RoleName.PREFILL,
     )
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 
+from kvtransfer.causes import HandoffCause, HandoffFault
+from tandem.clock import Clock, SystemClock
 from tandem.engine.api import EngineLoad
 from tandem.errors import InputError, RequestCancelled, TandemError
 from tandem.request import FinishReason, RequestState
@@ -32,8 +34,9 @@ class Client:
 class Outbox:
     """Gathers what one step has to say into one frame per router session."""
 
-    def __init__(self, send: SendFrame) -> None:
+    def __init__(self, send: SendFrame, clock: Clock | None = None) -> None:
         self._send = send
+        self._clock = clock or SystemClock()
         self._frames: defaultdict[int, worker_pb2.WorkerFrame] = defaultdict(worker_pb2.WorkerFrame)
         self._told_load: EngineLoad | None = None
         self._told_reach: frozenset[Life] = frozenset()
@@ -56,6 +59,7 @@ class Outbox:
             for session in sessions:
                 self._frames[session].reach.CopyFrom(reach_frame(reach))
         for session, frame in self._frames.items():
+            frame.sent_at_s = self._clock.now_s()
             self._send(session, frame.SerializeToString())
         self._frames.clear()
 
@@ -66,6 +70,7 @@ class RequestBook:
     def __init__(self, outbox: Outbox) -> None:
         self.outbox = outbox
         self.ends: Counter[RequestState] = Counter()
+        self.handoff_failures: Counter[HandoffCause] = Counter()
         self.sessions: dict[int, str] = {}
         self._ids = count(1)
         self._clients: dict[str, Client] = {}
@@ -107,6 +112,8 @@ class RequestBook:
         if target := self.frame_of(engine_id):
             frame, request_id = target
             frame.ended.append(error_frame(request_id, error))
+        if isinstance(error, HandoffFault) and engine_id in self._clients:
+            self.handoff_failures[error.cause] += 1
         cancelled = isinstance(error, RequestCancelled)
         self.close(engine_id, RequestState.CANCELLED if cancelled else RequestState.FAILED)
 

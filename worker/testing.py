@@ -14,10 +14,10 @@ from itertools import count
 
 import grpc.aio
 
-from tandem.errors import TandemError, WorkerLost, error_from_code
+from tandem.errors import TandemError, WorkerLost
 from tandem.request import FinishReason, SamplingParams
 from tandem.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
-from worker.wire import PROTOCOL_VERSION
+from worker.wire import PROTOCOL_VERSION, parse_error
 
 WireEvent = worker_pb2.StepToken | worker_pb2.Reserved | worker_pb2.HandoffDone | worker_pb2.Ended
 _REASONS = {
@@ -89,7 +89,7 @@ class WorkerSession:
         if event is None:
             raise WorkerLost("the worker's stream ended")
         if isinstance(event, worker_pb2.Ended) and event.HasField("error"):
-            raise error_from_code(event.error.code, event.error.message, event.error.field)
+            raise parse_error(event.error)
         return event
 
     async def state(self) -> worker_pb2.WorkerState:

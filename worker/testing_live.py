@@ -20,9 +20,10 @@ from typing import Any
 
 import grpc.aio
 
+from kvtransfer.agent_env import AGENT_ENV
 from tandem.config import EngineSpec, ModelSpec, PoolSpec, Role, TransferSpec, TransportKind
 from tandem.launch import WorkerLaunch
-from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
 from worker.testing import WorkerSession, assert_conserved, open_session
 
 START_TIMEOUT_S = 90.0
@@ -71,6 +72,12 @@ class Directory(cluster_pb2_grpc.ClusterServicer):
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Any) -> cluster_pb2.ShutdownResponse:
         raise NotImplementedError("only the membership half of a controller")
 
+    async def GetTrace(self, request: trace_pb2.GetTraceRequest, context: Any) -> trace_pb2.RequestTrace:
+        raise NotImplementedError("only the membership half of a controller")
+
+    async def ListTraces(self, request: trace_pb2.ListTracesRequest, context: Any) -> trace_pb2.ListTracesResponse:
+        raise NotImplementedError("only the membership half of a controller")
+
     async def wait_for(self, worker_id: str, epoch: int) -> cluster_pb2.WorkerInfo:
         async with self.changed:
             await self.changed.wait_for(
@@ -100,11 +107,16 @@ class LiveWorker:
                 [sys.executable, "-m", module, *map(str, arguments)],
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | (AGENT_ENV if module == "kvtransfer.agent" else {"OMP_NUM_THREADS": "1"}),
             )
 
     def restart_agent(self, rank: int) -> None:
         self.agents[rank] = self._start("kvtransfer.agent", "--socket", self.launch.agent_socket(rank))
+
+    @property
+    def leads(self) -> bool:
+        """Its first rank is alive, and with it the worker."""
+        return self.ranks[0].poll() is None
 
     def processes(self) -> list[subprocess.Popen[bytes]]:
         return [*self.ranks, *self.agents, self.service]

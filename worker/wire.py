@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from kvtransfer.causes import HandoffFault, parse_cause
 from tandem.blockhash import HashKey
 from tandem.engine.api import EngineLoad, EngineRequest, TokenOut
-from tandem.errors import InputError, TandemError
+from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
 from tandem.request import FinishReason, SamplingParams
 from tandem.v1 import inference_pb2, worker_pb2
 
@@ -69,7 +70,16 @@ def token_frame(request_id: str, token: TokenOut) -> worker_pb2.StepToken:
 
 def error_frame(request_id: str, error: TandemError) -> worker_pb2.Ended:
     wire = worker_pb2.WorkerError(code=error.code.value, message=error.message, field=error.field or "")
+    if isinstance(error, HandoffFault):
+        wire.cause = error.cause.value
     return worker_pb2.Ended(request_id=request_id, error=wire)
+
+
+def parse_error(wire: worker_pb2.WorkerError) -> TandemError:
+    """The typed error; of a failed handoff with its cause, where the worker said it."""
+    if wire.code == ErrorCode.HANDOFF_FAILED and wire.HasField("cause"):
+        return HandoffFault(parse_cause(wire.cause), wire.message)
+    return error_from_code(wire.code, wire.message, wire.field)
 
 
 def load_frame(load: EngineLoad) -> worker_pb2.WorkerLoad:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cluster import embedded_redis
 from cluster.redis_probe import check_redis
-from cluster.resolve import available_bytes, check_memory, check_ports, resolve_models
+from cluster.resolve import available_bytes, check_memory, check_ports, check_transfer, resolve_models
 from cluster.run_dirs import run_base
 from cluster.spec_loader import load_spec
 from tandem.config import ClusterSpec
@@ -33,6 +33,12 @@ def run_doctor(config: Path | None, model: str | None) -> int:
 def _ports(spec: ClusterSpec) -> str:
     check_ports(spec)
     return f"{spec.router.http_port}, {spec.router.grpc_port} and {spec.control.admin_port} are free"
+
+
+def _transfer(spec: ClusterSpec) -> str:
+    check_transfer(spec)
+    encrypted = "encrypted" if spec.transfer.tls is not None else "not encrypted"
+    return f"{spec.transfer.transport}, {encrypted} across hosts"
 
 
 def _shared_memory(spec: ClusterSpec) -> str:
@@ -82,6 +88,7 @@ def _memory(spec: ClusterSpec) -> str:
 CHECKS: tuple[tuple[str, Callable[[ClusterSpec], str]], ...] = (
     ("ports", _ports),
     ("shared memory", _shared_memory),
+    ("transfer", _transfer),
     ("run folder", _run_folder),
     ("devices", _devices),
     ("redis", _redis),

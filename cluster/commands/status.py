@@ -12,7 +12,7 @@ from rich.table import Table
 
 from cluster import state_file
 from tandem.errors import UnavailableError
-from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 
 TIMEOUT_S = 10.0
 ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
@@ -78,6 +78,7 @@ def _worker(worker: cluster_pb2.WorkerStatus) -> dict[str, Any]:
         "requests": {"waiting": load.waiting_requests, "running": load.running_requests},
         "steps": worker.live.steps,
         "ends": dict(worker.live.request_ends),
+        "handoff_failures": dict(worker.live.handoff_failures),
         "links": [
             {
                 "rank": link.rank,
@@ -87,6 +88,8 @@ def _worker(worker: cluster_pb2.WorkerStatus) -> dict[str, Any]:
                 "state": link.state,
                 "reason": link.reason,
                 "bytes": link.bytes,
+                "latency_s": link.latency_s if link.HasField("latency_s") else None,
+                "bytes_per_s": link.bytes_per_s if link.HasField("bytes_per_s") else None,
             }
             for link in worker.live.links
         ],
@@ -120,4 +123,19 @@ def show(status: cluster_pb2.ClusterStatus, console: Console) -> None:
             console.print(f"{worker.info.worker_id}: {worker.reason}", markup=False)
         for link in worker.live.links:
             ends = f"{worker.info.worker_id}/{link.rank} – {link.peer_worker}/{link.peer_rank}"
-            console.print(f"link {ends}: {link.transport} {link.state} {link.reason}".rstrip(), markup=False)
+            line = f"link {ends}: {link.transport} {link.state}{_measured(link)}, {_size(link.bytes)} {link.reason}"
+            console.print(line.rstrip(), markup=False)
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.1f} MB"
+
+
+def _measured(link: worker_pb2.LinkState) -> str:
+    """What the sending end knows of the link's quality; empty on the other."""
+    known = []
+    if link.HasField("latency_s"):
+        known.append(f"{1e6 * link.latency_s:,.0f} µs")
+    if link.HasField("bytes_per_s"):
+        known.append(f"{link.bytes_per_s / 1e9:.2f} GB/s")
+    return f", {', '.join(known)}" if known else ""

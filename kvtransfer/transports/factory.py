@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvtransfer.causes import protocol_fault
 from kvtransfer.control import Peer
 from kvtransfer.handshake import Hello, LinkRefused, Own
 from kvtransfer.reshard import Link
 from kvtransfer.stream import FrameStream
+from kvtransfer.tls import Wire
 from kvtransfer.transports.mapped import MappedReceiver, MappedSender
 from kvtransfer.transports.protocol import KvReceiver, KvSender, LinkThread
+from kvtransfer.transports.tcp import TcpReceiver, TcpSender
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 MAPPED = "mapped"
 PROCESS_GROUP = "process_group"
+TCP = "tcp"
 AUTO = "auto"
 
 
@@ -29,41 +33,63 @@ class Transports:
 
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
+        self.on_hung: Callable[[str], None] | None = None
+
+    def thread(self, name: str) -> LinkThread:
+        """A link's thread; `on_hung` hears of one that does not come back."""
+        return LinkThread(name, self.on_hung)
 
     async def sender(self, kind: str, own: Own, peer: Peer, thread: LinkThread) -> KvSender:
         if kind == MAPPED:
             return MappedSender(own, thread)
+        if kind == TCP:
+            return TcpSender(own, thread, peer.tcp_address)
         module = await thread.run(_process_group)
         sender: KvSender = module.GroupSender(own, thread, peer.tcp_address, self._device)
         return sender
 
-    async def frames(self, raw: socket.socket) -> FrameStream:
-        """The link's connection after its handshake; takes the socket over."""
+    async def frames(self, raw: Wire) -> FrameStream:
+        """The link's connection after its handshake; takes it over."""
         return await FrameStream.over(raw)
 
     async def receiver(self, own: Own, hello: Hello, link: Link, thread: LinkThread, *, digests: bool) -> KvReceiver:
+        """Raises HandoffFault (protocol): we do not take links of this kind."""
+        if hello.transport not in offered(own):
+            raise protocol_fault(f"transport: expected one of {offered(own)}, got {hello.transport}")
         if hello.transport == MAPPED:
             return MappedReceiver(own, thread, hello, link, digests=digests)
+        if hello.transport == TCP:
+            return TcpReceiver(own, thread, digests=digests)
         module = await thread.run(_process_group)
         receiver: KvReceiver = module.GroupReceiver(own, thread, self._device, digests=digests)
         return receiver
 
 
+def offered(own: Own) -> tuple[str, ...]:
+    """The transports that this agent's configuration allows, those for one host first. With TLS, none that is not
+    encrypted crosses hosts."""
+    allowed = (MAPPED, TCP) if own.tls is not None else (MAPPED, PROCESS_GROUP, TCP)
+    wanted = own.attach.transport
+    return tuple(kind for kind in allowed if wanted in (AUTO, kind))
+
+
 def choose_transport(own: Own, peer: Peer) -> str:
-    """`mapped` on one host, else `process_group`; or what the configuration forces.
+    """`mapped` on one host, else `process_group`, or `tcp` where TLS is asked for; or what the configuration forces.
 
     Raises:
         LinkRefused: what is forced cannot work with this peer.
     """
-    wanted = own.attach.transport
-    can_map = bool(peer.mapped_path) and peer.host_id == own.host_id
-    if wanted != PROCESS_GROUP and can_map:
-        return MAPPED
-    if wanted != MAPPED and peer.tcp_address:
-        return PROCESS_GROUP
+    for kind in offered(own):
+        if kind == MAPPED and peer.mapped_path and peer.host_id == own.host_id:
+            return kind
+        if kind != MAPPED and peer.tcp_address:
+            return kind
     where = "the same" if peer.host_id == own.host_id else "another"
-    offers = [name for name, there in ((MAPPED, peer.mapped_path), (PROCESS_GROUP, peer.tcp_address)) if there]
-    raise LinkRefused(f"transport: {wanted} cannot reach a peer on {where} host that offers {offers}")
+    reach = [name for name, there in (("a unix socket", peer.mapped_path), ("TCP", peer.tcp_address)) if there]
+    encrypted = " with TLS" if own.tls is not None else ""
+    raise LinkRefused(
+        f"transport: {own.attach.transport}{encrypted} cannot reach a peer on {where} host that listens on {reach}"
+    )
 
 
 def _process_group() -> ModuleType:

@@ -67,13 +67,12 @@ class MappedReceiver:
         self._source: PoolMap | None = None
         self._probe = b""
 
-    async def prepare(self, fds: list[int]) -> int | None:
+    async def prepare(self, fds: list[int]) -> None:
         if len(fds) != 2:
             raise protocol_fault(f"mapped: expected the pool and the probe beside the hello, got {len(fds)} files")
         pool_fd, probe_fd = fds
         self._source = PoolMap.map_fd(pool_layout(self._hello.layout), pool_fd, writable=False)
         self._probe = os.pread(probe_fd, PROBE_BYTES, 0)
-        return None
 
     async def establish(self) -> None:
         """The mapping is the data path."""
@@ -110,6 +109,9 @@ class MappedArrival:
 
     async def place(self, span: Span) -> int:
         return await self.thread.run_on(self.size_bytes, self._copy, span)
+
+    async def discard(self) -> None:
+        """Nothing was read yet."""
 
     def _copy(self, span: Span) -> int:
         if self.digests:

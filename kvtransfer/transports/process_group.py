@@ -21,18 +21,20 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.digest import digest_of_bytes
 from kvtransfer.handshake import Own, Welcome
+from kvtransfer.liveness import STALL_S
 from kvtransfer.piece import FrameType, Header, Piece
 from kvtransfer.pool import Bytes, PoolMap, Span
 from kvtransfer.sockets import listen_tcp, split_address
 from kvtransfer.stream import FrameStream
-from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread
+from kvtransfer.transports.protocol import PROBE_BYTES, DataPort, LinkThread
 
-TIMEOUT = datetime.timedelta(seconds=20)
+TIMEOUT = datetime.timedelta(seconds=20)  # to meet
+PIECE_TIMEOUT = datetime.timedelta(seconds=0.9 * STALL_S)  # gloo's abort wakes nobody: operations must end themselves
 _RECEIVER, _SENDER = 0, 1
 
 
 class _Work(Protocol):
-    def wait(self) -> bool: ...
+    def wait(self, timeout: datetime.timedelta) -> bool: ...
 
 
 class _TorchGroup(Protocol):
@@ -56,14 +58,14 @@ class Group:
 
     def send(self, data: Bytes) -> None:
         try:
-            self._group.send([torch.from_numpy(data).to(self._device)], self._peer, 0).wait()
+            self._group.send([torch.from_numpy(data).to(self._device)], self._peer, 0).wait(PIECE_TIMEOUT)
         except RuntimeError as error:
             raise _broken(error) from error
 
     def receive(self, size: int) -> Bytes:
         tensor = torch.empty(size, dtype=torch.uint8, device=self._device)
         try:
-            self._group.recv([tensor], self._peer, 0).wait()
+            self._group.recv([tensor], self._peer, 0).wait(PIECE_TIMEOUT)
         except RuntimeError as error:
             raise _broken(error) from error
         data: Bytes = tensor.cpu().numpy()
@@ -86,10 +88,10 @@ class GroupSender:
         return []
 
     async def establish(self, welcome: Welcome) -> None:
-        if welcome.store_port is None:
+        if welcome.data_port is None:
             raise protocol_fault("process_group: expected the store's port in the welcome")
         self._digests = welcome.digests
-        self._group = await self._thread.run(self._join, welcome.store_port)
+        self._group = await self._thread.run(self._join, welcome.data_port)
 
     def _join(self, port: int) -> Group:
         try:
@@ -129,13 +131,13 @@ class GroupReceiver:
         self._store: TCPStore | None = None
         self._group: Group | None = None
 
-    async def prepare(self, fds: list[int]) -> int | None:
+    async def prepare(self, fds: list[int]) -> DataPort:
         if fds:
             raise protocol_fault("process_group: expected no descriptors beside the hello")
         listener = listen_tcp(self._own.attach.bind_host)
         port = int(listener.getsockname()[1])
         self._store = await self._thread.run(self._make_store, listener, port)
-        return port
+        return DataPort(port)
 
     def _make_store(self, listener: socket.socket, port: int) -> TCPStore:
         host = self._own.attach.bind_host
@@ -181,6 +183,9 @@ class GroupArrival:
 
     async def place(self, span: Span) -> int:
         return await self.thread.run_on(self.data.nbytes, self._write, span)
+
+    async def discard(self) -> None:
+        """All of it has arrived."""
 
     def _write(self, span: Span) -> int:
         self.pool.unpack(self.data, span)

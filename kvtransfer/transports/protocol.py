@@ -6,30 +6,49 @@ Blocking work (digests, copies, collective operations) runs in the link's own th
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from kvtransfer.handshake import Welcome
 from kvtransfer.piece import Piece
 from kvtransfer.pool import Span
 from kvtransfer.stream import FrameStream
 
+log = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 T = TypeVar("T")
 PROBE_BYTES = 4096
 INLINE_BYTES = 256 << 10  # about 50 µs of copying and hashing
+HANG_GRACE_S = 0.25  # for an operation to notice that its link was closed
 
 
 class LinkThread:
-    """One thread of one link: its operations run in order."""
+    """One thread of one link: its operations run in order.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        on_hung: told the name when an operation on pieces has not come back `HANG_GRACE_S` after `close`.
+    """
+
+    def __init__(self, name: str, on_hung: Callable[[str], None] | None = None) -> None:
+        self.moves_pieces = False  # before that, operations have long timeouts of their own and touch no pool
+        self._name = name
+        self._on_hung = on_hung
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._is_closed = False
+        self._is_running = False
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, lambda: function(*args, **kwargs))
+        def run() -> T:
+            self._is_running = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._is_running = False
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, run)
 
     async def run_on(self, size_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`run` for work that only touches memory: so little of it that a hop would cost more is done at once."""
@@ -38,8 +57,22 @@ class LinkThread:
         return await self.run(function, *args, **kwargs)
 
     def close(self) -> None:
-        """Never waits: what runs ends by itself."""
+        """Never waits: what runs ends by itself, because its link is closed too; or it hangs, and `on_hung` hears."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+        if self.moves_pieces and not self._is_closed:
+            asyncio.get_running_loop().call_later(HANG_GRACE_S, self._check)
+        self._is_closed = True
+
+    def _check(self) -> None:
+        if self._is_running and self._on_hung is not None:
+            self._on_hung(self._name)
+
+
+class DataPort(NamedTuple):
+    """Where the receiver takes a transport's data path, and what a connection there must show, if anything."""
+
+    port: int
+    token: bytes = b""
 
 
 class KvSender(Protocol):
@@ -69,16 +102,21 @@ class Arrival(Protocol):
     """A piece that is ready to be written. Nothing was written to our pool yet."""
 
     async def place(self, span: Span) -> int:
-        """Writes the piece into our blocks; returns the digest of the bytes that were written."""
+        """Writes the piece into our blocks; returns the digest of the bytes that were written. Raises HandoffFault
+        (transport) when the data path broke: then the link must end."""
+        ...
+
+    async def discard(self) -> None:
+        """Instead of `place`: the piece was refused, and the next one must still be found. Raises like `place`."""
         ...
 
 
 class KvReceiver(Protocol):
     """The receiving half of one link."""
 
-    async def prepare(self, fds: list[int]) -> int | None:
-        """Before the welcome: takes what came with the hello (and closes none of it); returns the store's port, if
-        the transport has one. Raises HandoffFault."""
+    async def prepare(self, fds: list[int]) -> DataPort | None:
+        """Before the welcome: takes what came with the hello (and closes none of it); returns the data port, if the
+        transport has one. Raises HandoffFault."""
         ...
 
     async def establish(self) -> None:

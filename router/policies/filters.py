@@ -9,7 +9,7 @@ from router.policies.types import Ask, Candidate
 
 @dataclass(frozen=True, slots=True)
 class NotExcluded:
-    """Not those that refused this request just now."""
+    """Not those that refused this request just now, or failed it."""
 
     def keep(self, ask: Ask, candidate: Candidate) -> bool:
         return candidate.worker_id not in ask.excluded

@@ -76,6 +76,8 @@ class PlacementPolicy:
             return PlacementReason.LOCAL_CONFIGURED
         if not prefill_workers:
             return PlacementReason.LOCAL_NO_PREFILL_WORKER
+        if all(each.worker_id in ask.excluded for each in prefill_workers):
+            return PlacementReason.LOCAL_PREFILL_FAILED
         short = decode.uncached_tokens(ask) <= self.local_prefill_max_tokens
         if self.disaggregation is Disaggregation.AUTO and short:
             return PlacementReason.LOCAL_SHORT_SUFFIX

@@ -13,7 +13,7 @@ class Ask:
     """A request in the eyes of a policy."""
 
     prompt_tokens: int
-    excluded: frozenset[str] = frozenset()  # workers that refused it just now
+    excluded: frozenset[str] = frozenset()  # workers that refused it just now, or failed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class PlacementReason(StrEnum):
     LOCAL_CONFIGURED = "local_configured"
     LOCAL_NO_PREFILL_WORKER = "local_no_prefill_worker"
     LOCAL_SHORT_SUFFIX = "local_short_suffix"
+    LOCAL_PREFILL_FAILED = "local_prefill_failed"
     HANDOFF_CACHED_PREFIX = "handoff_cached_prefix"
     HANDOFF_LEAST_LOADED = "handoff_least_loaded"
 

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from tandem.v1 import cluster_pb2 as tandem_dot_v1_dot_cluster__pb2
+from tandem.v1 import trace_pb2 as tandem_dot_v1_dot_trace__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
@@ -50,6 +51,16 @@ class ClusterStub(object):
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_cluster__pb2.ClusterStatus.FromString,
                 _registered_method=True)
+        self.GetTrace = channel.unary_unary(
+                '/tandem.v1.Cluster/GetTrace',
+                request_serializer=tandem_dot_v1_dot_trace__pb2.GetTraceRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_trace__pb2.RequestTrace.FromString,
+                _registered_method=True)
+        self.ListTraces = channel.unary_unary(
+                '/tandem.v1.Cluster/ListTraces',
+                request_serializer=tandem_dot_v1_dot_trace__pb2.ListTracesRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_trace__pb2.ListTracesResponse.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/tandem.v1.Cluster/Shutdown',
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.ShutdownRequest.SerializeToString,
@@ -82,6 +93,19 @@ class ClusterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTrace(self, request, context):
+        """Both ask the router.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTraces(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Shutdown(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -105,6 +129,16 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=tandem_dot_v1_dot_cluster__pb2.GetStatusRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_cluster__pb2.ClusterStatus.SerializeToString,
+            ),
+            'GetTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTrace,
+                    request_deserializer=tandem_dot_v1_dot_trace__pb2.GetTraceRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_trace__pb2.RequestTrace.SerializeToString,
+            ),
+            'ListTraces': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTraces,
+                    request_deserializer=tandem_dot_v1_dot_trace__pb2.ListTracesRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_trace__pb2.ListTracesResponse.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -194,6 +228,60 @@ class Cluster(object):
             '/tandem.v1.Cluster/GetStatus',
             tandem_dot_v1_dot_cluster__pb2.GetStatusRequest.SerializeToString,
             tandem_dot_v1_dot_cluster__pb2.ClusterStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/GetTrace',
+            tandem_dot_v1_dot_trace__pb2.GetTraceRequest.SerializeToString,
+            tandem_dot_v1_dot_trace__pb2.RequestTrace.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTraces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/ListTraces',
+            tandem_dot_v1_dot_trace__pb2.ListTracesRequest.SerializeToString,
+            tandem_dot_v1_dot_trace__pb2.ListTracesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from tandem.v1 import cluster_pb2 as _cluster_pb2
+from tandem.v1 import trace_pb2 as _trace_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -40,6 +41,9 @@ class ClusterStub:
     WatchDirectory: _grpc.UnaryStreamMultiCallable[_cluster_pb2.WatchDirectoryRequest, _cluster_pb2.Directory]
     """The directory now, and again after every change."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.ClusterStatus]
+    GetTrace: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]
+    """Both ask the router."""
+    ListTraces: _grpc.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]
     Shutdown: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]
 
 @_typing.type_check_only
@@ -54,6 +58,9 @@ class ClusterAsyncStub(ClusterStub):
     WatchDirectory: _aio.UnaryStreamMultiCallable[_cluster_pb2.WatchDirectoryRequest, _cluster_pb2.Directory]  # type: ignore[assignment]
     """The directory now, and again after every change."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.ClusterStatus]  # type: ignore[assignment]
+    GetTrace: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]  # type: ignore[assignment]
+    """Both ask the router."""
+    ListTraces: _aio.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]  # type: ignore[assignment]
     Shutdown: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]  # type: ignore[assignment]
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
@@ -83,6 +90,21 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.ClusterStatus, _abc.Awaitable[_cluster_pb2.ClusterStatus]]: ...
+
+    @_abc_1.abstractmethod
+    def GetTrace(
+        self,
+        request: _trace_pb2.GetTraceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trace_pb2.RequestTrace, _abc.Awaitable[_trace_pb2.RequestTrace]]:
+        """Both ask the router."""
+
+    @_abc_1.abstractmethod
+    def ListTraces(
+        self,
+        request: _trace_pb2.ListTracesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trace_pb2.ListTracesResponse, _abc.Awaitable[_trace_pb2.ListTracesResponse]]: ...
 
     @_abc_1.abstractmethod
     def Shutdown(

@@ -74,6 +74,9 @@ class WorkerFrame(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     REACH_FIELD_NUMBER: _builtins.int
+    SENT_AT_S_FIELD_NUMBER: _builtins.int
+    sent_at_s: _builtins.float
+    """the worker's monotonic clock when this frame left it; only differences mean anything"""
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -100,10 +103,11 @@ class WorkerFrame(_message.Message):
         ended: _abc.Iterable[Global___Ended] | None = ...,
         load: Global___WorkerLoad | None = ...,
         reach: Global___Reach | None = ...,
+        sent_at_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load", "reach", b"reach"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "handoffs", b"handoffs", "hello", b"hello", "load", b"load", "reach", b"reach", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "handoffs", b"handoffs", "hello", b"hello", "load", b"load", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -502,12 +506,28 @@ class HandoffDone(_message.Message):
     PIECES_FIELD_NUMBER: _builtins.int
     VERIFY_S_FIELD_NUMBER: _builtins.int
     RESERVE_TO_JOIN_S_FIELD_NUMBER: _builtins.int
+    ANCHOR_AT_S_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     bytes: _builtins.int
     blocks: _builtins.int
     pieces: _builtins.int
     verify_s: _builtins.float
+    """writing and digesting, summed over the pieces of the slowest rank"""
     reserve_to_join_s: _builtins.float
+    anchor_at_s: _builtins.float
+    """When Reserve or Prefill was taken up: the stages' zero, on the clock of the frames' `sent_at_s`, by which a router
+    can lay it on its own.
+    """
+    @_builtins.property
+    def received(self) -> Global___ReceiveStages:
+        """from the decode worker"""
+
+    @_builtins.property
+    def sent(self) -> Global___SendStages:
+        """from the prefill worker; absent when nothing was sent"""
+
     def __init__(
         self,
         *,
@@ -517,14 +537,160 @@ class HandoffDone(_message.Message):
         pieces: _builtins.int = ...,
         verify_s: _builtins.float = ...,
         reserve_to_join_s: _builtins.float = ...,
+        anchor_at_s: _builtins.float = ...,
+        received: Global___ReceiveStages | None = ...,
+        sent: Global___SendStages | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["received", b"received", "sent", b"sent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "pieces", b"pieces", "request_id", b"request_id", "reserve_to_join_s", b"reserve_to_join_s", "verify_s", b"verify_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor_at_s", b"anchor_at_s", "blocks", b"blocks", "bytes", b"bytes", "pieces", b"pieces", "received", b"received", "request_id", b"request_id", "reserve_to_join_s", b"reserve_to_join_s", "sent", b"sent", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HandoffDone: _TypeAlias = HandoffDone  # noqa: Y015
+
+@_typing.final
+class ReceiveStages(_message.Message):
+    """Seconds since the decode worker took up Reserve. Of several ranks the first to begin, the last to be done. Absent:
+    nothing had to be received.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVED_S_FIELD_NUMBER: _builtins.int
+    LINKED_S_FIELD_NUMBER: _builtins.int
+    FIRST_PIECE_S_FIELD_NUMBER: _builtins.int
+    LAST_PIECE_S_FIELD_NUMBER: _builtins.int
+    VERIFIED_S_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
+    JOINED_S_FIELD_NUMBER: _builtins.int
+    reserved_s: _builtins.float
+    """blocks leased, ticket signed"""
+    linked_s: _builtins.float
+    """every link had shown the ticket"""
+    first_piece_s: _builtins.float
+    """the first piece began to be written"""
+    last_piece_s: _builtins.float
+    """the last piece was written and digested"""
+    verified_s: _builtins.float
+    """complete, confirmed by every sender, digests good"""
+    first_token_s: _builtins.float
+    """Join was taken up"""
+    joined_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        reserved_s: _builtins.float = ...,
+        linked_s: _builtins.float | None = ...,
+        first_piece_s: _builtins.float | None = ...,
+        last_piece_s: _builtins.float | None = ...,
+        verified_s: _builtins.float | None = ...,
+        first_token_s: _builtins.float | None = ...,
+        joined_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_piece_s", b"_first_piece_s", "_first_token_s", b"_first_token_s", "_last_piece_s", b"_last_piece_s", "_linked_s", b"_linked_s", "_verified_s", b"_verified_s", "first_piece_s", b"first_piece_s", "first_token_s", b"first_token_s", "last_piece_s", b"last_piece_s", "linked_s", b"linked_s", "verified_s", b"verified_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_piece_s", b"_first_piece_s", "_first_token_s", b"_first_token_s", "_last_piece_s", b"_last_piece_s", "_linked_s", b"_linked_s", "_verified_s", b"_verified_s", "first_piece_s", b"first_piece_s", "first_token_s", b"first_token_s", "joined_s", b"joined_s", "last_piece_s", b"last_piece_s", "linked_s", b"linked_s", "reserved_s", b"reserved_s", "verified_s", b"verified_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__first_piece_s: _TypeAlias = _typing.Literal["first_piece_s"]  # noqa: Y015
+    _WhichOneofArgType__first_piece_s: _TypeAlias = _typing.Literal["_first_piece_s", b"_first_piece_s"]  # noqa: Y015
+    _WhichOneofReturnType__first_token_s: _TypeAlias = _typing.Literal["first_token_s"]  # noqa: Y015
+    _WhichOneofArgType__first_token_s: _TypeAlias = _typing.Literal["_first_token_s", b"_first_token_s"]  # noqa: Y015
+    _WhichOneofReturnType__last_piece_s: _TypeAlias = _typing.Literal["last_piece_s"]  # noqa: Y015
+    _WhichOneofArgType__last_piece_s: _TypeAlias = _typing.Literal["_last_piece_s", b"_last_piece_s"]  # noqa: Y015
+    _WhichOneofReturnType__linked_s: _TypeAlias = _typing.Literal["linked_s"]  # noqa: Y015
+    _WhichOneofArgType__linked_s: _TypeAlias = _typing.Literal["_linked_s", b"_linked_s"]  # noqa: Y015
+    _WhichOneofReturnType__verified_s: _TypeAlias = _typing.Literal["verified_s"]  # noqa: Y015
+    _WhichOneofArgType__verified_s: _TypeAlias = _typing.Literal["_verified_s", b"_verified_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_piece_s) -> _WhichOneofReturnType__first_piece_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_s) -> _WhichOneofReturnType__first_token_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_piece_s) -> _WhichOneofReturnType__last_piece_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__linked_s) -> _WhichOneofReturnType__linked_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__verified_s) -> _WhichOneofReturnType__verified_s | None: ...
+
+Global___ReceiveStages: _TypeAlias = ReceiveStages  # noqa: Y015
+
+@_typing.final
+class SendStages(_message.Message):
+    """Seconds since the prefill worker took up Prefill. Of several ranks the first to begin, the last to be done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPENED_S_FIELD_NUMBER: _builtins.int
+    COMPUTING_S_FIELD_NUMBER: _builtins.int
+    LINKED_S_FIELD_NUMBER: _builtins.int
+    FIRST_PIECE_S_FIELD_NUMBER: _builtins.int
+    LAST_LAYER_S_FIELD_NUMBER: _builtins.int
+    LAST_ACK_S_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
+    HIDDEN_BYTES_FIELD_NUMBER: _builtins.int
+    opened_s: _builtins.float
+    """the agents knew the ticket: connecting begins"""
+    computing_s: _builtins.float
+    """the first engine step with the prompt began"""
+    linked_s: _builtins.float
+    """every link had accepted the ticket"""
+    first_piece_s: _builtins.float
+    """the first piece was given to its link"""
+    last_layer_s: _builtins.float
+    """the last layer of the last blocks was computed"""
+    last_ack_s: _builtins.float
+    """the last piece was acknowledged"""
+    first_token_s: _builtins.float
+    """sampled"""
+    hidden_bytes: _builtins.int
+    """acknowledged by the time of last_layer_s"""
+    def __init__(
+        self,
+        *,
+        opened_s: _builtins.float | None = ...,
+        computing_s: _builtins.float | None = ...,
+        linked_s: _builtins.float | None = ...,
+        first_piece_s: _builtins.float | None = ...,
+        last_layer_s: _builtins.float | None = ...,
+        last_ack_s: _builtins.float | None = ...,
+        first_token_s: _builtins.float | None = ...,
+        hidden_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_computing_s", b"_computing_s", "_first_piece_s", b"_first_piece_s", "_first_token_s", b"_first_token_s", "_last_ack_s", b"_last_ack_s", "_last_layer_s", b"_last_layer_s", "_linked_s", b"_linked_s", "_opened_s", b"_opened_s", "computing_s", b"computing_s", "first_piece_s", b"first_piece_s", "first_token_s", b"first_token_s", "last_ack_s", b"last_ack_s", "last_layer_s", b"last_layer_s", "linked_s", b"linked_s", "opened_s", b"opened_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_computing_s", b"_computing_s", "_first_piece_s", b"_first_piece_s", "_first_token_s", b"_first_token_s", "_last_ack_s", b"_last_ack_s", "_last_layer_s", b"_last_layer_s", "_linked_s", b"_linked_s", "_opened_s", b"_opened_s", "computing_s", b"computing_s", "first_piece_s", b"first_piece_s", "first_token_s", b"first_token_s", "hidden_bytes", b"hidden_bytes", "last_ack_s", b"last_ack_s", "last_layer_s", b"last_layer_s", "linked_s", b"linked_s", "opened_s", b"opened_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__computing_s: _TypeAlias = _typing.Literal["computing_s"]  # noqa: Y015
+    _WhichOneofArgType__computing_s: _TypeAlias = _typing.Literal["_computing_s", b"_computing_s"]  # noqa: Y015
+    _WhichOneofReturnType__first_piece_s: _TypeAlias = _typing.Literal["first_piece_s"]  # noqa: Y015
+    _WhichOneofArgType__first_piece_s: _TypeAlias = _typing.Literal["_first_piece_s", b"_first_piece_s"]  # noqa: Y015
+    _WhichOneofReturnType__first_token_s: _TypeAlias = _typing.Literal["first_token_s"]  # noqa: Y015
+    _WhichOneofArgType__first_token_s: _TypeAlias = _typing.Literal["_first_token_s", b"_first_token_s"]  # noqa: Y015
+    _WhichOneofReturnType__last_ack_s: _TypeAlias = _typing.Literal["last_ack_s"]  # noqa: Y015
+    _WhichOneofArgType__last_ack_s: _TypeAlias = _typing.Literal["_last_ack_s", b"_last_ack_s"]  # noqa: Y015
+    _WhichOneofReturnType__last_layer_s: _TypeAlias = _typing.Literal["last_layer_s"]  # noqa: Y015
+    _WhichOneofArgType__last_layer_s: _TypeAlias = _typing.Literal["_last_layer_s", b"_last_layer_s"]  # noqa: Y015
+    _WhichOneofReturnType__linked_s: _TypeAlias = _typing.Literal["linked_s"]  # noqa: Y015
+    _WhichOneofArgType__linked_s: _TypeAlias = _typing.Literal["_linked_s", b"_linked_s"]  # noqa: Y015
+    _WhichOneofReturnType__opened_s: _TypeAlias = _typing.Literal["opened_s"]  # noqa: Y015
+    _WhichOneofArgType__opened_s: _TypeAlias = _typing.Literal["_opened_s", b"_opened_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__computing_s) -> _WhichOneofReturnType__computing_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_piece_s) -> _WhichOneofReturnType__first_piece_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_s) -> _WhichOneofReturnType__first_token_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_ack_s) -> _WhichOneofReturnType__last_ack_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__last_layer_s) -> _WhichOneofReturnType__last_layer_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__linked_s) -> _WhichOneofReturnType__linked_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__opened_s) -> _WhichOneofReturnType__opened_s | None: ...
+
+Global___SendStages: _TypeAlias = SendStages  # noqa: Y015
 
 @_typing.final
 class Ended(_message.Message):
@@ -562,22 +728,28 @@ class WorkerError(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     FIELD_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
     code: _builtins.str
     """a member of tandem.errors.ErrorCode"""
     message: _builtins.str
     field: _builtins.str
+    cause: _builtins.str
+    """of a failed handoff: a member of kvtransfer.causes.HandoffCause"""
     def __init__(
         self,
         *,
         code: _builtins.str = ...,
         message: _builtins.str = ...,
         field: _builtins.str = ...,
+        cause: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cause", b"_cause", "cause", b"cause"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "field", b"field", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cause", b"_cause", "cause", b"cause", "code", b"code", "field", b"field", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cause: _TypeAlias = _typing.Literal["cause"]  # noqa: Y015
+    _WhichOneofArgType__cause: _TypeAlias = _typing.Literal["_cause", b"_cause"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cause) -> _WhichOneofReturnType__cause | None: ...
 
 Global___WorkerError: _TypeAlias = WorkerError  # noqa: Y015
 
@@ -681,12 +853,33 @@ class WorkerState(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class HandoffFailuresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     REQUEST_ENDS_FIELD_NUMBER: _builtins.int
+    HANDOFF_FAILURES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     steps: _builtins.int
@@ -698,6 +891,10 @@ class WorkerState(_message.Message):
     def request_ends(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """end state → count"""
 
+    @_builtins.property
+    def handoff_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """HandoffCause → count"""
+
     def __init__(
         self,
         *,
@@ -707,10 +904,11 @@ class WorkerState(_message.Message):
         steps: _builtins.int = ...,
         links: _abc.Iterable[Global___LinkState] | None = ...,
         request_ends: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        handoff_failures: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "links", b"links", "load", b"load", "request_ends", b"request_ends", "steps", b"steps", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handoff_failures", b"handoff_failures", "links", b"links", "load", b"load", "request_ends", b"request_ends", "steps", b"steps", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -728,6 +926,8 @@ class LinkState(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    LATENCY_S_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
     peer_worker: _builtins.str
     peer_epoch: _builtins.int
     rank: _builtins.int
@@ -737,6 +937,10 @@ class LinkState(_message.Message):
     """connecting, ready, refused, down"""
     reason: _builtins.str
     bytes: _builtins.int
+    latency_s: _builtins.float
+    """shortest round trip of a probe; measured by the sending end"""
+    bytes_per_s: _builtins.float
+    """what handoffs got, recent ones first; measured by the sending end"""
     def __init__(
         self,
         *,
@@ -748,11 +952,20 @@ class LinkState(_message.Message):
         state: _builtins.str = ...,
         reason: _builtins.str = ...,
         bytes: _builtins.int = ...,
+        latency_s: _builtins.float | None = ...,
+        bytes_per_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bytes_per_s", b"_bytes_per_s", "_latency_s", b"_latency_s", "bytes_per_s", b"bytes_per_s", "latency_s", b"latency_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "peer_epoch", b"peer_epoch", "peer_rank", b"peer_rank", "peer_worker", b"peer_worker", "rank", b"rank", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bytes_per_s", b"_bytes_per_s", "_latency_s", b"_latency_s", "bytes", b"bytes", "bytes_per_s", b"bytes_per_s", "latency_s", b"latency_s", "peer_epoch", b"peer_epoch", "peer_rank", b"peer_rank", "peer_worker", b"peer_worker", "rank", b"rank", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__bytes_per_s: _TypeAlias = _typing.Literal["bytes_per_s"]  # noqa: Y015
+    _WhichOneofArgType__bytes_per_s: _TypeAlias = _typing.Literal["_bytes_per_s", b"_bytes_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__latency_s: _TypeAlias = _typing.Literal["latency_s"]  # noqa: Y015
+    _WhichOneofArgType__latency_s: _TypeAlias = _typing.Literal["_latency_s", b"_latency_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bytes_per_s) -> _WhichOneofReturnType__bytes_per_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__latency_s) -> _WhichOneofReturnType__latency_s | None: ...
 
 Global___LinkState: _TypeAlias = LinkState  # noqa: Y015

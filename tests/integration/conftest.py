@@ -1,15 +1,23 @@
-"""Live workers for the integration tests (see `worker.testing_live`)."""
+"""Live workers for the integration tests (see `worker.testing_live`), and a real router before them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from worker.testing_live import Pair, live_pair
+from router.app import RouterApp
+from router.testing import until
+from tandem.config import Disaggregation, EngineSpec, ModelSpec, Role, RouterSpec, TransferSpec
+from tandem.launch import RouterLaunch, ServedModel
+from tandem.model_config import fingerprint
+from worker.testing import assert_conserved, open_session
+from worker.testing_live import Pair, Workers, live_pair, workers
 
 StartPair = Callable[..., AbstractAsyncContextManager[Pair]]
 
@@ -18,6 +26,63 @@ StartPair = Callable[..., AbstractAsyncContextManager[Pair]]
 def pair(short_folder: Path) -> StartPair:
     """`pair(model_dir, ...)`: one prefill and one decode worker, and a session with each."""
     return partial(live_pair, short_folder)
+
+
+@dataclass
+class Routed:
+    """A real router in this process, before live workers."""
+
+    app: RouterApp
+    workers: Workers
+
+
+@pytest.fixture
+def routed(short_folder: Path) -> Callable[..., AbstractAsyncContextManager[Routed]]:
+    """Starts so many workers of each role and a router that always hands off. Checks conservation on leaving."""
+
+    @asynccontextmanager
+    async def start(
+        model_dir: Path, *, prefill: int, decode: int, engine: EngineSpec | None = None
+    ) -> AsyncIterator[Routed]:
+        model = ModelSpec(source=str(model_dir), engine=engine or EngineSpec(kv_blocks=256))
+        roles = {f"prefill-{n}": Role.PREFILL for n in range(prefill)}
+        roles |= {f"decode-{n}": Role.DECODE for n in range(decode)}
+        async with workers(short_folder) as running:
+            infos = await asyncio.gather(
+                *(running.start(worker_id, role, model, TransferSpec()) for worker_id, role in roles.items())
+            )
+            app = RouterApp(router_launch(model, model_dir, running.controller_address))
+            await app.start()
+            try:
+                await until(lambda: app.dispatcher.fleet.count_ready(Role.DECODE) == decode)
+                await until(lambda: app.dispatcher.fleet.count_ready(Role.PREFILL) == prefill)
+                yield Routed(app, running)
+                async with AsyncExitStack() as sessions:
+                    alive = [info for info in infos if running.live[info.worker_id].leads]
+                    await assert_conserved(
+                        *[await sessions.enter_async_context(open_session(info.address)) for info in alive]
+                    )
+            finally:
+                await app.close()
+
+    return start
+
+
+def router_launch(model: ModelSpec, model_dir: Path, controller_address: str) -> RouterLaunch:
+    served = ServedModel(
+        name="tiny",
+        model_dir=str(model_dir),
+        model_fingerprint=fingerprint(model_dir),
+        block_tokens=model.engine.block_tokens,
+    )
+    return RouterLaunch(
+        cluster="test",
+        router_id="router-0",
+        router=RouterSpec(http_port=0, grpc_port=0, disaggregation=Disaggregation.ALWAYS),
+        models=(served,),
+        controller_address=controller_address,
+        redis_url=None,
+    )
 
 
 @pytest.fixture

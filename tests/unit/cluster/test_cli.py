@@ -31,7 +31,7 @@ def test_help_imports_nothing_heavy() -> None:
 def test_help_lists_the_commands(tmp_path: Path) -> None:
     done = tandem(tmp_path, "--help")
     assert done.returncode == 0
-    for command in ("up", "demo", "chat", "status", "pull", "doctor"):
+    for command in ("up", "demo", "chat", "status", "trace", "pull", "doctor"):
         assert command in done.stdout
 
 
@@ -39,6 +39,8 @@ def test_help_lists_the_commands(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (("status",), "tandem up"),
+        (("trace",), "tandem up"),
+        (("trace", "abc", "--address", "127.0.0.1:1"), "--address"),
         (("chat", "hi"), "tandem up"),
         (("status", "--address", "127.0.0.1:1"), "--address"),
         (("up", "--http-port", "70000"), "router.http_port"),

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtransfer.testing import FakeModel, FakeWorker
+from kvtransfer.testing_cluster import FakeCluster
 
 MakeWorker = Callable[..., FakeWorker]
 
@@ -25,3 +27,21 @@ def make_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeWorker
     yield make
     for worker in workers:
         worker.stop()
+
+
+@pytest.fixture
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeCluster]:
+    """A fake cluster without workers yet; it is stopped at the end."""
+    fake = FakeCluster(tmp_path_factory.mktemp("c"))
+    yield fake
+    await fake.stop()
+
+
+@pytest.fixture(scope="session")
+def soak() -> Callable[[int, int], int]:
+    """`soak(full, short)`: the full count when TANDEM_SOAK is set, else the short one."""
+
+    def choose(full: int, short: int) -> int:
+        return full if os.environ.get("TANDEM_SOAK") else short
+
+    return choose

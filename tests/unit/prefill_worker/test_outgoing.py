@@ -10,7 +10,7 @@ def sent(ticket_id: str) -> Sent:
 
 def test_released_when_every_rank_was_acknowledged() -> None:
     book = OutgoingBook(tp=2)
-    entry = book.open("t", "1:r")
+    entry = book.open("t", "1:r", 0.0)
     assert book.sent(1, sent("t")) is None
     assert book.sent(1, sent("t")) is None
     assert book.sent(0, sent("t")) is entry
@@ -20,7 +20,7 @@ def test_released_when_every_rank_was_acknowledged() -> None:
 
 def test_closing_waits_for_every_rank_even_for_those_that_had_sent() -> None:
     book = OutgoingBook(tp=2)
-    entry = book.open("t", "1:r")
+    entry = book.open("t", "1:r", 0.0)
     book.sent(0, sent("t"))
     assert book.start_closing(entry)
     assert book.sent(1, sent("t")) is None

@@ -7,7 +7,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from router.app import RouterApp
-from router.testing import StubController, StubWorker, until
+from router.testing import StubController, StubWorker, script, until
 from tandem.config import Disaggregation, Role, RouterSpec
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.testing import write_tiny_llama
@@ -16,6 +16,7 @@ from tandem.v1.inference_pb2_grpc import InferenceStub
 
 MODEL = "tiny"
 EOS = 2
+SECRET = "only-the-controller-knows"
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +55,7 @@ class Cluster:
             models=(served,),
             controller_address=self.controller.address,
             redis_url=None,
+            controller_secret=SECRET,
         )
         self.app = RouterApp(launch)
         await self.app.start()
@@ -80,11 +82,20 @@ class Cluster:
         await until(lambda: all(fleet.count_ready(role) == count for role, count in counts.items()))
 
     def says(self, text: str) -> list[int]:
-        """Both workers answer every prompt with `text`. Returns its tokens."""
+        """Both workers answer every prompt with `text`, also when it begins in the prompt. Returns its tokens."""
         tokens = self.tokenizer.encode(text, add_special_tokens=False)
         for worker in (self.prefill, self.decode):
-            worker.behaviour.answer = lambda prompt: tokens
+            worker.behaviour.answer = script(tokens)
         return tokens
+
+    async def settled(self) -> None:
+        """Until no request is anywhere; no account may be left open."""
+        fleet = self.app.dispatcher.fleet
+        workers = [*fleet.ready(MODEL, Role.PREFILL), *fleet.ready(MODEL, Role.DECODE)]
+        await until(
+            lambda: self.app.dispatcher.active == 0
+            and all(w.account.requests == 0 and w.account.prefill_tokens == 0 and w.link.idle for w in workers)
+        )
 
     def metric(self, line_start: str) -> float:
         """Sum of the samples whose exposition line starts so."""

@@ -88,6 +88,14 @@ def test_request_waits(ask: Ask, decode: list[Candidate], prefill: list[Candidat
     assert policy().place(ask, decode, prefill) is reason
 
 
+def test_prefill_worker_that_failed_it_gives_way_to_another_and_the_last_to_local_prefill() -> None:
+    ask, decode = Ask(100, frozenset({"p"})), [worker("d")]
+    placed = place(ask, decode, [worker("p"), worker("q", outstanding=500)])
+    assert placed.prefill is not None
+    assert placed.prefill.worker_id == "q"
+    assert place(ask, decode, [worker("p")]).reason is PlacementReason.LOCAL_PREFILL_FAILED
+
+
 def test_idle_prefill_worker_takes_a_prompt_beyond_its_budget() -> None:
     placed = place(Ask(5000), [worker("d")], [worker("p", outstanding=10), worker("q")])
     assert placed.prefill is not None

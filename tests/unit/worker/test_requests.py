@@ -2,9 +2,11 @@
 
 import pytest
 
+from kvtransfer.causes import HandoffCause, HandoffFault
 from tandem.engine.api import BlockCounts, EngineLoad
 from tandem.errors import InputError, KvExhausted, RequestCancelled
 from tandem.request import FinishReason, RequestState
+from tandem.testing import FakeClock
 from tandem.v1 import inference_pb2, worker_pb2
 from worker.requests import Outbox, RequestBook
 
@@ -81,3 +83,24 @@ def test_a_closed_session_hears_nothing_more(book: RequestBook, sent: Sent) -> N
     book.finish(engine_id, FinishReason.STOP)
     flush(book)
     assert sent.frames == []
+
+
+def test_a_failed_handoff_is_counted_by_its_cause_once_and_names_it(book: RequestBook, sent: Sent) -> None:
+    engine_id = book.open(1, "x")
+    for _ in range(2):
+        book.fail(engine_id, HandoffFault(HandoffCause.DIGEST_MISMATCH, "piece 3 arrived corrupted"))
+    book.fail(book.open(1, "y"), KvExhausted("no room"))
+    flush(book)
+    errors = [ended.error for ended in dict(sent.frames)[1].ended]
+    assert [error.cause for error in errors] == ["digest_mismatch", ""]
+    assert not errors[1].HasField("cause")
+    assert book.handoff_failures == {HandoffCause.DIGEST_MISMATCH: 1}
+
+
+def test_every_frame_tells_when_it_left(sent: Sent) -> None:
+    clock = FakeClock(41.0)
+    book = RequestBook(Outbox(sent, clock))
+    book.sessions = {1: "router-a"}
+    clock.advance(1)
+    flush(book)
+    assert [frame.sent_at_s for _, frame in sent.frames] == [42.0]

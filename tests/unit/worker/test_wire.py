@@ -2,10 +2,11 @@
 
 import pytest
 
+from kvtransfer.causes import HandoffCause, HandoffFault
 from tandem.engine.api import TokenLogprob, TokenOut
-from tandem.errors import ErrorCode, InputError, KvExhausted, error_from_code
+from tandem.errors import ErrorCode, HandoffError, InputError, KvExhausted, error_from_code
 from tandem.v1 import worker_pb2
-from worker.wire import error_frame, parse_work, token_frame
+from worker.wire import error_frame, parse_error, parse_work, token_frame
 
 
 def work(**sampling: object) -> worker_pb2.Work:
@@ -54,3 +55,20 @@ def test_errors_keep_their_code_on_the_wire() -> None:
     error = error_from_code(ended.error.code, ended.error.message, ended.error.field)
     assert (error.code, error.field) == (ErrorCode.KV_EXHAUSTED, "prompt")
     assert error.wire.retryable
+
+
+@pytest.mark.parametrize("cause", list(HandoffCause))
+def test_the_cause_of_a_failed_handoff_travels_as_data(cause: HandoffCause) -> None:
+    found = parse_error(error_frame("r", HandoffFault(cause, "why")).error)
+    assert isinstance(found, HandoffFault)
+    assert (found.cause, found.message, found.code) == (cause, "why", ErrorCode.HANDOFF_FAILED)
+
+
+def test_other_errors_and_strange_causes_stay_typed() -> None:
+    assert isinstance(parse_error(error_frame("r", KvExhausted("no room")).error), KvExhausted)
+    newer = parse_error(worker_pb2.WorkerError(code="handoff_failed", message="m", cause="solar_flare"))
+    assert isinstance(newer, HandoffFault)
+    assert newer.cause is HandoffCause.PROTOCOL
+    older = parse_error(worker_pb2.WorkerError(code="handoff_failed", message="m"))
+    assert isinstance(older, HandoffError)
+    assert not isinstance(older, HandoffFault)

@@ -1,0 +1,130 @@
+"""Mutual TLS 1.3 for the TCP connections of the KV plane.
+
+Both sides show a certificate that the one `ca` signed; host names are not compared, since workers are found by address:
+so the `ca` should be one of this cluster's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtransfer.control import TlsFiles
+from tandem.errors import ConfigError
+
+HANDSHAKE_TIMEOUT_S = 5.0
+_CERTIFICATE_ALERTS = ("CERTIFICATE", "UNKNOWN_CA")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsContexts:
+    """One for connections we accept, one for those we make."""
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+
+def load_tls(files: TlsFiles, field: str = "transfer.tls") -> TlsContexts:
+    """Raises ConfigError naming the file's field and what is wrong with it."""
+    for name, path in (("cert", files.cert), ("key", files.key), ("ca", files.ca)):
+        try:
+            Path(path).read_bytes()
+        except OSError as error:
+            raise _wrong(f"{field}.{name}", path, f"cannot be read: {error.strerror}") from None
+    for name, path in (("ca", files.ca), ("cert", files.cert)):
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=path)
+        except ssl.SSLError:
+            raise _wrong(f"{field}.{name}", path, "expected certificates in PEM format") from None
+    contexts = TlsContexts(
+        _context(ssl.PROTOCOL_TLS_SERVER, files, field), _context(ssl.PROTOCOL_TLS_CLIENT, files, field)
+    )
+    _meet_ourselves(contexts, files, field)
+    return contexts
+
+
+def _context(protocol: ssl._SSLMethod, files: TlsFiles, field: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cafile=files.ca)
+    try:
+        context.load_cert_chain(files.cert, files.key, password=lambda: b"")  # never asks a terminal
+    except ssl.SSLError:
+        raise _wrong(f"{field}.key", files.key, f"expected the unencrypted PEM key of {files.cert}") from None
+    if protocol is ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # sessions are never resumed
+    return context
+
+
+def _meet_ourselves(contexts: TlsContexts, files: TlsFiles, field: str) -> None:
+    """A handshake in memory: our certificate must pass for our own peers, both ways."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = contexts.client.wrap_bio(down, up)
+    server = contexts.server.wrap_bio(up, down, server_side=True)
+    for side in (client, server, client, server):
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLError as error:
+            why = getattr(error, "verify_message", None) or error.reason or str(error)
+            raise _wrong(f"{field}.cert", files.cert, f"does not pass against {files.ca}: {why}") from None
+
+
+def _wrong(field: str, path: str, what: str) -> ConfigError:
+    return ConfigError(f"{field}: {path}: {what}", field=field)
+
+
+def refuses_certificate(error: ssl.SSLError) -> bool:
+    """Whether one side does not take the other's certificate: then trying again is of no use."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return True
+    return "ALERT" in (error.reason or "") and any(what in (error.reason or "") for what in _CERTIFICATE_ALERTS)
+
+
+class TlsConnection:
+    """A connection after its TLS handshake and before its frames. Stands where a plain socket would."""
+
+    family = socket.AF_INET
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def connect(cls, raw: socket.socket, contexts: TlsContexts) -> TlsConnection:
+        """Takes the socket over. Raises OSError (ssl.SSLError among them)."""
+        opening = asyncio.open_connection(
+            sock=raw, ssl=contexts.client, server_hostname="", ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
+        )
+        return cls(*await opening)
+
+    @classmethod
+    async def accept(cls, raw: socket.socket, contexts: TlsContexts) -> TlsConnection:
+        """Takes the socket over. Raises OSError (ssl.SSLError among them): it was not TLS, or not from our peers."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        transport, _ = await loop.connect_accepted_socket(
+            lambda: protocol, raw, ssl=contexts.server, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
+        )
+        return cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def receive(self, size: int) -> bytes:
+        return await self.reader.read(size)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+Wire = socket.socket | TlsConnection
+"""A connection before its frames begin."""

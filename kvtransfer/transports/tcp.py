@@ -1,0 +1,183 @@
+"""Across hosts without RDMA, or where the KV plane must be encrypted: a second connection for the bytes of pieces.
+
+The sender's thread writes straight out of its pool, the receiver's reads straight into its own blocks, each hashing
+what it moves while that is in the CPU's cache. So a digest is known only after its bytes have left: it follows them as
+a trailer. The announcement carries a random number in the digest's place, and the trailer is the digest xor that
+number: what `place` returns (digest of what arrived xor trailer) is the announced number again only if neither the
+header, nor the bytes, nor which of them belong together was changed on the way.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from dataclasses import dataclass, replace
+
+import xxhash
+
+from kvtransfer.batches import BATCH_BYTES, batches, make_scratch
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.data_socket import TOKEN_BYTES, DataDoor, DataSocket, connect_data
+from kvtransfer.digest import digest_of_bytes
+from kvtransfer.handshake import Own, Welcome
+from kvtransfer.piece import FrameType, Header, Piece
+from kvtransfer.pool import Bytes, PoolMap, Span
+from kvtransfer.sockets import join_address, split_address
+from kvtransfer.stream import FrameStream
+from kvtransfer.transports.protocol import PROBE_BYTES, DataPort, LinkThread
+
+MAX_IDLE_S = 20.0
+_TRAILER = struct.Struct("<Q")
+
+
+class TcpSender:
+    def __init__(self, own: Own, thread: LinkThread, peer_address: str) -> None:
+        self._own = own
+        self._thread = thread
+        self._host, _ = split_address(peer_address)
+        self._data: DataSocket | None = None
+        self._digests = True
+        self._scratch = make_scratch()
+
+    def hello_fds(self) -> list[int]:
+        return []
+
+    async def establish(self, welcome: Welcome) -> None:
+        if welcome.data_port is None or len(welcome.data_token) != TOKEN_BYTES:
+            raise protocol_fault(f"tcp: expected the data port and its token of {TOKEN_BYTES} bytes in the welcome")
+        self._digests = welcome.digests
+        address = join_address(self._host, welcome.data_port)
+        self._data = await connect_data(address, welcome.data_token, self._own.tls, _idle_s(self._own))
+
+    async def send_probe(self, stream: FrameStream) -> int:
+        probe = secrets.token_bytes(PROBE_BYTES)
+        stream.send(Header(FrameType.PROBE))
+        await self._thread.run(_open(self._data).send, [memoryview(probe)])
+        return digest_of_bytes(probe)
+
+    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
+        number = secrets.randbits(64) if self._digests else None
+        stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(piece, digest=number)))
+        await self._thread.run(self._send, _open(self._data), span, number)
+
+    def _send(self, data: DataSocket, span: Span, number: int | None) -> None:
+        hasher = xxhash.xxh3_64()
+        for batch in batches(self._own.pool, span, self._scratch):
+            batch.gather()
+            if number is not None:
+                for view in batch.views:
+                    hasher.update(view)
+            data.send(batch.views)
+        if number is not None:
+            data.send([memoryview(_TRAILER.pack(hasher.intdigest() ^ number))])
+
+    def close(self) -> None:
+        """Ends what the thread is at."""
+        if self._data is not None:
+            self._data.close()
+            self._data = None
+
+
+class TcpReceiver:
+    def __init__(self, own: Own, thread: LinkThread, *, digests: bool) -> None:
+        self._own = own
+        self._thread = thread
+        self._digests = digests
+        self._door: DataDoor | None = None
+        self._data: DataSocket | None = None
+        self._scratch = make_scratch()
+
+    async def prepare(self, fds: list[int]) -> DataPort:
+        if fds:
+            raise protocol_fault("tcp: expected no descriptors beside the hello")
+        try:
+            self._door = DataDoor(self._own.attach.bind_host, self._own.tls)
+        except OSError as error:
+            what = f"tcp: cannot listen on {self._own.attach.bind_host}: {error}"
+            raise HandoffFault(HandoffCause.TRANSPORT, what) from error
+        return DataPort(self._door.port, self._door.token)
+
+    async def establish(self) -> None:
+        if self._door is None:
+            raise protocol_fault("tcp: no data port was prepared")
+        self._data = await self._door.admit(_idle_s(self._own))
+
+    async def receive_probe(self) -> int:
+        probe = bytearray(PROBE_BYTES)
+        await self._thread.run(_open(self._data).receive, [memoryview(probe)])
+        return digest_of_bytes(memoryview(probe))
+
+    async def fetch(self, piece: Piece, body: bytes) -> TcpArrival:
+        if body:
+            raise protocol_fault("tcp: expected a piece without a body")
+        if (piece.digest is not None) != self._digests:
+            raise protocol_fault("tcp: expected pieces with digests as the welcome said")
+        arriving = _Arriving(_open(self._data), self._own.pool, self._scratch, self._digests)
+        return TcpArrival(arriving, self._thread, piece.payload_bytes)
+
+    def close(self) -> None:
+        """Ends what the thread is at: no byte is written afterwards."""
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+        if self._data is not None:
+            self._data.close()
+            self._data = None
+
+
+@dataclass(frozen=True, slots=True)
+class TcpArrival:
+    """A piece that was announced; its bytes are on their way and must be taken off the connection, used or not."""
+
+    arriving: _Arriving
+    thread: LinkThread
+    size_bytes: int
+
+    async def place(self, span: Span) -> int:
+        return await self.thread.run(self.arriving.write, span)
+
+    async def discard(self) -> None:
+        await self.thread.run(self.arriving.skip, self.size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """In the link's thread."""
+
+    data: DataSocket
+    pool: PoolMap
+    scratch: Bytes
+    digests: bool
+
+    def write(self, span: Span) -> int:
+        hasher = xxhash.xxh3_64()
+        for batch in batches(self.pool, span, self.scratch):
+            self.data.receive(batch.views)
+            if self.digests:
+                for view in batch.views:
+                    hasher.update(view)
+            batch.scatter()
+        return int(hasher.intdigest()) ^ self._trailer() if self.digests else 0
+
+    def skip(self, size: int) -> None:
+        while size:
+            step = min(size, BATCH_BYTES)
+            self.data.receive([self.scratch[:step].data])
+            size -= step
+        if self.digests:
+            self._trailer()
+
+    def _trailer(self) -> int:
+        raw = bytearray(_TRAILER.size)
+        self.data.receive([memoryview(raw)])
+        return int(_TRAILER.unpack(raw)[0])
+
+
+def _idle_s(own: Own) -> float:
+    return min(own.attach.ticket_ttl_s, MAX_IDLE_S)
+
+
+def _open(data: DataSocket | None) -> DataSocket:
+    if data is None:
+        raise HandoffFault(HandoffCause.TRANSPORT, "tcp: the link is closed")
+    return data

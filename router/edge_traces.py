@@ -1,0 +1,41 @@
+"""The router's traces, for its controller only: clients share the port, and the ids of others are none of theirs."""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any
+
+import grpc
+
+from router.trace import MAX_TRACES, TraceStore
+from tandem.errors import TandemError
+from tandem.grpc_errors import abort
+from tandem.v1 import trace_pb2
+from tandem.v1.trace_pb2_grpc import TracesServicer
+
+SECRET_KEY = "tandem-controller-secret"
+
+
+class TracesEdge(TracesServicer):
+    """Args: `secret` is what the controller gave this router when it started it; None: nobody is answered."""
+
+    def __init__(self, traces: TraceStore, secret: str | None) -> None:
+        self._traces = traces
+        self._secret = secret
+
+    async def GetTrace(self, request: trace_pb2.GetTraceRequest, context: Any) -> trace_pb2.RequestTrace:
+        await self._check(context)
+        try:
+            return self._traces.get(request.request_id).to_wire()
+        except TandemError as error:
+            await abort(context, error)
+
+    async def ListTraces(self, request: trace_pb2.ListTracesRequest, context: Any) -> trace_pb2.ListTracesResponse:
+        await self._check(context)
+        found = self._traces.latest(min(request.limit, MAX_TRACES))
+        return trace_pb2.ListTracesResponse(traces=[trace.to_wire() for trace in found])
+
+    async def _check(self, context: Any) -> None:
+        shown = dict(context.invocation_metadata() or ()).get(SECRET_KEY, "")
+        if self._secret is None or not hmac.compare_digest(str(shown).encode(), self._secret.encode()):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "traces are the controller's: use `tandem trace`")

@@ -1,0 +1,269 @@
+"""Where one request's time went: what the router saw itself, and the workers' reports laid on the router's clock.
+
+A worker reports offsets from the moment it took up Reserve or Prefill; its link knows how long ago that was
+(router.clock_offset). Pure, but for the wall clock that people read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice
+
+from kvtransfer.causes import HandoffFault
+from router.output import Usage
+from tandem.errors import ErrorCode, NotFound, TandemError
+from tandem.request import RequestState
+from tandem.v1 import trace_pb2, worker_pb2
+
+MAX_TRACES = 1000
+DEFAULT_LISTED = 20
+
+
+class Stage(StrEnum):
+    """Drawn in docs/observability.md."""
+
+    QUEUE = "queue"
+    RESERVE = "reserve"
+    PREFILL = "prefill"
+    CONNECT = "connect"
+    PIECES = "pieces"
+    VERIFY = "verify"
+    FIRST_TOKEN = "first_token"
+    JOIN = "join"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Seconds, on whatever clock the caller has."""
+
+    stage: Stage
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A worker's HandoffDone; its stages' zero is at `anchor_s` of the router's clock."""
+
+    done: worker_pb2.HandoffDone
+    anchor_s: float
+
+    def spans(self) -> list[Span]:
+        found = received_spans(self.done) if self.done.HasField("received") else sent_spans(self.done)
+        return [Span(each.stage, self.anchor_s + each.start_s, self.anchor_s + each.end_s) for each in found]
+
+
+def received_spans(done: worker_pb2.HandoffDone) -> list[Span]:
+    """The decode worker's side, from Reserve on."""
+    stages = done.received
+    spans = []
+    if stages.HasField("first_piece_s") and stages.HasField("last_piece_s"):
+        spans.append(Span(Stage.PIECES, stages.first_piece_s, stages.last_piece_s))
+    if stages.HasField("last_piece_s") and stages.HasField("verified_s"):
+        spans.append(Span(Stage.VERIFY, stages.last_piece_s, stages.verified_s))
+    since_s = stages.verified_s if stages.HasField("verified_s") else stages.first_token_s
+    spans.append(Span(Stage.JOIN, since_s, stages.joined_s))
+    return spans
+
+
+def sent_spans(done: worker_pb2.HandoffDone) -> list[Span]:
+    """The prefill worker's side, from Prefill on; nothing when it sent nothing."""
+    stages = done.sent
+    spans = []
+    if stages.HasField("computing_s") and stages.HasField("first_token_s"):
+        spans.append(Span(Stage.PREFILL, stages.computing_s, stages.first_token_s))
+    if stages.HasField("opened_s") and stages.HasField("linked_s"):
+        spans.append(Span(Stage.CONNECT, stages.opened_s, stages.linked_s))
+    return spans
+
+
+def overlap_share(done: worker_pb2.HandoffDone) -> float | None:
+    """Of a prefill worker's report: the share of the bytes that the receiver had acknowledged when the last layer was
+    computed. None when nothing was sent."""
+    return done.sent.hidden_bytes / done.bytes if done.HasField("sent") and done.bytes else None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try on a pair of workers. Times are the router's clock."""
+
+    wire_id: str
+    prefill_worker: str  # empty: prefilled on the decode worker
+    decode_worker: str
+    queued_s: float
+    dispatched_s: float
+    reserved_s: float | None = None
+    prefill_sent_s: float | None = None
+    first_token_s: float | None = None
+    joined_s: float | None = None
+    ended_s: float | None = None
+    received: Report | None = None
+    sent: Report | None = None
+    error: TandemError | None = None
+
+    def reserve_span(self) -> Span | None:
+        return None if self.reserved_s is None else Span(Stage.RESERVE, self.dispatched_s, self.reserved_s)
+
+    def spans(self) -> Iterator[Span]:
+        yield Span(Stage.QUEUE, self.queued_s, self.dispatched_s)
+        if reserve := self.reserve_span():
+            yield reserve
+        reported = [*(self.received.spans() if self.received else ()), *(self.sent.spans() if self.sent else ())]
+        prefill_s = self.prefill_sent_s if self.prefill_worker else self.dispatched_s
+        if prefill_s is not None and self.first_token_s is not None:
+            if not any(span.stage is Stage.PREFILL for span in reported):
+                yield Span(Stage.PREFILL, prefill_s, self.first_token_s)
+            yield Span(Stage.FIRST_TOKEN, self.first_token_s, self.first_token_s)
+        yield from reported
+        decode_s = self.joined_s if self.prefill_worker else self.first_token_s
+        if decode_s is not None and self.ended_s is not None:
+            yield Span(Stage.DECODE, decode_s, self.ended_s)
+
+    def joined_at_s(self) -> float | None:
+        """When it joined the decode batch, by the decode worker's word: the frame that tells so is a step late."""
+        if self.received is None:
+            return None
+        return self.received.anchor_s + self.received.done.received.joined_s
+
+    def exposed_s(self) -> float | None:
+        """What the handoff added: last layer computed to joined."""
+        joined_s = self.joined_at_s()
+        if joined_s is None or self.sent is None or not self.sent.done.sent.HasField("last_layer_s"):
+            return None
+        return max(0.0, joined_s - self.sent.anchor_s - self.sent.done.sent.last_layer_s)
+
+
+@dataclass(slots=True)
+class Trace:
+    """One request. `received_unix_s` is the wall clock, for people; nothing is computed with it."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    received_s: float
+    received_unix_s: float = field(default_factory=time.time)
+    attempts: list[Attempt] = field(default_factory=list)
+    state: RequestState = RequestState.RECEIVED
+    error: ErrorCode | None = None
+    usage: Usage | None = None
+    cached_tokens_prefill: int = 0
+    cached_tokens_decode: int = 0
+    ended_s: float | None = None
+
+    @property
+    def last(self) -> Attempt | None:
+        return self.attempts[-1] if self.attempts else None
+
+    def begin(self, wire_id: str, prefill_worker: str, decode_worker: str, now_s: float) -> None:
+        """Goes to these workers."""
+        last = self.last
+        queued_s = self.received_s if last is None or last.ended_s is None else last.ended_s
+        self.attempts.append(Attempt(wire_id, prefill_worker, decode_worker, queued_s, now_s))
+
+    def failed(self, error: TandemError, now_s: float) -> None:
+        """The attempt there is, if there is one, is over. The first error is the one that counts."""
+        if (last := self.last) is not None and last.ended_s is None:
+            last.error, last.ended_s = error, now_s
+
+    def report(self, done: worker_pb2.HandoffDone, anchor_s: float) -> Attempt | None:
+        """A worker's word about an attempt, perhaps after the request's end. Returns the attempt."""
+        for attempt in reversed(self.attempts):
+            if attempt.wire_id == done.request_id:
+                if done.HasField("received"):
+                    attempt.received = Report(done, max(anchor_s, attempt.dispatched_s))
+                elif done.HasField("sent"):
+                    attempt.sent = Report(done, max(anchor_s, attempt.prefill_sent_s or attempt.dispatched_s))
+                return attempt
+        return None
+
+    def end(self, state: RequestState, error: ErrorCode | None, usage: Usage | None, now_s: float) -> None:
+        self.state, self.error, self.usage, self.ended_s = state, error, usage, now_s
+        if (last := self.last) is not None and last.ended_s is None:
+            last.ended_s = now_s
+
+    def to_wire(self) -> trace_pb2.RequestTrace:
+        first_token_s = [each.first_token_s for each in self.attempts if each.first_token_s is not None]
+        wire = trace_pb2.RequestTrace(
+            request_id=self.request_id,
+            model=self.model,
+            state=self.state.value,
+            error="" if self.error is None else self.error.value,
+            received_unix_s=self.received_unix_s,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=0 if self.usage is None else self.usage.completion_tokens,
+            cached_tokens_prefill=self.cached_tokens_prefill,
+            cached_tokens_decode=self.cached_tokens_decode,
+            total_s=0.0 if self.ended_s is None else self.ended_s - self.received_s,
+            attempts=[_attempt(attempt, self.received_s) for attempt in self.attempts],
+        )
+        if first_token_s:  # of a request that moved on after its first token, the one the client waited for
+            wire.first_token_s = first_token_s[0] - self.received_s
+        return wire
+
+
+def _attempt(attempt: Attempt, zero_s: float) -> trace_pb2.Attempt:
+    spans = sorted(attempt.spans(), key=lambda span: span.start_s)
+    wire = trace_pb2.Attempt(
+        prefill_worker=attempt.prefill_worker,
+        decode_worker=attempt.decode_worker,
+        spans=[
+            trace_pb2.Span(stage=span.stage.value, start_s=span.start_s - zero_s, end_s=span.end_s - zero_s)
+            for span in spans
+        ],
+        exposed_s=attempt.exposed_s(),
+    )
+    if attempt.received is not None:
+        done = attempt.received.done
+        wire.bytes, wire.blocks, wire.pieces = done.bytes, done.blocks, done.pieces
+        wire.received.CopyFrom(done.received)
+    if attempt.sent is not None:
+        done = attempt.sent.done
+        wire.sent_bytes, wire.hidden_bytes = done.bytes, done.sent.hidden_bytes
+        wire.sent.CopyFrom(done.sent)
+        share = overlap_share(done)
+        if share is not None:
+            wire.overlap_share = share
+    if attempt.error is not None:
+        wire.error, wire.message = attempt.error.code.value, attempt.error.message
+        wire.cause = attempt.error.cause.value if isinstance(attempt.error, HandoffFault) else ""
+    return wire
+
+
+class TraceStore:
+    """The last requests that ended, by their id."""
+
+    def __init__(self, limit: int = MAX_TRACES) -> None:
+        self._limit = limit
+        self._traces: OrderedDict[str, Trace] = OrderedDict()
+
+    def add(self, trace: Trace) -> None:
+        """Requests that no worker ever saw are left out: a flood of refusals must not push the others out."""
+        if trace.state is RequestState.REJECTED and not trace.attempts:
+            return
+        self._traces[trace.request_id] = trace
+        while len(self._traces) > self._limit:
+            self._traces.popitem(last=False)
+
+    def get(self, request_id: str) -> Trace:
+        """By the bare id, or that of an OpenAI answer (`chatcmpl-…`, `cmpl-…`). Raises NotFound."""
+        trace = self._traces.get(request_id.rpartition("-")[2])
+        if trace is None:
+            raise NotFound(
+                f"request_id: {request_id[:80]!r} is not among the last {self._limit} requests that ended here; "
+                "`tandem trace` lists the latest ones",
+                field="request_id",
+            )
+        return trace
+
+    def latest(self, number: int) -> list[Trace]:
+        """The last to end first."""
+        return list(islice(reversed(self._traces.values()), number or DEFAULT_LISTED))

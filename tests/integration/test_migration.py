@@ -1,0 +1,69 @@
+"""Parts of live workers are killed under a real router: every answer comes whole, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.request import RawRequest, RawSampling
+from router.service import RouterService
+from tandem.config import EngineSpec
+from tandem.request import SamplingParams
+from tandem.testing import random_prompt, write_tiny_llama
+
+VOCAB = 300
+MAX_TOKENS = 60
+# Small steps, so that prompts go in several chunks.
+ENGINE = EngineSpec(kv_blocks=300, max_step_tokens=100)
+GREEDY = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
+SEEDED = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7, "max_tokens": MAX_TOKENS}
+
+
+class Asked:
+    """One request on its way: its tokens so far, and all of them in the end."""
+
+    def __init__(self, service: RouterService, prompt: list[int], sampling: dict[str, Any]) -> None:
+        self.tokens: list[int] = []
+        self.reason: str | None = None
+        self._changed = asyncio.Condition()
+        self.task = asyncio.create_task(self._run(service, RawRequest("tiny", tuple(prompt), RawSampling(**sampling))))
+
+    async def _run(self, service: RouterService, raw: RawRequest) -> None:
+        submitted = await service.submit(raw)
+        async for pieces in submitted.stream:
+            async with self._changed:
+                self.tokens += [token.token_id for piece in pieces for token in piece.tokens]
+                self._changed.notify_all()
+        assert submitted.stream.final is not None
+        self.reason = submitted.stream.final.reason
+
+    async def has(self, tokens: int) -> None:
+        async with self._changed:
+            await asyncio.wait_for(self._changed.wait_for(lambda: len(self.tokens) >= tokens), 30.0)
+
+
+@pytest.mark.parametrize("process", ["rank", "agent"])
+@pytest.mark.parametrize("worker_id", ["decode-0", "prefill-0"])
+async def test_every_answer_is_whole_whatever_is_killed(
+    routed: Any, reference_for: Any, tmp_path: Path, worker_id: str, process: str
+) -> None:
+    model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, scale=2.0)
+    asks = [(random_prompt(120 + 40 * n, VOCAB, n), SEEDED if n % 2 else GREEDY) for n in range(8)]
+    expected = [reference_for(model_dir).answer(prompt, SamplingParams(**sampling)) for prompt, sampling in asks]
+    async with routed(model_dir, prefill=1, decode=2, engine=ENGINE) as live:
+        service = live.app.service
+        early = [Asked(service, *ask) for ask in asks[:4]]
+        await asyncio.gather(*(asked.has(5) for asked in early))
+        late = [Asked(service, *ask) for ask in asks[4:]]
+        await late[0].has(1)  # it is being handed off, others are computed or decoded
+        worker = live.workers.live[worker_id]
+        (worker.ranks if process == "rank" else worker.agents)[0].kill()
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(asked.task for asked in [*early, *late]))
+        assert [asked.tokens for asked in [*early, *late]] == expected
+        assert {asked.reason for asked in [*early, *late]} == {"length"}
+        metrics = live.app.metrics.render().decode()
+        assert 'tandem_retries_total{code="' in metrics, "nothing was disturbed"

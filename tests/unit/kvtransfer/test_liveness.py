@@ -1,0 +1,84 @@
+"""When a link is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from kvtransfer.causes import HandoffCause, HandoffFault
+from kvtransfer.liveness import BEAT_S, STALL_S, LinkWatch
+from kvtransfer.transports.protocol import HANG_GRACE_S, LinkThread
+from tandem.testing import FakeClock
+
+
+class Watched:
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.moving = False
+        self.watch = LinkWatch(lambda: self.moving, self.clock)
+
+    def pass_time(self, seconds: float, *, beats: bool) -> None:
+        for _ in range(round(seconds / BEAT_S)):
+            self.clock.advance(BEAT_S)
+            if beats:
+                self.watch.heard()
+            self.watch.check(BEAT_S)
+
+
+def test_an_idle_link_whose_peer_beats_lives_for_ever() -> None:
+    Watched().pass_time(100 * STALL_S, beats=True)
+
+
+def test_a_silent_peer_ends_the_link() -> None:
+    with pytest.raises(HandoffFault, match="no sign of life") as raised:
+        Watched().pass_time(STALL_S + BEAT_S, beats=False)
+    assert raised.value.cause is HandoffCause.PEER_LOST
+
+
+def test_a_peer_that_beats_and_moves_no_piece_ends_the_link() -> None:
+    watched = Watched()
+    watched.pass_time(10 * STALL_S, beats=True)
+    watched.moving = True
+    watched.watch.moved()
+    watched.pass_time(STALL_S, beats=True)
+    watched.watch.moved()
+    with pytest.raises(HandoffFault, match="no piece moved"):
+        watched.pass_time(STALL_S + BEAT_S, beats=True)
+
+
+def test_the_time_in_which_we_were_stopped_is_not_the_peers_silence() -> None:
+    watched = Watched()
+    watched.clock.advance(30.0)
+    watched.watch.check(30.0)
+    with pytest.raises(HandoffFault):
+        watched.pass_time(STALL_S + BEAT_S, beats=False)
+
+
+async def test_a_thread_that_does_not_come_back_is_reported() -> None:
+    hung: list[str] = []
+    release = threading.Event()
+    thread = LinkThread("link-a", hung.append)
+    thread.moves_pieces = True
+    waiting = asyncio.create_task(thread.run(release.wait, 30.0))
+    await asyncio.sleep(0.05)
+    thread.close()
+    await asyncio.sleep(HANG_GRACE_S + 0.1)
+    assert hung == ["link-a"]
+    release.set()
+    await waiting
+
+
+@pytest.mark.parametrize("moves_pieces", [True, False])
+async def test_a_thread_that_comes_back_or_only_connects_is_not(moves_pieces: bool) -> None:
+    hung: list[str] = []
+    thread = LinkThread("link-a", hung.append)
+    thread.moves_pieces = moves_pieces
+    release = threading.Event()
+    waiting = asyncio.create_task(thread.run(release.wait, 0.1 if moves_pieces else HANG_GRACE_S + 0.3))
+    await asyncio.sleep(0.02)
+    thread.close()
+    await asyncio.sleep(HANG_GRACE_S + 0.1)
+    assert hung == []
+    await waiting

@@ -1,0 +1,112 @@
+"""What a router with stub workers keeps, counts and tells of single requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+
+from router.edge_traces import SECRET_KEY
+from router.testing import BLOCK_BYTES, until
+from tandem.v1 import inference_pb2, trace_pb2, trace_pb2_grpc
+
+MODEL = "tiny"
+PROMPT = {"model": MODEL, "prompt": "Hi"}
+SECRET = (("tandem-controller-secret", "only-the-controller-knows"),)
+
+
+def traces(cluster: Any) -> trace_pb2_grpc.TracesAsyncStub:
+    return trace_pb2_grpc.TracesStub(cluster.channel)
+
+
+async def get(cluster: Any, request_id: str) -> trace_pb2.RequestTrace:
+    return await traces(cluster).GetTrace(trace_pb2.GetTraceRequest(request_id=request_id), metadata=SECRET)
+
+
+async def test_every_way_in_tells_the_id_that_leads_to_the_trace(cluster: Any) -> None:
+    assert SECRET[0][0] == SECRET_KEY
+    raw = await cluster.openai.completions.with_raw_response.create(**PROMPT)
+    answer = raw.parse()
+    by_header, by_id = await get(cluster, raw.headers["x-request-id"]), await get(cluster, answer.id)
+    assert by_header == by_id
+    assert answer.id == f"cmpl-{by_id.request_id}"
+    events = cluster.inference.Generate(inference_pb2.GenerateRequest(model=MODEL, prompt="Hi"))
+    ids = [event.started.request_id async for event in events if event.HasField("started")]
+    assert (await get(cluster, ids[0])).request_id == ids[0]
+
+
+async def test_a_trace_has_both_sides_and_their_account(cluster: Any) -> None:
+    answer = await cluster.openai.completions.create(**PROMPT)
+    trace = await get(cluster, answer.id)
+    assert (trace.model, trace.state, trace.completion_tokens) == (MODEL, "finished", answer.usage.completion_tokens)
+    (attempt,) = trace.attempts
+    assert (attempt.prefill_worker, attempt.decode_worker) == ("p0", "d0")
+    assert {span.stage for span in attempt.spans} == {
+        "queue", "reserve", "prefill", "connect", "pieces", "verify", "first_token", "join", "decode",
+    }  # fmt: skip
+    assert (attempt.bytes, attempt.pieces) == (BLOCK_BYTES, 1)
+    assert attempt.overlap_share == 0.5
+
+
+async def test_the_prefill_workers_word_counts_even_when_the_answer_was_quicker(cluster: Any) -> None:
+    cluster.prefill.behaviour.sent_report_after_s = 0.2
+    answer = await cluster.openai.completions.create(**PROMPT)
+    assert not (await get(cluster, answer.id)).attempts[0].HasField("sent")
+    await until(lambda: cluster.metric("tandem_handoff_hidden_bytes_total") == BLOCK_BYTES // 2)
+    assert (await get(cluster, answer.id)).attempts[0].HasField("sent")
+
+
+async def test_stages_bytes_and_pieces_are_metrics(cluster: Any) -> None:
+    await cluster.openai.completions.create(**PROMPT)
+    for stage, seconds in {"prefill": 0.004, "connect": 0.001, "pieces": 0.002, "verify": 0.001, "join": 0.001}.items():
+        labels = f'{{model="tiny",stage="{stage}"}}'
+        assert cluster.metric(f"tandem_handoff_stage_seconds_count{labels}") == 1, stage
+        assert cluster.metric(f"tandem_handoff_stage_seconds_sum{labels}") == pytest.approx(seconds), stage
+    assert cluster.metric('tandem_handoff_stage_seconds_count{model="tiny",stage="reserve"}') == 1
+    assert cluster.metric("tandem_handoff_bytes_total") == BLOCK_BYTES
+    assert cluster.metric("tandem_handoff_pieces_total") == 1
+    assert cluster.metric("tandem_handoff_overlap_share_sum") == 0.5
+
+
+async def test_a_failed_handoff_is_counted_by_its_cause_and_stays_in_the_trace(cluster: Any) -> None:
+    cluster.decode.behaviour.fail_handoffs = 1
+    answer = await cluster.openai.completions.create(**PROMPT)
+    failures = 'tandem_handoff_failures_total{cause="digest_mismatch",model="tiny"}'
+    assert cluster.metric(failures) == 1
+    trace = await get(cluster, answer.id)
+    assert trace.state == "finished"
+    assert [(each.error, each.cause) for each in trace.attempts] == [("handoff_failed", "digest_mismatch"), ("", "")]
+
+
+async def test_a_refused_reservation_is_an_attempt(cluster: Any) -> None:
+    cluster.decode.behaviour.refuse_reservations = 1
+    answer = await cluster.openai.completions.create(**PROMPT)
+    first, second = (await get(cluster, answer.id)).attempts
+    assert (first.error, first.cause, second.error) == ("kv_exhausted", "", "")
+
+
+async def test_the_latest_are_listed_first(cluster: Any) -> None:
+    ids = [(await cluster.openai.completions.create(**PROMPT)).id for _ in range(3)]
+    listed = await traces(cluster).ListTraces(trace_pb2.ListTracesRequest(limit=2), metadata=SECRET)
+    assert [f"cmpl-{trace.request_id}" for trace in listed.traces] == [ids[2], ids[1]]
+
+
+async def test_an_unknown_id_is_not_found_with_what_to_do(cluster: Any) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as unknown:
+        await get(cluster, "nobody")
+    assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+    assert "tandem trace" in (unknown.value.details() or "")
+
+
+@pytest.mark.parametrize("metadata", [(), (("tandem-controller-secret", "guess"),)])
+async def test_clients_may_not_look_at_each_others_requests(cluster: Any, metadata: Any) -> None:
+    answer = await cluster.openai.completions.create(**PROMPT)
+    calls = [
+        traces(cluster).GetTrace(trace_pb2.GetTraceRequest(request_id=answer.id), metadata=metadata),
+        traces(cluster).ListTraces(trace_pb2.ListTracesRequest(), metadata=metadata),
+    ]
+    for call in calls:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call
+        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
