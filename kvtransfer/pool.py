@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,6 +80,9 @@ class PoolMap:
         if not inside:
             raise protocol_fault("piece: expected physical blocks, layers, heads and tokens within the pool")
 
+    def cursor(self, span: Span) -> Cursor:
+        return Cursor(self.slices(span))
+
     def slices(self, span: Span) -> Iterator[Bytes]:
         """The span's bytes in canonical order: one slice for each run of neighbouring blocks."""
         full = _full_blocks(self.layout, span)
@@ -91,27 +94,12 @@ class PoolMap:
     def pack(self, span: Span, payload_bytes: int) -> Bytes:
         """A copy of the span's bytes, contiguous and in canonical order."""
         out = np.empty(payload_bytes, np.uint8)
-        self.pack_into(out, span)
+        self.cursor(span).read(out)
         return out
-
-    def pack_into(self, out: Bytes, span: Span, packed: Callable[[Bytes], None] | None = None) -> None:
-        """Copies the span's bytes to `out`, which has their size. `packed` sees each part of `out` right after it was
-        written, in order: the CPU's cache still holds it."""
-        offset = 0
-        for part in self.slices(span):
-            for source, _ in _chunks(part, part, STAGE_BYTES):
-                target = out[offset : offset + source.size]
-                np.copyto(target.reshape(source.shape), source)
-                offset += source.size
-                if packed is not None:
-                    packed(target)
 
     def unpack(self, data: Bytes, span: Span) -> None:
         """Writes what `pack` made into the span."""
-        offset = 0
-        for part in self.slices(span):
-            part[...] = data[offset : offset + part.size].reshape(part.shape)
-            offset += part.size
+        self.cursor(span).write(data)
 
     def copy_from(
         self, source: PoolMap, read: Span, write: Span, copied: Callable[[Bytes], None] | None = None
@@ -148,6 +136,55 @@ class PoolMap:
             span.head_start : span.head_start + span.head_count,
             : span.last_block_tokens,
         ]
+
+
+class Cursor:
+    """Goes through a span's bytes in canonical order, any number at a time."""
+
+    def __init__(self, parts: Iterable[Bytes]) -> None:
+        self._rest = list(parts)[::-1]  # the next one last
+
+    def read(self, out: Bytes, seen: Callable[[Bytes], None] | None = None) -> None:
+        """The next `out.size` bytes. `seen` gets each part of `out` while the CPU's cache holds it."""
+        for staged in _strips(out):
+            offset = 0
+            for part in self._take(staged.size):
+                np.copyto(staged[offset : offset + part.size].reshape(part.shape), part)
+                offset += part.size
+            if seen is not None:
+                seen(staged)
+
+    def write(self, data: Bytes, seen: Callable[[Bytes], None] | None = None) -> None:
+        """Into the next `data.size` bytes. `seen` gets each part of `data` while the CPU's cache holds it."""
+        for staged in _strips(data):
+            if seen is not None:
+                seen(staged)
+            offset = 0
+            for part in self._take(staged.size):
+                np.copyto(part, staged[offset : offset + part.size].reshape(part.shape))
+                offset += part.size
+
+    def _take(self, size: int) -> Iterator[Bytes]:
+        """Views of the next `size` bytes; as many must be left."""
+        while size:
+            part = self._rest.pop()
+            if part.nbytes <= size:
+                size -= part.nbytes
+                yield part
+            elif part.flags.c_contiguous:
+                flat = part.reshape(-1)
+                self._rest.append(flat[size:])
+                yield flat[:size]
+                size = 0
+            else:
+                count = max(1, size // part[0].nbytes)
+                first = part[:count] if count > 1 else part[0]
+                self._rest += [part[count:], first] if count < len(part) else [first]
+
+
+def _strips(data: Bytes) -> Iterator[Bytes]:
+    for start in range(0, data.size, STAGE_BYTES):
+        yield data[start : start + STAGE_BYTES]
 
 
 def _chunks(a: Bytes, b: Bytes, size: int) -> Iterator[tuple[Bytes, Bytes]]:

@@ -61,7 +61,9 @@ class Transports:
         if hello.transport == TCP:
             return TcpReceiver(own, thread, digests=digests)
         module = await thread.run(_process_group)
-        receiver: KvReceiver = module.GroupReceiver(own, thread, self._device, digests=digests)
+        receiver: KvReceiver = module.GroupReceiver(
+            own, thread, self._device, digests=digests, version=hello.protocol
+        )
         return receiver
 
 
