@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from kvtransfer.causes import HandoffFault
 from kvtransfer.digest import copy_and_digest, digest_of, digest_of_bytes
-from kvtransfer.pool import PoolMap, Span
+from kvtransfer.pool import STREAM_BYTES, PoolMap, Span
 from kvtransfer.testing import make_pool
 from tandem.kvcache.layout import KvPoolLayout
 
 LAYOUT = KvPoolLayout(num_blocks=12, layers=3, kv_heads=4, block_tokens=4, head_dim=8, dtype="float32")
 BIG = KvPoolLayout(num_blocks=12, layers=2, kv_heads=3, block_tokens=16, head_dim=64, dtype="float32")
+
+HUGE = KvPoolLayout(num_blocks=6, layers=4, kv_heads=4, block_tokens=16, head_dim=640, dtype="float32")
 
 
 def pool_of(layout: KvPoolLayout, seed: int) -> PoolMap:
@@ -96,6 +98,20 @@ def test_copies_touch_the_span_and_nothing_else(read: Span) -> None:
         for part in pool.slices(write):
             part[...] = 0
     assert np.array_equal(target.blocks, cleared.blocks)
+
+
+@pytest.mark.parametrize("heads", [(0, 4), (1, 2)])
+@pytest.mark.parametrize("layers", [(0, 4), (1, 1), (0, 3)])
+@pytest.mark.parametrize("ids", [(0, 1, 2, 3, 4, 5), (4, 5, 0, 1, 2), (3,)])
+def test_copies_larger_than_one_stretch_are_whole(
+    ids: tuple[int, ...], layers: tuple[int, int], heads: tuple[int, int]
+) -> None:
+    source, target = pool_of(HUGE, 1), pool_of(HUGE, 2)
+    assert HUGE.block_bytes * 2 > STREAM_BYTES > HUGE.block_bytes
+    span = Span(ids, 5, *layers, *heads)
+    expected = canonical(source, span)
+    assert copy_and_digest(target, source, span, span) == xxhash.xxh3_64_intdigest(expected)
+    assert canonical(target, span) == expected
 
 
 @pytest.mark.parametrize(
