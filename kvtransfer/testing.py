@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from kvtransfer.agent_client import AgentClient
+from kvtransfer.agent_env import AGENT_ENV
 from kvtransfer.control import (
     Attached,
     AttachPool,
@@ -102,7 +103,8 @@ class FakeRank:
     def start_agent(self, *launcher: str) -> subprocess.Popen[bytes]:
         """Starts (or replaces) the agent; `launcher` instead of the real module breaks things on purpose."""
         command = [sys.executable, *(launcher or self.worker.launcher), "--socket", str(self.socket_path)]
-        self.process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+        environment = os.environ | AGENT_ENV | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        self.process = subprocess.Popen(command, env=environment)
         return self.process
 
     def connect(self) -> None:

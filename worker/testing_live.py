@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc.aio
 
+from kvtransfer.agent_env import AGENT_ENV
 from tandem.config import EngineSpec, ModelSpec, PoolSpec, Role, TlsSpec, TransferSpec, TransportKind, WireDtype
 from tandem.launch import WorkerLaunch
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
@@ -106,7 +107,7 @@ class LiveWorker:
                 [sys.executable, "-m", module, *map(str, arguments)],
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | (AGENT_ENV if module == "kvtransfer.agent" else {"OMP_NUM_THREADS": "1"}),
             )
 
     def restart_agent(self, rank: int) -> None:

@@ -72,7 +72,7 @@ class Transports:
             return NixlReceiver(own, thread, hello, link, digests=digests)
         module = await thread.run(_process_group)
         receiver: KvReceiver = module.GroupReceiver(
-            own, thread, self._device, digests=digests, int8=hello.int8
+            own, thread, self._device, digests=digests, int8=hello.int8, version=hello.protocol
         )
         return receiver
 

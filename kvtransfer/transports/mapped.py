@@ -12,7 +12,7 @@ from array import array
 from dataclasses import dataclass, replace
 
 from kvtransfer.causes import protocol_fault
-from kvtransfer.digest import digest_of, digest_of_bytes
+from kvtransfer.digest import copy_and_digest, digest_of, digest_of_bytes
 from kvtransfer.handshake import Hello, Own, Welcome, pool_layout
 from kvtransfer.piece import FrameType, Header, Piece
 from kvtransfer.pool import PoolMap, Span
@@ -114,8 +114,10 @@ class MappedArrival:
         """Nothing was read yet."""
 
     def _copy(self, span: Span) -> int:
+        if self.digests:
+            return copy_and_digest(self.own, self.source, self.read, span)
         self.own.copy_from(self.source, self.read, span)
-        return digest_of(self.own, span) if self.digests else 0
+        return 0
 
 
 def _pack_ids(block_ids: tuple[int, ...]) -> bytes:
