@@ -164,7 +164,7 @@ class Agent:
                 await self._serve_leader(Channel(*stream, FromLeader))
             else:
                 await self._serve_rank(first, fds, Channel(*stream, FromRank))
-        except (HandoffFault, ChannelError, msgspec.MsgspecError, OSError, TimeoutError) as error:
+        except (HandoffFault, ChannelError, msgspec.MsgspecError, UnicodeDecodeError, OSError, TimeoutError) as error:
             log.warning("a control connection ended: %s", error or type(error).__name__)
         finally:
             for fd in fds:

@@ -180,14 +180,14 @@ class Incoming:
         if link in self._links:
             self._links.remove(link)
         hello = link.hello
+        sender = (hello.worker_id, hello.epoch, hello.rank)
+        is_last = all((it.hello.worker_id, it.hello.epoch, it.hello.rank) != sender for it in self._links)
         for entry in list(self._tickets.values()):
             lease = entry.session.lease
+            is_expected = (lease.prefill_worker, lease.prefill_epoch) == sender[:2] and hello.rank not in entry.links
             if entry.links.get(hello.rank) is link:
                 self._do(entry, entry.session.link_down(hello.rank, cause, reason))
-            elif hello.rank not in entry.links and (lease.prefill_worker, lease.prefill_epoch) == (
-                hello.worker_id,
-                hello.epoch,
-            ):  # it was to come over this link; blocks are not kept for a sender that may never come back
+            elif is_expected and is_last:  # blocks are not kept for a sender that may never come back
                 self._do(entry, entry.session.fail(cause, reason))
         self._report_link(link, "down", reason)
 

@@ -13,6 +13,8 @@ from kvtransfer.piece import HEADER_BYTES, Header
 from kvtransfer.tls import TlsConnection, Wire
 from kvtransfer.versions import PROTOCOL_VERSION
 
+FLUSH_S = 1.0
+
 
 class FrameStream:
     """`version`: the protocol version of both directions, as the handshake settled it."""
@@ -60,4 +62,6 @@ class FrameStream:
             yield frame
 
     def close(self) -> None:
+        """What is queued has a moment to leave; a peer that reads nothing does not keep the connection open."""
         self._writer.close()
+        asyncio.get_running_loop().call_later(FLUSH_S, self._writer.transport.abort)

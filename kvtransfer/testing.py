@@ -130,6 +130,7 @@ class FakeRank:
             link_socket=str(self.link_path),
             ticket_ttl_s=worker.ttl_s,
             protocol=worker.protocol,
+            int8=worker.int8,
             tls=worker.tls,
             connects=worker.connects,
         )
@@ -233,6 +234,7 @@ class FakeWorker:
         ttl_s: float = 10.0,
         launcher: tuple[str, ...] = ("-m", "kvtransfer.agent"),
         protocol: int = PROTOCOL_VERSION,
+        int8: bool = False,
         tls: TlsFiles | None = None,
     ) -> None:
         self.folder = folder / worker_id
@@ -249,6 +251,7 @@ class FakeWorker:
         self.launcher = launcher
         self.tls = tls
         self.protocol = protocol  # the newest it speaks
+        self.int8 = int8
         self.key = secrets.token_bytes(32)
         self.where: dict[int, Attached] = {}
         self.ranks = [FakeRank(self, rank) for rank in range(tp)]

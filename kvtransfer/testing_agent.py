@@ -4,8 +4,8 @@ JSON is a `tandem.testing.FaultSettings`. Works with any transport: what is brok
 that `Transports` makes. Points, each an operation that a plan counts:
 
     frames, where they leave     open piece finish abort probe · accept ack fail aborted probed · beat (only if named)
-    a piece before it leaves     digest (its digest changes), memory (its blocks change after it was taken),
-                                 blocks (it names blocks that the pool does not have)
+    a piece before it leaves     digest (its digest changes), memory (mapped: its blocks change after it was taken),
+                                 blocks (mapped: it names blocks that the pool does not have)
     the sender's operations      hello connect send_probe push
     the receiver's operations    prepare join fetch place
 """
@@ -138,7 +138,7 @@ class FaultyStream(FrameStream):
     def _before_piece(self, header: Header, piece: Piece, body: bytes) -> tuple[Header, bytes]:
         if piece.digest is not None and (fault := self._plan.next("digest", (FaultKind.FLIP,))):
             header = replace(header, piece=replace(piece, digest=piece.digest ^ 1 << fault.number % 64))
-        if self.memory and (fault := self._plan.next("memory", (FaultKind.FLIP,))):
+        if body and self.memory and (fault := self._plan.next("memory", (FaultKind.FLIP,))):
             flip_in_pool(*self.memory, fault.number)
         if body and self._plan.next("blocks", (FaultKind.MISADDRESS,)):
             body = b"\x00\x00\x00\x7f" * (len(body) // 4)

@@ -60,7 +60,7 @@ class Channel(Generic[T]):
                 return
             try:
                 yield self._decoder.decode(body)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise ChannelError(f"expected a known message: {error}") from error
 
     def close(self) -> None:

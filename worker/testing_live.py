@@ -21,7 +21,7 @@ from typing import Any
 import grpc.aio
 
 from kvtransfer.agent_env import AGENT_ENV
-from tandem.config import EngineSpec, ModelSpec, PoolSpec, Role, TransferSpec, TransportKind
+from tandem.config import EngineSpec, ModelSpec, PoolSpec, Role, TlsSpec, TransferSpec, TransportKind, WireDtype
 from tandem.launch import WorkerLaunch
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
 from worker.testing import WorkerSession, assert_conserved, open_session
@@ -214,6 +214,8 @@ async def live_pair(
     transport: TransportKind = TransportKind.AUTO,
     engine: EngineSpec | None = None,
     ticket_ttl_s: float = 30.0,
+    wire_dtype: WireDtype = WireDtype.POOL,
+    tls: TlsSpec | None = None,
 ) -> AsyncIterator[Pair]:
     """Args:
     folder: private, with a path short enough for unix sockets in it.
@@ -224,7 +226,7 @@ async def live_pair(
         decode=PoolSpec(tp=decode_tp),
         engine=engine or EngineSpec(kv_blocks=256),
     )
-    transfer = TransferSpec(transport=transport, ticket_ttl_s=ticket_ttl_s)
+    transfer = TransferSpec(transport=transport, ticket_ttl_s=ticket_ttl_s, wire_dtype=wire_dtype, tls=tls)
     async with workers(folder) as running, AsyncExitStack() as sessions:
         prefill, decode = await asyncio.gather(
             running.start("prefill-0", Role.PREFILL, model, transfer),

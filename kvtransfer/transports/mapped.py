@@ -84,7 +84,7 @@ class MappedReceiver:
         if self._source is None:
             raise protocol_fault("mapped: a piece came before the hello's pool")
         read = Span(
-            _unpack_ids(body, piece.block_count),
+            unpack_ids(body, piece.block_count),
             piece.last_block_tokens,
             piece.layer_start,
             piece.layer_count,
@@ -124,7 +124,7 @@ def _pack_ids(block_ids: tuple[int, ...]) -> bytes:
     return array("I", block_ids).tobytes()
 
 
-def _unpack_ids(body: bytes, count: int) -> tuple[int, ...]:
+def unpack_ids(body: bytes, count: int) -> tuple[int, ...]:
     if len(body) != count * _ID_BYTES:
         raise protocol_fault(f"mapped: expected {count} block ids of {_ID_BYTES} bytes, got {len(body)} bytes")
     ids = array("I")

@@ -32,8 +32,9 @@ from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.digest import digest_of, digest_of_bytes, feeder
 from kvtransfer.handshake import Own, Welcome
 from kvtransfer.liveness import STALL_S
-from kvtransfer.piece import FrameType, Header, Piece
-from kvtransfer.pool import Bytes, PoolMap, Span
+from kvtransfer.piece import FrameType, Header, Piece, as_int8
+from kvtransfer.pool import Bytes, Cursor, PoolMap, Span
+from kvtransfer.quantise import dequantise, quantise
 from kvtransfer.sockets import listen_tcp, split_address
 from kvtransfer.stream import FrameStream
 from kvtransfer.transports.protocol import PROBE_BYTES, DataPort, LinkThread
@@ -145,11 +146,12 @@ class Buffers:
 
 
 class GroupSender:
-    def __init__(self, own: Own, thread: LinkThread, peer_address: str, device: str) -> None:
+    def __init__(self, own: Own, thread: LinkThread, peer_address: str, device: str, *, int8: bool) -> None:
         self._own = own
         self._thread = thread
         self._host, _ = split_address(peer_address)
         self._device = torch.device(device)
+        self._int8 = int8
         self._group: Group | None = None
         self._digests = True
         self._buffers = Buffers()
@@ -181,18 +183,20 @@ class GroupSender:
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
         """The last messages may still be on their way afterwards, out of our buffers."""
-        form = Format.of(piece.payload_bytes, stream.version, digests=self._digests)
+        wire = as_int8(piece, self._own.layout) if self._int8 else piece
+        form = Format.of(wire.payload_bytes, stream.version, digests=self._digests)
         number: int | None = None
         if form.follows:
             number = secrets.randbits(8 * _TRAILER.size)
         elif self._digests:
             number = await self._thread.run(digest_of, self._own.pool, span)
-        stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(piece, digest=number)))
-        await self._thread.run(self._send, _joined(self._group), span, form, number)
+        stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(wire, digest=number)))
+        await self._thread.run(self._send, _joined(self._group), piece.payload_bytes, span, form, number)
 
-    def _send(self, group: Group, span: Span, form: Format, number: int | None) -> None:
+    def _send(self, group: Group, size_in_pool: int, span: Span, form: Format, number: int | None) -> None:
         hasher = xxhash.xxh3_64()
-        cursor = self._own.pool.cursor(span)
+        pool = self._own.pool
+        cursor = Cursor([quantise(pool.pack(span, size_in_pool), pool.layout)]) if self._int8 else pool.cursor(span)
         for payload, size in form.messages():
             message = self._buffers.next(size)
             cursor.read(message[:payload], feeder(hasher) if form.follows else None)
@@ -209,9 +213,12 @@ class GroupSender:
 class GroupReceiver:
     """`version`: the protocol's, as the hello says."""
 
-    def __init__(self, own: Own, thread: LinkThread, device: str, *, digests: bool, version: int) -> None:
+    def __init__(
+        self, own: Own, thread: LinkThread, device: str, *, digests: bool, int8: bool, version: int
+    ) -> None:
         self._own = own
         self._thread = thread
+        self._int8 = int8
         self._version = version
         self._buffers = Buffers()
         self._device = torch.device(device)
@@ -257,7 +264,7 @@ class GroupReceiver:
         if (piece.digest is not None) != self._digests:
             raise protocol_fault("process_group: expected pieces with digests as the welcome said")
         form = Format.of(piece.payload_bytes, self._version, digests=self._digests)
-        arriving = _Arriving(_joined(self._group), self._own.pool, self._buffers, form, self._digests)
+        arriving = _Arriving(_joined(self._group), self._own.pool, self._buffers, form, self._digests, self._int8)
         return GroupArrival(arriving, self._thread)
 
     def close(self) -> None:
@@ -290,15 +297,19 @@ class _Arriving:
     buffers: Buffers
     form: Format
     digests: bool
+    int8: bool
 
     def write(self, span: Span) -> int:
         hasher = xxhash.xxh3_64()
-        cursor = self.pool.cursor(span)
+        wire = np.empty(self.form.payload_bytes if self.int8 else 0, np.uint8)
+        cursor = Cursor([wire]) if self.int8 else self.pool.cursor(span)
         followed = 0
         for message, payload in self._messages():
             cursor.write(message[:payload], feeder(hasher) if self.digests else None)
             if message.size > payload:
                 (followed,) = _TRAILER.unpack_from(message.data, payload)
+        if self.int8:
+            self.pool.unpack(dequantise(wire, self.pool.layout), span)
         return int(hasher.intdigest()) ^ followed if self.digests else 0
 
     def skip(self) -> None:

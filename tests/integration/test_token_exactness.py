@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config import EngineSpec, TransportKind
+from tandem.config import EngineSpec, TlsSpec, TransportKind
 from tandem.request import SamplingParams
 from tandem.testing import random_prompt, write_tiny_llama
 from worker.testing import HandRouter, WorkerSession
@@ -22,7 +22,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=7, max_tokens=8)
 # Small steps, so that long prompts go in many chunks that end inside blocks.
 ENGINE = EngineSpec(kv_blocks=160, max_step_tokens=200)
-MAPPED, GROUP = TransportKind.MAPPED, TransportKind.PROCESS_GROUP
+MAPPED, GROUP, TCP = TransportKind.MAPPED, TransportKind.PROCESS_GROUP, TransportKind.TCP
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -54,15 +54,21 @@ async def test_aggregated(pair: Any, tiny: Path, reference: Any) -> None:
     [
         (1, 1, MAPPED),
         (1, 1, GROUP),
+        (1, 1, TCP),
         (2, 1, MAPPED),
         (2, 1, GROUP),
+        (2, 1, TCP),
         (1, 2, MAPPED),
         (1, 2, GROUP),
+        (1, 2, TCP),
         (2, 2, MAPPED),
         (2, 2, GROUP),
+        (2, 2, TCP),
         (4, 1, MAPPED),
         (1, 4, MAPPED),
         (4, 2, GROUP),
+        (4, 2, TCP),
+        (2, 4, TCP),
     ],
 )
 async def test_through_a_handoff(
@@ -82,6 +88,17 @@ async def test_through_a_handoff(
         assert {link.state for link in links} == {"ready"}
 
 
+async def test_through_an_encrypted_handoff(
+    pair: Any, tiny: Path, reference: Any, authority: Callable[[str], Any]
+) -> None:
+    hand = HandRouter()
+    tls = TlsSpec(**authority("ours").issue("worker"))
+    async with pair(tiny, prefill_tp=2, transport=TCP, tls=tls, engine=ENGINE) as live:
+        answer = await hand.handoff(live.prefill, live.decode, prompt(100), GREEDY)
+        assert answer.tokens == reference.answer(prompt(100), GREEDY)
+        assert {link.transport for link in (await live.prefill.state()).links} == {"tcp"}
+
+
 async def cache_on_prefill_only(hand: HandRouter, prefill: WorkerSession, decode: WorkerSession, tokens: Any) -> None:
     """The decode worker's side is cancelled, so it never commits what it received."""
     work = hand.work(tokens, GREEDY)
@@ -90,7 +107,7 @@ async def cache_on_prefill_only(hand: HandRouter, prefill: WorkerSession, decode
     decode.cancel(work.request_id)
 
 
-@pytest.mark.parametrize("transport", [MAPPED, GROUP])
+@pytest.mark.parametrize("transport", [MAPPED, GROUP, TCP])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1)])
 async def test_with_every_state_of_the_caches(
     pair: Any, tiny: Path, reference: Any, transport: TransportKind, prefill_tp: int, decode_tp: int

@@ -30,13 +30,18 @@ from kvtransfer.control import (
     SetPeers,
 )
 from kvtransfer.testing import FakeModel, FakeRank, FakeWorker, Handoff
+from tandem.testing import FaultSettings
 
 MakeWorker = Callable[..., FakeWorker]
 QUICK_S = 2.0
 
 
-def faulty(fault: str) -> tuple[str, ...]:
-    return (str(Path(__file__).with_name("faulty_agent.py")), fault)
+def faulty(point: str, kind: str, *, delay_s: float = 0.0) -> tuple[str, ...]:
+    settings = FaultSettings(every=1, points=(point,), kinds=(kind,), delay_s=delay_s)
+    return ("-m", "kvtransfer.testing_agent", "--faults", settings.to_json())
+
+
+SLOW = faulty("place", "delay", delay_s=0.6)
 
 
 async def pair(
@@ -78,9 +83,9 @@ def started(prefill: FakeWorker, decode: FakeWorker, *, tokens: int = 27, ttl_s:
     return handoff
 
 
-@pytest.mark.parametrize("fault", ["bad-digest", "corrupting"])
-async def test_corrupted_blocks_are_never_received(make_worker: MakeWorker, fault: str) -> None:
-    prefill, decode = await pair(make_worker, prefill={"launcher": faulty(fault)})
+@pytest.mark.parametrize("point", ["digest", "memory"])
+async def test_corrupted_blocks_are_never_received(make_worker: MakeWorker, point: str) -> None:
+    prefill, decode = await pair(make_worker, prefill={"launcher": faulty(point, "flip")})
     handoff = started(prefill, decode)
     failed = await decode.ranks[0].expect(ReceiveFailed, ticket_id=handoff.ticket_id)
     assert failed.cause == "digest_mismatch"
@@ -89,7 +94,7 @@ async def test_corrupted_blocks_are_never_received(make_worker: MakeWorker, faul
 
 
 async def test_a_piece_that_comes_twice_fails_the_ticket(make_worker: MakeWorker) -> None:
-    prefill, decode = await pair(make_worker, prefill={"launcher": faulty("duplicating")})
+    prefill, decode = await pair(make_worker, prefill={"launcher": faulty("piece", "duplicate")})
     handoff = started(prefill, decode)
     failed = await decode.ranks[0].expect(ReceiveFailed, ticket_id=handoff.ticket_id)
     assert failed.cause == "protocol"
@@ -97,7 +102,7 @@ async def test_a_piece_that_comes_twice_fails_the_ticket(make_worker: MakeWorker
 
 async def test_block_ids_beyond_the_senders_pool_are_refused(make_worker: MakeWorker) -> None:
     prefill, decode = await pair(
-        make_worker, prefill={"launcher": faulty("wild"), "digests": False}, decode={"digests": False}
+        make_worker, prefill={"launcher": faulty("blocks", "misaddress"), "digests": False}, decode={"digests": False}
     )
     handoff = started(prefill, decode)
     failed = await decode.ranks[0].expect(ReceiveFailed, ticket_id=handoff.ticket_id)
@@ -105,7 +110,7 @@ async def test_block_ids_beyond_the_senders_pool_are_refused(make_worker: MakeWo
 
 
 async def test_a_probe_that_arrives_corrupted_refuses_the_link(make_worker: MakeWorker) -> None:
-    prefill, _ = await pair(make_worker, prefill={"launcher": faulty("bad-probe")}, link=False)
+    prefill, _ = await pair(make_worker, prefill={"launcher": faulty("send_probe", "flip")}, link=False)
     report = await prefill.ranks[0].expect(LinkReport, state="refused")
     assert "probe" in report.reason
 
@@ -189,7 +194,7 @@ async def test_a_restarted_peer_on_the_same_path_is_not_taken_for_the_old_one(ma
 
 
 async def test_closing_a_receive_stops_every_write(make_worker: MakeWorker) -> None:
-    prefill, decode = await pair(make_worker, decode={"launcher": faulty("slow")})
+    prefill, decode = await pair(make_worker, decode={"launcher": SLOW})
     handoff = started(prefill, decode)
     await asyncio.sleep(0.2)  # a slow write is under way
     rank = decode.ranks[0]
@@ -204,7 +209,7 @@ async def test_closing_a_receive_stops_every_write(make_worker: MakeWorker) -> N
 
 
 async def test_closing_a_send_waits_for_the_receiver(make_worker: MakeWorker) -> None:
-    prefill, decode = await pair(make_worker, decode={"launcher": faulty("slow")})
+    prefill, decode = await pair(make_worker, decode={"launcher": SLOW})
     handoff = started(prefill, decode)
     await asyncio.sleep(0.2)  # the receiver is reading our blocks
     began_s = asyncio.get_running_loop().time()

@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import socket
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,6 +81,13 @@ def survives(*ranks: FakeRank) -> Iterator[None]:
         assert resident_kb(rank) - kb < MAX_GROWTH_KB
 
 
+def assert_quiet(capfd: pytest.CaptureFixture[str], *workers: FakeWorker) -> None:
+    """Nothing that came was a surprise: no exception went unhandled. Ends the agents, which log those at their end."""
+    for worker in workers:
+        worker.stop()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 async def pair(make_worker: MakeWorker) -> tuple[FakeWorker, FakeWorker]:
     prefill, decode = make_worker("prefill-0", connects=True, ttl_s=3.0), make_worker("decode-0", ttl_s=3.0)
     await prefill.attach()
@@ -120,10 +128,20 @@ def make_hello(sender: FakeWorker, receiver: FakeWorker, transport: str) -> Hell
     )
 
 
+def connect(raw: socket.socket, address: str | tuple[str, int]) -> None:
+    """Waits while the agent has more connections to accept than its backlog holds."""
+    for _ in range(500):
+        try:
+            return raw.connect(address)
+        except BlockingIOError:
+            time.sleep(0.01)
+    raise TimeoutError("the agent accepts nothing")
+
+
 def send_and_leave(address: str | tuple[str, int], data: bytes, fds: list[int] | None = None) -> None:
     with socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET) as raw:
         raw.settimeout(5.0)
-        raw.connect(address)
+        connect(raw, address)
         with contextlib.suppress(ConnectionError, TimeoutError):
             if fds:
                 socket.send_fds(raw, [data], fds)
@@ -131,7 +149,9 @@ def send_and_leave(address: str | tuple[str, int], data: bytes, fds: list[int] |
                 raw.sendall(data)
 
 
-async def test_mutated_first_messages_on_every_port_change_nothing(make_worker: MakeWorker, soak: Soak) -> None:
+async def test_mutated_first_messages_on_every_port_change_nothing(
+    make_worker: MakeWorker, soak: Soak, capfd: pytest.CaptureFixture[str]
+) -> None:
     count = soak(10_000, 600)
     prefill, decode = await pair(make_worker)
     rank, mutate = decode.ranks[0], Mutator(1)
@@ -147,9 +167,12 @@ async def test_mutated_first_messages_on_every_port_change_nothing(make_worker: 
             fds = [0, 1, 2, 0] if number % 9 == 0 and isinstance(address, str) else None
             await asyncio.to_thread(send_and_leave, address, mutate(message), fds)
         await assert_works(prefill, decode)
+    assert_quiet(capfd, prefill, decode)
 
 
-async def test_mutated_messages_of_a_leader_change_nothing(make_worker: MakeWorker, soak: Soak) -> None:
+async def test_mutated_messages_of_a_leader_change_nothing(
+    make_worker: MakeWorker, soak: Soak, capfd: pytest.CaptureFixture[str]
+) -> None:
     count = soak(10_000, 600)
     prefill, decode = await pair(make_worker)
     handoff = Handoff.make(prefill, decode, tokens=27)
@@ -166,6 +189,7 @@ async def test_mutated_messages_of_a_leader_change_nothing(make_worker: MakeWork
             data = encode(Lead()) + messages[number % 4] + mutate(messages[number // 4 % 4])
             await asyncio.to_thread(send_and_leave, str((prefill, decode)[number % 2].ranks[0].socket_path), data)
         await assert_works(prefill, decode, seed=8)
+    assert_quiet(capfd, prefill, decode)
 
 
 class RawLink:
@@ -181,7 +205,7 @@ class RawLink:
         self.raw.close()
         self.raw = socket.socket(socket.AF_UNIX)
         self.raw.settimeout(5.0)
-        self.raw.connect(self._path)
+        connect(self.raw, self._path)
         probe = os.memfd_create("probe")
         os.write(probe, bytes(4096))
         socket.send_fds(self.raw, [self._hello], [self._pool_fd, probe])
@@ -213,7 +237,9 @@ class RawLink:
         os.close(self._pool_fd)
 
 
-async def test_mutated_frames_on_a_link_change_nothing(make_worker: MakeWorker, soak: Soak) -> None:
+async def test_mutated_frames_on_a_link_change_nothing(
+    make_worker: MakeWorker, soak: Soak, capfd: pytest.CaptureFixture[str]
+) -> None:
     count = soak(10_000, 1000)
     prefill, decode = await pair(make_worker)
     rank, mutate = decode.ranks[0], Mutator(3)
@@ -246,6 +272,7 @@ async def test_mutated_frames_on_a_link_change_nothing(make_worker: MakeWorker, 
         link.close()
         await rank.expect(ReceiveFailed, ticket_id=ticket_id)
         await assert_works(prefill, decode, seed=9)
+    assert_quiet(capfd, prefill, decode)
 
 
 async def test_a_sender_that_reads_no_answers_is_dropped(make_worker: MakeWorker) -> None:

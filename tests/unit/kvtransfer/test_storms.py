@@ -58,11 +58,11 @@ async def run_all(works: Iterable[Coroutine[Any, Any, object]], *, at_once: int 
             group.create_task(run_some())
 
 
-@pytest.mark.parametrize("transport", ["mapped", "process_group"])
+@pytest.mark.parametrize("transport", ["mapped", "process_group", "tcp"])
 async def test_every_16th_operation_fails_and_every_prompt_arrives_right(
     cluster: FakeCluster, soak: Soak, transport: str
 ) -> None:
-    count = soak(2000, 60 if transport == "mapped" else 40)
+    count = soak(2000, 32) if transport == "mapped" else soak(500, 8)
     kinds = ("fail", "delay", "duplicate", "reorder", "truncate", "flip")
     await pair(
         cluster,
@@ -81,7 +81,7 @@ async def test_what_fails_at_the_beginning_or_the_end_of_a_handoff_leaves_nothin
     cluster: FakeCluster, soak: Soak, points: tuple[str, ...]
 ) -> None:
     """A third are cancelled: aborts and failures must cross links that lose them, too."""
-    count = soak(600, 60)
+    count = soak(600, 45)
     choose = random.Random(7)
     await pair(
         cluster,
@@ -100,9 +100,9 @@ async def test_what_fails_at_the_beginning_or_the_end_of_a_handoff_leaves_nothin
     await cluster.check_conservation()
 
 
-@pytest.mark.parametrize("transport", ["mapped", "process_group"])
+@pytest.mark.parametrize("transport", ["mapped", "process_group", "tcp"])
 async def test_broken_pieces_are_found_and_never_accepted(cluster: FakeCluster, soak: Soak, transport: str) -> None:
-    count = soak(1000, 160 if transport == "mapped" else 40)
+    count = soak(1000, 120) if transport == "mapped" else soak(300, 6)
     kinds = ("flip", "truncate", "duplicate", "reorder", "misaddress")
     prefill, _ = await pair(
         cluster,
@@ -118,12 +118,12 @@ async def test_broken_pieces_are_found_and_never_accepted(cluster: FakeCluster, 
     await cluster.check_conservation()
 
 
-@pytest.mark.parametrize("transport", ["mapped", "process_group"])
+@pytest.mark.parametrize("transport", ["mapped", "process_group", "tcp"])
 async def test_blocks_of_cancelled_handoffs_are_neither_written_nor_read_late(
     cluster: FakeCluster, soak: Soak, transport: str
 ) -> None:
     """Half are cancelled and their blocks are reused at once; the pools are so small that reuse is immediate."""
-    count = soak(1000, 200 if transport == "mapped" else 60)
+    count = soak(1000, 150 if transport == "mapped" else 40)
     slow = faulty(FaultSettings(seed=4, rate=0.3, kinds=("delay",), points=("place", "fetch", "push"), delay_s=0.004))
     await pair(cluster, transport=transport, num_blocks=4 * 7, prefill=slow, decode=slow)
     choose = random.Random(5)
@@ -157,7 +157,7 @@ async def test_a_storm_of_cancellations_leaks_nothing(cluster: FakeCluster, soak
 
 
 async def test_two_directions_under_full_load_grow_nothing(cluster: FakeCluster, soak: Soak) -> None:
-    load_s = soak(300, 5)
+    load_s = soak(300, 3)
     options: dict[str, Any] = {"num_blocks": 16 * CONCURRENT, "connects": True, "ttl_s": 5.0}
     members = [await cluster.start(name, **options) for name in ("decode-0", "decode-1")]
     ways = [("decode-0", "decode-1"), ("decode-1", "decode-0")]
