@@ -128,20 +128,6 @@ class PoolMap:
         ]
 
 
-def check_span(layout: KvPoolLayout, span: Span) -> None:
-    """Raises HandoffFault (protocol) unless all of `span` lies in such a pool. Ids from a peer go through here."""
-    inside = (
-        bool(span.block_ids)
-        and min(span.block_ids) >= 0
-        and max(span.block_ids) < layout.num_blocks
-        and 0 <= span.layer_start < span.layer_start + span.layer_count <= layout.layers
-        and 0 <= span.head_start < span.head_start + span.head_count <= layout.kv_heads
-        and 0 < span.last_block_tokens <= layout.block_tokens
-    )
-    if not inside:
-        raise protocol_fault("piece: expected physical blocks, layers, heads and tokens within the pool")
-
-
 class Cursor:
     """Goes through a span's bytes in canonical order, any number at a time."""
 
@@ -207,6 +193,20 @@ def _chunks(a: Bytes, b: Bytes, size: int) -> Iterator[tuple[Bytes, Bytes]]:
         step = size // a[0].nbytes
         for start in range(0, len(a), step):
             yield a[start : start + step], b[start : start + step]
+
+
+def check_span(layout: KvPoolLayout, span: Span) -> None:
+    """Raises HandoffFault (protocol) unless all of `span` lies in such a pool. Ids from a peer go through here."""
+    inside = (
+        bool(span.block_ids)
+        and min(span.block_ids) >= 0
+        and max(span.block_ids) < layout.num_blocks
+        and 0 <= span.layer_start < span.layer_start + span.layer_count <= layout.layers
+        and 0 <= span.head_start < span.head_start + span.head_count <= layout.kv_heads
+        and 0 < span.last_block_tokens <= layout.block_tokens
+    )
+    if not inside:
+        raise protocol_fault("piece: expected physical blocks, layers, heads and tokens within the pool")
 
 
 def _full_blocks(layout: KvPoolLayout, span: Span) -> int:

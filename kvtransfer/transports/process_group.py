@@ -183,8 +183,7 @@ class GroupSender:
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
         """The last messages may still be on their way afterwards, out of our buffers."""
-        layout = self._own.layout
-        wire = as_int8(piece, layout) if self._int8 else piece
+        wire = as_int8(piece, self._own.layout) if self._int8 else piece
         form = Format.of(wire.payload_bytes, stream.version, digests=self._digests)
         number: int | None = None
         if form.follows:
@@ -192,12 +191,12 @@ class GroupSender:
         elif self._digests:
             number = await self._thread.run(digest_of, self._own.pool, span)
         stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(wire, digest=number)))
-        await self._thread.run(self._send, _joined(self._group), span, piece.payload_bytes, form, number)
+        await self._thread.run(self._send, _joined(self._group), piece.payload_bytes, span, form, number)
 
-    def _send(self, group: Group, span: Span, size_bytes: int, form: Format, number: int | None) -> None:
+    def _send(self, group: Group, size_in_pool: int, span: Span, form: Format, number: int | None) -> None:
         hasher = xxhash.xxh3_64()
         pool = self._own.pool
-        cursor = Cursor([quantise(pool.pack(span, size_bytes), pool.layout)]) if self._int8 else pool.cursor(span)
+        cursor = Cursor([quantise(pool.pack(span, size_in_pool), pool.layout)]) if self._int8 else pool.cursor(span)
         for payload, size in form.messages():
             message = self._buffers.next(size)
             cursor.read(message[:payload], feeder(hasher) if form.follows else None)
@@ -212,14 +211,14 @@ class GroupSender:
 
 
 class GroupReceiver:
-    """`version`: the protocol's, and whether the link carries `int8`, as the hello says."""
+    """`version`: the protocol's, as the hello says."""
 
     def __init__(
         self, own: Own, thread: LinkThread, device: str, *, digests: bool, int8: bool, version: int
     ) -> None:
         self._own = own
-        self._int8 = int8
         self._thread = thread
+        self._int8 = int8
         self._version = version
         self._buffers = Buffers()
         self._device = torch.device(device)
@@ -301,20 +300,16 @@ class _Arriving:
     int8: bool
 
     def write(self, span: Span) -> int:
-        if not self.int8:
-            return self._receive(self.pool.cursor(span))
-        wire = np.empty(self.form.payload_bytes, np.uint8)
-        digest = self._receive(Cursor([wire]))
-        self.pool.unpack(dequantise(wire, self.pool.layout), span)
-        return digest
-
-    def _receive(self, cursor: Cursor) -> int:
         hasher = xxhash.xxh3_64()
+        wire = np.empty(self.form.payload_bytes if self.int8 else 0, np.uint8)
+        cursor = Cursor([wire]) if self.int8 else self.pool.cursor(span)
         followed = 0
         for message, payload in self._messages():
             cursor.write(message[:payload], feeder(hasher) if self.digests else None)
             if message.size > payload:
                 (followed,) = _TRAILER.unpack_from(message.data, payload)
+        if self.int8:
+            self.pool.unpack(dequantise(wire, self.pool.layout), span)
         return int(hasher.intdigest()) ^ followed if self.digests else 0
 
     def skip(self) -> None:
