@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import statistics
 import tempfile
@@ -21,7 +20,7 @@ from tandem.model_store import resolve
 from tandem.request import SamplingParams
 from tandem.testing import write_tiny_llama
 from tandem.v1 import worker_pb2
-from worker.testing import HandRouter
+from worker.testing import HandRouter, WorkerSession
 from worker.testing_live import Pair, live_pair
 
 WARM_UP_RUNS = 5
@@ -32,13 +31,14 @@ ANSWER = SamplingParams(temperature=0.0, max_tokens=2)
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One request through a handoff. Seconds since it was sent, at the client; `worker_s`: reserve to join by the
-    decode worker's own clock."""
+    """One request through a handoff. `ttft_s`: at the client. The others are times of the host's monotonic clock, which
+    both workers share: what each of them said of its side."""
 
-    prefill_sent_s: float
-    first_token_s: float
-    joined_s: float
-    worker_s: float
+    ttft_s: float
+    reserve_to_join_s: float
+    prefill_began_at_s: float
+    last_layer_at_s: float
+    joined_at_s: float
 
 
 @asynccontextmanager
@@ -59,22 +59,25 @@ async def _handoff(pair: Pair, hand: HandRouter, prompt: Sequence[int]) -> Passa
     work = hand.work(prompt, ANSWER)
     started_s = time.perf_counter()
     ticket = await hand.reserve(pair.prefill, pair.decode, work, use_decode_cache=False)
-    prefill_sent_s = time.perf_counter()
     first = await hand.prefill(pair.prefill, work, ticket)
-    first_token_s = time.perf_counter()
+    ttft_s = time.perf_counter() - started_s
     join = worker_pb2.Join(request_id=work.request_id, first_token=first.token_id)
     pair.decode.send(worker_pb2.RouterFrame(join=join))
-    joined: tuple[float, float] | None = None
-    while True:
-        match await pair.decode.event(work.request_id):
-            case worker_pb2.HandoffDone() as done:
-                joined = (time.perf_counter(), done.reserve_to_join_s)
-            case worker_pb2.Ended():
-                break
-    if joined is None:
-        raise WorkerLost("the request ended without its handoff")
-    at_s, worker_s = joined
-    return Passage(prefill_sent_s - started_s, first_token_s - started_s, at_s - started_s, worker_s)
+    here, there = await _done(pair.decode, work.request_id), await _done(pair.prefill, work.request_id)
+    return Passage(
+        ttft_s,
+        here.reserve_to_join_s,
+        there.anchor_at_s + there.sent.computing_s,
+        there.anchor_at_s + there.sent.last_layer_s,
+        here.anchor_at_s + here.received.joined_s,
+    )
+
+
+async def _done(worker: WorkerSession, request_id: str) -> worker_pb2.HandoffDone:
+    """What it says of its side of the handoff."""
+    while not isinstance(event := await worker.event(request_id), worker_pb2.HandoffDone):
+        pass
+    return event
 
 
 async def _alone_s(pair: Pair, hand: HandRouter, prompt: Sequence[int]) -> float:
@@ -99,7 +102,7 @@ async def small(sizes: Sizes) -> list[Figure]:
         for run in range(WARM_UP_RUNS + sizes.small_runs):
             passage = await _handoff(pair, hand, _prompt(draw, sizes.small_tokens, TINY_VOCAB))
             if run >= WARM_UP_RUNS:
-                times_ms.append(1000 * passage.worker_s)
+                times_ms.append(1000 * passage.reserve_to_join_s)
     return [
         Figure("handoff.small_p50_ms", round(percentile(times_ms, 0.5), 3), "ms"),
         Figure("handoff.small_p99_ms", round(percentile(times_ms, 0.99), 3), "ms"),
@@ -116,7 +119,7 @@ async def ttft_extra(sizes: Sizes) -> list[Figure]:
             passage = await _handoff(pair, hand, _prompt(draw, sizes.ttft_tokens, TINY_VOCAB))
             ttft_s = await _alone_s(pair, hand, _prompt(draw, sizes.ttft_tokens, TINY_VOCAB))
             if run >= WARM_UP_RUNS:
-                through_s.append(passage.first_token_s)
+                through_s.append(passage.ttft_s)
                 alone_s.append(ttft_s)
     through_ms, alone_ms = 1000 * statistics.median(through_s), 1000 * statistics.median(alone_s)
     ratio = round(through_ms / alone_ms, 3)
@@ -124,22 +127,20 @@ async def ttft_extra(sizes: Sizes) -> list[Figure]:
 
 
 async def exposed_share(sizes: Sizes) -> list[Figure]:
-    """(first token → joined) / prefill, both at the client: the hops of the two events cancel out, and the join's own
-    hop counts. Beside it, push-after-prefill: the same prompt with all its KV in the prefill worker's cache, so that
-    nothing hides the push (only its last token is computed, which counts)."""
+    """(last layer computed → joined) / (prefill began → last layer computed). Beside it, push-after-prefill: the same
+    prompt with all its KV in the prefill worker's cache, from when its push begins, so that nothing hides it."""
     draw, hand = random.Random(0), HandRouter()
     shares: list[float] = []
     after_shares: list[float] = []
     vocab = DEMO_VOCAB if sizes.demo_model else TINY_VOCAB
     async with _workers(sizes, sizes.exposed_tokens, demo_model=sizes.demo_model) as pair:
-        await _handoff(pair, hand, _prompt(draw, sizes.exposed_tokens, vocab))
-        for _ in range(sizes.exposed_runs):
+        for run in range(1 + sizes.exposed_runs):
             prompt = _prompt(draw, sizes.exposed_tokens, vocab)
             cold = await _handoff(pair, hand, prompt)
-            await asyncio.sleep(0.1)  # until the prefill worker's blocks are released into its cache
             cached = await _handoff(pair, hand, prompt)
-            prefill_s = cold.first_token_s - cold.prefill_sent_s
-            shares.append((cold.joined_s - cold.first_token_s) / prefill_s)
-            after_shares.append((cached.joined_s - cached.prefill_sent_s) / prefill_s)
+            prefill_s = cold.last_layer_at_s - cold.prefill_began_at_s
+            if run:
+                shares.append((cold.joined_at_s - cold.last_layer_at_s) / prefill_s)
+                after_shares.append((cached.joined_at_s - cached.prefill_began_at_s) / prefill_s)
     share, after = statistics.median(shares), statistics.median(after_shares)
     return [Figure("handoff.exposed_share", round(share, 5), "1", round(after, 5), round(share / after, 3))]

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from kvtransfer.transports.nixl import check_nixl
 
 from cluster.redis_probe import check_redis
 from kvtransfer.control import TlsFiles
 from kvtransfer.reshard import reshard_plan
 from kvtransfer.tls import load_tls
-from tandem.config import ClusterSpec, ModelSpec, PoolSpec, TransportKind
+from kvtransfer.transports.factory import check_available
+from tandem.config import ClusterSpec, ModelSpec, PoolSpec
 from tandem.errors import ConfigError, InsufficientMemory, PortInUse, TandemError
 from tandem.kvcache.layout import DTYPE_BYTES
 from tandem.model_config import ModelConfig, fingerprint
@@ -134,8 +134,7 @@ def check_ports(spec: ClusterSpec) -> None:
 def check_transfer(spec: ClusterSpec) -> None:
     """Raises ConfigError when the transport's library is not installed, or a TLS file is not what it should be."""
     transfer = spec.transfer
-    if transfer.transport is TransportKind.NIXL:
-        check_nixl()
+    check_available(transfer.transport)
     if transfer.tls is not None:
         load_tls(TlsFiles(transfer.tls.cert, transfer.tls.key, transfer.tls.ca))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from cluster.processes import MemberHandle, MemberStart, ProcessSpec, RunningProcess
 from cluster.resolve import ResolvedModel
 from cluster.supervisor import python
+from kvtransfer.agent_env import AGENT_ENV
 from tandem.config import ClusterSpec, Role
 from tandem.launch import WorkerLaunch
 from tandem.v1 import cluster_pb2
@@ -173,7 +174,7 @@ class WorkerSlot:
             ProcessSpec(
                 name=f"agent-{rank}",
                 argv=python("kvtransfer.agent", "--socket", str(launch.agent_socket(rank))),
-                env={"OMP_NUM_THREADS": "1"},
+                env=AGENT_ENV,
                 restart=True,
             ),
             ProcessSpec(

@@ -60,6 +60,15 @@ class Batch:
         self.size += part.nbytes
 
 
+def batches_of(data: Bytes) -> Iterator[Batch]:
+    """All of a contiguous array."""
+    rest = data.data
+    for start in range(0, len(rest), BATCH_BYTES):
+        batch = Batch()
+        batch.add_direct(rest[start : start + BATCH_BYTES])
+        yield batch
+
+
 def batches(pool: PoolMap, span: Span, scratch: Bytes) -> Iterator[Batch]:
     """All of a span; each batch must be done with before the next is asked for: they share the scratch."""
     batch = Batch()

@@ -51,6 +51,8 @@ class AttachPool(msgspec.Struct, frozen=True, tag=True):
     protocol: int = PROTOCOL_VERSION
     oldest_protocol: int = OLDEST_PROTOCOL_VERSION
     tls: TlsFiles | None = None  # every TCP connection is encrypted, and none other taken
+    int8: bool = False
+    """Links that carry bytes carry int8 (see kvtransfer.quantise); both ends must say so."""
     connects: bool = True
     """Make links to all peers of SetPeers at once; False (decode workers): only when a ticket asks for one."""
 

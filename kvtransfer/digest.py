@@ -6,6 +6,8 @@ ticket's signature and, between hosts, TLS.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import xxhash
 
@@ -23,9 +25,25 @@ def digest_of(pool: PoolMap, span: Span) -> int:
     return int(hasher.intdigest())
 
 
+def copy_and_digest(target: PoolMap, source: PoolMap, read: Span, write: Span) -> int:
+    """Copies a piece between pools; returns the digest of its source, each part read again right after it was copied.
+
+    The source may change under us until its owner has proved that it did not (FINISH). Whatever it changes to, early
+    or late, the digest is then another one; and our own blocks need no second look, as nobody else writes to them.
+    """
+    hasher = xxhash.xxh3_64()
+    target.copy_from(source, read, write, feeder(hasher))
+    return int(hasher.intdigest())
+
+
 def digest_of_bytes(data: bytes | memoryview) -> int:
     """The digest of bytes that are already in canonical order."""
     return int(xxhash.xxh3_64_intdigest(data))
+
+
+def feeder(hasher: xxhash.xxh3_64) -> Callable[[Bytes], None]:
+    """What takes parts in canonical order as they are copied."""
+    return lambda part: _feed(hasher, part)
 
 
 def _feed(hasher: xxhash.xxh3_64, part: Bytes) -> None:

@@ -41,6 +41,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     layout: Layout
     link: tuple[int, int, int, int]
     digests: bool
+    int8: bool = False
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -105,7 +106,7 @@ def pool_layout(wire: Layout) -> KvPoolLayout:
     return KvPoolLayout(wire.num_blocks, wire.layers, wire.kv_heads, wire.block_tokens, wire.head_dim, wire.dtype)
 
 
-def make_hello(own: Own, peer: Peer, link: Link, transport: str) -> Hello:
+def make_hello(own: Own, peer: Peer, link: Link, transport: str, *, int8: bool) -> Hello:
     """Raises IncompatiblePools: we have no protocol version in common."""
     attach = own.attach
     return Hello(
@@ -123,6 +124,7 @@ def make_hello(own: Own, peer: Peer, link: Link, transport: str) -> Hello:
         layout=attach.layout,
         link=(link.head_start, link.head_count, link.src_head, link.dst_head),
         digests=attach.digests,
+        int8=int8,
     )
 
 
@@ -155,6 +157,11 @@ def check_hello(hello: Hello, own: Own) -> Link:
         _shape(hello, hello.protocol),
         _shape(attach, attach.oldest_protocol),
     )
+    if hello.int8 and not attach.int8:
+        raise IncompatiblePools(
+            "wire_dtype: expected the pool's dtype, got int8; set transfer.wire_dtype the same on both",
+            field="wire_dtype",
+        )
     for link in reshard_plan(hello.tp, attach.tp, attach.model_kv_heads):
         if (link.prefill_rank, link.decode_rank) == (hello.rank, attach.rank):
             if (link.head_start, link.head_count, link.src_head, link.dst_head) != hello.link:

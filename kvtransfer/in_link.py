@@ -18,7 +18,7 @@ from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.control import LinkReport
 from kvtransfer.handshake import Hello, Own, Refused, Welcome, check_hello, parse_hello
 from kvtransfer.liveness import LinkWatch
-from kvtransfer.piece import FrameType, Header, Piece, check_size, failure_body
+from kvtransfer.piece import FrameType, Header, Piece, as_in_pool, check_size, failure_body
 from kvtransfer.receive_session import ReceiveSession
 from kvtransfer.reshard import Link
 from kvtransfer.sockets import peer_is_same_user, receive_first, send_first
@@ -145,12 +145,13 @@ class InLink:
         self.stream.send(Header(FrameType.PROBED, digest=await self.receiver.receive_probe()))
 
     async def _take_piece(self, events: InLinkEvents, ticket_id: str, piece: Piece, body: bytes) -> None:
-        check_size(piece, self.own.layout, self.link.head_count)
+        check_size(piece, self.own.layout, self.link.head_count, int8=self.hello.int8)
         if piece.head_start < self.link.head_start or (
             piece.head_start + piece.head_count > self.link.head_start + self.link.head_count
         ):
             raise protocol_fault(f"piece {piece.seq} has heads that are not this link's")
         arrival = await self.receiver.fetch(piece, body)
+        wire_bytes, piece = piece.payload_bytes, as_in_pool(piece, self.own.layout)
         session = events.link_session(self, ticket_id)
         if session is None:
             if not events.link_knows(ticket_id):
@@ -174,7 +175,7 @@ class InLink:
             failed = HandoffFault(HandoffCause.TRANSPORT, f"piece {piece.seq} could not be written: {error}")
             events.link_fault(self, ticket_id, failed, writing=True)
             raise failed from error
-        self.moved_bytes += piece.payload_bytes
+        self.moved_bytes += wire_bytes
         events.link_written(self, ticket_id, piece, digest, time.perf_counter() - started_s)
 
 

@@ -27,8 +27,8 @@ from kvtransfer.pool import Span
 from kvtransfer.reshard import Link
 from kvtransfer.sockets import connect_tcp, connect_unix, send_first
 from kvtransfer.stream import FrameStream
-from kvtransfer.tls import TlsConnection, Wire, refuses_certificate
-from kvtransfer.transports.factory import MAPPED, Transports, choose_transport
+from kvtransfer.tls import TlsConnection, Wire
+from kvtransfer.transports.factory import MAPPED, Transports, carries_int8, choose_transport
 from kvtransfer.transports.protocol import KvSender
 from kvtransfer.versions import many_probes
 from tandem.channel import encode
@@ -139,7 +139,7 @@ class OutLink:
             except (OSError, ValueError, TimeoutError) as error:
                 name = f"{self.peer.worker_id} rank {self.peer.rank}"
                 reason = f"cannot reach {name}: {error or type(error).__name__}"
-                final = isinstance(error, ssl.SSLError) and refuses_certificate(error)
+                final = isinstance(error, ssl.SSLCertVerificationError)
             except Exception as error:  # a transport's library may raise anything; this link suffers, not the agent
                 log.exception("link to %s rank %d", self.peer.worker_id, self.peer.rank)
                 reason, final = f"{type(error).__name__}: {error}", False
@@ -192,7 +192,9 @@ class OutLink:
         fds: list[int] = []
         try:
             fds = sender.hello_fds()
-            hello = make_hello(self._own, peer, self._link, self._kind)
+            hello = make_hello(
+                self._own, peer, self._link, self._kind, int8=carries_int8(self._kind, self._own, peer)
+            )
             await send_first(raw, encode(hello), fds)
             welcome = await receive_answer(raw, HANDSHAKE_TIMEOUT_S)
             if (welcome.worker_id, welcome.epoch, welcome.rank) != (peer.worker_id, peer.epoch, peer.rank):

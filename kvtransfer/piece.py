@@ -14,12 +14,13 @@ changed on its way does not fit its payload any more.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import xxhash
 
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.quantise import INT8, quantised_bytes
 from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, binds_address
 from tandem.kvcache.layout import KvPoolLayout
 
@@ -32,7 +33,7 @@ _HEADER = struct.Struct("<BBBB16sIIIHHHHHHQQI16x")
 HEADER_BYTES = _HEADER.size
 _DIGEST_AT = struct.calcsize("<BBBB16sIIIHHHHHHQ")
 _DIGEST = struct.Struct("<Q")
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16", "int8")
 _HAS_DIGEST = 1
 
 
@@ -161,14 +162,15 @@ def payload_bytes(layout: KvPoolLayout, blocks: int, last_block_tokens: int, lay
     return tokens * layers * heads * 2 * layout.token_bytes
 
 
-def check_size(piece: Piece, layout: KvPoolLayout, head_count: int) -> None:
+def check_size(piece: Piece, layout: KvPoolLayout, head_count: int, *, int8: bool = False) -> None:
     """Before anything is allocated for a piece: its size is what its rectangle says, and within the pool and limits.
 
     Raises:
         HandoffFault: (protocol)
     """
-    if piece.dtype != layout.dtype:
-        raise protocol_fault(f"piece: expected dtype {layout.dtype}, got {piece.dtype}")
+    dtype = INT8 if int8 else layout.dtype
+    if piece.dtype != dtype:
+        raise protocol_fault(f"piece: expected dtype {dtype}, got {piece.dtype}")
     if (
         piece.block_count > layout.num_blocks
         or piece.layer_start + piece.layer_count > layout.layers
@@ -179,11 +181,25 @@ def check_size(piece: Piece, layout: KvPoolLayout, head_count: int) -> None:
     expected = payload_bytes(
         layout, piece.block_count, piece.last_block_tokens, piece.layer_count, piece.head_count
     )
+    if int8:
+        expected = quantised_bytes(expected, layout)
     if piece.payload_bytes != expected:
         raise protocol_fault(f"piece: expected {expected} bytes for its rectangle, got {piece.payload_bytes}")
     limit = max(MAX_PIECE_BYTES, layout.block_bytes)
     if expected > limit:
         raise protocol_fault(f"piece: expected at most {limit} bytes, got {expected}")
+
+
+def as_int8(piece: Piece, layout: KvPoolLayout) -> Piece:
+    """The piece as a link that carries int8 announces it."""
+    return replace(piece, dtype=INT8, payload_bytes=quantised_bytes(piece.payload_bytes, layout))
+
+
+def as_in_pool(piece: Piece, layout: KvPoolLayout) -> Piece:
+    """The piece as the sessions know it, whatever its link carries. Its size was checked."""
+    tokens = piece.last_block_tokens
+    size = payload_bytes(layout, piece.block_count, tokens, piece.layer_count, piece.head_count)
+    return replace(piece, dtype=layout.dtype, payload_bytes=size)
 
 
 def failure_body(cause: HandoffCause, message: str) -> bytes:

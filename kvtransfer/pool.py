@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from tandem.kvcache.layout import KvPoolLayout
 
 Bytes = npt.NDArray[np.uint8]
+STREAM_BYTES = 2 << 20  # pool to pool: large enough for the C library's copy past the cache, hot in it all the same
+STAGE_BYTES = 256 << 10  # into and out of buffers that are read next: half of a core's second-level cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +67,11 @@ class PoolMap:
             raise HandoffFault(HandoffCause.TRANSPORT, f"pool: cannot map it: {error}") from error
 
     def check(self, span: Span) -> None:
-        """Raises HandoffFault (protocol) unless all of `span` lies in this pool. Ids from a peer go through here."""
-        layout = self.layout
-        inside = (
-            bool(span.block_ids)
-            and min(span.block_ids) >= 0
-            and max(span.block_ids) < layout.num_blocks
-            and 0 <= span.layer_start < span.layer_start + span.layer_count <= layout.layers
-            and 0 <= span.head_start < span.head_start + span.head_count <= layout.kv_heads
-            and 0 < span.last_block_tokens <= layout.block_tokens
-        )
-        if not inside:
-            raise protocol_fault("piece: expected physical blocks, layers, heads and tokens within the pool")
+        """Raises HandoffFault (protocol) unless all of `span` lies in this pool."""
+        check_span(self.layout, span)
+
+    def cursor(self, span: Span) -> Cursor:
+        return Cursor(self.slices(span))
 
     def slices(self, span: Span) -> Iterator[Bytes]:
         """The span's bytes in canonical order: one slice for each run of neighbouring blocks."""
@@ -89,26 +84,30 @@ class PoolMap:
     def pack(self, span: Span, payload_bytes: int) -> Bytes:
         """A copy of the span's bytes, contiguous and in canonical order."""
         out = np.empty(payload_bytes, np.uint8)
-        offset = 0
-        for part in self.slices(span):
-            out[offset : offset + part.size].reshape(part.shape)[...] = part
-            offset += part.size
+        self.cursor(span).read(out)
         return out
 
     def unpack(self, data: Bytes, span: Span) -> None:
         """Writes what `pack` made into the span."""
-        offset = 0
-        for part in self.slices(span):
-            part[...] = data[offset : offset + part.size].reshape(part.shape)
-            offset += part.size
+        self.cursor(span).write(data)
 
-    def copy_from(self, source: PoolMap, read: Span, write: Span) -> None:
-        """Copies the same piece out of another pool; `read` and `write` have the same shape."""
+    def copy_from(
+        self, source: PoolMap, read: Span, write: Span, copied: Callable[[Bytes], None] | None = None
+    ) -> None:
+        """Copies the same piece out of another pool; `read` and `write` have the same shape. `copied` sees each part
+        of the source right after it was copied, in canonical order: the CPU's cache still holds it."""
         full = _full_blocks(self.layout, write)
-        for start, end in _runs(write.block_ids[:full], read.block_ids[:full]):
-            np.copyto(self._run(write, start, end), source._run(read, start, end))
+        pairs = [
+            (self._run(write, start, end), source._run(read, start, end))
+            for start, end in _runs(write.block_ids[:full], read.block_ids[:full])
+        ]
         if full < len(write.block_ids):
-            np.copyto(self._tail(write), source._tail(read))
+            pairs.append((self._tail(write), source._tail(read)))
+        for pair in pairs:
+            for target_part, source_part in _chunks(*pair, STREAM_BYTES):
+                np.copyto(target_part, source_part)
+                if copied is not None:
+                    copied(source_part)
 
     def _run(self, span: Span, start: int, end: int) -> Bytes:
         first = span.block_ids[start]
@@ -127,6 +126,87 @@ class PoolMap:
             span.head_start : span.head_start + span.head_count,
             : span.last_block_tokens,
         ]
+
+
+class Cursor:
+    """Goes through a span's bytes in canonical order, any number at a time."""
+
+    def __init__(self, parts: Iterable[Bytes]) -> None:
+        self._rest = list(parts)[::-1]  # the next one last
+
+    def read(self, out: Bytes, seen: Callable[[Bytes], None] | None = None) -> None:
+        """The next `out.size` bytes. `seen` gets each part of `out` while the CPU's cache holds it."""
+        for staged in _strips(out):
+            offset = 0
+            for part in self._take(staged.size):
+                np.copyto(staged[offset : offset + part.size].reshape(part.shape), part)
+                offset += part.size
+            if seen is not None:
+                seen(staged)
+
+    def write(self, data: Bytes, seen: Callable[[Bytes], None] | None = None) -> None:
+        """Into the next `data.size` bytes. `seen` gets each part of `data` while the CPU's cache holds it."""
+        for staged in _strips(data):
+            if seen is not None:
+                seen(staged)
+            offset = 0
+            for part in self._take(staged.size):
+                np.copyto(part, staged[offset : offset + part.size].reshape(part.shape))
+                offset += part.size
+
+    def _take(self, size: int) -> Iterator[Bytes]:
+        """Views of the next `size` bytes; as many must be left."""
+        while size:
+            part = self._rest.pop()
+            if part.nbytes <= size:
+                size -= part.nbytes
+                yield part
+            elif part.flags.c_contiguous:
+                flat = part.reshape(-1)
+                self._rest.append(flat[size:])
+                yield flat[:size]
+                size = 0
+            else:
+                count = max(1, size // part[0].nbytes)
+                first = part[:count] if count > 1 else part[0]
+                self._rest += [part[count:], first] if count < len(part) else [first]
+
+
+def _strips(data: Bytes) -> Iterator[Bytes]:
+    for start in range(0, data.size, STAGE_BYTES):
+        yield data[start : start + STAGE_BYTES]
+
+
+def _chunks(a: Bytes, b: Bytes, size: int) -> Iterator[tuple[Bytes, Bytes]]:
+    """Two arrays of one shape in parts of about `size` bytes, in order: flat where both are contiguous, else along
+    the first axis that makes parts small enough."""
+    if a.nbytes <= size:
+        yield a, b
+    elif a.flags.c_contiguous and b.flags.c_contiguous:
+        a, b = a.reshape(-1), b.reshape(-1)
+        for start in range(0, a.size, size):
+            yield a[start : start + size], b[start : start + size]
+    elif a[0].nbytes >= size:
+        for each_a, each_b in zip(a, b, strict=True):
+            yield from _chunks(each_a, each_b, size)
+    else:
+        step = size // a[0].nbytes
+        for start in range(0, len(a), step):
+            yield a[start : start + step], b[start : start + step]
+
+
+def check_span(layout: KvPoolLayout, span: Span) -> None:
+    """Raises HandoffFault (protocol) unless all of `span` lies in such a pool. Ids from a peer go through here."""
+    inside = (
+        bool(span.block_ids)
+        and min(span.block_ids) >= 0
+        and max(span.block_ids) < layout.num_blocks
+        and 0 <= span.layer_start < span.layer_start + span.layer_count <= layout.layers
+        and 0 <= span.head_start < span.head_start + span.head_count <= layout.kv_heads
+        and 0 < span.last_block_tokens <= layout.block_tokens
+    )
+    if not inside:
+        raise protocol_fault("piece: expected physical blocks, layers, heads and tokens within the pool")
 
 
 def _full_blocks(layout: KvPoolLayout, span: Span) -> int:

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from kvtransfer.agent_client import AgentClient
+from kvtransfer.agent_env import AGENT_ENV
 from kvtransfer.control import (
     Attached,
     AttachPool,
@@ -102,7 +103,8 @@ class FakeRank:
     def start_agent(self, *launcher: str) -> subprocess.Popen[bytes]:
         """Starts (or replaces) the agent; `launcher` instead of the real module breaks things on purpose."""
         command = [sys.executable, *(launcher or self.worker.launcher), "--socket", str(self.socket_path)]
-        self.process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+        environment = os.environ | AGENT_ENV | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        self.process = subprocess.Popen(command, env=environment)
         return self.process
 
     def connect(self) -> None:
@@ -128,6 +130,7 @@ class FakeRank:
             link_socket=str(self.link_path),
             ticket_ttl_s=worker.ttl_s,
             protocol=worker.protocol,
+            int8=worker.int8,
             tls=worker.tls,
             connects=worker.connects,
         )
@@ -231,6 +234,7 @@ class FakeWorker:
         ttl_s: float = 10.0,
         launcher: tuple[str, ...] = ("-m", "kvtransfer.agent"),
         protocol: int = PROTOCOL_VERSION,
+        int8: bool = False,
         tls: TlsFiles | None = None,
     ) -> None:
         self.folder = folder / worker_id
@@ -247,6 +251,7 @@ class FakeWorker:
         self.launcher = launcher
         self.tls = tls
         self.protocol = protocol  # the newest it speaks
+        self.int8 = int8
         self.key = secrets.token_bytes(32)
         self.where: dict[int, Attached] = {}
         self.ranks = [FakeRank(self, rank) for rank in range(tp)]

@@ -16,7 +16,6 @@ from kvtransfer.control import TlsFiles
 from tandem.errors import ConfigError
 
 HANDSHAKE_TIMEOUT_S = 5.0
-_CERTIFICATE_ALERTS = ("CERTIFICATE", "UNKNOWN_CA")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +77,6 @@ def _meet_ourselves(contexts: TlsContexts, files: TlsFiles, field: str) -> None:
 
 def _wrong(field: str, path: str, what: str) -> ConfigError:
     return ConfigError(f"{field}: {path}: {what}", field=field)
-
-
-def refuses_certificate(error: ssl.SSLError) -> bool:
-    """Whether one side does not take the other's certificate: then trying again is of no use."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return True
-    return "ALERT" in (error.reason or "") and any(what in (error.reason or "") for what in _CERTIFICATE_ALERTS)
 
 
 class TlsConnection:

@@ -2,8 +2,9 @@
 worker by worker; a pair of workers uses the newest that both speak.
 
     1  the digest of a piece covers its bytes
-    2  it covers its header too: a piece that names the wrong blocks, layers or ticket is found out; both ends beat, and
-       a receiver answers any number of probes
+    2  links may carry int8; the digest covers the header too, so that a piece that names the wrong blocks, layers or
+       ticket is found out; both ends beat, and a receiver answers any number of probes; `process_group` sends a
+       piece as several messages
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ OLDEST_PROTOCOL_VERSION = 1
 _ADDRESS_IN_DIGEST = 2
 _BEATS = 2
 _MANY_PROBES = 2
+_STRIPED_GROUPS = 2
+_INT8 = 2
 
 
 class Speaks(Protocol):
@@ -50,3 +53,11 @@ def beats(version: int) -> bool:
 
 def many_probes(version: int) -> bool:
     return version >= _MANY_PROBES
+
+
+def stripes_groups(version: int) -> bool:
+    return version >= _STRIPED_GROUPS
+
+
+def knows_int8(version: int) -> bool:
+    return version >= _INT8

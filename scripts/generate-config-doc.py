@@ -27,8 +27,8 @@ INTRODUCTION = """\
 <!-- Generated from tandem/config.py by scripts/generate-config-doc.py; change that and run `make docs`. -->
 
 One schema, checked once when `tandem up` starts: the YAML file (`tandem up --config FILE`), the environment, the
-flags, and the Helm values under `cluster` are all this. An unknown key is an error that names it. Every key has a
-default, so an empty file is the default cluster: one prefill and one decode worker of the demo model on this machine.
+flags, and the Helm values under `cluster` are all this. An unknown key is an error that names it. Every section has
+defaults, so an empty file is the default cluster: one prefill and one decode worker of the demo model on this machine.
 [`deploy/tandem.yaml`](../deploy/tandem.yaml) writes all defaults out.
 
 Flags win over the environment, the environment over the file. A variable is `TANDEM_` and the key's path with
@@ -55,10 +55,11 @@ def models_of(root: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
 def _nested(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
+    optional = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     for argument in typing.get_args(annotation):
-        found, _ = _nested(argument)
+        found, many = _nested(argument)
         if found is not None:
-            return found, True
+            return found, many or not optional
     return None, False
 
 
@@ -88,14 +89,17 @@ def _limits(schema: dict[str, Any]) -> str:
 
 
 def row(name: str, field: FieldInfo, schema: dict[str, Any]) -> str:
-    default = field.get_default(call_default_factory=True)
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
     if isinstance(default, enum.Enum):
         default = default.value
-    if field.is_required():
-        shown = "required"
-    else:
-        shown = "unset" if default is None else f"`{json.dumps(default)}`".replace('"', "")
+    shown = "required" if field.is_required() else "unset" if default is None else f"`{json.dumps(default)}`"
+    shown = shown.replace('"', "")
     return f"| `{name}` | {kind_of(schema, _without_none(field.annotation))} | {shown} | {field.description or ''} |"
+
+
+def _section(name: str, model: type[BaseModel]) -> str:
+    field = model.model_fields[name]
+    return f"`{name}`" + (" (unset; all of it or nothing)" if not field.is_required() and field.default is None else "")
 
 
 def _without_none(annotation: Any) -> Any:
@@ -120,7 +124,7 @@ def page() -> str:
         if rows:
             parts.append("\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n")
         if inner:
-            parts.append("Sections: " + ", ".join(f"`{name}`" for name in inner) + ".\n")
+            parts.append("Sections: " + ", ".join(_section(name, model) for name in inner) + ".\n")
     return "\n".join(parts)
 
 

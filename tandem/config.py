@@ -92,12 +92,22 @@ class TlsSpec(Frozen):
     ca: Annotated[str, Field(min_length=1, description="One of this cluster's own: host names are not compared.")]
 
 
+class WireDtype(StrEnum):
+    POOL = "pool"
+    INT8 = "int8"
+
+
 class TransferSpec(Frozen):
     transport: TransportKind = Field(
         TransportKind.AUTO, description="auto: mapped on one host; across hosts process_group, or tcp with tls."
     )
     tls: TlsSpec | None = Field(None, description="Mutual TLS 1.3 on every TCP connection of the KV plane.")
     digests: bool = True
+    wire_dtype: WireDtype = Field(
+        WireDtype.POOL,
+        description="int8: process_group and tcp links carry KV as int8 with a scale for each token of each head; "
+        "answers may differ from the pool's precision.",
+    )
     ticket_ttl_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         30.0, description="A lease without progress ends after this."
     )

@@ -1,13 +1,18 @@
-"""Shared by all tests: the reference that token-exactness is measured against."""
+"""Shared by all tests: the reference that token-exactness is measured against, and certificates."""
 
 from __future__ import annotations
 
+import datetime
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from transformers import LlamaForCausalLM
 
 from tandem.request import SamplingParams
@@ -55,3 +60,52 @@ def reference_for() -> Callable[[Path], Reference]:
         return loaded[model_dir]
 
     return get
+
+
+class Authority:
+    """A certificate authority that lives in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{folder.name} authority")])
+        self.ca = folder / "ca.pem"
+        self._write(self.ca, self._certificate(self._name, self._key, is_authority=True))
+
+    def issue(self, name: str, *, expired: bool = False) -> dict[str, str]:
+        """The paths of `transfer.tls`."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        cert, key_path = self._folder / f"{name}.pem", self._folder / f"{name}.key"
+        self._write(cert, self._certificate(subject, key, expired=expired))
+        key_path.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+        return {"cert": str(cert), "key": str(key_path), "ca": str(self.ca)}
+
+    def _certificate(
+        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, *, is_authority: bool = False, expired: bool = False
+    ) -> x509.Certificate:
+        now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - 2 * day)
+            .not_valid_after(now - day if expired else now + day)
+            .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+            .sign(self._key, hashes.SHA256())
+        )
+
+    def _write(self, path: Path, certificate: x509.Certificate) -> None:
+        path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+
+@pytest.fixture
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Authority]:
+    """`authority("ours").issue("worker")`: the paths of a certificate, its key and its authority."""
+    return lambda name: Authority(tmp_path_factory.mktemp(name))

@@ -69,10 +69,11 @@ class Leader:
                 if isinstance(event, Stop):
                     return event.reason
                 self._handle(event)
+            self._tick()
+            self._flush()  # answers do not wait for a step
             if self._engine.has_work:
                 self._step()
-            self._tick()
-            self._flush()
+                self._flush()
 
     def _step(self) -> None:
         result: StepResult = self._engine.step()

@@ -21,6 +21,7 @@ from kvtransfer.agent_client import AgentClient, RankExporter
 from kvtransfer.control import Attached, AttachPool, FromAgent, Layout, Lead, TlsFiles
 from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from tandem.config import Role as RoleName
+from tandem.config import WireDtype
 from tandem.engine.engine import Engine
 from tandem.engine.factory import Rank, build_rank
 from tandem.errors import TandemError
@@ -99,6 +100,7 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, i
         ),
         ticket_key=identity.ticket_key,
         digests=launch.transfer.digests,
+        int8=launch.transfer.wire_dtype is WireDtype.INT8,
         transport=launch.transfer.transport.value,
         bind_host=launch.transfer.bind_host,
         link_socket=str(launch.link_socket(index)),

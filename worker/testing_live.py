@@ -20,7 +20,8 @@ from typing import Any
 
 import grpc.aio
 
-from tandem.config import EngineSpec, ModelSpec, PoolSpec, Role, TransferSpec, TransportKind
+from kvtransfer.agent_env import AGENT_ENV
+from tandem.config import EngineSpec, ModelSpec, PoolSpec, Role, TlsSpec, TransferSpec, TransportKind, WireDtype
 from tandem.launch import WorkerLaunch
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
 from worker.testing import WorkerSession, assert_conserved, open_session
@@ -106,7 +107,7 @@ class LiveWorker:
                 [sys.executable, "-m", module, *map(str, arguments)],
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | (AGENT_ENV if module == "kvtransfer.agent" else {"OMP_NUM_THREADS": "1"}),
             )
 
     def restart_agent(self, rank: int) -> None:
@@ -213,6 +214,8 @@ async def live_pair(
     transport: TransportKind = TransportKind.AUTO,
     engine: EngineSpec | None = None,
     ticket_ttl_s: float = 30.0,
+    wire_dtype: WireDtype = WireDtype.POOL,
+    tls: TlsSpec | None = None,
 ) -> AsyncIterator[Pair]:
     """Args:
     folder: private, with a path short enough for unix sockets in it.
@@ -223,7 +226,7 @@ async def live_pair(
         decode=PoolSpec(tp=decode_tp),
         engine=engine or EngineSpec(kv_blocks=256),
     )
-    transfer = TransferSpec(transport=transport, ticket_ttl_s=ticket_ttl_s)
+    transfer = TransferSpec(transport=transport, ticket_ttl_s=ticket_ttl_s, wire_dtype=wire_dtype, tls=tls)
     async with workers(folder) as running, AsyncExitStack() as sessions:
         prefill, decode = await asyncio.gather(
             running.start("prefill-0", Role.PREFILL, model, transfer),

@@ -12,8 +12,11 @@ from kvtransfer.reshard import Link
 from kvtransfer.stream import FrameStream
 from kvtransfer.tls import Wire
 from kvtransfer.transports.mapped import MappedReceiver, MappedSender
+from kvtransfer.transports.nixl import NixlReceiver, NixlSender, check_nixl
 from kvtransfer.transports.protocol import KvReceiver, KvSender, LinkThread
 from kvtransfer.transports.tcp import TcpReceiver, TcpSender
+from kvtransfer.versions import common_version, knows_int8
+from tandem.errors import ConfigError
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 MAPPED = "mapped"
 PROCESS_GROUP = "process_group"
 TCP = "tcp"
+NIXL = "nixl"
 AUTO = "auto"
 
 
@@ -42,10 +46,13 @@ class Transports:
     async def sender(self, kind: str, own: Own, peer: Peer, thread: LinkThread) -> KvSender:
         if kind == MAPPED:
             return MappedSender(own, thread)
+        int8 = carries_int8(kind, own, peer)
         if kind == TCP:
-            return TcpSender(own, thread, peer.tcp_address)
+            return TcpSender(own, thread, peer.tcp_address, int8=int8)
+        if kind == NIXL:
+            return NixlSender(own, thread, peer.tcp_address)
         module = await thread.run(_process_group)
-        sender: KvSender = module.GroupSender(own, thread, peer.tcp_address, self._device)
+        sender: KvSender = module.GroupSender(own, thread, peer.tcp_address, self._device, int8=int8)
         return sender
 
     async def frames(self, raw: Wire) -> FrameStream:
@@ -53,24 +60,47 @@ class Transports:
         return await FrameStream.over(raw)
 
     async def receiver(self, own: Own, hello: Hello, link: Link, thread: LinkThread, *, digests: bool) -> KvReceiver:
-        """Raises HandoffFault (protocol): we do not take links of this kind."""
+        """Raises HandoffFault (protocol) or LinkRefused: we do not take links of this kind."""
         if hello.transport not in offered(own):
             raise protocol_fault(f"transport: expected one of {offered(own)}, got {hello.transport}")
         if hello.transport == MAPPED:
             return MappedReceiver(own, thread, hello, link, digests=digests)
         if hello.transport == TCP:
-            return TcpReceiver(own, thread, digests=digests)
+            return TcpReceiver(own, thread, digests=digests, int8=hello.int8)
+        if hello.transport == NIXL:
+            _require(NIXL)
+            return NixlReceiver(own, thread, hello, link, digests=digests)
         module = await thread.run(_process_group)
-        receiver: KvReceiver = module.GroupReceiver(own, thread, self._device, digests=digests)
+        receiver: KvReceiver = module.GroupReceiver(
+            own, thread, self._device, digests=digests, int8=hello.int8, version=hello.protocol
+        )
         return receiver
+
+
+def check_available(transport: str) -> None:
+    """Raises ConfigError when this transport is forced and its library is not installed."""
+    if transport == NIXL:
+        check_nixl()
+
+
+def _require(transport: str) -> None:
+    try:
+        check_available(transport)
+    except ConfigError as error:
+        raise LinkRefused(error.message) from error
 
 
 def offered(own: Own) -> tuple[str, ...]:
     """The transports that this agent's configuration allows, those for one host first. With TLS, none that is not
     encrypted crosses hosts."""
-    allowed = (MAPPED, TCP) if own.tls is not None else (MAPPED, PROCESS_GROUP, TCP)
+    allowed = (MAPPED, TCP) if own.tls is not None else (MAPPED, PROCESS_GROUP, TCP, NIXL)
     wanted = own.attach.transport
-    return tuple(kind for kind in allowed if wanted in (AUTO, kind))
+    return tuple(kind for kind in allowed if wanted == kind or (wanted == AUTO and kind != NIXL))
+
+
+def carries_int8(kind: str, own: Own, peer: Peer) -> bool:
+    """Whether a link to this peer sends int8. Raises IncompatiblePools: no protocol version in common."""
+    return own.attach.int8 and kind in (PROCESS_GROUP, TCP) and knows_int8(common_version(own.attach, peer))
 
 
 def choose_transport(own: Own, peer: Peer) -> str:
@@ -79,6 +109,7 @@ def choose_transport(own: Own, peer: Peer) -> str:
     Raises:
         LinkRefused: what is forced cannot work with this peer.
     """
+    _require(own.attach.transport)
     for kind in offered(own):
         if kind == MAPPED and peer.mapped_path and peer.host_id == own.host_id:
             return kind

@@ -12,7 +12,7 @@ from array import array
 from dataclasses import dataclass, replace
 
 from kvtransfer.causes import protocol_fault
-from kvtransfer.digest import digest_of, digest_of_bytes
+from kvtransfer.digest import copy_and_digest, digest_of, digest_of_bytes
 from kvtransfer.handshake import Hello, Own, Welcome, pool_layout
 from kvtransfer.piece import FrameType, Header, Piece
 from kvtransfer.pool import PoolMap, Span
@@ -84,7 +84,7 @@ class MappedReceiver:
         if self._source is None:
             raise protocol_fault("mapped: a piece came before the hello's pool")
         read = Span(
-            _unpack_ids(body, piece.block_count),
+            unpack_ids(body, piece.block_count),
             piece.last_block_tokens,
             piece.layer_start,
             piece.layer_count,
@@ -114,15 +114,17 @@ class MappedArrival:
         """Nothing was read yet."""
 
     def _copy(self, span: Span) -> int:
+        if self.digests:
+            return copy_and_digest(self.own, self.source, self.read, span)
         self.own.copy_from(self.source, self.read, span)
-        return digest_of(self.own, span) if self.digests else 0
+        return 0
 
 
 def _pack_ids(block_ids: tuple[int, ...]) -> bytes:
     return array("I", block_ids).tobytes()
 
 
-def _unpack_ids(body: bytes, count: int) -> tuple[int, ...]:
+def unpack_ids(body: bytes, count: int) -> tuple[int, ...]:
     if len(body) != count * _ID_BYTES:
         raise protocol_fault(f"mapped: expected {count} block ids of {_ID_BYTES} bytes, got {len(body)} bytes")
     ids = array("I")

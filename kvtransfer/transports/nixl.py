@@ -1,12 +1,46 @@
-"""RDMA fabrics, by the NIXL library, which is an optional extra."""
+"""RDMA fabrics, by the NIXL library (an optional extra): the receiver reads announced pieces out of the sender's pool.
+
+Like `mapped` over a network: one-sided reads into a staging buffer of the receiver, copied into its blocks once the
+session allows it. So nothing late can land there, and nobody can write to a pool from outside. The sender's NIXL
+metadata travels over a connection that shows the welcome's token; which network it uses is UCX's own configuration
+(`UCX_NET_DEVICES`, `UCX_TLS`).
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import secrets
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.data_socket import TOKEN_BYTES, DataDoor, DataSocket, connect_data
+from kvtransfer.digest import digest_of_bytes
+from kvtransfer.handshake import Hello, Own, Welcome, pool_layout
+from kvtransfer.piece import MAX_PIECE_BYTES, Piece
+from kvtransfer.pool import Bytes, PoolMap, Span, check_span
+from kvtransfer.reshard import Link
+from kvtransfer.sockets import join_address, split_address
+from kvtransfer.transports.mapped import MappedSender, unpack_ids
+from kvtransfer.transports.protocol import PROBE_BYTES, DataPort, LinkThread
 from tandem.errors import ConfigError
+from tandem.kvcache.layout import KvPoolLayout
 
 PACKAGE = "nixl"
+MAX_IDLE_S = 20.0
+MAX_METADATA_BYTES = 64 << 10
+POLL_S = 20e-6  # the library has nothing to wait on
+_MEMORY = "DRAM"
+_HEAD = struct.Struct("<QQI")  # where pool and probe are in the sender's memory; bytes of metadata that follow
+
+Runs = npt.NDArray[np.uint64]
 
 
 def check_nixl() -> None:
@@ -17,3 +51,264 @@ def check_nixl() -> None:
             "'tandem-serve[nixl]', or choose another transport",
             field="transfer.transport",
         )
+
+
+class Endpoint:
+    """One NIXL agent, for one half of one link, with the memory it registered. Used in the link's thread; `close` from
+    anywhere."""
+
+    def __init__(self, *memory: Bytes) -> None:
+        api = importlib.import_module(f"{PACKAGE}._api")
+        try:
+            self._agent: Any = api.nixl_agent(secrets.token_hex(16), api.nixl_agent_config(backends=["UCX"]))
+            regions = [(each.ctypes.data, each.nbytes, 0, "") for each in memory]
+            self._registered: Any = self._agent.register_memory(regions, _MEMORY)
+        except Exception as error:  # the library's errors have no common type
+            raise _broken("cannot start", error) from error
+        self._memory = memory
+        self._peer: str | None = None
+        self._lock = threading.Lock()
+        self._in_use = False
+        self._closed = False
+
+    def metadata(self) -> bytes:
+        return bytes(self._agent.get_agent_metadata())
+
+    def meet(self, metadata: bytes) -> None:
+        try:
+            name = self._agent.add_remote_agent(metadata)
+        except Exception as error:  # the library's errors have no common type
+            raise _broken("took no metadata", error) from error
+        self._peer = name.decode() if isinstance(name, bytes) else name
+
+    def read(self, runs: Runs, into: Bytes, idle_s: float) -> None:
+        """Reads the peer's `runs` (address, bytes) one behind the other.
+
+        Raises:
+            HandoffFault: (transport) it failed, took too long or the link was closed.
+        """
+        with self._lock:
+            if self._closed or self._peer is None:
+                raise HandoffFault(HandoffCause.TRANSPORT, "nixl: the link is closed")
+            self._in_use = True
+        try:
+            self._read(runs, into, time.monotonic() + idle_s)
+        except HandoffFault:
+            raise
+        except Exception as error:  # the library's errors have no common type
+            raise _broken("failed", error) from error
+        finally:
+            with self._lock:
+                self._in_use = False
+                if self._closed:
+                    self._end()
+
+    def _read(self, runs: Runs, into: Bytes, deadline_s: float) -> None:
+        agent = self._agent
+        ends = np.cumsum(runs[:, 1], dtype=np.uint64)
+        starts = into.ctypes.data + ends - runs[:, 1]
+        local = agent.get_xfer_descs(_descriptors(starts, runs[:, 1]), _MEMORY)
+        remote = agent.get_xfer_descs(_descriptors(runs[:, 0], runs[:, 1]), _MEMORY)
+        handle = agent.initialize_xfer("READ", local, remote, self._peer)
+        state = agent.transfer(handle)
+        while state == "PROC" and not self._closed and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+            state = agent.check_xfer_state(handle)
+        if state == "PROC":
+            self._abandon(handle)
+            raise HandoffFault(HandoffCause.TRANSPORT, "nixl: a read was given up: the link was closed, or it hung")
+        agent.release_xfer_handle(handle)
+        if state != "DONE":
+            raise HandoffFault(HandoffCause.PEER_LOST, f"nixl: a read ended as {state}")
+
+    def _abandon(self, handle: Any) -> None:
+        try:
+            self._agent.release_xfer_handle(handle)
+        except Exception:  # it cannot be cancelled: its memory must outlive it, so it lasts as long as this process
+            _abandoned.append((self._agent, self._memory, self._registered, handle))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if not self._in_use:
+                threading.Thread(target=self._end, name="nixl-end", daemon=True).start()  # not on the agent's loop
+
+    def _end(self) -> None:
+        if any(agent is self._agent for agent, *_ in _abandoned):
+            return
+        try:
+            if self._peer is not None:
+                self._agent.remove_remote_agent(self._peer)
+            self._agent.deregister_memory(self._registered)
+        except Exception:  # the peer may have gone already; the library frees the rest with the agent
+            pass
+
+
+_abandoned: list[tuple[Any, ...]] = []
+
+
+class NixlSender(MappedSender):
+    """Announces like `mapped`: digest first, then our physical blocks."""
+
+    def __init__(self, own: Own, thread: LinkThread, peer_address: str) -> None:
+        super().__init__(own, thread)
+        self._host, _ = split_address(peer_address)
+        self._endpoint: Endpoint | None = None
+        self._data: DataSocket | None = None
+
+    def hello_fds(self) -> list[int]:
+        return []
+
+    async def establish(self, welcome: Welcome) -> None:
+        await super().establish(welcome)
+        if welcome.data_port is None or len(welcome.data_token) != TOKEN_BYTES:
+            raise protocol_fault(f"nixl: expected the data port and its token of {TOKEN_BYTES} bytes in the welcome")
+        address = join_address(self._host, welcome.data_port)
+        self._data = await connect_data(address, welcome.data_token, self._own.tls, MAX_IDLE_S)
+        await self._thread.run(self._introduce, self._data)
+
+    def _introduce(self, data: DataSocket) -> None:
+        pool = self._own.pool.blocks.reshape(-1)
+        probe = np.frombuffer(self._probe, np.uint8)
+        self._endpoint = Endpoint(pool, probe)
+        metadata = self._endpoint.metadata()
+        head = _HEAD.pack(pool.ctypes.data, probe.ctypes.data, len(metadata))
+        data.send([memoryview(head), memoryview(metadata)])
+
+    def close(self) -> None:
+        if self._data is not None:
+            self._data.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+
+class NixlReceiver:
+    def __init__(self, own: Own, thread: LinkThread, hello: Hello, link: Link, *, digests: bool) -> None:
+        self._own = own
+        self._thread = thread
+        self._layout = pool_layout(hello.layout)
+        self._link = link
+        self._digests = digests
+        self._idle_s = min(own.attach.ticket_ttl_s, MAX_IDLE_S)
+        self._door: DataDoor | None = None
+        self._data: DataSocket | None = None
+        self._endpoint: Endpoint | None = None
+        self._staging: Bytes = np.empty(max(MAX_PIECE_BYTES, own.layout.block_bytes), np.uint8)
+        self._pool_address = self._probe_address = 0
+
+    async def prepare(self, fds: list[int]) -> DataPort:
+        if fds:
+            raise protocol_fault("nixl: expected no descriptors beside the hello")
+        self._door = DataDoor(self._own.attach.bind_host, self._own.tls)
+        return DataPort(self._door.port, self._door.token)
+
+    async def establish(self) -> None:
+        if self._door is None:
+            raise protocol_fault("nixl: no data port was prepared")
+        self._data = await self._door.admit(MAX_IDLE_S)
+        await self._thread.run(self._meet, self._data)
+
+    def _meet(self, data: DataSocket) -> None:
+        head = bytearray(_HEAD.size)
+        data.receive([memoryview(head)])
+        self._pool_address, self._probe_address, size = _HEAD.unpack(head)
+        if size > MAX_METADATA_BYTES:
+            raise protocol_fault(f"nixl: expected at most {MAX_METADATA_BYTES} bytes of metadata, got {size}")
+        metadata = bytearray(size)
+        data.receive([memoryview(metadata)])
+        self._endpoint = Endpoint(self._staging)
+        self._endpoint.meet(bytes(metadata))
+
+    async def receive_probe(self) -> int:
+        runs = _descriptors(np.array([self._probe_address], np.uint64), np.array([PROBE_BYTES], np.uint64))
+        probe = await self._thread.run(self._read, runs[:, :2], PROBE_BYTES)
+        return digest_of_bytes(probe.data)
+
+    async def fetch(self, piece: Piece, body: bytes) -> NixlArrival:
+        read = Span(
+            unpack_ids(body, piece.block_count),
+            piece.last_block_tokens,
+            piece.layer_start,
+            piece.layer_count,
+            self._link.src_head + piece.head_start - self._link.head_start,
+            piece.head_count,
+        )
+        check_span(self._layout, read)
+        runs = runs_of(self._layout, read)
+        runs[:, 0] += np.uint64(self._pool_address)
+        data = await self._thread.run(self._read, runs, piece.payload_bytes)
+        return NixlArrival(self._own.pool, data, self._thread, self._digests)
+
+    def _read(self, runs: Runs, size: int) -> Bytes:
+        if self._endpoint is None:
+            raise HandoffFault(HandoffCause.TRANSPORT, "nixl: the link is closed")
+        data = self._staging[:size]
+        self._endpoint.read(runs, data, self._idle_s)
+        return data
+
+    def close(self) -> None:
+        if self._door is not None:
+            self._door.close()
+        if self._data is not None:
+            self._data.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+
+@dataclass(frozen=True, slots=True)
+class NixlArrival:
+    pool: PoolMap
+    data: Bytes
+    thread: LinkThread
+    digests: bool
+
+    async def place(self, span: Span) -> int:
+        return await self.thread.run_on(self.data.nbytes, self._write, span)
+
+    async def discard(self) -> None:
+        """All of it has arrived."""
+
+    def _write(self, span: Span) -> int:
+        self.pool.unpack(self.data, span)
+        return digest_of_bytes(self.data.data) if self.digests else 0
+
+
+def runs_of(layout: KvPoolLayout, span: Span) -> Runs:
+    """(offset, bytes) in a pool of this layout, in canonical order: what `PoolMap.slices` is made of."""
+    partial = span.last_block_tokens < layout.block_tokens
+    full = np.array(span.block_ids[: len(span.block_ids) - partial], np.uint64)
+    whole_layers = span.head_count == layout.kv_heads
+    within = _within(layout, span, 0 if whole_layers else 1)
+    size = span.layer_count * layout.layer_bytes if whole_layers else span.head_count * layout.head_bytes
+    parts = [_crossed(layout, full, within, size)]
+    if partial:
+        last = np.array(span.block_ids[-1:], np.uint64)
+        parts.append(_crossed(layout, last, _within(layout, span, 2), span.last_block_tokens * layout.token_bytes))
+    return np.concatenate(parts)
+
+
+def _within(layout: KvPoolLayout, span: Span, depth: int) -> npt.NDArray[np.uint64]:
+    """Offsets in a block of runs of all layers (0), of the heads of each layer, K and V (1), or of each head (2)."""
+    first = span.layer_start * layout.layer_bytes
+    if depth == 0:
+        return np.array([first], np.uint64)
+    sides = first + np.arange(2 * span.layer_count, dtype=np.uint64) * np.uint64(layout.layer_bytes // 2)
+    heads = np.arange(span.head_start, span.head_start + (span.head_count if depth == 2 else 1), dtype=np.uint64)
+    offsets: npt.NDArray[np.uint64] = (sides[:, None] + heads[None, :] * np.uint64(layout.head_bytes)).reshape(-1)
+    return offsets
+
+
+def _crossed(layout: KvPoolLayout, blocks: Runs, within: Runs, size: int) -> Runs:
+    offsets = (blocks[:, None] * np.uint64(layout.block_bytes) + within[None, :]).reshape(-1)
+    return np.stack([offsets, np.full(len(offsets), size, np.uint64)], axis=1)
+
+
+def _descriptors(addresses: Runs, sizes: Runs) -> Runs:
+    """NIXL's own form: (address, bytes, device)."""
+    return np.stack([addresses, sizes, np.zeros(len(sizes), np.uint64)], axis=1).astype(np.uint64)
+
+
+def _broken(what: str, error: Exception) -> HandoffFault:
+    return HandoffFault(HandoffCause.TRANSPORT, f"nixl: {what}: {type(error).__name__}: {str(error)[:200]}")

@@ -1,9 +1,14 @@
 """Across hosts: a two-rank torch.distributed group for each link, with a store of its own. `gloo` on CPU, `nccl` on
 CUDA devices, the same code.
 
-The receiver makes the store on a pre-bound port of its own interface and names it in the welcome. Pieces are packed in
-canonical order, sent as one tensor, and unpacked from a staging buffer once the session allows it. A dead peer raises
-at once; a silent one at the timeout, in the link's thread only.
+The receiver makes the store on a pre-bound port of its own interface and names it in the welcome. A piece goes in
+canonical order as messages of `MESSAGE_BYTES`, from one of two buffers into one of two: while a message is on its way,
+the next is packed and the one before is unpacked. The library never has an address in a pool, so nothing that it does
+late can hurt. A dead peer raises at once; a silent one at the timeout, in the link's thread only.
+
+The digest is made while packing, so it follows the bytes, at the end of the last message. The announcement carries a
+random number in its place, and what follows is the digest xor that number (as over `tcp`). In version 1 a piece was one
+message, and its digest was announced.
 """
 
 from __future__ import annotations
@@ -11,26 +16,36 @@ from __future__ import annotations
 import datetime
 import secrets
 import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
-from kvtransfer.digest import digest_of_bytes
+from kvtransfer.digest import digest_of, digest_of_bytes, feeder
 from kvtransfer.handshake import Own, Welcome
 from kvtransfer.liveness import STALL_S
-from kvtransfer.piece import FrameType, Header, Piece
-from kvtransfer.pool import Bytes, PoolMap, Span
+from kvtransfer.piece import FrameType, Header, Piece, as_int8
+from kvtransfer.pool import Bytes, Cursor, PoolMap, Span
+from kvtransfer.quantise import dequantise, quantise
 from kvtransfer.sockets import listen_tcp, split_address
 from kvtransfer.stream import FrameStream
 from kvtransfer.transports.protocol import PROBE_BYTES, DataPort, LinkThread
+from kvtransfer.versions import stripes_groups
 
 TIMEOUT = datetime.timedelta(seconds=20)  # to meet
+MESSAGE_BYTES = 1 << 20
 PIECE_TIMEOUT = datetime.timedelta(seconds=0.9 * STALL_S)  # gloo's abort wakes nobody: operations must end themselves
 _RECEIVER, _SENDER = 0, 1
+_BUFFERS = 2
+_TRAILER = struct.Struct("<Q")
 
 
 class _Work(Protocol):
@@ -43,8 +58,25 @@ class _TorchGroup(Protocol):
     def abort(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A message on its way. The library uses `tensor`, which on CPU is `data` itself, until it was waited for."""
+
+    data: Bytes
+    tensor: torch.Tensor
+    work: _Work
+
+    def wait(self) -> Bytes:
+        """Blocks. What was received."""
+        with _library_errors():
+            self.work.wait(PIECE_TIMEOUT)
+            if self.tensor.device.type != "cpu":
+                torch.from_numpy(self.data).copy_(self.tensor)
+        return self.data
+
+
 class Group:
-    """The two-rank group. All methods block: they run in the link's thread."""
+    """The two-rank group. All methods run in the link's thread."""
 
     def __init__(self, store: TCPStore, rank: int, bind_host: str, device: torch.device) -> None:
         self._peer = 1 - rank
@@ -56,33 +88,73 @@ class Group:
             options._devices = [backend.create_device(hostname=bind_host)]
         self._group: _TorchGroup = backend(PrefixStore("link", store), rank, 2, options)
 
-    def send(self, data: Bytes) -> None:
-        try:
-            self._group.send([torch.from_numpy(data).to(self._device)], self._peer, 0).wait(PIECE_TIMEOUT)
-        except RuntimeError as error:
-            raise _broken(error) from error
+    def send(self, data: Bytes) -> Operation:
+        with _library_errors():
+            tensor = torch.from_numpy(data).to(self._device)
+            return Operation(data, tensor, self._group.send([tensor], self._peer, 0))
 
-    def receive(self, size: int) -> Bytes:
-        tensor = torch.empty(size, dtype=torch.uint8, device=self._device)
-        try:
-            self._group.recv([tensor], self._peer, 0).wait(PIECE_TIMEOUT)
-        except RuntimeError as error:
-            raise _broken(error) from error
-        data: Bytes = tensor.cpu().numpy()
-        return data
+    def receive(self, data: Bytes) -> Operation:
+        with _library_errors():
+            tensor = torch.from_numpy(data).to(self._device)
+            return Operation(data, tensor, self._group.recv([tensor], self._peer, 0))
 
     def abort(self) -> None:
         self._group.abort()
 
 
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a piece is cut into messages. `follows`: its digest comes behind its bytes."""
+
+    payload_bytes: int
+    message_bytes: int
+    follows: bool
+
+    @classmethod
+    def of(cls, payload_bytes: int, version: int, *, digests: bool) -> Format:
+        striped = stripes_groups(version)
+        return cls(payload_bytes, MESSAGE_BYTES if striped else payload_bytes, digests and striped)
+
+    def messages(self) -> Iterator[tuple[int, int]]:
+        """The size of each one's payload, and of the whole message."""
+        for start in range(0, self.payload_bytes, self.message_bytes):
+            size = min(self.message_bytes, self.payload_bytes - start)
+            is_last = start + size == self.payload_bytes
+            yield size, size + (_TRAILER.size if is_last and self.follows else 0)
+
+
+class Buffers:
+    """Messages in turns. A buffer is free again when its operation was waited for, which `next` does."""
+
+    def __init__(self) -> None:
+        self._buffers = [np.empty(0, np.uint8) for _ in range(_BUFFERS)]
+        self._operations: list[Operation | None] = [None] * _BUFFERS
+        self._turn = 0
+
+    def next(self, size: int) -> Bytes:
+        self._turn = (self._turn + 1) % _BUFFERS
+        if (operation := self._operations[self._turn]) is not None:
+            self._operations[self._turn] = None
+            operation.wait()
+        if self._buffers[self._turn].size < size:
+            self._buffers[self._turn] = np.empty(max(size, MESSAGE_BYTES + _TRAILER.size), np.uint8)
+        return self._buffers[self._turn][:size]
+
+    def in_use(self, operation: Operation) -> None:
+        """By the buffer that was given out last."""
+        self._operations[self._turn] = operation
+
+
 class GroupSender:
-    def __init__(self, own: Own, thread: LinkThread, peer_address: str, device: str) -> None:
+    def __init__(self, own: Own, thread: LinkThread, peer_address: str, device: str, *, int8: bool) -> None:
         self._own = own
         self._thread = thread
         self._host, _ = split_address(peer_address)
         self._device = torch.device(device)
+        self._int8 = int8
         self._group: Group | None = None
         self._digests = True
+        self._buffers = Buffers()
 
     def hello_fds(self) -> list[int]:
         return []
@@ -101,20 +173,36 @@ class GroupSender:
             raise _broken(error) from error
 
     async def send_probe(self, stream: FrameStream) -> int:
-        probe = bytearray(secrets.token_bytes(PROBE_BYTES))
-        data = _as_array(probe)
+        probe = _as_array(bytearray(secrets.token_bytes(PROBE_BYTES)))
         stream.send(Header(FrameType.PROBE))
-        await self._thread.run(_joined(self._group).send, data)
-        return digest_of_bytes(data.data)
+        await self._thread.run(self._send_probe, _joined(self._group), probe)
+        return digest_of_bytes(probe.data)
+
+    def _send_probe(self, group: Group, data: Bytes) -> None:
+        group.send(data).wait()
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
-        data, digest = await self._thread.run_on(piece.payload_bytes, self._pack, span, piece.payload_bytes)
-        stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(piece, digest=digest)))
-        await self._thread.run(_joined(self._group).send, data)
+        """The last messages may still be on their way afterwards, out of our buffers."""
+        wire = as_int8(piece, self._own.layout) if self._int8 else piece
+        form = Format.of(wire.payload_bytes, stream.version, digests=self._digests)
+        number: int | None = None
+        if form.follows:
+            number = secrets.randbits(8 * _TRAILER.size)
+        elif self._digests:
+            number = await self._thread.run(digest_of, self._own.pool, span)
+        stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(wire, digest=number)))
+        await self._thread.run(self._send, _joined(self._group), piece.payload_bytes, span, form, number)
 
-    def _pack(self, span: Span, size: int) -> tuple[Bytes, int | None]:
-        data = self._own.pool.pack(span, size)
-        return data, digest_of_bytes(data.data) if self._digests else None
+    def _send(self, group: Group, size_in_pool: int, span: Span, form: Format, number: int | None) -> None:
+        hasher = xxhash.xxh3_64()
+        pool = self._own.pool
+        cursor = Cursor([quantise(pool.pack(span, size_in_pool), pool.layout)]) if self._int8 else pool.cursor(span)
+        for payload, size in form.messages():
+            message = self._buffers.next(size)
+            cursor.read(message[:payload], feeder(hasher) if form.follows else None)
+            if size > payload and number is not None:
+                _TRAILER.pack_into(message.data, payload, hasher.intdigest() ^ number)
+            self._buffers.in_use(group.send(message))
 
     def close(self) -> None:
         if self._group is not None:
@@ -123,9 +211,16 @@ class GroupSender:
 
 
 class GroupReceiver:
-    def __init__(self, own: Own, thread: LinkThread, device: str, *, digests: bool) -> None:
+    """`version`: the protocol's, as the hello says."""
+
+    def __init__(
+        self, own: Own, thread: LinkThread, device: str, *, digests: bool, int8: bool, version: int
+    ) -> None:
         self._own = own
         self._thread = thread
+        self._int8 = int8
+        self._version = version
+        self._buffers = Buffers()
         self._device = torch.device(device)
         self._digests = digests
         self._store: TCPStore | None = None
@@ -158,14 +253,19 @@ class GroupReceiver:
             raise _broken(error) from error
 
     async def receive_probe(self) -> int:
-        data = await self._thread.run(_joined(self._group).receive, PROBE_BYTES)
-        return digest_of_bytes(data.data)
+        return await self._thread.run(self._receive_probe, _joined(self._group))
+
+    def _receive_probe(self, group: Group) -> int:
+        return digest_of_bytes(group.receive(np.empty(PROBE_BYTES, np.uint8)).wait().data)
 
     async def fetch(self, piece: Piece, body: bytes) -> GroupArrival:
         if body:
             raise protocol_fault("process_group: expected a piece without a body")
-        data = await self._thread.run(_joined(self._group).receive, piece.payload_bytes)
-        return GroupArrival(self._own.pool, data, self._thread, self._digests)
+        if (piece.digest is not None) != self._digests:
+            raise protocol_fault("process_group: expected pieces with digests as the welcome said")
+        form = Format.of(piece.payload_bytes, self._version, digests=self._digests)
+        arriving = _Arriving(_joined(self._group), self._own.pool, self._buffers, form, self._digests, self._int8)
+        return GroupArrival(arriving, self._thread)
 
     def close(self) -> None:
         if self._group is not None:
@@ -176,20 +276,56 @@ class GroupReceiver:
 
 @dataclass(frozen=True, slots=True)
 class GroupArrival:
-    pool: PoolMap
-    data: Bytes
+    """A piece that was announced; its messages are on their way and must be taken off the group, used or not."""
+
+    arriving: _Arriving
     thread: LinkThread
-    digests: bool
 
     async def place(self, span: Span) -> int:
-        return await self.thread.run_on(self.data.nbytes, self._write, span)
+        return await self.thread.run(self.arriving.write, span)
 
     async def discard(self) -> None:
-        """All of it has arrived."""
+        await self.thread.run(self.arriving.skip)
 
-    def _write(self, span: Span) -> int:
-        self.pool.unpack(self.data, span)
-        return digest_of_bytes(self.data.data) if self.digests else 0
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """In the link's thread."""
+
+    group: Group
+    pool: PoolMap
+    buffers: Buffers
+    form: Format
+    digests: bool
+    int8: bool
+
+    def write(self, span: Span) -> int:
+        hasher = xxhash.xxh3_64()
+        wire = np.empty(self.form.payload_bytes if self.int8 else 0, np.uint8)
+        cursor = Cursor([wire]) if self.int8 else self.pool.cursor(span)
+        followed = 0
+        for message, payload in self._messages():
+            cursor.write(message[:payload], feeder(hasher) if self.digests else None)
+            if message.size > payload:
+                (followed,) = _TRAILER.unpack_from(message.data, payload)
+        if self.int8:
+            self.pool.unpack(dequantise(wire, self.pool.layout), span)
+        return int(hasher.intdigest()) ^ followed if self.digests else 0
+
+    def skip(self) -> None:
+        for _ in self._messages():
+            pass
+
+    def _messages(self) -> Iterator[tuple[Bytes, int]]:
+        """With the size of its payload. The next one is on its way while one is looked at."""
+        before: tuple[Operation, int] | None = None
+        for payload, size in self.form.messages():
+            operation = self.group.receive(self.buffers.next(size))
+            if before is not None:
+                yield before[0].wait(), before[1]
+            before = operation, payload
+        if before is not None:
+            yield before[0].wait(), before[1]
 
 
 def _as_array(data: bytearray) -> Bytes:
@@ -201,6 +337,14 @@ def _joined(group: Group | None) -> Group:
     if group is None:
         raise HandoffFault(HandoffCause.TRANSPORT, "process_group: the link is closed")
     return group
+
+
+@contextmanager
+def _library_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise _broken(error) from error
 
 
 def _broken(error: Exception) -> HandoffFault:

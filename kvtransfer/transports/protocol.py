@@ -102,8 +102,8 @@ class Arrival(Protocol):
     """A piece that is ready to be written. Nothing was written to our pool yet."""
 
     async def place(self, span: Span) -> int:
-        """Writes the piece into our blocks; returns the digest of what is there now. Raises HandoffFault (transport)
-        when the data path broke: then the link must end."""
+        """Writes the piece into our blocks; returns the digest of the bytes that were written. Raises HandoffFault
+        (transport) when the data path broke: then the link must end."""
         ...
 
     async def discard(self) -> None:

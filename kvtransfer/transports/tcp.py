@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import secrets
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import xxhash
 
-from kvtransfer.batches import BATCH_BYTES, batches, make_scratch
+from kvtransfer.batches import BATCH_BYTES, Batch, batches, batches_of, make_scratch
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.data_socket import TOKEN_BYTES, DataDoor, DataSocket, connect_data
 from kvtransfer.digest import digest_of_bytes
 from kvtransfer.handshake import Own, Welcome
-from kvtransfer.piece import FrameType, Header, Piece
+from kvtransfer.piece import FrameType, Header, Piece, as_int8
 from kvtransfer.pool import Bytes, PoolMap, Span
+from kvtransfer.quantise import dequantise, quantise
 from kvtransfer.sockets import join_address, split_address
 from kvtransfer.stream import FrameStream
 from kvtransfer.transports.protocol import PROBE_BYTES, DataPort, LinkThread
@@ -31,10 +34,11 @@ _TRAILER = struct.Struct("<Q")
 
 
 class TcpSender:
-    def __init__(self, own: Own, thread: LinkThread, peer_address: str) -> None:
+    def __init__(self, own: Own, thread: LinkThread, peer_address: str, *, int8: bool) -> None:
         self._own = own
         self._thread = thread
         self._host, _ = split_address(peer_address)
+        self._int8 = int8
         self._data: DataSocket | None = None
         self._digests = True
         self._scratch = make_scratch()
@@ -57,12 +61,16 @@ class TcpSender:
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
         number = secrets.randbits(64) if self._digests else None
-        stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(piece, digest=number)))
-        await self._thread.run(self._send, _open(self._data), span, number)
+        size, layout = piece.payload_bytes, self._own.layout
+        wire = as_int8(piece, layout) if self._int8 else piece
+        stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(wire, digest=number)))
+        await self._thread.run(self._send, _open(self._data), span, size, number)
 
-    def _send(self, data: DataSocket, span: Span, number: int | None) -> None:
+    def _send(self, data: DataSocket, span: Span, size: int, number: int | None) -> None:
         hasher = xxhash.xxh3_64()
-        for batch in batches(self._own.pool, span, self._scratch):
+        pool = self._own.pool
+        source = batches_of(quantise(pool.pack(span, size), pool.layout)) if self._int8 else None
+        for batch in source or batches(pool, span, self._scratch):
             batch.gather()
             if number is not None:
                 for view in batch.views:
@@ -79,10 +87,11 @@ class TcpSender:
 
 
 class TcpReceiver:
-    def __init__(self, own: Own, thread: LinkThread, *, digests: bool) -> None:
+    def __init__(self, own: Own, thread: LinkThread, *, digests: bool, int8: bool) -> None:
         self._own = own
         self._thread = thread
         self._digests = digests
+        self._int8 = int8
         self._door: DataDoor | None = None
         self._data: DataSocket | None = None
         self._scratch = make_scratch()
@@ -105,14 +114,15 @@ class TcpReceiver:
     async def receive_probe(self) -> int:
         probe = bytearray(PROBE_BYTES)
         await self._thread.run(_open(self._data).receive, [memoryview(probe)])
-        return digest_of_bytes(memoryview(probe))
+        return digest_of_bytes(bytes(probe))
 
     async def fetch(self, piece: Piece, body: bytes) -> TcpArrival:
         if body:
             raise protocol_fault("tcp: expected a piece without a body")
         if (piece.digest is not None) != self._digests:
             raise protocol_fault("tcp: expected pieces with digests as the welcome said")
-        arriving = _Arriving(_open(self._data), self._own.pool, self._scratch, self._digests)
+        int8_bytes = piece.payload_bytes if self._int8 else None
+        arriving = _Arriving(_open(self._data), self._own.pool, self._scratch, self._digests, int8_bytes)
         return TcpArrival(arriving, self._thread, piece.payload_bytes)
 
     def close(self) -> None:
@@ -148,10 +158,19 @@ class _Arriving:
     pool: PoolMap
     scratch: Bytes
     digests: bool
+    int8_bytes: int | None  # the piece's size on a link that carries int8
 
     def write(self, span: Span) -> int:
+        if self.int8_bytes is None:
+            return self._receive(batches(self.pool, span, self.scratch))
+        wire = np.empty(self.int8_bytes, np.uint8)
+        digest = self._receive(batches_of(wire))
+        self.pool.unpack(dequantise(wire, self.pool.layout), span)
+        return digest
+
+    def _receive(self, into: Iterator[Batch]) -> int:
         hasher = xxhash.xxh3_64()
-        for batch in batches(self.pool, span, self.scratch):
+        for batch in into:
             self.data.receive(batch.views)
             if self.digests:
                 for view in batch.views:

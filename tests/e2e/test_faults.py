@@ -1,4 +1,4 @@
-"""Parts of a whole cluster are killed under traffic. Requests end right or with a typed, retryable error."""
+"""Parts of a whole cluster are killed under traffic. Every request ends with the tokens of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -19,11 +20,31 @@ pytestmark = pytest.mark.e2e
 MODEL = "smollm2-135m"
 
 
-async def ask(client: openai.AsyncOpenAI, entry: Golden, max_tokens: int = 32) -> str:
+GREEDY: dict[str, Any] = {"temperature": 0}
+SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 11}
+
+
+async def ask(
+    client: openai.AsyncOpenAI,
+    prompt: str | list[int],
+    max_tokens: int = 32,
+    sampling: dict[str, Any] = GREEDY,
+    begun: asyncio.Event | None = None,
+) -> str:
     stream = await client.completions.create(
-        model=MODEL, prompt=entry.prompt_ids, temperature=0, max_tokens=max_tokens, stream=True
+        model=MODEL, prompt=prompt, max_tokens=max_tokens, stream=True, **sampling
     )
-    return "".join([chunk.choices[0].text async for chunk in stream])
+    text = ""
+    async for chunk in stream:
+        text += chunk.choices[0].text
+        if begun is not None:
+            begun.set()
+    return text
+
+
+def retries(cluster: Cluster) -> float:
+    lines = httpx.get(f"{cluster.base_url}/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("tandem_retries_total{"))
 
 
 def kill_worker(worker: dict[str, Any], process: str) -> None:
@@ -32,8 +53,8 @@ def kill_worker(worker: dict[str, Any], process: str) -> None:
 
 async def test_killing_redis_fails_no_request(cluster: Cluster, golden: list[Golden]) -> None:
     async with cluster.async_client() as client:
-        expected = [await ask(client, entry) for entry in golden]
-        running = [asyncio.create_task(ask(client, golden[number % 3])) for number in range(6)]
+        expected = [await ask(client, entry.prompt_ids) for entry in golden]
+        running = [asyncio.create_task(ask(client, golden[number % 3].prompt_ids)) for number in range(6)]
         redis = [
             child
             for child in psutil.Process(cluster.process.pid).children(recursive=True)
@@ -42,31 +63,35 @@ async def test_killing_redis_fails_no_request(cluster: Cluster, golden: list[Gol
         assert redis
         for process in redis:
             process.kill()
-        later = [asyncio.create_task(ask(client, golden[number % 3])) for number in range(6)]
+        later = [asyncio.create_task(ask(client, golden[number % 3].prompt_ids)) for number in range(6)]
         answers = await asyncio.gather(*running, *later)
     assert answers == [expected[number % 3] for number in range(6)] * 2
     await asyncio.to_thread(cluster.wait_ready)
     cluster.assert_conserved()
 
 
-@pytest.mark.parametrize(("role", "process"), [("prefill", "rank-0"), ("decode", "rank-0"), ("decode", "service")])
-async def test_a_killed_worker_comes_back_under_a_new_epoch(
-    cluster: Cluster, golden: list[Golden], role: str, process: str
-) -> None:
-    async with cluster.async_client(timeout=90.0) as client:
-        expected = await ask(client, golden[1])
-        before = cluster.worker(role)
-        running = [asyncio.create_task(ask(client, golden[1])) for _ in range(4)]
-        await asyncio.sleep(0.3)
+async def kill_under_eight_streams(cluster: Cluster, role: str, process: str) -> dict[str, Any]:
+    """Greedy and seeded answers are the same afterwards, undisturbed. Returns the worker as it was."""
+    story = "Once upon a time a lighthouse keeper wrote down every ship that passed in the night, " * 5
+    asks = [(f"{role} {process} {number}: {story}", SEEDED if number % 2 else GREEDY) for number in range(8)]
+    before, retried = cluster.worker(role), retries(cluster)
+    async with cluster.async_client(timeout=120.0) as client:
+        begun = asyncio.Event()
+        running = [asyncio.create_task(ask(client, prompt, 48, sampling, begun)) for prompt, sampling in asks]
+        await begun.wait()
         kill_worker(before, process)
-        for outcome in await asyncio.gather(*running, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                assert isinstance(outcome, openai.APIError), outcome
-                assert getattr(outcome, "type", None) == "server_error"
-            else:
-                assert outcome == expected
-        assert await ask(client, golden[1]) == expected
-    await asyncio.to_thread(cluster.wait_ready)
+        answers = await asyncio.gather(*running)
+        assert retries(cluster) > retried, "nothing was disturbed"
+        await asyncio.to_thread(cluster.wait_ready)
+        assert answers == await asyncio.gather(*(ask(client, prompt, 48, sampling) for prompt, sampling in asks))
+    return before
+
+
+@pytest.mark.parametrize(("role", "process"), [("prefill", "rank-0"), ("decode", "rank-0"), ("decode", "service")])
+async def test_a_killed_worker_costs_no_answer_and_comes_back_under_a_new_epoch(
+    cluster: Cluster, role: str, process: str
+) -> None:
+    before = await kill_under_eight_streams(cluster, role, process)
     after = cluster.worker(role)
     assert after["epoch"] != before["epoch"]
     assert after["restarts"] == before["restarts"] + 1
@@ -74,17 +99,17 @@ async def test_a_killed_worker_comes_back_under_a_new_epoch(
     cluster.assert_conserved()
 
 
-async def test_a_killed_transfer_agent_is_replaced_without_touching_the_worker(
-    cluster: Cluster, golden: list[Golden]
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_killed_transfer_agent_costs_no_answer_and_is_replaced_without_touching_the_worker(
+    cluster: Cluster, golden: list[Golden], role: str
 ) -> None:
-    before = cluster.worker("decode")
-    kill_worker(before, "agent-0")
+    before = await kill_under_eight_streams(cluster, role, "agent-0")
     deadline = time.monotonic() + 20.0
     async with cluster.async_client() as client:
-        expected = await ask(client, golden[0])
+        expected = await ask(client, golden[0].prompt_ids)
         assert expected == "The capital of France is Paris."
     while True:
-        after = cluster.worker("decode")
+        after = cluster.worker(role)
         if {p["name"]: p["pid"] for p in after["processes"]} != {p["name"]: p["pid"] for p in before["processes"]}:
             break
         assert time.monotonic() < deadline

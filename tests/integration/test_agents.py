@@ -19,7 +19,7 @@ VOCAB = 300
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
-@pytest.mark.parametrize("transport", [TransportKind.MAPPED, TransportKind.PROCESS_GROUP])
+@pytest.mark.parametrize("transport", [TransportKind.MAPPED, TransportKind.PROCESS_GROUP, TransportKind.TCP])
 @pytest.mark.parametrize("side", ["prefill-0", "decode-0"])
 async def test_a_replaced_agent_takes_new_handoffs(
     pair: Any, tmp_path: Path, reference_for: Callable[[Path], Any], transport: TransportKind, side: str

@@ -5,13 +5,15 @@ Live processes on every path: ranks, transfer agents, services.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.config import EngineSpec, TransportKind
+from tandem.config import EngineSpec, TlsSpec, TransportKind
 from tandem.request import SamplingParams
 from tandem.testing import random_prompt, write_tiny_llama
 from worker.testing import HandRouter, WorkerSession
@@ -22,7 +24,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=7, max_tokens=8)
 # Small steps, so that long prompts go in many chunks that end inside blocks.
 ENGINE = EngineSpec(kv_blocks=160, max_step_tokens=200)
-MAPPED, GROUP = TransportKind.MAPPED, TransportKind.PROCESS_GROUP
+MAPPED, GROUP, TCP = TransportKind.MAPPED, TransportKind.PROCESS_GROUP, TransportKind.TCP
+# Every pair of widths over every transport takes a quarter of an hour: `make soak` does.
+CACHE_MATRIX = (
+    list(product((1, 2, 4), (1, 2, 4), (MAPPED, GROUP, TCP)))
+    if os.environ.get("TANDEM_SOAK")
+    else [(1, 1, MAPPED), (1, 1, GROUP), (1, 1, TCP), (2, 1, MAPPED), (1, 2, TCP), (4, 2, GROUP)]
+)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -54,6 +62,7 @@ async def test_aggregated(pair: Any, tiny: Path, reference: Any) -> None:
     [
         (1, 1, MAPPED),
         (1, 1, GROUP),
+        (1, 1, TCP),
         (2, 1, MAPPED),
         (2, 1, GROUP),
         (1, 2, MAPPED),
@@ -63,6 +72,7 @@ async def test_aggregated(pair: Any, tiny: Path, reference: Any) -> None:
         (4, 1, MAPPED),
         (1, 4, MAPPED),
         (4, 2, GROUP),
+        (4, 2, TCP),
     ],
 )
 async def test_through_a_handoff(
@@ -82,6 +92,17 @@ async def test_through_a_handoff(
         assert {link.state for link in links} == {"ready"}
 
 
+async def test_through_an_encrypted_handoff(
+    pair: Any, tiny: Path, reference: Any, authority: Callable[[str], Any]
+) -> None:
+    hand = HandRouter()
+    tls = TlsSpec(**authority("ours").issue("worker"))
+    async with pair(tiny, prefill_tp=2, transport=TCP, tls=tls, engine=ENGINE) as live:
+        answer = await hand.handoff(live.prefill, live.decode, prompt(100), GREEDY)
+        assert answer.tokens == reference.answer(prompt(100), GREEDY)
+        assert {link.transport for link in (await live.prefill.state()).links} == {"tcp"}
+
+
 async def cache_on_prefill_only(hand: HandRouter, prefill: WorkerSession, decode: WorkerSession, tokens: Any) -> None:
     """The decode worker's side is cancelled, so it never commits what it received."""
     work = hand.work(tokens, GREEDY)
@@ -90,13 +111,13 @@ async def cache_on_prefill_only(hand: HandRouter, prefill: WorkerSession, decode
     decode.cancel(work.request_id)
 
 
-@pytest.mark.parametrize("transport", [MAPPED, GROUP])
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("prefill_tp", "decode_tp", "transport"), CACHE_MATRIX)
 async def test_with_every_state_of_the_caches(
-    pair: Any, tiny: Path, reference: Any, transport: TransportKind, prefill_tp: int, decode_tp: int
+    pair: Any, tiny: Path, reference: Any, prefill_tp: int, decode_tp: int, transport: TransportKind
 ) -> None:
     hand = HandRouter()
-    token_bytes = 2 * 2 * 2 * 16 * 4  # layers, K and V, KV heads, head_dim, fp32
+    token_bytes = 2 * 2 * max(2, decode_tp) * 16 * 4  # layers, K and V, KV heads with replicas, head_dim, fp32
     async with pair(
         tiny, prefill_tp=prefill_tp, decode_tp=decode_tp, transport=transport, engine=ENGINE
     ) as live:

@@ -94,3 +94,25 @@ def test_a_redis_that_does_not_answer_is_named(make_spec: MakeSpec) -> None:
 def test_a_handoff_between_gpu_pools_is_refused(make_spec: MakeSpec) -> None:
     with pytest.raises(ConfigError, match=r"engine\.device.*prefill\.workers"):
         resolve(make_spec(engine={"device": "cuda"}), quiet)
+
+
+def refusal(make_spec: MakeSpec, **tls: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        resolve(make_spec(transfer={"tls": tls}), quiet)
+    assert "\n" not in refused.value.message
+    assert refused.value.message.startswith(f"{refused.value.field}: ")
+    return refused.value.field or ""
+
+
+def test_tls_files_that_cannot_work_are_named(make_spec: MakeSpec, authority: Any, tmp_path: Path) -> None:
+    ours, theirs = authority("ours"), authority("theirs")
+    good, other = ours.issue("worker"), theirs.issue("worker")
+    noise = tmp_path / "noise"
+    noise.write_text("no certificate")
+    resolve(make_spec(transfer={"tls": good}), quiet)
+    for name in ("cert", "key", "ca"):
+        assert refusal(make_spec, **(good | {name: str(tmp_path / "nowhere")})) == f"transfer.tls.{name}"
+        assert refusal(make_spec, **(good | {name: str(noise)})) == f"transfer.tls.{name}"
+    assert refusal(make_spec, **(good | {"key": other["key"]})) == "transfer.tls.key"
+    assert refusal(make_spec, **(good | {"ca": other["ca"]})) == "transfer.tls.cert"
+    assert refusal(make_spec, **ours.issue("late", expired=True)) == "transfer.tls.cert"

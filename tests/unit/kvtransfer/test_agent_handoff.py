@@ -159,12 +159,13 @@ async def test_closing_what_is_over_is_answered(make_worker: MakeWorker) -> None
 
 
 @pytest.mark.parametrize(("old", "new"), [("prefill", "decode"), ("decode", "prefill")])
+@pytest.mark.parametrize("transport", ["mapped", "process_group"])
 async def test_a_worker_of_the_version_before_still_exchanges_blocks(
-    make_worker: MakeWorker, old: str, new: str
+    make_worker: MakeWorker, transport: str, old: str, new: str
 ) -> None:
     speaks = {old: PROTOCOL_VERSION - 1, new: PROTOCOL_VERSION}
-    prefill = make_worker("prefill-0", connects=True, protocol=speaks["prefill"])
-    decode = make_worker("decode-0", protocol=speaks["decode"])
+    prefill = make_worker("prefill-0", connects=True, protocol=speaks["prefill"], transport=transport)
+    decode = make_worker("decode-0", protocol=speaks["decode"], transport=transport)
     await prefill.attach()
     await decode.attach()
     prefill.meet(decode)

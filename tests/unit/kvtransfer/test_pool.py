@@ -10,13 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.causes import HandoffFault
-from kvtransfer.digest import digest_of, digest_of_bytes
-from kvtransfer.pool import PoolMap, Span
+from kvtransfer.digest import copy_and_digest, digest_of, digest_of_bytes
+from kvtransfer.pool import STREAM_BYTES, PoolMap, Span
 from kvtransfer.testing import make_pool
 from tandem.kvcache.layout import KvPoolLayout
 
 LAYOUT = KvPoolLayout(num_blocks=12, layers=3, kv_heads=4, block_tokens=4, head_dim=8, dtype="float32")
 BIG = KvPoolLayout(num_blocks=12, layers=2, kv_heads=3, block_tokens=16, head_dim=64, dtype="float32")
+
+HUGE = KvPoolLayout(num_blocks=6, layers=4, kv_heads=4, block_tokens=16, head_dim=640, dtype="float32")
 
 
 def pool_of(layout: KvPoolLayout, seed: int) -> PoolMap:
@@ -64,6 +66,23 @@ def test_digest_and_pack_follow_the_canonical_order(layout: KvPoolLayout, data: 
     assert pool.pack(span, len(expected)).tobytes() == expected
 
 
+@given(st.data())
+def test_a_span_can_be_read_and_written_any_number_of_bytes_at_a_time(data: st.DataObject) -> None:
+    span = data.draw(spans(LAYOUT))
+    source, target = pool_of(LAYOUT, 1), pool_of(LAYOUT, 2)
+    expected = canonical(source, span)
+    reading, writing = source.cursor(span), target.cursor(span)
+    seen: list[bytes] = []
+    left = len(expected)
+    while left:
+        size = data.draw(st.integers(1, left))
+        buffer = np.empty(size, np.uint8)
+        reading.read(buffer)
+        writing.write(buffer, lambda part: seen.append(part.tobytes()))
+        left -= size
+    assert canonical(target, span) == expected == b"".join(seen)
+
+
 @given(spans(LAYOUT))
 def test_copies_touch_the_span_and_nothing_else(read: Span) -> None:
     source, target, staged, cleared = (pool_of(LAYOUT, seed) for seed in (1, 2, 2, 2))
@@ -71,7 +90,7 @@ def test_copies_touch_the_span_and_nothing_else(read: Span) -> None:
     head_start = LAYOUT.kv_heads - read.head_count
     write = replace(read, block_ids=tuple(ids.tolist()), head_start=head_start)
     payload = canonical(source, read)
-    target.copy_from(source, read, write)
+    assert copy_and_digest(target, source, read, write) == xxhash.xxh3_64_intdigest(payload)
     staged.unpack(source.pack(read, len(payload)), write)
     assert canonical(target, write) == payload
     assert np.array_equal(target.blocks, staged.blocks)
@@ -79,6 +98,20 @@ def test_copies_touch_the_span_and_nothing_else(read: Span) -> None:
         for part in pool.slices(write):
             part[...] = 0
     assert np.array_equal(target.blocks, cleared.blocks)
+
+
+@pytest.mark.parametrize("heads", [(0, 4), (1, 2)])
+@pytest.mark.parametrize("layers", [(0, 4), (1, 1), (0, 3)])
+@pytest.mark.parametrize("ids", [(0, 1, 2, 3, 4, 5), (4, 5, 0, 1, 2), (3,)])
+def test_copies_larger_than_one_stretch_are_whole(
+    ids: tuple[int, ...], layers: tuple[int, int], heads: tuple[int, int]
+) -> None:
+    source, target = pool_of(HUGE, 1), pool_of(HUGE, 2)
+    assert HUGE.block_bytes * 2 > STREAM_BYTES > HUGE.block_bytes
+    span = Span(ids, 5, *layers, *heads)
+    expected = canonical(source, span)
+    assert copy_and_digest(target, source, span, span) == xxhash.xxh3_64_intdigest(expected)
+    assert canonical(target, span) == expected
 
 
 @pytest.mark.parametrize(

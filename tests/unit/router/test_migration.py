@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from router.output import Final, Piece
+from router.output import Final
 from router.request import RawRequest, RawSampling
 from router.testing import StubWorker, script, until
 from tandem.config import Disaggregation, Role, RouterSpec
@@ -44,9 +44,9 @@ def prompt_of(worker: StubWorker, attempt: int) -> list[int]:
     return next(list(work.prompt) for wire_id, work in worker.works.items() if wire_id.endswith(f".{attempt}"))
 
 
-async def run(cluster: Any, sampling: RawSampling | None = None) -> tuple[list[int], Final]:
+async def run(cluster: Any, max_tokens: int | None = None) -> tuple[list[int], Final]:
     """Tokens and end of one request."""
-    submitted = await cluster.app.service.submit(RawRequest(MODEL, "Hi", sampling or RawSampling()))
+    submitted = await cluster.app.service.submit(RawRequest(MODEL, "Hi", RawSampling(max_tokens=max_tokens)))
     tokens = [token.token_id async for pieces in submitted.stream for piece in pieces for token in piece.tokens]
     return tokens, submitted.stream.final
 
@@ -218,7 +218,7 @@ class TestBreaksAfterEverySecondToken:
         cluster.prefill.behaviour.cached_tokens = cluster.decode.behaviour.cached_tokens = 1
         cluster.prefill.behaviour.token_delay_s = 0.01
         cluster.decode.behaviour.fail_decodes = 1000
-        _, final = await run(cluster, RawSampling(max_tokens=answer_tokens))
+        _, final = await run(cluster, answer_tokens)
         line, attempts = final.timeline, len(cluster.decode.frames("join"))
         assert attempts == answer_tokens // 2
         assert line.ttft_s == pytest.approx(line.queue_s + line.prefill_s)
@@ -240,9 +240,13 @@ class TestBounds:
         cluster.decode.behaviour.fail_decodes = 1000
         stream = await cluster.openai.completions.create(**PROMPT, stream=True)
         texts: list[str] = []
-        with pytest.raises(openai.APIError) as caught:  # noqa: PT012 - what came before the error counts
+
+        async def read() -> None:
             async for chunk in stream:
                 texts.append(chunk.choices[0].text)
+
+        with pytest.raises(openai.APIError) as caught:
+            await read()
         assert caught.value.body["code"] == "worker_lost"
         assert "".join(texts) == cluster.tokenizer.decode(tokens[:6]), "three attempts of two tokens"
         assert cluster.metric("tandem_retries_total") == 2
@@ -260,13 +264,11 @@ class TestBounds:
     async def test_a_broken_answer_without_a_worker_fails_and_is_not_called_refused(self, cluster: Any) -> None:
         cluster.says(TEXT)
         cluster.decode.behaviour.token_delay_s = 0.1
-        pieces: list[Piece] = []
-        submitted = await cluster.app.service.submit(RawRequest(MODEL, "Hi", RawSampling()))
-        with pytest.raises(TandemError) as caught:  # noqa: PT012 - it fails in the middle
-            async for some in submitted.stream:
-                pieces += some
-                if len(pieces) == 3:
-                    await cluster.decode.kill()
+        task = asyncio.create_task(run(cluster))
+        await until(lambda: bool(cluster.decode.frames("join")))
+        await cluster.decode.kill()
+        with pytest.raises(TandemError) as caught:
+            await task
         assert caught.value.code is ErrorCode.NO_WORKER
         assert (cluster.ends("failed"), cluster.ends("rejected")) == (1, 0)
         await cluster.settled()
