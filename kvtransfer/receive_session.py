@@ -190,7 +190,7 @@ class ReceiveSession:
         )
 
     def end_piece(self, prefill_rank: int, piece: Piece, digest: int, verify_s: float) -> list[ReceiveAction]:
-        """The piece's bytes are in our blocks; `digest` is of what is there now."""
+        """The piece's bytes are in our blocks; `digest` is of the bytes that were written."""
         self._writes -= 1
         if self.state is not ReceiveState.RECEIVING:
             return self._over_if_drained()

@@ -102,7 +102,7 @@ class AgentEndpoint(_message.Message):
     mapped_path: _builtins.str
     """unix socket of the `mapped` listener"""
     tcp_address: _builtins.str
-    """host:port of the `process_group` listener"""
+    """host:port where peers of other hosts connect"""
     def __init__(
         self,
         *,

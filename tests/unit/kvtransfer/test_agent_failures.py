@@ -230,7 +230,7 @@ async def test_one_failing_rank_ends_the_ticket_on_the_others(make_worker: MakeW
     assert (await prefill.ranks[1].expect(SendFailed, ticket_id=handoff.ticket_id)).cause == "cancelled"
 
 
-@pytest.mark.parametrize("transport", ["mapped", "process_group"])
+@pytest.mark.parametrize("transport", ["mapped", "process_group", "tcp"])
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
 async def test_a_killed_peer_is_noticed_at_once_and_its_next_life_works(
     make_worker: MakeWorker, victim: str, transport: str

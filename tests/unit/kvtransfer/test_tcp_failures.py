@@ -67,7 +67,7 @@ class HandSender:
     async def shake_hands(self) -> Welcome:
         decode, model = self.decode, self.decode.model
         raw = await connect_tcp(decode.where[0].tcp_address)
-        layout = decode.ranks[0]._attach_message().layout
+        layout = decode.ranks[0].attach_message().layout
         hello = Hello(
             PROTOCOL_VERSION, "tcp", self.worker_id, self.epoch, 0, 1, decode.worker_id, decode.epoch, 0,
             model.kv_heads, model.fingerprint, layout, (0, model.kv_heads, 0, 0), True,
@@ -90,9 +90,12 @@ class HandSender:
         assert (header.type, header.digest) == (FrameType.PROBED, digest_of_bytes(probe))
 
     async def answer(self) -> Header:
-        frame = await asyncio.wait_for(self.stream.receive(), 5.0)
-        assert frame is not None
-        return frame[0]
+        """The next frame that is not a sign of life."""
+        while True:
+            frame = await asyncio.wait_for(self.stream.receive(), 5.0)
+            assert frame is not None
+            if frame[0].type is not FrameType.BEAT:
+                return frame[0]
 
     async def open(self, blocks: int) -> str:
         """A ticket for the first blocks of the pool, leased and accepted."""
