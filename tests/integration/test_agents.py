@@ -19,8 +19,15 @@ VOCAB = 300
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
-@pytest.mark.parametrize("transport", [TransportKind.MAPPED, TransportKind.PROCESS_GROUP, TransportKind.TCP])
-@pytest.mark.parametrize("side", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize(
+    ("side", "transport"),
+    [
+        ("prefill-0", TransportKind.MAPPED),
+        ("decode-0", TransportKind.MAPPED),
+        ("decode-0", TransportKind.PROCESS_GROUP),
+        ("prefill-0", TransportKind.TCP),
+    ],
+)
 async def test_a_replaced_agent_takes_new_handoffs(
     pair: Any, tmp_path: Path, reference_for: Callable[[Path], Any], transport: TransportKind, side: str
 ) -> None:
