@@ -7,8 +7,8 @@ tokens. Limits are checked before memory is allocated. Little-endian, 80 bytes:
     layer start u16, count u16 · head start u16, count u16 · last block's tokens u16 · 0 u16 · payload u64 ·
     digest u64 · body u32 · 0 ×16
 
-From version 2 on the digest field is the digest of the payload xor that of the header without it: a header that was
-changed on its way does not fit its payload any more.
+From version 2 on the digest field is the digest of the payload (0 without one) xor that of the header without it: a
+header that was changed on its way does not fit its payload any more.
 """
 
 from __future__ import annotations
@@ -111,8 +111,7 @@ class Header:
             0,
             self.body_bytes,
         )
-        if digest is not None:
-            _DIGEST.pack_into(raw, _DIGEST_AT, digest ^ _address_digest(raw))
+        _DIGEST.pack_into(raw, _DIGEST_AT, (digest or 0) ^ _address_digest(raw))
         return bytes(raw)
 
     @classmethod
@@ -131,7 +130,10 @@ class Header:
             frame_type = FrameType(kind)
         except ValueError as error:
             raise protocol_fault(f"frame: unknown type {kind}") from error
-        found = digest ^ _address_digest(raw) if flags & _HAS_DIGEST else None
+        digest ^= _address_digest(raw)
+        found = digest if flags & _HAS_DIGEST else None
+        if found is None and digest:
+            raise protocol_fault("frame: its header was changed on the way")
         piece = None
         if frame_type is FrameType.PIECE:
             first, count, layer_start, layer_count, head_start, head_count, last, _ = numbers

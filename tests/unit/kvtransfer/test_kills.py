@@ -76,7 +76,7 @@ async def test_agents_killed_at_random_cost_only_retries(cluster: FakeCluster, s
     load, other = Load(cluster, "prefill-0", "decode-0"), Load(cluster, "prefill-1", "decode-0", first=10_000)
     choose = random.Random(1)
     async with load.running(), other.running():
-        for _ in range(soak(50, 4)):
+        for _ in range(soak(50, 3)):
             await load.progress(3, within_s=20.0)
             await asyncio.sleep(choose.uniform(0.0, 0.02))
             affected = [half for member in members for half in open_with(member, cluster.members[victim])]
@@ -104,7 +104,7 @@ async def test_a_worker_that_dies_and_comes_back_disturbs_no_survivor(
     load = Load(cluster, "prefill-0", "decode-0")
     choose = random.Random(2)
     async with load.running():
-        for _ in range(soak(50, 4)):
+        for _ in range(soak(50, 3)):
             await load.progress(3, within_s=20.0)
             await asyncio.sleep(choose.uniform(0.0, 0.02))
             affected = list(survivor.halves.values())
@@ -127,7 +127,7 @@ async def test_nothing_of_an_old_epoch_is_accepted(make_worker: MakeWorker, soak
     await prefill.attach()
     await old.attach()
     sender = prefill.ranks[0]
-    for life in range(soak(20, 4)):
+    for life in range(soak(20, 3)):
         before = old.peers()
         old.stop()
         new = make_worker("decode-0")

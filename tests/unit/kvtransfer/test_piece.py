@@ -107,3 +107,16 @@ def test_a_header_that_was_changed_does_not_fit_its_payload(
         return
     noticed = found.type is not FrameType.PIECE or found.digest != 77 or raw[0] != version
     assert noticed or version < 2 or found == header
+
+
+@given(st.sampled_from([FrameType.ACK, FrameType.OPEN, FrameType.FINISH]), TICKET_IDS, U32, st.integers(0, 8 * 80 - 1))
+def test_a_frame_without_a_payload_that_was_changed_is_refused(
+    kind: FrameType, ticket_id: str, seq: int, bit: int
+) -> None:
+    raw = bytearray(Header(kind, ticket_id, seq=seq).pack())
+    raw[bit // 8] ^= 1 << (bit % 8)
+    try:
+        found = Header.unpack(bytes(raw))
+    except HandoffFault:
+        return
+    assert found.digest is not None, "only a frame that now claims a digest may pass, and nothing fits that"

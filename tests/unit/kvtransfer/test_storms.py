@@ -62,7 +62,7 @@ async def run_all(works: Iterable[Coroutine[Any, Any, object]], *, at_once: int 
 async def test_every_16th_operation_fails_and_every_prompt_arrives_right(
     cluster: FakeCluster, soak: Soak, transport: str
 ) -> None:
-    count = soak(2000, 32) if transport == "mapped" else soak(500, 8)
+    count = soak(2000, 20) if transport == "mapped" else soak(500, 6)
     kinds = ("fail", "delay", "duplicate", "reorder", "truncate", "flip")
     await pair(
         cluster,
@@ -81,7 +81,7 @@ async def test_what_fails_at_the_beginning_or_the_end_of_a_handoff_leaves_nothin
     cluster: FakeCluster, soak: Soak, points: tuple[str, ...]
 ) -> None:
     """A third are cancelled: aborts and failures must cross links that lose them, too."""
-    count = soak(600, 45)
+    count = soak(600, 30)
     choose = random.Random(7)
     await pair(
         cluster,
@@ -102,7 +102,7 @@ async def test_what_fails_at_the_beginning_or_the_end_of_a_handoff_leaves_nothin
 
 @pytest.mark.parametrize("transport", ["mapped", "process_group", "tcp"])
 async def test_broken_pieces_are_found_and_never_accepted(cluster: FakeCluster, soak: Soak, transport: str) -> None:
-    count = soak(1000, 120) if transport == "mapped" else soak(300, 6)
+    count = soak(1000, 60) if transport == "mapped" else soak(300, 3)
     kinds = ("flip", "truncate", "duplicate", "reorder", "misaddress")
     prefill, _ = await pair(
         cluster,
@@ -112,8 +112,8 @@ async def test_broken_pieces_are_found_and_never_accepted(cluster: FakeCluster, 
     noted = faults_of(prefill.worker.ranks[0].socket_path)
     number = 0
     while not noted.exists() or noted.read_text().count("\n") < count:
-        await run_all(cluster.request("prefill-0", "decode-0", number + more) for more in range(32))
-        number += 32
+        await run_all(cluster.request("prefill-0", "decode-0", number + more) for more in range(CONCURRENT))
+        number += CONCURRENT
     assert cluster.tally.failures
     await cluster.check_conservation()
 
