@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from kvtransfer.pool import Bytes, PoolMap, Span
+from kvtransfer.pool import Bytes, PoolMap, Span, make_staging
 
 BATCH_BYTES = 256 << 10  # hashed and copied while it is in the CPU's cache
 _DIRECT_BYTES = 16 << 10
@@ -20,7 +18,7 @@ _GATHER_BYTES = 64 << 10
 
 def make_scratch() -> Bytes:
     """What the short runs of one batch fit in."""
-    return np.empty(BATCH_BYTES, np.uint8)
+    return make_staging(BATCH_BYTES)
 
 
 @dataclass(slots=True)

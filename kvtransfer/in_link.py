@@ -10,7 +10,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,13 +26,14 @@ from kvtransfer.sockets import peer_is_same_user, receive_first, send_first
 from kvtransfer.stream import FrameStream
 from kvtransfer.tls import TlsConnection, Wire
 from kvtransfer.transports.factory import MAPPED, Transports
-from kvtransfer.transports.protocol import KvReceiver, LinkThread
+from kvtransfer.transports.protocol import INLINE_BYTES, KvReceiver, LinkThread
 from tandem.channel import encode
 from tandem.errors import IncompatiblePools
 
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
+PLACES_AHEAD = 1  # pieces that wait for the link's thread behind the one it writes: it never idles
 PROBE_TIMEOUT_S = 60.0  # the sender may have to load torch first
 
 
@@ -69,9 +71,11 @@ class InLink:
     moved_bytes: int = 0
     is_taking: bool = False
     watch: LinkWatch = field(init=False)
+    _placing: deque[asyncio.Task[None]] = field(default_factory=deque)
+    _placed_at_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.watch = LinkWatch(lambda: self.is_taking)
+        self.watch = LinkWatch(lambda: self.is_taking or bool(self._placing))
 
     def reply(self, kind: FrameType, ticket_id: str, seq: int = 0, body: bytes = b"") -> None:
         self.stream.send(Header(kind, ticket_id, seq=seq), body)
@@ -98,6 +102,7 @@ class InLink:
                 await self._take(events, header, body)
                 await self.stream.drain()  # who does not read our answers may not make us keep them
                 self.watch.heard()
+            await self._settle()
         except HandoffFault as fault:
             cause, reason = fault.cause, fault.message
             log.warning("link from %s rank %d ends: %s", self.hello.worker_id, self.hello.rank, reason)
@@ -107,6 +112,7 @@ class InLink:
             if watching.done() and not watching.cancelled():
                 cause, reason = HandoffCause.PEER_LOST, watching.result()
             watching.cancel()
+            await asyncio.gather(*self._placing, return_exceptions=True)  # each has told its session
             events.link_down(self, cause, reason)
 
     async def _watch(self) -> str:
@@ -118,7 +124,14 @@ class InLink:
             self.close()
             return fault.message
 
+    async def _settle(self, left: int = 0) -> None:
+        """Waits until no more than `left` pieces are being written. Raises HandoffFault: the link must end."""
+        while len(self._placing) > left:
+            await self._placing.popleft()
+
     async def _take(self, events: InLinkEvents, header: Header, body: bytes) -> None:
+        if header.type not in (FrameType.PIECE, FrameType.BEAT):
+            await self._settle()  # an answer to an abort says that nothing is read any more
         match header.type:
             case FrameType.PIECE if header.piece is not None:
                 self.watch.moved()
@@ -165,18 +178,41 @@ class InLink:
             events.link_fault(self, ticket_id, fault, writing=False)
             await arrival.discard()
             return
+        placing = self._place(events, ticket_id, piece, wire_bytes, arrival.place(span))
+        if not self.receiver.places_ahead or wire_bytes <= INLINE_BYTES:
+            await placing
+            return
+        task = asyncio.create_task(placing)
+        task.add_done_callback(self._placed)
+        self._placing.append(task)
+        await self._settle(left=PLACES_AHEAD)
+
+    async def _place(
+        self, events: InLinkEvents, ticket_id: str, piece: Piece, wire_bytes: int, placing: Coroutine[None, None, int]
+    ) -> None:
+        """One write that its session waits for, to its end, however it ends. Raises HandoffFault: so must the link."""
         started_s = time.perf_counter()
         try:
-            digest = await arrival.place(span)
+            digest = await placing
         except HandoffFault as fault:
             events.link_fault(self, ticket_id, fault, writing=True)
             raise
-        except (MemoryError, RuntimeError, ValueError, OSError) as error:  # the write is over, however it ended
+        except (MemoryError, RuntimeError, ValueError, OSError, asyncio.CancelledError) as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise  # the agent ends, and the write may go on; else the closed link took it from its thread's queue
             failed = HandoffFault(HandoffCause.TRANSPORT, f"piece {piece.seq} could not be written: {error}")
             events.link_fault(self, ticket_id, failed, writing=True)
             raise failed from error
+        self.watch.moved()
         self.moved_bytes += wire_bytes
-        events.link_written(self, ticket_id, piece, digest, time.perf_counter() - started_s)
+        ended_s = time.perf_counter()
+        writing_s = ended_s - max(started_s, self._placed_at_s)  # not the wait for the one before
+        self._placed_at_s = ended_s
+        events.link_written(self, ticket_id, piece, digest, writing_s)
+
+    def _placed(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self.stream.close()  # `run` must hear of it, even when no frame comes any more
 
 
 class LinkAcceptor:

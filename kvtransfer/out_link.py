@@ -171,7 +171,8 @@ class OutLink:
             stream = await self._shake_hands(sender)
             self._meter.reconnected()
             for _ in range(PROBES if many_probes(stream.version) else 1):
-                await asyncio.wait_for(self._probe(sender, stream), HANDSHAKE_TIMEOUT_S)
+                async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):  # unlike wait_for, never loses a cancellation
+                    await self._probe(sender, stream)
             self._jobs = FairQueue(self._may_go)
             self._watch = LinkWatch(self._is_moving)
             thread.moves_pieces = True
@@ -188,7 +189,8 @@ class OutLink:
 
     async def _shake_hands(self, sender: KvSender) -> FrameStream:
         peer = self.peer
-        raw = await asyncio.wait_for(self._dial(), CONNECT_TIMEOUT_S)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            raw = await self._dial()
         fds: list[int] = []
         try:
             fds = sender.hello_fds()

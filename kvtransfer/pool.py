@@ -19,7 +19,7 @@ from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from tandem.kvcache.layout import KvPoolLayout
 
 Bytes = npt.NDArray[np.uint8]
-STREAM_BYTES = 2 << 20  # pool to pool: large enough for the C library's copy past the cache, hot in it all the same
+STREAM_BYTES = 1 << 20   # pool to pool: the C library copies past the cache (agent_env), and the source stays in it
 STAGE_BYTES = 256 << 10  # into and out of buffers that are read next: half of a core's second-level cache
 
 
@@ -104,10 +104,12 @@ class PoolMap:
         if full < len(write.block_ids):
             pairs.append((self._tail(write), source._tail(read)))
         for pair in pairs:
+            if copied is None:
+                np.copyto(*pair)
+                continue
             for target_part, source_part in _chunks(*pair, STREAM_BYTES):
                 np.copyto(target_part, source_part)
-                if copied is not None:
-                    copied(source_part)
+                copied(source_part)
 
     def _run(self, span: Span, start: int, end: int) -> Bytes:
         first = span.block_ids[start]
@@ -126,6 +128,12 @@ class PoolMap:
             span.head_start : span.head_start + span.head_count,
             : span.last_block_tokens,
         ]
+
+
+def make_staging(size: int) -> Bytes:
+    """A buffer on a page of its own. Copies from pages of a pool to a few bytes behind a page's start, where the
+    allocator puts large arrays, take several times as long on some processors (glibc bug 30994)."""
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
 class Cursor:

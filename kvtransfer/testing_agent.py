@@ -206,6 +206,7 @@ class FaultySender:
 
 class FaultyReceiver:
     def __init__(self, inner: KvReceiver, own: Own, thread: LinkThread, plan: FaultPlan) -> None:
+        self.places_ahead = inner.places_ahead
         self._inner = inner
         self._own = own
         self._thread = thread

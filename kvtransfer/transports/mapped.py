@@ -58,6 +58,8 @@ class MappedSender:
 
 
 class MappedReceiver:
+    places_ahead = True
+
     def __init__(self, own: Own, thread: LinkThread, hello: Hello, link: Link, *, digests: bool) -> None:
         self._own = own
         self._thread = thread

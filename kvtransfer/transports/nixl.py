@@ -25,7 +25,7 @@ from kvtransfer.data_socket import TOKEN_BYTES, DataDoor, DataSocket, connect_da
 from kvtransfer.digest import digest_of_bytes
 from kvtransfer.handshake import Hello, Own, Welcome, pool_layout
 from kvtransfer.piece import MAX_PIECE_BYTES, Piece
-from kvtransfer.pool import Bytes, PoolMap, Span, check_span
+from kvtransfer.pool import Bytes, PoolMap, Span, check_span, make_staging
 from kvtransfer.reshard import Link
 from kvtransfer.sockets import join_address, split_address
 from kvtransfer.transports.mapped import MappedSender, unpack_ids
@@ -185,6 +185,8 @@ class NixlSender(MappedSender):
 
 
 class NixlReceiver:
+    places_ahead = False
+
     def __init__(self, own: Own, thread: LinkThread, hello: Hello, link: Link, *, digests: bool) -> None:
         self._own = own
         self._thread = thread
@@ -195,7 +197,7 @@ class NixlReceiver:
         self._door: DataDoor | None = None
         self._data: DataSocket | None = None
         self._endpoint: Endpoint | None = None
-        self._staging: Bytes = np.empty(max(MAX_PIECE_BYTES, own.layout.block_bytes), np.uint8)
+        self._staging = make_staging(max(MAX_PIECE_BYTES, own.layout.block_bytes))
         self._pool_address = self._probe_address = 0
 
     async def prepare(self, fds: list[int]) -> DataPort:

@@ -33,7 +33,7 @@ from kvtransfer.digest import digest_of, digest_of_bytes, feeder
 from kvtransfer.handshake import Own, Welcome
 from kvtransfer.liveness import STALL_S
 from kvtransfer.piece import FrameType, Header, Piece, as_int8
-from kvtransfer.pool import Bytes, Cursor, PoolMap, Span
+from kvtransfer.pool import Bytes, Cursor, PoolMap, Span, make_staging
 from kvtransfer.quantise import dequantise, quantise
 from kvtransfer.sockets import listen_tcp, split_address
 from kvtransfer.stream import FrameStream
@@ -137,7 +137,7 @@ class Buffers:
             self._operations[self._turn] = None
             operation.wait()
         if self._buffers[self._turn].size < size:
-            self._buffers[self._turn] = np.empty(max(size, MESSAGE_BYTES + _TRAILER.size), np.uint8)
+            self._buffers[self._turn] = make_staging(max(size, MESSAGE_BYTES + _TRAILER.size))
         return self._buffers[self._turn][:size]
 
     def in_use(self, operation: Operation) -> None:
@@ -212,6 +212,8 @@ class GroupSender:
 
 class GroupReceiver:
     """`version`: the protocol's, as the hello says."""
+
+    places_ahead = False
 
     def __init__(
         self, own: Own, thread: LinkThread, device: str, *, digests: bool, int8: bool, version: int

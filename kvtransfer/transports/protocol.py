@@ -114,6 +114,11 @@ class Arrival(Protocol):
 class KvReceiver(Protocol):
     """The receiving half of one link."""
 
+    @property
+    def places_ahead(self) -> bool:
+        """Pieces do not hang together: the next may be fetched and placed while one is being placed."""
+        ...
+
     async def prepare(self, fds: list[int]) -> DataPort | None:
         """Before the welcome: takes what came with the hello (and closes none of it); returns the data port, if the
         transport has one. Raises HandoffFault."""

@@ -87,6 +87,8 @@ class TcpSender:
 
 
 class TcpReceiver:
+    places_ahead = False
+
     def __init__(self, own: Own, thread: LinkThread, *, digests: bool, int8: bool) -> None:
         self._own = own
         self._thread = thread
