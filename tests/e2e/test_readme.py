@@ -70,14 +70,18 @@ def marked(how: str) -> list[Block]:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A home folder like the user's (so that pulled models are found) with the README's ~/models."""
+    """A home folder like the user's (so that pulled models are found) with the README's ~/models.
+
+    Nothing of a `make` around the tests comes along: its ARGS would become those of the README's own `make` commands.
+    """
     home = tmp_path_factory.mktemp("home")
     for entry in Path.home().iterdir():
         (home / entry.name).symlink_to(entry)
     (home / "models").unlink(missing_ok=True)
     (home / "models").mkdir()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "HOME": str(home), "XDG_STATE_HOME": str(home / "state")}
+    outer = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "ARGS")}
+    return {**outer, "PATH": path, "HOME": str(home), "XDG_STATE_HOME": str(home / "state")}
 
 
 def run(command: list[str], environment: dict[str, str], *, text_in: str = "", timeout_s: float = 120) -> str:
