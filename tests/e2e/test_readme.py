@@ -80,7 +80,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (home / "models").unlink(missing_ok=True)
     (home / "models").mkdir()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    outer = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "ARGS")}
+    made = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "ARGS"}
+    outer = {name: value for name, value in os.environ.items() if name not in made}
     return {**outer, "PATH": path, "HOME": str(home), "XDG_STATE_HOME": str(home / "state")}
 
 
