@@ -40,7 +40,7 @@ class RouterApp:
         clock = clock or SystemClock()
         spec = launch.router
         self._executor = ThreadPoolExecutor(PARSER_THREADS, thread_name_prefix="parser")
-        self._mirror = PrefixMirror()
+        self._mirror = PrefixMirror(spec.index_memory_bytes)
         self.metrics = RouterMetrics(CollectorRegistry(), frozenset(model.name for model in launch.models))
         self.dispatcher = Dispatcher(
             spec=spec,
@@ -61,6 +61,7 @@ class RouterApp:
         self._follower = (
             PrefixFollower(launch.redis_url, launch.cluster, self._mirror, clock) if launch.redis_url else None
         )
+        self.metrics.watch_index(self._mirror, self._follower)
         self._directory = DirectoryFollower(launch.controller_address, launch.router_id, self._on_directory)
         sock = bind(spec.http_host, spec.http_port)
         self.http_port: int = sock.getsockname()[1]

@@ -5,8 +5,11 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvtransfer.causes import HandoffCause
+from router.index_metrics import IndexCollector
 from router.output import Final
 from router.policies.types import PlacementReason, WaitReason
+from router.prefix_index.follower import PrefixFollower
+from router.prefix_index.mirror import PrefixMirror
 from router.trace import Attempt, Span, overlap_share, received_spans, sent_spans
 from tandem.errors import ErrorCode
 from tandem.request import RequestState
@@ -73,6 +76,10 @@ class RouterMetrics:
         self._queued = Gauge("tandem_queued_requests", "Requests in the queue now.", registry=registry)
         self._running = Gauge("tandem_running_requests", "Requests on workers now.", registry=registry)
         self._workers = Gauge("tandem_workers", "Workers that can take requests.", ("role",), registry=registry)
+
+    def watch_index(self, mirror: PrefixMirror, follower: PrefixFollower | None) -> None:
+        """Reads the index at every scrape. No `follower`: the cluster has no Redis."""
+        self._registry.register(IndexCollector(mirror, follower))
 
     def render(self) -> bytes:
         """The exposition text."""
