@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tandem.blockhash import HASH_BYTES, BlockHash
 
@@ -42,8 +43,7 @@ def wanted_key(cluster: str, worker_id: str) -> str:
     return f"tandem:{{{cluster}}}:prefix:{worker_id}:wanted"
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixEvent:
+class PrefixEvent(NamedTuple):
     """Blocks that became findable on a worker (`stored`), or no longer are. `seq` counts up in each epoch.
 
     `hashes` are concatenated: millions of them are no millions of objects.
@@ -83,16 +83,14 @@ def encode_event(event: PrefixEvent) -> bytes:
 
 
 def decode_event(entry: str, value: bytes) -> PrefixEvent:
-    """Raises PrefixEventError."""
-    try:
-        epoch, seq = (int(part) for part in entry.split("-"))
-    except ValueError:
-        raise PrefixEventError(f"expected an entry id like epoch-seq, got {entry!r}") from None
+    """Raises PrefixEventError. Written for speed: a router decodes every event of every worker."""
+    epoch, _, seq = entry.partition("-")
+    if not (epoch.isdecimal() and seq.isdecimal()):
+        raise PrefixEventError(f"expected an entry id like epoch-seq, got {entry!r}")
     if len(value) < _EVENT.size:
         raise PrefixEventError(f"expected at least {_EVENT.size} bytes, got {len(value)}")
-    version, stored = _EVENT.unpack_from(value)
-    _check_version(version)
-    return PrefixEvent(epoch, seq, bool(stored), _whole_hashes(value[_EVENT.size :], MAX_EVENT_HASHES))
+    _check_version(value[0])
+    return PrefixEvent(int(epoch), int(seq), value[1] != 0, _whole_hashes(value[_EVENT.size :], MAX_EVENT_HASHES))
 
 
 def encode_snapshot(snapshot: PrefixSnapshot) -> bytes:

@@ -11,8 +11,6 @@ import logging
 from collections import deque
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from tandem.blockhash import HASH_BYTES, BlockHash
@@ -31,6 +29,7 @@ from tandem.prefix_events import (
     stream_key,
     wanted_key,
 )
+from tandem.redis_client import answer, connect
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +38,7 @@ HEARTBEAT_S = 2.0  # between looks at what Redis really holds
 KEY_TTL_S = 3600  # a worker that never comes back leaves nothing behind for longer
 MAX_BACKOFF_S = 5.0
 BATCH_EVENTS = 256
+FRESH_STEP = 1 << 32
 
 
 class EventPublisher:
@@ -54,7 +54,7 @@ class EventPublisher:
         stream_entries: int = STREAM_ENTRIES,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        self._redis = None if redis_url is None else _connect(redis_url)
+        self._redis = None if redis_url is None else connect(redis_url)
         self._stream = stream_key(cluster, worker_id)
         self._snapshot = snapshot_key(cluster, worker_id)
         self._wanted = wanted_key(cluster, worker_id)
@@ -143,11 +143,16 @@ class EventPublisher:
             pipe.getrange(self._snapshot, 0, SNAPSHOT_HEADER_BYTES - 1)
             pipe.xrevrange(self._stream, count=1)
             pipe.delete(self._wanted)
-            _, _, header, entries, wanted = await pipe.execute()
+            _, _, header, entries, wanted = await answer(pipe.execute())
         if header != self._header or (entries[0][0] if entries else None) != self._last_entry:
             log.warning("redis does not hold what was written; writing a snapshot")
             self._need_snapshot()
         elif wanted:
+            # Under a number of its own, so that the router can tell it from the one it has.
+            self._seq += 1
+            self._pending.append(PrefixEvent(self._epoch, self._seq, True, b""))
+            while self._pending:
+                await self._append(redis)
             await self._write_snapshot(redis, fresh_stream=False)
         self._check_due_s = asyncio.get_running_loop().time() + self._heartbeat_s
 
@@ -173,15 +178,15 @@ class EventPublisher:
                     approximate=True,
                 )
             pipe.expire(self._stream, KEY_TTL_S)
-            await pipe.execute()
+            await answer(pipe.execute())
         self._events_since_snapshot += len(batch)
         self._last_entry = entry_id(self._epoch, batch[-1].seq).encode()
 
     async def _write_snapshot(self, redis: Redis, *, fresh_stream: bool) -> None:
         """`fresh_stream`: what the stream holds may be of another life or have a gap, so it starts anew."""
         if fresh_stream:
-            # A number of its own: a reader that has what the last one stands for, and not this, is behind.
-            self._seq += 1
+            # Further than anybody could have been led: whoever stands before this number is behind.
+            self._seq += FRESH_STEP
             self._pending.clear()
             self._snapshot_due = False
         self._events_since_snapshot = 0
@@ -190,7 +195,7 @@ class EventPublisher:
             if fresh_stream:
                 pipe.delete(self._stream)
             pipe.set(self._snapshot, value, ex=KEY_TTL_S)
-            await pipe.execute()
+            await answer(pipe.execute())
         self._header = value[:SNAPSHOT_HEADER_BYTES]
         if fresh_stream:
             self._last_entry = None
@@ -198,9 +203,3 @@ class EventPublisher:
     def _need_snapshot(self) -> None:
         self._snapshot_due = True
         self._pending.clear()
-
-
-def _connect(redis_url: str) -> Redis:
-    return Redis.from_url(
-        redis_url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=5.0, socket_connect_timeout=2.0
-    )

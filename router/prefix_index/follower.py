@@ -10,14 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import cast
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.typing import KeyT, StreamIdT
 
@@ -38,6 +35,7 @@ from tandem.prefix_events import (
     stream_key,
     wanted_key,
 )
+from tandem.redis_client import ANSWER_TIMEOUT_S, answer, connect
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +44,7 @@ CHECK_S = 1.0  # between looks at the headers of the snapshots
 SNAPSHOT_POLL_S = 0.25  # the same while a worker lacks its snapshot or seems to be behind
 READ_PAUSE_S = 0.01  # events that come meanwhile are applied together, which costs hardly more than one
 READ_ENTRIES = 512
+FAR_EVENTS = 1 << 20  # a worker writes its snapshot anew long before it has said so much since
 ASK_S = 5.0  # between requests for the same snapshot
 MAX_BACKOFF_S = 5.0
 
@@ -59,6 +58,7 @@ class IndexFault(StrEnum):
     OTHER_EPOCH = "other_epoch"  # an entry of another life in its stream
     MALFORMED = "malformed"  # an entry or a snapshot that nobody can read
     BEHIND = "behind"  # the snapshot is newer than what the stream led to
+    AHEAD = "ahead"  # it led to events that the worker never wrote, or Redis went back
     UNCONFIRMED = "unconfirmed"  # Redis or the worker's keys were away for too long
 
 
@@ -73,10 +73,17 @@ class _Follow:
 
 
 class PrefixFollower:
-    def __init__(self, redis_url: str, cluster: str, mirror: PrefixMirror, clock: Clock) -> None:
-        self._redis = Redis.from_url(
-            redis_url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=5.0, socket_connect_timeout=2.0
-        )
+    def __init__(
+        self,
+        redis_url: str,
+        cluster: str,
+        mirror: PrefixMirror,
+        clock: Clock,
+        *,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> None:
+        self._redis = connect(redis_url)
+        self._answer_timeout_s = answer_timeout_s
         self._cluster = cluster
         self._mirror = mirror
         self._clock = clock
@@ -152,7 +159,10 @@ class PrefixFollower:
         # redis-py types the replies of all its protocols and decoders at once; protocol 2 undecoded is this one.
         reply = cast(
             list[tuple[bytes, Entries]] | None,
-            await self._redis.xread(positions, count=READ_ENTRIES, block=max(1, round(wait_s * 1000))),
+            await answer(
+                self._redis.xread(positions, count=READ_ENTRIES, block=max(1, round(wait_s * 1000))),
+                wait_s + self._answer_timeout_s,
+            ),
         )
         for key, entries in reply or []:
             self._apply(following[key.decode()], entries)
@@ -175,7 +185,7 @@ class PrefixFollower:
         before = self._mirror.seq(worker) or 0
         match self._mirror.apply(worker, events):
             case Applied.GAP:
-                self._distrust(worker, follow, IndexFault.GAP, _before_gap(before, events))
+                self._distrust(worker, follow, IndexFault.GAP, before + 1)
             case Applied.OTHER_EPOCH:
                 self._distrust(worker, follow, IndexFault.OTHER_EPOCH, before + 1)
             case Applied.OK if bad is not None:
@@ -188,7 +198,7 @@ class PrefixFollower:
         async with self._redis.pipeline(transaction=False) as pipe:
             for worker in workers:
                 pipe.getrange(snapshot_key(self._cluster, worker.worker_id), 0, SNAPSHOT_HEADER_BYTES - 1)
-            values = cast(list[bytes], await pipe.execute() if workers else [])
+            values = cast(list[bytes], await answer(pipe.execute(), self._answer_timeout_s) if workers else [])
         for worker, value in zip(workers, values, strict=True):
             follow = self._follows.get(worker)
             header = self._header(worker, value) if value else None  # no key reads as empty
@@ -199,6 +209,8 @@ class PrefixFollower:
                     await self._load(worker, follow, follow.needs_seq)
                 else:
                     await self._ask(worker, follow)
+            elif header.seq + FAR_EVENTS < (self._mirror.seq(worker) or 0):
+                self._distrust(worker, follow, IndexFault.AHEAD, header.seq + 1)
             elif header.seq <= (self._mirror.seq(worker) or 0):
                 follow.confirmed_at_s, follow.suspect_seq = self._clock.now_s(), None
             elif follow.suspect_seq == self._mirror.seq(worker):
@@ -212,7 +224,7 @@ class PrefixFollower:
 
     async def _load(self, worker: WorkerKey, follow: _Follow, needs_seq: int) -> None:
         key = snapshot_key(self._cluster, worker.worker_id)
-        value = cast(bytes, await self._redis.getrange(key, 0, MAX_SNAPSHOT_BYTES))
+        value = cast(bytes, await answer(self._redis.getrange(key, 0, MAX_SNAPSHOT_BYTES), self._answer_timeout_s))
         try:
             snapshot = decode_snapshot(value)
         except PrefixEventError as error:
@@ -232,7 +244,8 @@ class PrefixFollower:
         now_s = asyncio.get_running_loop().time()
         if follow.asked_at_s is None or now_s - follow.asked_at_s > ASK_S:
             follow.asked_at_s = now_s
-            await self._redis.set(wanted_key(self._cluster, worker.worker_id), b"1", px=round(ASK_S * 1000))
+            key = wanted_key(self._cluster, worker.worker_id)
+            await answer(self._redis.set(key, b"1", px=round(ASK_S * 1000)), self._answer_timeout_s)
 
     def _header(self, worker: WorkerKey, value: bytes) -> SnapshotHeader | None:
         try:
@@ -246,7 +259,7 @@ class PrefixFollower:
         log.warning("bad prefix snapshot", extra={"worker": worker.worker_id, "error": str(error)})
 
     def _distrust(self, worker: WorkerKey, follow: _Follow, fault: IndexFault, needs_seq: int) -> None:
-        """No credit until a snapshot up to `needs_seq` is there: an older one would lead to the same place."""
+        """No credit until there is a snapshot up to `needs_seq`: an older one would lead to the same place."""
         self._faults[fault] += 1
         self._mirror.drop(worker)
         follow.needs_seq, follow.suspect_seq = needs_seq, None
@@ -265,12 +278,3 @@ class PrefixFollower:
         except TimeoutError:
             pass
         self._changed.clear()
-
-
-def _before_gap(seq: int, events: Sequence[PrefixEvent]) -> int:
-    """The last event that is missing between `seq` and `events`."""
-    for event in events:
-        if event.seq > seq + 1:
-            return event.seq - 1
-        seq = max(seq, event.seq)
-    return seq
