@@ -72,6 +72,12 @@ class RouterMetrics:
             ("model", "reason"),
             registry=registry,
         )
+        self._credits = Counter(
+            "tandem_index_credit_tokens",
+            "Prompt tokens the prefix index said were cached; wrong: those that had to be computed after all.",
+            ("model", "kind"),
+            registry=registry,
+        )
         self._retries = Counter("tandem_retries", "Requests put back in line.", ("model", "code"), registry=registry)
         self._queued = Gauge("tandem_queued_requests", "Requests in the queue now.", registry=registry)
         self._running = Gauge("tandem_running_requests", "Requests on workers now.", registry=registry)
@@ -127,6 +133,11 @@ class RouterMetrics:
 
     def placed(self, model: str, reason: PlacementReason) -> None:
         self._placements.labels(self._label(model), reason.value).inc()
+
+    def credited(self, model: str, tokens: int, wrong_tokens: int) -> None:
+        """At the first token of a request."""
+        self._credits.labels(self._label(model), "given").inc(tokens)
+        self._credits.labels(self._label(model), "wrong").inc(wrong_tokens)
 
     def waited(self, model: str, reason: WaitReason) -> None:
         self._waits.labels(self._label(model), reason.value).inc()
