@@ -80,7 +80,7 @@ class LeaderLink:
 
     async def query_state(self) -> bytes:
         query = next(self._query_ids)
-        answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._queries[query] = answer
         self.channel.send(StateQuery(query))
         try:
