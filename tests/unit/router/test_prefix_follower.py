@@ -1,6 +1,7 @@
 """Publisher and follower against a real server: what a worker publishes is what a router matches."""
 
 import asyncio
+import re
 import shutil
 import subprocess
 import time
@@ -389,6 +390,34 @@ async def test_keys_of_another_type_are_written_anew(server: Server, side: Side)
         redis.lpush(snapshot_key("c", "a"), b"no snapshot")
         store(publisher, 4)
         await side.sees({A1: 4})
+
+
+async def test_users_with_nothing_but_the_documented_commands_are_enough(server: Server, side: Side) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "routing.md").read_text()
+    worker, router = (re.findall(r"\+\w+", listed) for listed in re.findall(r"`((?:\+\w+[ \n]?)+)`", page))
+    admin = Redis.from_url(server.url)
+    for user, commands in (("worker", worker), ("router", router)):
+        admin.execute_command("ACL", "SETUSER", user, "on", ">secret", "~tandem:*", "resetchannels", *commands)
+    admin.execute_command("ACL", "SETUSER", "default", "off")
+    path = server.url.removeprefix("unix://")
+    publisher = EventPublisher(
+        cluster="c", worker_id="a", epoch=1, redis_url=f"unix://worker:secret@{path}", heartbeat_s=0.1
+    )
+    task = asyncio.create_task(publisher.run())
+    follower = PrefixFollower(f"unix://router:secret@{path}", "c", side.mirror, side.clock)
+    await side.follower.close()
+    follower.start()
+    follower.set_workers([A1])
+    store(publisher, 3)
+    await side.sees({A1: 3})
+    admin.xadd(stream_key("c", "a"), {EVENT_FIELD: b""}, id="1-*")
+    await side.sees({})
+    await side.sees({A1: 3})
+    store(publisher, 5)
+    await side.sees({A1: 5})
+    task.cancel()
+    await asyncio.gather(task, follower.close(), return_exceptions=True)
+    assert admin.keys() == []
 
 
 async def test_redis_that_never_answers_costs_requests_nothing(side: Side, tmp_path: Path) -> None:
