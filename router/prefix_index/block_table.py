@@ -18,7 +18,7 @@ from router.prefix_index.owner_sets import NOBODY, OwnerSets
 from tandem.blockhash import HASH_BYTES
 
 MIN_MEMORY_BYTES = 1 << 16
-SLICE_BLOCKS = 1 << 13  # changed at once: bounds the memory of a change, and about 2 ms of the event loop's time
+SLICE_BLOCKS = 1 << 12  # changed at once: bounds the memory of a change, and about 2 ms of the event loop's time
 
 _SLOTS = 8
 _BUCKET_BYTES = 64

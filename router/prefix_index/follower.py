@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import cast
@@ -43,7 +43,8 @@ MAX_STALE_S = 60.0
 CHECK_S = 1.0  # between looks at the headers of the snapshots
 SNAPSHOT_POLL_S = 0.25  # the same while a worker lacks its snapshot or seems to be behind
 READ_PAUSE_S = 0.01  # events that come meanwhile are applied together, which costs hardly more than one
-READ_ENTRIES = 512
+READ_ENTRIES = 512  # of each worker
+APPLY_BYTES = 64 << 10  # at once: two milliseconds, then requests have their turn
 FAR_EVENTS = 1 << 20  # a worker writes its snapshot anew long before it has said so much since
 ASK_S = 5.0  # between requests for the same snapshot
 MAX_BACKOFF_S = 5.0
@@ -165,15 +166,16 @@ class PrefixFollower:
             ),
         )
         for key, entries in reply or []:
-            self._apply(following[key.decode()], entries)
-            await asyncio.sleep(0)
+            for portion in _portions(entries):
+                self._apply(following[key.decode()], portion)
+                await asyncio.sleep(0)
         if reply:
             await asyncio.sleep(READ_PAUSE_S)
 
     def _apply(self, worker: WorkerKey, entries: Entries) -> None:
         follow = self._follows.get(worker)
-        if follow is None:
-            return  # left while we were reading
+        if follow is None or follow.needs_seq is not None:
+            return  # left while we were reading, or distrusted for an entry before these
         events: list[PrefixEvent] = []
         bad: PrefixEventError | None = None
         for entry, fields in entries:
@@ -278,3 +280,17 @@ class PrefixFollower:
         except TimeoutError:
             pass
         self._changed.clear()
+
+
+def _portions(entries: Entries) -> Iterator[Entries]:
+    """The entries of one read, in portions of about APPLY_BYTES."""
+    portion: Entries = []
+    size_bytes = 0
+    for entry in entries:
+        portion.append(entry)
+        size_bytes += len(entry[1].get(EVENT_FIELD, b""))
+        if size_bytes >= APPLY_BYTES:
+            yield portion
+            portion, size_bytes = [], 0
+    if portion:
+        yield portion

@@ -33,6 +33,7 @@ from tandem.testing import FakeClock
 from worker.event_publisher import EventPublisher
 
 CHAIN = [number.to_bytes(16, "little") for number in range(8)]
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "routing.md").read_text()
 A1, A2 = WorkerKey("a", 1), WorkerKey("a", 2)
 
 
@@ -260,6 +261,19 @@ async def test_gap_gives_no_credit_and_asks_for_a_snapshot_that_is_new_enough(si
     await side.sees({A1: 4})
 
 
+async def test_long_backlog_with_a_gap_in_its_middle_is_one_fault(side: Side, hand: Hand) -> None:
+    with hand.redis.pipeline(transaction=True) as pipe:
+        for seq in [*range(6, 200), *range(201, 450)]:
+            value = encode_event(PrefixEvent(1, seq, True, CHAIN[seq % 8] * 100))
+            pipe.xadd(stream_key("c", "a"), {EVENT_FIELD: value}, id=entry_id(1, seq))
+        pipe.execute()
+    await side.sees({})
+    await asyncio.sleep(0.1)
+    assert side.follower.faults == {IndexFault.GAP: 1}
+    hand.snapshot(200, 6)
+    await side.sees({A1: 8})
+
+
 async def test_events_lost_without_another_are_noticed_by_the_newer_snapshot(side: Side, hand: Hand) -> None:
     hand.snapshot(6, 1)
     await side.sees({A1: 1})
@@ -393,8 +407,7 @@ async def test_keys_of_another_type_are_written_anew(server: Server, side: Side)
 
 
 async def test_users_with_nothing_but_the_documented_commands_are_enough(server: Server, side: Side) -> None:
-    page = (Path(__file__).resolve().parents[3] / "docs" / "routing.md").read_text()
-    worker, router = (re.findall(r"\+\w+", listed) for listed in re.findall(r"`((?:\+\w+[ \n]?)+)`", page))
+    worker, router = (re.findall(r"\+\w+", listed) for listed in re.findall(r"`((?:\+\w+[ \n]?)+)`", PAGE))
     admin = Redis.from_url(server.url)
     for user, commands in (("worker", worker), ("router", router)):
         admin.execute_command("ACL", "SETUSER", user, "on", ">secret", "~tandem:*", "resetchannels", *commands)
