@@ -33,7 +33,7 @@ from tandem.errors import IncompatiblePools
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
-PLACES_AHEAD = 1  # pieces that wait for the link's thread behind the one it writes: it never idles
+PLACES_AHEAD = 8  # pieces that wait for the link's thread behind the one it writes: it never idles
 PROBE_TIMEOUT_S = 60.0  # the sender may have to load torch first
 
 

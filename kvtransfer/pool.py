@@ -19,7 +19,7 @@ from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from tandem.kvcache.layout import KvPoolLayout
 
 Bytes = npt.NDArray[np.uint8]
-STREAM_BYTES = 1 << 20   # pool to pool: the C library copies past the cache (agent_env), and the source stays in it
+STREAM_BYTES = 512 << 10   # pool to pool: the C library copies past the cache (agent_env), and the source stays in it
 STAGE_BYTES = 256 << 10  # into and out of buffers that are read next: half of a core's second-level cache
 
 

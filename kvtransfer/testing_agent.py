@@ -200,6 +200,9 @@ class FaultySender:
             stream.memory = (self._own.pool, span)
         await self._inner.push(stream, ticket_id, piece, span)
 
+    async def settle(self) -> None:
+        await self._inner.settle()
+
     def close(self) -> None:
         self._inner.close()
 

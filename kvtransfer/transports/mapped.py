@@ -6,9 +6,11 @@ because nobody but the receiver writes there.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 from array import array
+from collections import deque
 from dataclasses import dataclass, replace
 
 from kvtransfer.causes import protocol_fault
@@ -18,8 +20,9 @@ from kvtransfer.piece import FrameType, Header, Piece
 from kvtransfer.pool import PoolMap, Span
 from kvtransfer.reshard import Link
 from kvtransfer.stream import FrameStream
-from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread
+from kvtransfer.transports.protocol import INLINE_BYTES, PROBE_BYTES, LinkThread
 
+DIGESTS_AHEAD = 2  # that wait for the link's thread behind the one it makes: it never idles
 _ID_BYTES = 4
 
 
@@ -29,6 +32,7 @@ class MappedSender:
         self._thread = thread
         self._probe = secrets.token_bytes(PROBE_BYTES)
         self._digests = True
+        self._announcing: deque[asyncio.Task[None]] = deque()
 
     def hello_fds(self) -> list[int]:
         probe = os.memfd_create("tandem-probe", os.MFD_CLOEXEC)
@@ -44,6 +48,22 @@ class MappedSender:
         return digest_of_bytes(self._probe)
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
+        """A large piece is announced when its digest is there; meanwhile the next may be pushed."""
+        announcing = self._announce(stream, ticket_id, piece, span)
+        if not self._digests or piece.payload_bytes <= INLINE_BYTES:
+            await self.settle()
+            await announcing
+            return
+        task = asyncio.create_task(announcing)
+        task.add_done_callback(lambda task: _announced(task, stream))
+        self._announcing.append(task)
+        await self.settle(left=DIGESTS_AHEAD)
+
+    async def settle(self, left: int = 0) -> None:
+        while len(self._announcing) > left:
+            await self._announcing.popleft()
+
+    async def _announce(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
         if self._digests:
             piece = replace(piece, digest=await self._thread.run_on(piece.payload_bytes, self.digest, span))
         stream.send(Header(FrameType.PIECE, ticket_id, piece=piece), _pack_ids(span.block_ids))
@@ -120,6 +140,11 @@ class MappedArrival:
             return copy_and_digest(self.own, self.source, self.read, span)
         self.own.copy_from(self.source, self.read, span)
         return 0
+
+
+def _announced(task: asyncio.Task[None], stream: FrameStream) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        stream.close()  # the link must hear of it, even when nothing else is pushed
 
 
 def _pack_ids(block_ids: tuple[int, ...]) -> bytes:

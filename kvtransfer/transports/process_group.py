@@ -204,6 +204,9 @@ class GroupSender:
                 _TRAILER.pack_into(message.data, payload, hasher.intdigest() ^ number)
             self._buffers.in_use(group.send(message))
 
+    async def settle(self) -> None:
+        """`push` announces at once."""
+
     def close(self) -> None:
         if self._group is not None:
             self._group.abort()

@@ -95,6 +95,10 @@ class KvSender(Protocol):
         acknowledged. Raises HandoffFault (transport) when the data path broke: then the link must end."""
         ...
 
+    async def settle(self) -> None:
+        """Returns when all that was pushed is announced; frames that must come behind wait for it."""
+        ...
+
     def close(self) -> None: ...
 
 

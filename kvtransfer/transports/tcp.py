@@ -79,6 +79,9 @@ class TcpSender:
         if number is not None:
             data.send([memoryview(_TRAILER.pack(hasher.intdigest() ^ number))])
 
+    async def settle(self) -> None:
+        """`push` announces at once."""
+
     def close(self) -> None:
         """Ends what the thread is at."""
         if self._data is not None:
