@@ -15,6 +15,7 @@ ordinals depend on CUDA_VISIBLE_DEVICES.
 from __future__ import annotations
 
 import ctypes
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeVar
@@ -25,6 +26,8 @@ from torch import Tensor
 from kvtransfer.causes import HandoffCause, HandoffFault
 from kvtransfer.control import IPC_HANDLE_BYTES, DeviceMemory
 from tandem.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LAZY_ENABLE_PEER_ACCESS: Final = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that may be given
@@ -131,7 +134,8 @@ def export_tensor(tensor: Tensor) -> DeviceMemory:
     """
     index = tensor.get_device()
     try:
-        handle, offset = name_allocation(load_driver(), index, tensor.data_ptr())
+        with torch.cuda.device(index):  # gives the thread its own device back
+            handle, offset = name_allocation(load_driver(), index, tensor.data_ptr())
     except (CudaError, OSError) as error:
         raise ConfigError(
             f"engine.device: the KV pool on cuda:{index} cannot be shared with its transfer agent: {error}; expected "
@@ -148,11 +152,21 @@ class _Mapped:
         self.__cuda_array_interface__ = {  # torch takes no read-only arrays: that we only read a peer's is up to us
             "shape": (size_bytes,), "typestr": "|u1", "data": (base, False), "strides": None, "version": 3,
         }  # fmt: skip
-        weakref.finalize(self, close_allocation, driver, index, base).atexit = False
+        weakref.finalize(self, _let_go, driver, index, base).atexit = False  # the end of a process closes everything
+
+
+def _let_go(driver: Driver, index: int, base: int) -> None:
+    try:
+        close_allocation(driver, index, base)
+    except CudaError as error:
+        log.warning("a peer's pool stays open: %s", error)
 
 
 def open_memory(memory: DeviceMemory) -> Tensor:
-    """u8 [size_bytes] of another process's GPU memory. Both its offset and size were checked to be none below zero.
+    """u8 [size_bytes] of another process's GPU memory.
+
+    How large the allocation is cannot be asked for here by what the driver documents; who names too much of it, and is
+    the same user, makes this process fail at the first access, as DeviceLost.
 
     Raises:
         HandoffFault: (transport) this process cannot reach it.
@@ -162,7 +176,8 @@ def open_memory(memory: DeviceMemory) -> Tensor:
         raise HandoffFault(HandoffCause.TRANSPORT, f"pool: no GPU {memory.device} is visible to this process")
     try:
         driver = load_driver()
-        base = open_allocation(driver, index, memory.handle)
+        with torch.cuda.device(index):
+            base = open_allocation(driver, index, memory.handle)
     except (CudaError, OSError) as error:
         raise HandoffFault(HandoffCause.TRANSPORT, f"pool: cannot open it on cuda:{index}: {error}") from error
     end = memory.offset + memory.size_bytes
@@ -184,12 +199,12 @@ def make_stream(device: torch.device) -> torch.cuda.Stream:
 def run_on(stream: torch.cuda.Stream, work: Callable[[], T]) -> T:
     """Does `work` on the stream and waits until it is done there, without the interpreter lock.
 
-    A copy from another GPU runs on that GPU's current stream; torch makes ours wait for it, so the event covers it too.
+    A copy from another GPU runs on that GPU's current stream; torch makes ours wait for it, so the event covers it.
     """
     # A blocking event lets the thread sleep: links may outnumber cores.
     done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         result = work()
-        done.record()
+        done.record(stream)
     done.synchronize()
     return result

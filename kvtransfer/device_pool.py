@@ -80,7 +80,7 @@ class DevicePool:
 
     def try_reading(self, source: DevicePool) -> None:
         """Raises DeviceLost, or HandoffFault: a peer's pool was opened, but cannot be read from this device."""
-        self.run(lambda: source.words.view(-1)[:1].to(self.device))
+        self.run(lambda: source.words.view(-1)[:1].clone().to(self.device))
 
     def make_keys(self, key: int) -> DigestKeys:
         row_words = self.layout.head_bytes // torch.int32.itemsize
@@ -141,13 +141,13 @@ class DevicePool:
     def _copy_from(self, source: DevicePool, read: Span, write: Span) -> None:
         full = full_blocks(self.layout, write)
         found = list(runs(write.block_ids[:full], read.block_ids[:full]))
-        if len(found) <= MAX_RUN_COPIES:
+        if len(found) <= MAX_RUN_COPIES and source.device == self.device:
             for start, end in found:
                 self._run(write, start, end).copy_(source._run(read, start, end))
-        else:
+        elif full:  # between devices only what torch allocated, and contiguous: that needs no access to each other
             self._rectangle(write).index_copy_(0, self._ids(write, full), source._gather(read, full).to(self.device))
         if full < len(write.block_ids):
-            self._tail(write).copy_(source._tail(read))
+            self._tail(write).copy_(source._tail(read).contiguous().to(self.device))
 
     def _parts(self, span: Span) -> Iterator[Tensor]:
         """The span in canonical order: its full blocks, then the valid tokens of a last one that is not."""

@@ -7,13 +7,17 @@ import torch
 from kvtransfer.cuda_ipc import export_tensor
 from kvtransfer.pool import PoolMap
 
+OWN_ALLOCATION_BYTES = 32 << 20  # torch puts smaller tensors into one allocation with others
+
 
 class GpuMirror:
     """`memory`: what other processes need to open it."""
 
     def __init__(self, pool: PoolMap, device: str) -> None:
         self._host = torch.from_numpy(pool.blocks.reshape(-1))
-        self._tensor = self._host.to(device)
+        size = len(self._host)
+        self._tensor = torch.zeros(max(size, OWN_ALLOCATION_BYTES), dtype=torch.uint8, device=device)[:size]
+        self.upload()
         self.memory = export_tensor(self._tensor)
 
     def upload(self) -> None:
