@@ -178,10 +178,10 @@ def open_memory(memory: DeviceMemory) -> Tensor:
         driver = load_driver()
         with torch.cuda.device(index):
             base = open_allocation(driver, index, memory.handle)
-    except (CudaError, OSError) as error:
+        mapped = _Mapped(driver, index, base, memory.offset + memory.size_bytes)
+        return torch.as_tensor(mapped, device=torch.device("cuda", index))[memory.offset :]
+    except (CudaError, OSError, RuntimeError) as error:
         raise HandoffFault(HandoffCause.TRANSPORT, f"pool: cannot open it on cuda:{index}: {error}") from error
-    end = memory.offset + memory.size_bytes
-    return torch.as_tensor(_Mapped(driver, index, base, end), device=torch.device("cuda", index))[memory.offset :]
 
 
 def reaches(own: str, peer: str) -> bool:
