@@ -146,7 +146,7 @@ def between(
                 model = FakeModel(layers=4, block_tokens=16, head_dim=64, dtype="bfloat16")
                 worker = FakeWorker(folder, name, model, device=device, connects=connects, ttl_s=TIMEOUT_S, **options)
                 workers.append(worker)
-                await asyncio.wait_for(worker.attach(), TIMEOUT_S)
+                await worker.attach()
             workers[0].meet(workers[1])
             workers[1].meet(workers[0])
             await check(*workers)
