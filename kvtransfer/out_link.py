@@ -164,7 +164,7 @@ class OutLink:
         """Returns or raises when the connection ended."""
         peer = self.peer
         self._enter(LinkState.CONNECTING, self.reason)
-        self._kind = choose_transport(self._own, peer)
+        self._kind, reason = choose_transport(self._own, peer)
         thread = self._transports.thread(f"link-{peer.worker_id}-{peer.rank}")
         sender: KvSender | None = None
         stream: FrameStream | None = None
@@ -179,7 +179,7 @@ class OutLink:
             self._watch = LinkWatch(self._is_moving)
             thread.moves_pieces = True
             self._backoff_s = FIRST_BACKOFF_S
-            self._enter(LinkState.READY, "")
+            self._enter(LinkState.READY, reason)
             self._events.link_ready(self)
             await self._carry(sender, stream)
         finally:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvtransfer.causes import HandoffFault
 from kvtransfer.digest import copy_and_digest, digest_of, digest_of_bytes
 from kvtransfer.pool import STREAM_BYTES, PoolMap, Span
-from kvtransfer.testing import make_pool
+from kvtransfer.testing_pool import make_pool
 from tandem.kvcache.layout import KvPoolLayout
 
 LAYOUT = KvPoolLayout(num_blocks=12, layers=3, kv_heads=4, block_tokens=4, head_dim=8, dtype="float32")
