@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 
-.PHONY: help setup demo up test soak bench-handoff check format proto docs wheel helm-tools clean
+.PHONY: help setup demo up test soak bench-handoff bench-router check format proto docs wheel helm-tools clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ soak: $(DEV)  ## Run the tests of failures with their full number of rounds (hal
 
 bench-handoff: $(DEV)  ## Measure KV handoffs beside memcpy, gloo and sockets (ARGS="--figure mapped")
 	@$(BIN)/python -m benchmarks.handoff $(ARGS)
+
+bench-router: $(DEV)  ## Measure the router and its prefix index (ARGS="--figure index")
+	@$(BIN)/python -m benchmarks.router $(ARGS)
 
 check: $(DEV)  ## Lint, types, import rules, generated files, chart
 	@PYTHON=$(BIN)/python scripts/check.sh

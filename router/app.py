@@ -40,12 +40,12 @@ class RouterApp:
         clock = clock or SystemClock()
         spec = launch.router
         self._executor = ThreadPoolExecutor(PARSER_THREADS, thread_name_prefix="parser")
-        self._mirror = PrefixMirror()
+        self.mirror = PrefixMirror(spec.index_memory_bytes)
         self.metrics = RouterMetrics(CollectorRegistry(), frozenset(model.name for model in launch.models))
         self.dispatcher = Dispatcher(
             spec=spec,
             fleet_of=lambda pump: Fleet(launch.router_id, lambda: self._on_fleet_change(pump)),
-            mirror=self._mirror,
+            mirror=self.mirror,
             policy=default_policy(spec),
             metrics=self.metrics,
             clock=clock,
@@ -59,8 +59,9 @@ class RouterApp:
             executor=self._executor,
         )
         self._follower = (
-            PrefixFollower(launch.redis_url, launch.cluster, self._mirror, clock) if launch.redis_url else None
+            PrefixFollower(launch.redis_url, launch.cluster, self.mirror, clock) if launch.redis_url else None
         )
+        self.metrics.watch_index(self.mirror, self._follower)
         self._directory = DirectoryFollower(launch.controller_address, launch.router_id, self._on_directory)
         sock = bind(spec.http_host, spec.http_port)
         self.http_port: int = sock.getsockname()[1]

@@ -122,6 +122,7 @@ class Dispatcher:
             return False  # gone between two lines; the directory's next change calls again
         self._metrics.placed(run.request.model, placement.reason)
         self._charge(run, decode, prefill, placement.prefiller.uncached_tokens(self._ask(run)))
+        run.credited_tokens = placement.prefiller.cached_tokens
         run.start(decode, prefill)
         return True
 
@@ -187,6 +188,8 @@ class Dispatcher:
         self._put_back(run, cause if refused else None)
 
     def prefilled(self, run: RequestRun) -> None:
+        if not run.answer_tokens:  # else it is continued, and its prompt was longer
+            self._metrics.credited(run.request.model, run.credited_tokens, run.wrong_credit_tokens)
         charges = self._running.get(run, [])
         for worker, tokens in charges:
             worker.account.prefill_tokens -= tokens

@@ -5,8 +5,11 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvtransfer.causes import HandoffCause
+from router.index_metrics import IndexCollector
 from router.output import Final
 from router.policies.types import PlacementReason, WaitReason
+from router.prefix_index.follower import PrefixFollower
+from router.prefix_index.mirror import PrefixMirror
 from router.trace import Attempt, Span, overlap_share, received_spans, sent_spans
 from tandem.errors import ErrorCode
 from tandem.request import RequestState
@@ -69,10 +72,20 @@ class RouterMetrics:
             ("model", "reason"),
             registry=registry,
         )
+        self._credits = Counter(
+            "tandem_index_credit_tokens",
+            "Prompt tokens the prefix index said were cached; wrong: those that had to be computed after all.",
+            ("model", "kind"),
+            registry=registry,
+        )
         self._retries = Counter("tandem_retries", "Requests put back in line.", ("model", "code"), registry=registry)
         self._queued = Gauge("tandem_queued_requests", "Requests in the queue now.", registry=registry)
         self._running = Gauge("tandem_running_requests", "Requests on workers now.", registry=registry)
         self._workers = Gauge("tandem_workers", "Workers that can take requests.", ("role",), registry=registry)
+
+    def watch_index(self, mirror: PrefixMirror, follower: PrefixFollower | None) -> None:
+        """Reads the index at every scrape. No `follower`: the cluster has no Redis."""
+        self._registry.register(IndexCollector(mirror, follower))
 
     def render(self) -> bytes:
         """The exposition text."""
@@ -120,6 +133,11 @@ class RouterMetrics:
 
     def placed(self, model: str, reason: PlacementReason) -> None:
         self._placements.labels(self._label(model), reason.value).inc()
+
+    def credited(self, model: str, tokens: int, wrong_tokens: int) -> None:
+        """At the first token of a request."""
+        self._credits.labels(self._label(model), "given").inc(tokens)
+        self._credits.labels(self._label(model), "wrong").inc(wrong_tokens)
 
     def waited(self, model: str, reason: WaitReason) -> None:
         self._waits.labels(self._label(model), reason.value).inc()

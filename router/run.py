@@ -76,6 +76,7 @@ class RequestRun:
         self.decode: Worker | None = None
         self.prefill: Worker | None = None  # None: local prefill
         self.waiting_for: WaitReason | None = None
+        self.credited_tokens = 0  # what the prefix index said whoever prefills has cached
         self._attempts = 0
         self._migrations = 0
         self._max_migrations = max_migrations
@@ -100,6 +101,15 @@ class RequestRun:
     def prefill_tokens(self) -> int:
         """What the next attempt has to prefill: the prompt, and the answer so far."""
         return self.request.prompt_tokens + len(self._answer)
+
+    @property
+    def wrong_credit_tokens(self) -> int:
+        """At the answer's first token: credited tokens that had to be computed after all. The last block of a prompt
+        is never asked of a cache, for its last token is computed in any case."""
+        block_tokens = self.request.block_tokens
+        most = (self.request.prompt_tokens - 1) // block_tokens * block_tokens
+        cached = self._cached_decode if self.prefill is None else self._cached_prefill
+        return max(0, min(self.credited_tokens, most) - cached)
 
     # ---- on its way
 

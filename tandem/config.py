@@ -147,6 +147,11 @@ class RouterSpec(Frozen):
         3, description="How often one request is continued elsewhere after a lost worker or a failed handoff."
     )
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
+    index_memory_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = Field(
+        64 << 20,
+        description="Memory of the prefix index: 20 bytes for each cached block of the cluster are enough. Blocks "
+        "beyond give no cache hits (metric `tandem_index_lost_blocks_total`).",
+    )
 
 
 class RedisSpec(Frozen):

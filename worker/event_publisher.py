@@ -11,31 +11,34 @@ import logging
 from collections import deque
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from tandem.blockhash import HASH_BYTES, BlockHash
 from tandem.prefix_events import (
     EVENT_FIELD,
     MAX_EVENT_HASHES,
+    SNAPSHOT_HEADER_BYTES,
     PrefixEvent,
     PrefixSnapshot,
     encode_event,
     encode_snapshot,
     entry_id,
+    join_hashes,
     snapshot_key,
     split_hashes,
     stream_key,
+    wanted_key,
 )
+from tandem.redis_client import answer, connect
 
 log = logging.getLogger(__name__)
 
 STREAM_ENTRIES = 4096  # a reader further behind than this takes the snapshot
-HEARTBEAT_S = 5.0
+HEARTBEAT_S = 2.0  # between looks at what Redis really holds
 KEY_TTL_S = 3600  # a worker that never comes back leaves nothing behind for longer
 MAX_BACKOFF_S = 5.0
 BATCH_EVENTS = 256
+FRESH_STEP = 1 << 32
 
 
 class EventPublisher:
@@ -51,9 +54,10 @@ class EventPublisher:
         stream_entries: int = STREAM_ENTRIES,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        self._redis = None if redis_url is None else _connect(redis_url)
+        self._redis = None if redis_url is None else connect(redis_url)
         self._stream = stream_key(cluster, worker_id)
         self._snapshot = snapshot_key(cluster, worker_id)
+        self._wanted = wanted_key(cluster, worker_id)
         self._epoch = epoch
         self._seq = 0
         self._stream_entries = stream_entries
@@ -62,6 +66,9 @@ class EventPublisher:
         self._pending: deque[PrefixEvent] = deque()
         self._snapshot_due = True
         self._events_since_snapshot = 0
+        self._header: bytes | None = None  # of the snapshot that Redis should hold
+        self._last_entry: bytes | None = None  # that the stream should end with; None: an empty stream
+        self._check_due_s = 0.0
         self._wake = asyncio.Event()
 
     def publish(self, stored: bool, hashes: bytes) -> None:
@@ -70,11 +77,11 @@ class EventPublisher:
         if self._redis is None:
             return
         for start in range(0, len(hashes), MAX_EVENT_HASHES * HASH_BYTES):
-            part = split_hashes(hashes[start : start + MAX_EVENT_HASHES * HASH_BYTES])
+            part = hashes[start : start + MAX_EVENT_HASHES * HASH_BYTES]
             if stored:
-                self._hashes.update(part)
+                self._hashes.update(split_hashes(part))
             else:
-                self._hashes.difference_update(part)
+                self._hashes.difference_update(split_hashes(part))
             self._seq += 1
             if not self._snapshot_due:  # else the snapshot to come covers it
                 self._pending.append(PrefixEvent(self._epoch, self._seq, stored, part))
@@ -91,7 +98,7 @@ class EventPublisher:
         finally:
             try:
                 async with asyncio.timeout(1.0):
-                    await self._redis.delete(self._stream, self._snapshot)
+                    await self._redis.delete(self._stream, self._snapshot, self._wanted)
             except (RedisError, OSError, TimeoutError):
                 pass  # the keys expire by themselves
             await self._redis.aclose()
@@ -103,7 +110,7 @@ class EventPublisher:
             try:
                 await self._flush(redis)
                 if not reachable:
-                    log.info("redis is back", extra={"pending": len(self._pending)})
+                    log.info("redis is back")
                 backoff_s, reachable = 0.1, True
                 await self._idle(redis)
             except (RedisError, OSError) as error:
@@ -115,20 +122,39 @@ class EventPublisher:
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def _idle(self, redis: Redis) -> None:
-        """Waits for work; meanwhile keeps the keys alive and notices a Redis that lost them."""
-        while not self._wake.is_set():
+        """Waits for work, and every heartbeat checks Redis, however much work there is."""
+        wait_s = self._check_due_s - asyncio.get_running_loop().time()
+        if wait_s > 0:
             try:
-                async with asyncio.timeout(self._heartbeat_s):
+                async with asyncio.timeout(wait_s):
                     await self._wake.wait()
             except TimeoutError:
-                async with redis.pipeline(transaction=False) as pipe:
-                    pipe.expire(self._stream, KEY_TTL_S)
-                    pipe.expire(self._snapshot, KEY_TTL_S)
-                    _, alive = await pipe.execute()
-                if not alive:
-                    self._need_snapshot()
-                    return
-        self._wake.clear()
+                pass
+            else:
+                self._wake.clear()
+                return
+        await self._check(redis)
+
+    async def _check(self, redis: Redis) -> None:
+        """Keeps the keys alive, and notices a Redis that lost them or went back to older ones."""
+        async with redis.pipeline(transaction=False) as pipe:
+            pipe.expire(self._stream, KEY_TTL_S)
+            pipe.expire(self._snapshot, KEY_TTL_S)
+            pipe.getrange(self._snapshot, 0, SNAPSHOT_HEADER_BYTES - 1)
+            pipe.xrevrange(self._stream, count=1)
+            pipe.delete(self._wanted)
+            _, _, header, entries, wanted = await answer(pipe.execute())
+        if header != self._header or (entries[0][0] if entries else None) != self._last_entry:
+            log.warning("redis does not hold what was written; writing a snapshot")
+            self._need_snapshot()
+        elif wanted:
+            # Under a number of its own, so that the router can tell it from the one it has.
+            self._seq += 1
+            self._pending.append(PrefixEvent(self._epoch, self._seq, True, b""))
+            while self._pending:
+                await self._append(redis)
+            await self._write_snapshot(redis, fresh_stream=False)
+        self._check_due_s = asyncio.get_running_loop().time() + self._heartbeat_s
 
     async def _flush(self, redis: Redis) -> None:
         while self._snapshot_due or self._pending:
@@ -152,26 +178,28 @@ class EventPublisher:
                     approximate=True,
                 )
             pipe.expire(self._stream, KEY_TTL_S)
-            await pipe.execute()
+            await answer(pipe.execute())
         self._events_since_snapshot += len(batch)
+        self._last_entry = entry_id(self._epoch, batch[-1].seq).encode()
 
     async def _write_snapshot(self, redis: Redis, *, fresh_stream: bool) -> None:
         """`fresh_stream`: what the stream holds may be of another life or have a gap, so it starts anew."""
-        snapshot = PrefixSnapshot(self._epoch, self._seq, tuple(self._hashes))
         if fresh_stream:
+            # Further than anybody could have been led: whoever stands before this number is behind.
+            self._seq += FRESH_STEP
             self._pending.clear()
             self._snapshot_due = False
         self._events_since_snapshot = 0
+        value = encode_snapshot(PrefixSnapshot(self._epoch, self._seq, join_hashes(self._hashes)))
         async with redis.pipeline(transaction=True) as pipe:
             if fresh_stream:
                 pipe.delete(self._stream)
-            pipe.set(self._snapshot, encode_snapshot(snapshot), ex=KEY_TTL_S)
-            await pipe.execute()
+            pipe.set(self._snapshot, value, ex=KEY_TTL_S)
+            await answer(pipe.execute())
+        self._header = value[:SNAPSHOT_HEADER_BYTES]
+        if fresh_stream:
+            self._last_entry = None
 
     def _need_snapshot(self) -> None:
         self._snapshot_due = True
         self._pending.clear()
-
-
-def _connect(redis_url: str) -> Redis:
-    return Redis.from_url(redis_url, retry=Retry(NoBackoff(), 0), socket_timeout=5.0, socket_connect_timeout=2.0)

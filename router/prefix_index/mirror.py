@@ -1,19 +1,22 @@
 """The prefix index in memory: which worker life holds which block hashes. Pure; the follower feeds it.
 
-One dict from hash to a bit mask of workers answers for every worker in one pass over a prompt's hashes. An entry
-costs about 100 bytes; beyond `max_entries` new hashes are not noted, which loses credit but never invents any.
+Keeps the books of the workers (which life, up to which event) over a BlockTable, which keeps the blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tandem.blockhash import BlockHash
+import numpy as np
+
+from router.prefix_index.block_table import SLICE_BLOCKS, BlockTable, words_of
+from tandem.blockhash import HASH_BYTES, BlockHash
 from tandem.prefix_events import PrefixEvent, PrefixSnapshot
 
-DEFAULT_MAX_ENTRIES = 8 << 20
+DEFAULT_MEMORY_BYTES = 64 << 20
+MATCH_BLOCKS = 512  # looked up at once: most prompts whole, and a long one not beyond where nobody holds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +29,31 @@ class WorkerKey:
 
 class Applied(StrEnum):
     OK = "ok"
-    OLD = "old"  # already known; nothing changed
     GAP = "gap"  # events are missing: the worker counts for nothing until a snapshot
-    OTHER_EPOCH = "other_epoch"
+    OTHER_EPOCH = "other_epoch"  # likewise
 
 
 @dataclass(slots=True)
 class _Slot:
-    bit: int
+    owner: int  # its bit
     seq: int
 
 
 class PrefixMirror:
-    def __init__(self, max_entries: int = DEFAULT_MAX_ENTRIES) -> None:
-        self._masks: dict[BlockHash, int] = {}
+    def __init__(self, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
+        self._table = BlockTable(memory_bytes)
         self._slots: dict[WorkerKey, _Slot] = {}
-        self._max_entries = max_entries
+        self._by_owner: dict[int, WorkerKey] = {}
+        self._everybody = 0
 
     def __len__(self) -> int:
-        """Distinct hashes held anywhere."""
-        return len(self._masks)
+        """Distinct hashes held anywhere. Walks through the sets of owners: for metrics, not for every request."""
+        return len(self._table)
+
+    @property
+    def lost_blocks(self) -> int:
+        """Blocks that were not noted for want of memory, ever."""
+        return self._table.lost_blocks
 
     def workers(self) -> frozenset[WorkerKey]:
         return frozenset(self._slots)
@@ -57,77 +65,90 @@ class PrefixMirror:
 
     def load(self, worker_id: str, snapshot: PrefixSnapshot) -> WorkerKey:
         """Replaces everything known of a worker by its snapshot."""
+        for _ in self.loading(worker_id, snapshot):
+            pass
+        return WorkerKey(worker_id, snapshot.epoch)
+
+    def loading(self, worker_id: str, snapshot: PrefixSnapshot) -> Iterator[None]:
+        """`load` in steps of about two milliseconds, for whoever has to let others run in between. The worker counts
+        for what is loaded so far. No event may be applied before the last step; a drop in between ends it."""
         for known in [key for key in self._slots if key.worker_id == worker_id]:
             self.drop(known)
         key = WorkerKey(worker_id, snapshot.epoch)
-        slot = _Slot(self._free_bit(), snapshot.seq)
+        slot = _Slot(~self._everybody & (self._everybody + 1), snapshot.seq)
         self._slots[key] = slot
-        self._add(slot.bit, snapshot.hashes)
-        return key
+        self._by_owner[slot.owner] = key
+        self._everybody |= slot.owner
+        step = SLICE_BLOCKS * HASH_BYTES
+        for start in range(0, len(snapshot.hashes), step):
+            if self._slots.get(key) is not slot:
+                return
+            self._table.add(words_of(snapshot.hashes[start : start + step]), slot.owner)
+            yield
 
-    def apply(self, worker: WorkerKey, event: PrefixEvent) -> Applied:
-        """Applies the next event of a worker. After GAP or OTHER_EPOCH load a snapshot."""
+    def apply(self, worker: WorkerKey, events: Sequence[PrefixEvent]) -> Applied:
+        """Applies the next events of a worker, all at once; those already known are passed over. After GAP or
+        OTHER_EPOCH the worker is dropped: load a snapshot."""
         slot = self._slots.get(worker)
-        if event.epoch != worker.epoch:
-            return Applied.OTHER_EPOCH
-        if slot is None or event.seq > slot.seq + 1:
-            self.drop(worker)
+        if slot is None:
             return Applied.GAP
-        if event.seq <= slot.seq:
-            return Applied.OLD
-        slot.seq = event.seq
-        if event.stored:
-            self._add(slot.bit, event.hashes)
-        else:
-            self._remove(slot.bit, event.hashes)
+        seq = slot.seq
+        fresh = []
+        for event in events:
+            if event.epoch != worker.epoch:
+                self.drop(worker)
+                return Applied.OTHER_EPOCH
+            if event.seq > seq:
+                if event.seq != seq + 1:
+                    self.drop(worker)
+                    return Applied.GAP
+                seq += 1
+                fresh.append(event)
+        slot.seq = seq
+        self._change(fresh, slot.owner)
         return Applied.OK
 
     def drop(self, worker: WorkerKey) -> None:
-        """Forgets a worker. One pass over the whole index: for deaths and resyncs, not for every event."""
+        """Forgets a worker."""
         slot = self._slots.pop(worker, None)
         if slot is not None:
-            self._remove(slot.bit, [key for key, mask in self._masks.items() if mask & slot.bit])
+            del self._by_owner[slot.owner]
+            self._everybody &= ~slot.owner
+            self._table.drop(slot.owner)
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerKey, int]:
         """Leading blocks of `hashes` cached on each worker; workers with none are left out."""
         found: dict[WorkerKey, int] = {}
-        alive = 0
-        for slot in self._slots.values():
-            alive |= slot.bit
-        for depth, block_hash in enumerate(hashes):
-            still = alive & self._masks.get(block_hash, 0)
-            if still != alive:
-                self._note(found, alive & ~still, depth)
-                alive = still
-                if not alive:
-                    return found
-        self._note(found, alive, len(hashes))
+        left = self._everybody
+        for start in range(0, len(hashes), MATCH_BLOCKS):
+            keys = words_of(b"".join(hashes[start : start + MATCH_BLOCKS]))
+            for at, owners in self._table.owners(keys):
+                ended = left & ~owners
+                if ended:
+                    self._note(found, ended, start + at)
+                    left &= owners
+                    if not left:
+                        return found
+        self._note(found, left, len(hashes))
         return found
 
-    def _note(self, found: dict[WorkerKey, int], bits: int, depth: int) -> None:
-        if depth and bits:
-            found.update((key, depth) for key, slot in self._slots.items() if slot.bit & bits)
+    def _note(self, found: dict[WorkerKey, int], owners: int, depth: int) -> None:
+        while depth and owners:
+            owner = owners & -owners
+            found[self._by_owner[owner]] = depth
+            owners ^= owner
 
-    def _free_bit(self) -> int:
-        used = 0
-        for slot in self._slots.values():
-            used |= slot.bit
-        return ~used & (used + 1)
-
-    def _add(self, bit: int, hashes: Sequence[BlockHash]) -> None:
-        masks = self._masks
-        for block_hash in hashes:
-            mask = masks.get(block_hash)
-            if mask is not None:
-                masks[block_hash] = mask | bit
-            elif len(masks) < self._max_entries:
-                masks[block_hash] = bit
-
-    def _remove(self, bit: int, hashes: Sequence[BlockHash]) -> None:
-        masks = self._masks
-        for block_hash in hashes:
-            mask = masks.get(block_hash, 0) & ~bit
-            if mask:
-                masks[block_hash] = mask
-            else:
-                masks.pop(block_hash, None)
+    def _change(self, events: Sequence[PrefixEvent], owner: int) -> None:
+        """The net effect of a run of events, in one or two changes of the table."""
+        keys = words_of(b"".join([event.hashes for event in events]))
+        kinds = {event.stored for event in events}
+        if len(kinds) == 1:
+            (self._table.add if kinds.pop() else self._table.discard)(keys, owner)
+        elif kinds:
+            stored = np.repeat(
+                [event.stored for event in events], [len(event.hashes) // HASH_BYTES for event in events]
+            )
+            last, where = np.unique(keys[::-1], return_index=True)  # what was said last of a block counts
+            holds = stored[::-1][where]
+            self._table.discard(last[~holds], owner)
+            self._table.add(last[holds], owner)

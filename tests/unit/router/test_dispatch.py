@@ -9,8 +9,10 @@ import pytest
 from router.output import MAX_UNREAD_PIECES
 from router.request import RawRequest, RawSampling
 from router.testing import StubWorker, until
+from tandem.blockhash import HashKey, hash_blocks
 from tandem.config import Disaggregation, Role, RouterSpec
 from tandem.errors import RequestCancelled
+from tandem.prefix_events import PrefixSnapshot, join_hashes
 from tandem.v1 import cluster_pb2
 
 MODEL = "tiny"
@@ -269,3 +271,17 @@ class TestSlowReader:
         with pytest.raises(RequestCancelled, match="unread"):
             async for _ in submitted.stream:
                 pass
+
+
+@pytest.mark.parametrize(("cached", "wrong"), [(32, 0), (16, 16), (0, 32)])
+async def test_credit_that_a_worker_does_not_honour_is_counted(cluster: Any, cached: int, wrong: int) -> None:
+    prompt = list(range(60, 100))
+    hashes = join_hashes(hash_blocks(prompt, 16, HashKey("f")))
+    for worker in (cluster.prefill, cluster.decode):
+        cluster.app.mirror.load(worker.worker_id, PrefixSnapshot(worker.epoch, 0, hashes))
+    cluster.prefill.behaviour.cached_tokens = cached
+    await cluster.openai.completions.create(model=MODEL, prompt=prompt)
+    assert cluster.metric('tandem_index_credit_tokens_total{kind="given"') == 32
+    assert cluster.metric('tandem_index_credit_tokens_total{kind="wrong"') == wrong
+    assert cluster.metric("tandem_index_blocks ") == 2
+    await cluster.settled()

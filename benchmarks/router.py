@@ -1,0 +1,38 @@
+"""What the router costs.
+
+    make bench-router
+    python -m benchmarks.router --figure index
+
+Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. `reference` is the same work done by
+a peer in the same run, where one is installed. Medians, one thread. docs/performance.md explains each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+from benchmarks import router_index
+from benchmarks.handoff_figures import Figure
+
+FIGURES: dict[str, Callable[[bool], Iterator[Figure]]] = {  # called with: whether to be quick
+    "index": lambda quick: router_index.figures(router_index.QUICK if quick else router_index.Sizes()),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.router", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--figure", action="append", choices=FIGURES, help="only these (may be repeated)")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    options = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    for name in options.figure or FIGURES:
+        for figure in FIGURES[name](options.quick):
+            print(figure.line(), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

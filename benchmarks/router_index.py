@@ -1,0 +1,140 @@
+"""The prefix index: its memory, how fast it takes events, how long a prompt's look-up takes; a peer's beside it."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import psutil
+
+from benchmarks.handoff_figures import Figure
+from benchmarks.router_peer import PeerTree, peer_tree
+from router.prefix_index.mirror import Applied, PrefixMirror, WorkerKey
+from tandem.blockhash import HASH_BYTES, BlockHash
+from tandem.prefix_events import (
+    PrefixEvent,
+    PrefixSnapshot,
+    decode_event,
+    encode_event,
+    entry_id,
+    split_hashes,
+)
+
+BYTES_PER_BLOCK = 20  # what the documentation says to configure
+TURN = 64  # look-ups of one side before the other's: a slow spell of the machine meets both
+READ_EVENTS = 512  # that come with one read of a stream
+
+Question = TypeVar("Question")
+Prompt = tuple[BlockHash, ...]
+Entry = tuple[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Every block is held by one worker only: the most memory for the most blocks."""
+
+    blocks: int = 10_000_000
+    workers: int = 64
+    prompt_blocks: int = 256
+    prompts: int = 2048  # each looked up once, so that the processor's caches know none of them
+    events: int = 400_000  # of one block each
+    peer_blocks: int = 1_000_000
+
+
+QUICK = Sizes(blocks=20_000, workers=4, prompt_blocks=32, prompts=16, events=2_000, peer_blocks=2_000)
+
+
+def figures(sizes: Sizes) -> Iterator[Figure]:
+    dice = np.random.default_rng(1)
+    gc.collect()
+    before_bytes = psutil.Process().memory_info().rss
+    mirror = PrefixMirror(BYTES_PER_BLOCK * sizes.blocks)
+    chains = _fill(mirror, dice, sizes.blocks, sizes)
+    gc.collect()
+    used_bytes = psutil.Process().memory_info().rss - before_bytes - sum(map(len, chains))
+    if mirror.lost_blocks:
+        raise RuntimeError(f"expected room for every block, lost {mirror.lost_blocks}")
+    yield Figure("index.bytes_per_block", round(used_bytes / len(mirror), 1), "B")
+    prompts = _prompts(chains, sizes)
+    if any(max(mirror.match(prompt).values(), default=0) != len(prompt) for prompt in prompts[:100]):
+        raise RuntimeError("expected every prompt to be held whole")
+    yield Figure("index.lookup_256_us", round(_median_us(mirror.match, prompts), 1), "us")
+    yield _events(mirror, dice, sizes)
+    peer = peer_tree()
+    if peer is not None:
+        yield from _beside(peer, dice, sizes)
+
+
+def _fill(mirror: PrefixMirror, dice: np.random.Generator, blocks: int, sizes: Sizes) -> list[bytes]:
+    """Gives every worker its share; returns what the prompts are cut from."""
+    kept = []
+    for number in range(sizes.workers):
+        hashes = dice.bytes(HASH_BYTES * (blocks // sizes.workers))
+        mirror.load(f"w{number}", PrefixSnapshot(1, 0, hashes))
+        kept.append(hashes[: HASH_BYTES * sizes.prompt_blocks * (sizes.prompts // sizes.workers)])
+    return kept
+
+
+def _prompts(chains: Sequence[bytes], sizes: Sizes) -> list[Prompt]:
+    step = HASH_BYTES * sizes.prompt_blocks
+    return [tuple(split_hashes(each[at : at + step])) for each in chains for at in range(0, len(each), step)]
+
+
+def _median_us(lookup: Callable[[Prompt], object], prompts: Sequence[Prompt]) -> float:
+    return 1e6 * statistics.median(_timed_s(lookup, prompt) for prompt in prompts)
+
+
+def _timed_s(lookup: Callable[[Question], object], question: Question) -> float:
+    started_s = time.perf_counter()
+    lookup(question)
+    return time.perf_counter() - started_s
+
+
+def _events(mirror: PrefixMirror, dice: np.random.Generator, sizes: Sizes) -> Figure:
+    """As a worker with a full cache says it: a block stored, a block removed. From the entries' bytes to the index."""
+    reads: list[tuple[WorkerKey, list[Entry]]] = []
+    for number in range(sizes.workers):
+        blocks = split_hashes(dice.bytes(HASH_BYTES * (sizes.events // sizes.workers // 2)))
+        said = [(stored, block) for block in blocks for stored in (True, False)]
+        # What is removed is what was stored some thousand events ago, not a moment ago.
+        shift = min(1000, len(blocks) // 2)
+        said = [(stored, blocks[at // 2 if stored else (at // 2 - shift)]) for at, (stored, _) in enumerate(said)]
+        entries = [
+            (entry_id(1, seq), encode_event(PrefixEvent(1, seq, *each))) for seq, each in enumerate(said, start=1)
+        ]
+        key = WorkerKey(f"w{number}", 1)
+        reads += [(key, entries[at : at + READ_EVENTS]) for at in range(0, len(entries), READ_EVENTS)]
+    started_s = time.perf_counter()
+    for worker, part in reads:
+        if mirror.apply(worker, [decode_event(*entry) for entry in part]) is not Applied.OK:
+            raise RuntimeError("expected every event to be applied")
+    took_s = time.perf_counter() - started_s
+    return Figure("index.events_per_s", round(sum(len(part) for _, part in reads) / took_s), "events/s")
+
+
+def _beside(peer: PeerTree, dice: np.random.Generator, sizes: Sizes) -> Iterator[Figure]:
+    """Single look-ups in turns, both of the same prompts in an index of the same size."""
+    mirror = PrefixMirror(max(BYTES_PER_BLOCK * sizes.peer_blocks, 1 << 20))
+    chains = _fill(mirror, dice, sizes.peer_blocks, sizes)
+    prompts = _prompts(chains, sizes)
+    for number, prompt in enumerate(prompts):
+        peer.store(number % sizes.workers, prompt)
+    filler = sizes.peer_blocks - len(prompts) * sizes.prompt_blocks
+    for at in range(0, filler, sizes.prompt_blocks):
+        peer.store(at % sizes.workers, split_hashes(dice.bytes(HASH_BYTES * sizes.prompt_blocks)))
+    questions = [peer.question(prompt) for prompt in prompts]
+    our_s: list[float] = []
+    their_s: list[float] = []
+    for at in range(0, len(prompts), TURN):
+        their_s += [_timed_s(peer.match, each) for each in questions[at : at + TURN]]
+        our_s += [_timed_s(mirror.match, each) for each in prompts[at : at + TURN]]
+    ours, theirs = statistics.median(our_s), statistics.median(their_s)
+    yield Figure("index.peer", round(1 / ours), "look-ups/s", round(1 / theirs), round(theirs / ours, 2))
+    events = peer.single_events(split_hashes(dice.bytes(HASH_BYTES * min(sizes.events, 50_000))))
+    took_s = _timed_s(peer.apply, events)
+    yield Figure("index.peer_events_per_s", round(len(events) / took_s), "events/s")

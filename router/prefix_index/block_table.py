@@ -1,0 +1,175 @@
+"""Which owners hold which blocks, in one array of eight bytes a slot, asked for a whole prompt at a time.
+
+A hash table whose buckets are one cache line: eight slots, each with 40 bits of the hash as a tag and the number of a
+set of owners in 24. One gather answers for every block of a prompt and every owner. Blocks whose bucket is full go to a
+small dict. The memory is fixed when the table is made; blocks that find no room are not noted, which loses credit
+and invents none. docs/decisions/0009-prefix-index-in-one-array.md says why.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.prefix_index.owner_sets import NOBODY, OwnerSets
+from tandem.blockhash import HASH_BYTES
+
+MIN_MEMORY_BYTES = 1 << 16
+SLICE_BLOCKS = 1 << 12  # changed at once: bounds the memory of a change, and about 2 ms of the event loop's time
+
+_SLOTS = 8
+_BUCKET_BYTES = 64
+_SET_BITS = 24
+_MAX_SET = np.uint64((1 << _SET_BITS) - 1)
+_TAG_SHIFT = np.uint64(_SET_BITS)
+_HALF = np.uint64(32)
+_USED = np.uint64(1 << 63)  # in every tag, so that none looks like an empty slot; the bucket tells that bit already
+_TABLE_SHARE = 0.8  # of the memory; the overflow and the sets have a tenth each
+_ENTRY_BYTES = 160  # of a Python dict with its key and value: an overflowing block, or a set
+
+Words = NDArray[np.uint64]
+Slots = NDArray[np.int64]
+
+
+def words_of(hashes: bytes) -> Words:
+    """Concatenated block hashes [n x 16 bytes] as the table's keys [n]: the first half of each."""
+    return np.frombuffer(hashes, dtype="<u8")[:: HASH_BYTES // 8]
+
+
+class BlockTable:
+    """Owners are bits, sets of owners bit masks."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        buckets = max(1, int(memory_bytes * _TABLE_SHARE) // _BUCKET_BYTES)
+        space = np.zeros(buckets * _SLOTS + _SLOTS, dtype=np.uint64)
+        first = -space.ctypes.data % _BUCKET_BYTES // 8  # a bucket in two cache lines would cost two misses
+        self._slots = space[first : first + buckets * _SLOTS]
+        self._rows = self._slots.reshape(buckets, _SLOTS)
+        self._buckets = np.uint64(buckets)
+        # Of this process alone, so that nobody can aim blocks at one bucket.
+        self._multiplier = np.uint64(secrets.randbits(64) | 1)
+        others = int(memory_bytes * (1 - _TABLE_SHARE) / 2) // _ENTRY_BYTES
+        self._sets = OwnerSets(limit=min(max(others, 64), int(_MAX_SET)))
+        self._overflow: dict[int, int] = {}
+        self._max_overflow = others
+        self._lost = 0
+
+    def __len__(self) -> int:
+        """Blocks that somebody owns."""
+        return self._sets.owned + len(self._overflow)
+
+    @property
+    def lost_blocks(self) -> int:
+        """Blocks stored for which there was no room, ever."""
+        return self._lost + self._sets.lost
+
+    def owners(self, keys: Words) -> Iterator[tuple[int, int]]:
+        """The owners of each key, as (index, owners) wherever they may change; the last pair holds to the end."""
+        if not len(keys):
+            return
+        hashed = keys * self._multiplier
+        numbers = self._probe(hashed)[2].min(axis=0)
+        numbers[numbers > _MAX_SET] = NOBODY
+        changes = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()]
+        for at, number in zip(changes, numbers[changes].tolist(), strict=True):
+            if number != NOBODY or not self._overflow:
+                yield at, self._sets.mask(number)
+                continue
+            for each in range(at, len(keys)):
+                if numbers[each] != number:
+                    break
+                yield each, self._overflow.get(int(hashed[each]), 0)
+
+    def add(self, keys: Words, owner: int) -> None:
+        """`owner` holds these blocks. Takes some microseconds for a few keys, and time by SLICE_BLOCKS for many."""
+        for start in range(0, len(keys), SLICE_BLOCKS):
+            hashed = keys[start : start + SLICE_BLOCKS] * self._multiplier
+            slots, held = self._find(hashed)
+            if len(slots):
+                self._change(slots, owner, adding=True)
+            if not held.all():
+                self._insert(self._add_overflowing(hashed[~held], owner), owner)
+
+    def discard(self, keys: Words, owner: int) -> None:
+        """`owner` no longer holds these blocks; those it never held may be among them."""
+        for start in range(0, len(keys), SLICE_BLOCKS):
+            hashed = keys[start : start + SLICE_BLOCKS] * self._multiplier
+            slots, held = self._find(hashed)
+            if len(slots):
+                self._change(slots, owner, adding=False)
+            if self._overflow:
+                for each in hashed[~held].tolist():
+                    self._set_overflowing(each, self._overflow.get(each, 0) & ~owner)
+
+    def drop(self, owner: int) -> None:
+        """`owner` holds nothing any more."""
+        self._sets.drop(owner)
+        for each, mask in [pair for pair in self._overflow.items() if pair[1] & owner]:
+            self._set_overflowing(each, mask & ~owner)
+
+    def _place(self, hashed: Words) -> tuple[Slots, Words]:
+        """The bucket of each, and its tag where a slot has it."""
+        return (((hashed >> _HALF) * self._buckets) >> _HALF).view(np.int64), (hashed << _TAG_SHIFT) | _USED
+
+    def _probe(self, hashed: Words) -> tuple[Slots, Words, Words]:
+        """Buckets, tags, and what each of the 8 slots differs in [8, n]: a difference of at most _MAX_SET is a hit,
+        and is the number of its set."""
+        buckets, tags = self._place(hashed)
+        differences = np.ascontiguousarray(self._rows.take(buckets, axis=0, mode="clip").T)
+        differences ^= tags
+        return buckets, tags, differences
+
+    def _find(self, hashed: Words) -> tuple[Slots, NDArray[np.bool_]]:
+        """The slots of those that have one, each once, and which those are [n]."""
+        buckets, _, differences = self._probe(hashed)
+        held = (differences.min(axis=0) - np.uint64(1)) < _MAX_SET  # an empty slot's 0 wraps around
+        return np.unique(buckets[held] * _SLOTS + differences[:, held].argmin(axis=0)), held
+
+    def _change(self, slots: Slots, owner: int, *, adding: bool) -> None:
+        entries = self._slots[slots]
+        numbers = (entries & _MAX_SET).view(np.int64)
+        news = self._sets.with_owner(numbers, owner) if adding else self._sets.without_owner(numbers, owner)
+        changed = (entries & ~_MAX_SET) | news.view(np.uint64)
+        self._slots[slots] = np.where(news == NOBODY, np.uint64(0), changed)
+
+    def _insert(self, hashed: Words, owner: int) -> None:
+        """Blocks that have no slot yet. Two that choose the same slot: one wins, the other chooses again."""
+        number = self._sets.number_of(owner)
+        if number is None:
+            self._lost += len(hashed)
+            return
+        while len(hashed):
+            buckets, tags = self._place(hashed)
+            numbers = (self._rows.take(buckets, axis=0, mode="clip") & _MAX_SET).view(np.int64)
+            vacant = self._sets.vacant.take(numbers)
+            chosen = vacant.argmax(axis=1)
+            room = vacant[np.arange(len(chosen)), chosen]
+            for each in hashed[~room].tolist():
+                self._set_overflowing(each, owner)
+            slots = (buckets * _SLOTS + chosen)[room]
+            entries = (tags | np.uint64(number))[room]
+            taken = np.unique(slots)
+            self._sets.leave((self._slots[taken] & _MAX_SET).view(np.int64))
+            self._slots[slots] = entries
+            self._sets.join(number, len(taken))
+            hashed = hashed[room][self._slots[slots] != entries]
+
+    def _add_overflowing(self, hashed: Words, owner: int) -> Words:
+        """Notes the owner of those that lie in the overflow; returns the others."""
+        if not self._overflow:
+            return hashed
+        inside = [each in self._overflow for each in hashed.tolist()]
+        for each in hashed[inside].tolist():
+            self._set_overflowing(each, self._overflow[each] | owner)
+        return hashed[np.logical_not(inside)]
+
+    def _set_overflowing(self, each: int, owners: int) -> None:
+        if not owners:
+            self._overflow.pop(each, None)
+        elif each in self._overflow or len(self._overflow) < self._max_overflow:
+            self._overflow[each] = owners
+        else:
+            self._lost += 1
