@@ -135,6 +135,11 @@ def _sampling(given: pb.SamplingParams) -> RawSampling:
         stop_token_ids=tuple(given.stop_token_ids),
         logprobs=given.logprobs if given.HasField("logprobs") else None,
         ignore_eos=given.ignore_eos,
+        presence_penalty=given.presence_penalty if given.HasField("presence_penalty") else None,
+        frequency_penalty=given.frequency_penalty if given.HasField("frequency_penalty") else None,
+        repetition_penalty=given.repetition_penalty if given.HasField("repetition_penalty") else None,
+        logit_bias=tuple(given.logit_bias.items()),
+        prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
     )
 
 

@@ -3,6 +3,7 @@ could change the answer."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Literal, TypeVar
 
@@ -10,7 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from router.request import Message, RawRequest, RawSampling
 from tandem.errors import InputError, UnsupportedField
-from tandem.request import MAX_LOGPROBS
+from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
+
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 class _Strict(BaseModel):
@@ -67,11 +70,12 @@ class _Common(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    # Known but not yet supported; checked against the values that change nothing.
-    n: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
+    repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    # Known but not yet supported; checked against the values that change nothing.
+    n: int | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -98,7 +102,20 @@ class _Common(_Strict):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=logprobs,
             ignore_eos=bool(self.ignore_eos),
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self._logit_bias(),
         )
+
+    def _logit_bias(self) -> tuple[tuple[int, float], ...]:
+        given = self.logit_bias or {}
+        if len(given) > MAX_LOGIT_BIAS:
+            raise InputError(f"logit_bias: expected at most {MAX_LOGIT_BIAS}, got {len(given)}", field="logit_bias")
+        wrong = next((key for key in given if not _TOKEN_ID.fullmatch(key)), None)
+        if wrong is not None:
+            raise InputError(f"logit_bias: expected token ids as keys, got {wrong[:40]!r}", field="logit_bias")
+        return tuple((int(key), bias) for key, bias in given.items())
 
 
 class ChatCompletionRequest(_Common):
@@ -187,9 +204,6 @@ def _never(value: object) -> bool:
 # For each known but unsupported field, the values that change nothing.
 _NEUTRAL_COMMON: dict[str, Callable[[object], bool]] = {
     "n": _equals(1),
-    "frequency_penalty": _equals(0),
-    "presence_penalty": _equals(0),
-    "logit_bias": _is_empty,
 }
 _NEUTRAL_CHAT: dict[str, Callable[[object], bool]] = {
     "tools": _is_empty,

@@ -9,7 +9,7 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +48,11 @@ class RawSampling:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     ignore_eos: bool = False
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +125,7 @@ class ServingModel:
         if _is_chat(prompt):
             return self._chat_tokens([each for each in prompt if isinstance(each, Message)], limit)
         ids = tuple(each for each in prompt if isinstance(each, int))
-        wrong = next((each for each in ids if not 0 <= each < self.vocab_tokens), None)
-        if wrong is not None:
-            last = self.vocab_tokens - 1
-            raise InputError(f"prompt: expected token ids from 0 to {last}, got {wrong}", field="prompt")
+        self._check_ids("prompt", ids)
         return ids
 
     def _chat_tokens(self, messages: Sequence[Message], limit: int) -> tuple[int, ...]:
@@ -169,12 +171,8 @@ class ServingModel:
         )
 
     def _sampling(self, raw: RawSampling, room: int) -> SamplingParams:
-        wrong = next((each for each in raw.stop_token_ids if not 0 <= each < self.vocab_tokens), None)
-        if wrong is not None:
-            raise InputError(
-                f"stop_token_ids: expected token ids from 0 to {self.vocab_tokens - 1}, got {wrong}",
-                field="stop_token_ids",
-            )
+        self._check_ids("stop_token_ids", raw.stop_token_ids)
+        self._check_ids("logit_bias", tuple(token for token, _ in raw.logit_bias))
         stop_ids = frozenset(raw.stop_token_ids)
         params = SamplingParams.parse(
             # Drawn here, so that any worker can repeat the sampling.
@@ -186,26 +184,23 @@ class ServingModel:
             min_p=raw.min_p,
             stop_token_ids=stop_ids if raw.ignore_eos else stop_ids | self._eos,
             logprobs=raw.logprobs,
+            presence_penalty=raw.presence_penalty,
+            frequency_penalty=raw.frequency_penalty,
+            repetition_penalty=raw.repetition_penalty,
+            logit_bias=dict(raw.logit_bias),
+            prompt_logprobs=raw.prompt_logprobs,
         )
-        return params if params.max_tokens <= room else _with_max_tokens(params, room)
+        # An answer ends at the model's context with finish reason `length`, as documented.
+        return params if params.max_tokens <= room else replace(params, max_tokens=room)
+
+    def _check_ids(self, field: str, ids: tuple[int, ...]) -> None:
+        wrong = next((each for each in ids if not 0 <= each < self.vocab_tokens), None)
+        if wrong is not None:
+            raise InputError(f"{field}: expected token ids from 0 to {self.vocab_tokens - 1}, got {wrong}", field=field)
 
 
 def new_request_id() -> str:
     return secrets.token_hex(12)
-
-
-def _with_max_tokens(params: SamplingParams, max_tokens: int) -> SamplingParams:
-    """An answer ends at the model's context with finish reason `length`, as documented."""
-    return SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        seed=params.seed,
-        max_tokens=max_tokens,
-        stop_token_ids=params.stop_token_ids,
-        logprobs=params.logprobs,
-    )
 
 
 def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:

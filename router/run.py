@@ -362,8 +362,13 @@ class RequestRun:
                 max_tokens=sampling.max_tokens - len(self._answer),
                 stop_token_ids=sorted(sampling.stop_token_ids),
                 logprobs=sampling.logprobs,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                repetition_penalty=sampling.repetition_penalty,
+                logit_bias=dict(sampling.logit_bias),
             ),
             cache_salt=request.cache_salt,
+            answer_tokens=len(self._answer),
         )
 
     def _final(self, reason: FinishReason) -> Final:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from kvtransfer.causes import HandoffFault, parse_cause
@@ -12,7 +11,7 @@ from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
 from tandem.request import FinishReason, SamplingParams
 from tandem.v1 import inference_pb2, worker_pb2
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # 2: penalties, logit_bias, prompt_logprobs
 
 FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -22,8 +21,6 @@ FINISH_REASONS = {
 
 def parse_sampling(wire: worker_pb2.ResolvedSampling) -> SamplingParams:
     """Raises InputError: a router's word is checked too, so that no router can harm the engine."""
-    if not all(math.isfinite(value) for value in (wire.temperature, wire.top_p, wire.min_p)):
-        raise InputError("sampling: expected finite numbers", field="sampling")
     return SamplingParams.parse(
         seed=wire.seed,
         max_tokens=wire.max_tokens,
@@ -33,6 +30,11 @@ def parse_sampling(wire: worker_pb2.ResolvedSampling) -> SamplingParams:
         min_p=wire.min_p,
         stop_token_ids=frozenset(wire.stop_token_ids),
         logprobs=wire.logprobs if wire.HasField("logprobs") else None,
+        presence_penalty=wire.presence_penalty,
+        frequency_penalty=wire.frequency_penalty,
+        repetition_penalty=wire.repetition_penalty if wire.HasField("repetition_penalty") else None,
+        logit_bias=wire.logit_bias,
+        prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
     )
 
 
@@ -53,6 +55,7 @@ def parse_work(
         hash_key=HashKey(model_fingerprint, cache_salt=work.cache_salt),
         use_prefix_cache=use_prefix_cache,
         export_from_block=export_from_block,
+        answered_tokens=work.answer_tokens,
     )
 
 

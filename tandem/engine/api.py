@@ -23,7 +23,8 @@ from tandem.scheduler.scheduler import ExportRange
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A prompt to answer. `export_from_block` set: compute the prompt and the first token only, and export the prompt's
-    KV blocks from that logical block on (earlier ones are already where they must go)."""
+    KV blocks from that logical block on (earlier ones are already where they must go). The prompt's last
+    `answered_tokens` were generated elsewhere: penalties count them as answer."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -31,6 +32,7 @@ class EngineRequest:
     hash_key: HashKey
     use_prefix_cache: bool = True
     export_from_block: int | None = None
+    answered_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

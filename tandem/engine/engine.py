@@ -75,6 +75,10 @@ class Engine:
         if not request.prompt:
             raise InputError("prompt: expected at least one token, got none", field="prompt")
         self._check_tokens(request.prompt, "prompt")
+        if request.sampling.logit_bias:
+            self._check_tokens([token for token, _ in request.sampling.logit_bias], "logit_bias")
+        if not 0 <= request.answered_tokens < len(request.prompt):
+            raise InputError("answer_tokens: expected fewer than the prompt has", field="answer_tokens")
         return Sequence(
             request_id=request.request_id,
             tokens=list(request.prompt),
@@ -85,6 +89,7 @@ class Engine:
             arrival=next(self._arrivals),
             use_prefix_cache=request.use_prefix_cache,
             export_from_block=request.export_from_block,
+            answered_tokens=request.answered_tokens,
         )
 
     def _check_tokens(self, tokens: list[int] | tuple[int, ...], field: str) -> None:
@@ -123,7 +128,8 @@ class Engine:
         try:
             if not np.isfinite(row.max()):
                 raise InternalError("the model gave logits that are no numbers")
-            choice = choose(row, sequence.sampling, len(sequence.tokens))
+            history = sequence.history() if sequence.sampling.changes_logits else None
+            choice = choose(row, sequence.sampling, len(sequence.tokens), history)
         except (TandemError, ValueError, ArithmeticError) as error:
             typed = error if isinstance(error, TandemError) else InternalError(f"sampling failed: {error}")
             self._scheduler.cancel(sequence.request_id)

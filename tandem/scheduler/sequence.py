@@ -8,6 +8,7 @@ from enum import StrEnum
 from tandem.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.kvcache.block_pool import Hold
 from tandem.request import SamplingParams
+from tandem.token_history import TokenHistory
 
 
 class Stage(StrEnum):
@@ -36,6 +37,7 @@ class Sequence:
     arrival: int
     use_prefix_cache: bool = True
     export_from_block: int | None = None
+    answered_tokens: int = 0  # at the end of the prompt: generated before this engine got the request
     stage: Stage = Stage.WAITING
     hold: Hold = Hold.USE
     blocks: list[int] = field(default_factory=list)
@@ -45,6 +47,8 @@ class Sequence:
     last_step: int = 0  # when it last ran
     cached_tokens: int | None = None  # found in the cache when it was first scheduled
     _hashes: list[BlockHash] = field(default_factory=list)
+    _history: TokenHistory | None = None
+    _history_tokens: int = 0
 
     @property
     def generated(self) -> int:
@@ -63,6 +67,15 @@ class Sequence:
     def pending_tokens(self) -> int:
         """Tokens whose KV is not computed yet; 1 while decoding."""
         return len(self.tokens) - self.computed
+
+    def history(self) -> TokenHistory:
+        """What penalties look at; made once and extended as tokens come."""
+        if self._history is None:
+            self._history_tokens = self.prompt_tokens - self.answered_tokens
+            self._history = TokenHistory(self.tokens[: self._history_tokens])
+        self._history.extend(self.tokens[self._history_tokens :])
+        self._history_tokens = len(self.tokens)
+        return self._history
 
     def hashes(self, blocks: int) -> list[BlockHash]:
         """Hashes of the first `blocks` full blocks; made once and extended as tokens come."""

@@ -100,6 +100,31 @@ def test_the_same_seed_gives_the_same_answer_and_another_seed_another(client: op
     assert len({ask(seed) for seed in (7, 8, 9)}) > 1
 
 
+def test_a_bias_bans_and_forces_tokens(client: openai.OpenAI, golden: list[Golden]) -> None:
+    def ask(**more: Any) -> str:
+        answer = client.completions.create(
+            model=MODEL, prompt=golden[0].text, temperature=0, max_tokens=6, extra_body={"ignore_eos": True}, **more
+        )
+        return answer.choices[0].text
+
+    first = golden[0].greedy_ids[0]
+    assert not ask(logit_bias={str(first): -100}).startswith("The")
+    assert ask(logit_bias={str(first): 100}) == "The" * 6
+
+
+def test_penalties_keep_tokens_from_coming_back(client: openai.OpenAI, golden: list[Golden]) -> None:
+    def distinct(**more: Any) -> int:
+        answer = client.completions.create(
+            model=MODEL, prompt="one one one one one", temperature=0, max_tokens=24, logprobs=0, **more
+        )
+        assert answer.choices[0].logprobs is not None
+        return len(set(answer.choices[0].logprobs.tokens or ()))
+
+    plain = distinct()
+    assert distinct(frequency_penalty=2.0, presence_penalty=2.0) > plain
+    assert distinct(extra_body={"repetition_penalty": 2.0}) > plain
+
+
 def test_logprobs_of_chat_and_completions(client: openai.OpenAI, golden: list[Golden]) -> None:
     chat = client.chat.completions.create(
         model=MODEL, messages=user(golden[0].prompt), temperature=0, max_tokens=3, logprobs=True, top_logprobs=2
@@ -148,8 +173,8 @@ def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"n": 2}, "n"),
         ({"temperature": 3.0}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
