@@ -53,9 +53,14 @@ class InferenceEdge(InferenceServicer):
                     prompt_tokens=submitted.request.prompt_tokens,
                 )
             )
+            prompt_told = False
             async for pieces in stream:
                 for piece in pieces:
-                    yield pb.GenerateResponse(chunk=_chunk(piece))
+                    chunk = _chunk(piece)
+                    if not prompt_told:
+                        chunk.prompt_logprobs.extend(stream.prompt_scores)
+                        prompt_told = True
+                    yield pb.GenerateResponse(chunk=chunk)
             if stream.final is not None:
                 yield pb.GenerateResponse(finished=_finished(stream.final))
         except TandemError as error:

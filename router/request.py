@@ -25,6 +25,7 @@ MAX_STOP_STRINGS = 4
 MAX_STOP_STRING_CHARS = 256
 INLINE_PROMPT_CHARS = 2048  # shorter prompts are tokenized on the event loop
 INLINE_PROMPT_TOKENS = 512
+MAX_PROMPT_SCORES = 1 << 18  # logprobs of one prompt: its tokens, times one and the alternatives of each
 CHARS_PER_TOKEN_LIMIT = 64  # longest run of text one token may stand for, generously
 
 
@@ -156,6 +157,13 @@ class ServingModel:
             raise ContextExceeded(
                 f"{field}: the model's context is {limit} tokens; the prompt has {len(prompt)} and leaves no room for "
                 f"an answer; shorten it to at most {limit - 1}",
+                field=field,
+            )
+        if (top := raw.sampling.prompt_logprobs) is not None and (top + 1) * len(prompt) > MAX_PROMPT_SCORES:
+            most = MAX_PROMPT_SCORES // (top + 1)
+            raise InputError(
+                f"{field}: expected at most {most} tokens with the logprobs of {top + 1} for each, got {len(prompt)}; "
+                "shorten it or ask for fewer logprobs",
                 field=field,
             )
         served = self._served

@@ -80,6 +80,7 @@ class RequestRun:
         self._migrations = 0
         self._max_migrations = max_migrations
         self._answer: list[int] = []  # the tokens given out
+        self._prompt_scores: list[inference_pb2.TokenLogprobs] = []  # of the current attempt
         self._resumed_at = 0  # so many of them before the current attempt
         self._assembler = assembler
         self._clock = clock
@@ -111,6 +112,7 @@ class RequestRun:
         self._resumed_at = len(self._answer)
         if not self._answer:
             self._dispatched_s = self._clock.now_s()
+            self._prompt_scores.clear()
         if prefill is None:
             self.trace.begin(self._wire_id, "", decode.key.worker_id, self._clock.now_s())
             self.lifecycle.start_prefill()
@@ -170,7 +172,16 @@ class RequestRun:
         elif self._has_first_token:
             self._detach(link)  # the prefill worker's side is over
 
+    def on_prompt_scores(self, link: WorkerLink, scores: worker_pb2.PromptScores) -> None:
+        """They come before the answer's first token; a continuation does not ask for them."""
+        if not self._answer:
+            self._prompt_scores += scores.tokens
+
     def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None:
+        if not self._answer and not self._take_prompt_scores():
+            worker = link.key.worker_id
+            self._fail_or_retry(InternalError(f"worker {worker} left out logprobs of the prompt"))
+            return
         now_s = self._last_token_s = self._clock.now_s()
         if not self._has_first_token:
             self._on_first_token(token, now_s)
@@ -198,6 +209,13 @@ class RequestRun:
         self._detach(link)
         if self._is_decode(link) or self.lifecycle.state is not RequestState.DECODING:
             self._fail_or_retry(error, link.key.worker_id)
+
+    def _take_prompt_scores(self) -> bool:
+        """Gives the prompt's logprobs to the client, if it wants any. False when they are not its tokens'."""
+        if self.request.sampling.prompt_logprobs is None:
+            return True
+        self.stream.prompt_scores = tuple(self._prompt_scores)
+        return [each.token_id for each in self._prompt_scores] == [*self.request.prompt[1:]]
 
     @property
     def _has_first_token(self) -> bool:
@@ -366,6 +384,7 @@ class RequestRun:
                 frequency_penalty=sampling.frequency_penalty,
                 repetition_penalty=sampling.repetition_penalty,
                 logit_bias=dict(sampling.logit_bias),
+                prompt_logprobs=None if self._answer else sampling.prompt_logprobs,
             ),
             cache_salt=request.cache_salt,
             answer_tokens=len(self._answer),

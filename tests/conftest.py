@@ -50,6 +50,11 @@ class Reference:
                     break
         return tokens[len(prompt) :]
 
+    def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[tokens - 1, vocab_size]: row i is the distribution of token i + 1."""
+        with torch.inference_mode():
+            return self._model(torch.tensor([tokens])).logits[0, :-1].double().log_softmax(dim=-1)
+
 
 @pytest.fixture(scope="session")
 def reference_for() -> Callable[[Path], Reference]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvtransfer.causes import HandoffFault, parse_cause
 from tandem.blockhash import HashKey
-from tandem.engine.api import EngineLoad, EngineRequest, TokenOut
+from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, TokenLogprob, TokenOut
 from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
 from tandem.request import FinishReason, SamplingParams
 from tandem.v1 import inference_pb2, worker_pb2
@@ -64,11 +64,23 @@ def token_frame(request_id: str, token: TokenOut) -> worker_pb2.StepToken:
     if token.cached_tokens is not None:
         frame.cached_tokens = token.cached_tokens
     if token.logprob is not None:
-        frame.logprobs.token_id = token.token_id
-        frame.logprobs.logprob = token.logprob
-        for top in token.top:
-            frame.logprobs.top.add(token_id=top.token_id, logprob=top.logprob)
+        _fill(frame.logprobs, token.token_id, token.logprob, token.top)
     return frame
+
+
+def scores_frame(request_id: str, scores: PromptScores) -> worker_pb2.PromptScores:
+    frame = worker_pb2.PromptScores(request_id=request_id, start=scores.start)
+    for token in scores.tokens:
+        _fill(frame.tokens.add(), token.token_id, token.logprob, token.top)
+    return frame
+
+
+def _fill(
+    wire: inference_pb2.TokenLogprobs, token_id: int, logprob: float, top: Iterable[TokenLogprob]
+) -> None:
+    wire.token_id, wire.logprob = token_id, logprob
+    for each in top:
+        wire.top.add(token_id=each.token_id, logprob=each.logprob)
 
 
 def error_frame(request_id: str, error: TandemError) -> worker_pb2.Ended:

@@ -2,8 +2,8 @@
 
 In this order, for a token that occurs `count` times in the answer so far (the prompt does not count):
 
-1. repetition penalty r (Keskar et al. 2019, arXiv:1909.05858), for every token of prompt or answer: the model's logit is
-   divided by r where it is positive, else multiplied by it;
+1. repetition penalty r (Keskar et al. 2019, arXiv:1909.05858), for every token of prompt or answer: the model's logit
+   is divided by r where it is positive, else multiplied by it;
 2. OpenAI's penalties: logit - count · frequency_penalty - (1 if count else 0) · presence_penalty;
 3. logit_bias, added.
 """

@@ -2,7 +2,8 @@
 
 argmax(logit / temperature + Gumbel noise) draws exactly from the softmax, and noise keyed by (seed, position, token id)
 makes the draw independent of batch, worker and tensor-parallel width (docs/architecture.md, Determinism).
-Penalties and biases come first (tandem/sampling/penalties.py). Truncation order: temperature, top-k, top-p, min-p; each works on what the one before it left, renormalised.
+Penalties and biases come first (tandem/sampling/penalties.py). Truncation order: temperature, top-k, top-p, min-p; each
+works on what the one before it left, renormalised.
 """
 
 from __future__ import annotations

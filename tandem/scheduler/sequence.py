@@ -44,6 +44,7 @@ class Sequence:
     computed: int = 0
     committed: int = 0
     exported_blocks: int = 0
+    scored_tokens: int = 1  # leading prompt tokens that need no logprob any more; the first never has one
     last_step: int = 0  # when it last ran
     cached_tokens: int | None = None  # found in the cache when it was first scheduled
     _hashes: list[BlockHash] = field(default_factory=list)
@@ -53,6 +54,12 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def may_use_cache(self) -> bool:
+        """For computing it: a prompt whose logprobs are still wanted is computed from its beginning."""
+        scores_wanted = self.sampling.prompt_logprobs is not None and self.scored_tokens < self.prompt_tokens
+        return self.use_prefix_cache and not scores_wanted
 
     @property
     def is_exporting(self) -> bool:

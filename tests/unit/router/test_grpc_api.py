@@ -70,7 +70,7 @@ async def test_logprobs_come_when_asked_for(cluster: Any) -> None:
         (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(temperature=NAN)), InputError, "temperature"),
         (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(max_tokens=0)), InputError, "max_tokens"),
         (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(logprobs=21)), InputError, "logprobs"),
-        (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(presence_penalty=NAN)), InputError, "presence_penalty"),
+        (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(min_p=NAN)), InputError, "min_p"),
         (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(logit_bias={5: NAN})), InputError, "logit_bias"),
         (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(logit_bias={320: 1})), InputError, "logit_bias"),
         (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(stop=["a"] * 5)), InputError, "stop"),

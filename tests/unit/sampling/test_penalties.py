@@ -28,7 +28,9 @@ PARAMS = st.builds(
 )
 
 
-def by_definition(row: NDArray[np.float32], params: SamplingParams, prompt: list[int], answer: list[int]) -> list[float]:
+def by_definition(
+    row: NDArray[np.float32], params: SamplingParams, prompt: list[int], answer: list[int]
+) -> list[float]:
     """Token by token: arXiv:1909.05858, then OpenAI's formula, then the bias."""
     counts = Counter(answer)
     logits = []
@@ -42,7 +44,9 @@ def by_definition(row: NDArray[np.float32], params: SamplingParams, prompt: list
 
 @settings(max_examples=300, deadline=None)
 @given(params=PARAMS, prompt=TOKENS, answer=TOKENS, seed=st.integers(0, 99))
-def test_logits_change_by_the_definitions(params: SamplingParams, prompt: list[int], answer: list[int], seed: int) -> None:
+def test_logits_change_by_the_definitions(
+    params: SamplingParams, prompt: list[int], answer: list[int], seed: int
+) -> None:
     row = (4 * np.random.default_rng(seed).standard_normal(VOCAB)).astype(np.float32)
     before = row.copy()
     found = changed_logits(row, params, TokenHistory(prompt, answer))
