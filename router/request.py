@@ -18,7 +18,7 @@ from tandem.chat_template import ChatTemplate
 from tandem.errors import ContextExceeded, InputError
 from tandem.launch import ServedModel
 from tandem.model_config import ModelConfig
-from tandem.request import SamplingParams
+from tandem.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams, check_length
 from tandem.tokenizer import Tokenizer
 
 MAX_STOP_STRINGS = 4
@@ -118,6 +118,14 @@ class ServingModel:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(executor, self.tokens, prompt, self.max_model_tokens)
 
+    async def detokenize(self, tokens: Sequence[int], executor: Executor) -> str:
+        """Raises InputError."""
+        self._check_ids("tokens", tokens)
+        decode = partial(self.tokenizer.decode, tokens, skip_special_tokens=False)
+        if len(tokens) <= INLINE_PROMPT_TOKENS:
+            return decode()
+        return await asyncio.get_running_loop().run_in_executor(executor, decode)
+
     def tokens(self, prompt: str | tuple[int, ...] | tuple[Message, ...], limit: int) -> tuple[int, ...]:
         """Token ids of a prompt, at most `limit` of them. Raises InputError, ContextExceeded."""
         if isinstance(prompt, str):
@@ -125,6 +133,8 @@ class ServingModel:
             return tuple(self.tokenizer.encode(prompt, add_special_tokens=True))
         if _is_chat(prompt):
             return self._chat_tokens([each for each in prompt if isinstance(each, Message)], limit)
+        if len(prompt) > limit:  # before looking at each of them
+            raise _too_long("prompt", len(prompt), limit)
         ids = tuple(each for each in prompt if isinstance(each, int))
         self._check_ids("prompt", ids)
         return ids
@@ -154,11 +164,7 @@ class ServingModel:
             raise InputError(f"{field}: expected at least one token, got none", field=field)
         room = limit - len(prompt)
         if room < 1:
-            raise ContextExceeded(
-                f"{field}: the model's context is {limit} tokens; the prompt has {len(prompt)} and leaves no room for "
-                f"an answer; shorten it to at most {limit - 1}",
-                field=field,
-            )
+            raise _too_long(field, len(prompt), limit)
         if (top := raw.sampling.prompt_logprobs) is not None and (top + 1) * len(prompt) > MAX_PROMPT_SCORES:
             most = MAX_PROMPT_SCORES // (top + 1)
             raise InputError(
@@ -179,6 +185,8 @@ class ServingModel:
         )
 
     def _sampling(self, raw: RawSampling, room: int) -> SamplingParams:
+        check_length("stop_token_ids", len(raw.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        check_length("logit_bias", len(raw.logit_bias), MAX_LOGIT_BIAS)
         self._check_ids("stop_token_ids", raw.stop_token_ids)
         self._check_ids("logit_bias", tuple(token for token, _ in raw.logit_bias))
         stop_ids = frozenset(raw.stop_token_ids)
@@ -201,7 +209,7 @@ class ServingModel:
         # An answer ends at the model's context with finish reason `length`, as documented.
         return params if params.max_tokens <= room else replace(params, max_tokens=room)
 
-    def _check_ids(self, field: str, ids: tuple[int, ...]) -> None:
+    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         wrong = next((each for each in ids if not 0 <= each < self.vocab_tokens), None)
         if wrong is not None:
             raise InputError(f"{field}: expected token ids from 0 to {self.vocab_tokens - 1}, got {wrong}", field=field)
@@ -209,6 +217,14 @@ class ServingModel:
 
 def new_request_id() -> str:
     return secrets.token_hex(12)
+
+
+def _too_long(field: str, tokens: int, limit: int) -> ContextExceeded:
+    return ContextExceeded(
+        f"{field}: the model's context is {limit} tokens; the prompt has {tokens} and leaves no room for an answer; "
+        f"shorten it to at most {limit - 1}",
+        field=field,
+    )
 
 
 def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:

@@ -194,13 +194,14 @@ class SamplingParams:
         _check_range("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
         _check_range("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         _check_range("repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, low_open=True)
-        _check_length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
-        _check_length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        check_length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        check_length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for _, bias in self.logit_bias:
             _check_range("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
 
 
-def _check_length(name: str, length: int, most: int) -> None:
+def check_length(name: str, length: int, most: int) -> None:
+    """Raises InputError naming the field."""
     if length > most:
         raise InputError(f"{name}: expected at most {most}, got {length}", field=name)
 

@@ -14,7 +14,9 @@ from tandem.sampling.sampler import TokenLogprob
 ROWS = 64  # so many rows of logits are in memory at a time, however long the prompt is
 
 
-def score(logits_of: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Sequence[int], top: int) -> tuple[ScoredToken, ...]:
+def score(
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Sequence[int], top: int
+) -> tuple[ScoredToken, ...]:
     """What the model gave `tokens`, each under the row of `hidden` [tokens, hidden] before it; of the untempered
     distribution, with the `top` likeliest, best first."""
     edges = [*range(0, len(tokens), ROWS), len(tokens)]

@@ -30,5 +30,6 @@ def changed_logits(logits: Row, params: SamplingParams, history: TokenHistory) -
         ids, counts = history.answer()
         row[ids] -= (counts * params.frequency_penalty + params.presence_penalty).astype(np.float32)
     if params.logit_bias:
-        row[[token for token, _ in params.logit_bias]] += np.float32([bias for _, bias in params.logit_bias])
+        biases = np.asarray([bias for _, bias in params.logit_bias], dtype=np.float32)
+        row[[token for token, _ in params.logit_bias]] += biases
     return row
