@@ -158,7 +158,8 @@ class HttpEdge:
                 raise PayloadTooLarge(f"body: expected at most {limit} bytes; send less")
             if len(body) <= INLINE_BODY_BYTES:
                 return parse(bytes(body))
-            return await asyncio.to_thread(parse, bytes(body))
+            # Few threads: each keeps some of the memory that its largest body took.
+            return await asyncio.get_running_loop().run_in_executor(self._service.executor, parse, bytes(body))
         except InputError as error:
             self._service.rejected("", error)
             raise

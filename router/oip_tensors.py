@@ -24,6 +24,7 @@ INPUTS = (("text_input", "BYTES", (1,)), ("input_ids", "INT64", (-1,)), ("sampli
 OUTPUTS = (("text_output", "BYTES", (1,)), ("output_ids", "INT32", (-1,)), ("finish_reason", "BYTES", (1,)))
 # Of the completions API: what shapes an HTTP answer has no meaning here.
 _NOT_HERE = frozenset({"model", "prompt", "stream", "stream_options", "n", "best_of", "echo", "suffix", "logprobs"})
+_OF_THE_PROTOCOL = "triton_"  # how clients ask for what our streams do anyway
 _INTEGERS = {"INT32": "<i4", "INT64": "<i8", "UINT32": "<u4"}
 
 _Tensor = oip.ModelInferRequest.InferInputTensor
@@ -78,6 +79,8 @@ def _wanted(request: oip.ModelInferRequest) -> tuple[str, ...]:
 def _parameters(given: Mapping[str, oip.InferParameter]) -> dict[str, object]:
     fields: dict[str, object] = {}
     for name, value in given.items():
+        if name.startswith(_OF_THE_PROTOCOL):
+            continue
         kind = value.WhichOneof("parameter_choice")
         if kind is None:
             raise InputError(f"parameters.{name[:80]}: expected a value, got none", field=f"parameters.{name[:80]}")

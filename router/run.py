@@ -11,6 +11,7 @@ Every way out cancels the request on each worker that may still know it, and end
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from kvtransfer.causes import HandoffFault
@@ -21,16 +22,10 @@ from router.request import ValidRequest
 from router.trace import Attempt, Trace
 from router.worker_client import WorkerLink
 from tandem.clock import Clock
-from tandem.errors import (
-    ErrorCode,
-    InternalError,
-    RequestCancelled,
-    TandemError,
-    WorkerLost,
-)
+from tandem.errors import ErrorCode, InternalError, RequestCancelled, TandemError, WorkerLost
 from tandem.request import FinishReason, Lifecycle, RequestState
 from tandem.v1 import inference_pb2, worker_pb2
-from worker.wire import parse_error
+from worker.wire import parse_error, sampling_frame
 
 # The worker is well but cannot take the request now (no KV blocks, a transfer agent being replaced).
 _REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
@@ -367,27 +362,15 @@ class RequestRun:
         return self.decode is not None and self.decode.link is link
 
     def _work(self) -> worker_pb2.Work:
-        request, sampling = self.request, self.request.sampling
+        request, sampling, given = self.request, self.request.sampling, len(self._answer)
+        if given:
+            sampling = replace(sampling, max_tokens=sampling.max_tokens - given, prompt_logprobs=None)
         return worker_pb2.Work(
             request_id=self._wire_id,
             prompt=[*request.prompt, *self._answer],
-            sampling=worker_pb2.ResolvedSampling(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k or 0,
-                min_p=sampling.min_p,
-                seed=sampling.seed,
-                max_tokens=sampling.max_tokens - len(self._answer),
-                stop_token_ids=sorted(sampling.stop_token_ids),
-                logprobs=sampling.logprobs,
-                presence_penalty=sampling.presence_penalty,
-                frequency_penalty=sampling.frequency_penalty,
-                repetition_penalty=sampling.repetition_penalty,
-                logit_bias=dict(sampling.logit_bias),
-                prompt_logprobs=None if self._answer else sampling.prompt_logprobs,
-            ),
+            sampling=sampling_frame(sampling),
             cache_salt=request.cache_salt,
-            answer_tokens=len(self._answer),
+            answer_tokens=given,
         )
 
     def _final(self, reason: FinishReason) -> Final:

@@ -30,7 +30,7 @@ class RouterService:
         self.models = models
         self.dispatcher = dispatcher
         self.metrics = metrics
-        self._executor = executor
+        self.executor = executor
 
     def model(self, name: str, *, required: bool = True) -> ServingModel:
         """Raises ModelNotFound. An empty name means the only model, unless `required`."""
@@ -71,7 +71,7 @@ class RouterService:
             model = self.model(raw.model, required=model_required)
             limit = self.dispatcher.fleet.max_model_tokens(model.name)
             return model, await model.parse(
-                raw, self._executor, max_model_tokens=limit, request_id=new_request_id()
+                raw, self.executor, max_model_tokens=limit, request_id=new_request_id()
             )
         except InputError as error:
             self.rejected(raw.model, error)
@@ -80,12 +80,12 @@ class RouterService:
     async def tokenize(self, model: str, prompt: str | tuple[Message, ...]) -> tuple[ServingModel, tuple[int, ...]]:
         """Raises ModelNotFound, InputError."""
         found = self.model(model, required=False)
-        return found, await found.tokenize(prompt, self._executor)
+        return found, await found.tokenize(prompt, self.executor)
 
     async def detokenize(self, model: str, tokens: Sequence[int]) -> str:
         """The text of token ids, special ones too. Raises ModelNotFound, InputError."""
         found = self.model(model, required=False)
-        return await found.detokenize(tokens, self._executor)
+        return await found.detokenize(tokens, self.executor)
 
     def rejected(self, model: str, error: TandemError) -> None:
         """Counts a request that an edge refused before it was submitted."""

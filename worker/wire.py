@@ -38,6 +38,24 @@ def parse_sampling(wire: worker_pb2.ResolvedSampling) -> SamplingParams:
     )
 
 
+def sampling_frame(sampling: SamplingParams) -> worker_pb2.ResolvedSampling:
+    return worker_pb2.ResolvedSampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or 0,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=sorted(sampling.stop_token_ids),
+        logprobs=sampling.logprobs,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        prompt_logprobs=sampling.prompt_logprobs,
+    )
+
+
 def parse_work(
     work: worker_pb2.Work,
     *,

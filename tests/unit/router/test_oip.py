@@ -129,7 +129,8 @@ async def test_a_stream_answers_its_requests_in_turn_and_outlives_a_bad_one(clus
     tokens = cluster.says("Grüße")
 
     async def requests() -> AsyncIterator[oip.ModelInferRequest]:
-        for number, request in enumerate((text_request(), text_request(temperature=-1.0), text_request())):
+        first = text_request(triton_enable_empty_final_response=True)
+        for number, request in enumerate((first, text_request(temperature=-1.0), text_request())):
             request.id = str(number)
             yield request
 

@@ -5,8 +5,9 @@ import pytest
 from kvtransfer.causes import HandoffCause, HandoffFault
 from tandem.engine.api import TokenLogprob, TokenOut
 from tandem.errors import ErrorCode, HandoffError, InputError, KvExhausted, error_from_code
+from tandem.request import SamplingParams
 from tandem.v1 import worker_pb2
-from worker.wire import error_frame, parse_error, parse_work, token_frame
+from worker.wire import error_frame, parse_error, parse_sampling, parse_work, sampling_frame, token_frame
 
 
 def work(**sampling: object) -> worker_pb2.Work:
@@ -33,6 +34,16 @@ def test_penalties_and_the_answer_they_count_are_carried_through() -> None:
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1.0, 1.5)
     assert sampling.logit_bias == ((2, 1.0), (7, -100.0))
     assert request.answered_tokens == 2
+
+
+def test_what_a_router_writes_a_worker_reads() -> None:
+    params = SamplingParams.parse(
+        seed=3, max_tokens=5, temperature=0.5, top_p=0.25, top_k=7, min_p=0.5, stop_token_ids=frozenset({9, 2}),
+        logprobs=0, presence_penalty=1, frequency_penalty=-2, repetition_penalty=1.5, logit_bias={4: -100.0},
+        prompt_logprobs=3,
+    )  # fmt: skip
+    for each in (params, SamplingParams()):
+        assert parse_sampling(sampling_frame(each)) == each
 
 
 def test_absent_limits_become_none_not_zero() -> None:
