@@ -144,7 +144,8 @@ async def _stop(child: asyncio.subprocess.Process, grace_s: float) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGTERM)
     try:
-        await asyncio.wait_for(child.wait(), grace_s)
+        async with asyncio.timeout(grace_s):
+            await child.wait()
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

@@ -157,7 +157,8 @@ class Agent:
             with raw:
                 if not peer_is_same_user(raw):
                     return
-                body, fds = await asyncio.wait_for(receive_first(raw), FIRST_MESSAGE_TIMEOUT_S)
+                async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):
+                    body, fds = await receive_first(raw)
                 first = _FIRST.decode(body)
                 stream = await asyncio.open_unix_connection(sock=raw.dup())
             if isinstance(first, Lead):

@@ -12,6 +12,7 @@ import logging
 import secrets
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ TOKEN_TIMEOUT_S = 5.0
 ESTABLISH_TIMEOUT_S = 10.0
 BUFFER_BYTES = 4 << 20
 MAX_VISITORS = 64
+_TIMEVAL = struct.Struct("@ll")
 T = TypeVar("T")
 
 
@@ -40,7 +42,13 @@ class DataSocket:
     """
 
     def __init__(self, sock: socket.socket, idle_s: float) -> None:
-        sock.settimeout(idle_s)
+        if isinstance(sock, ssl.SSLSocket):
+            sock.settimeout(idle_s)
+        else:  # the kernel's own timeouts: Python's would cost a poll for each call
+            sock.setblocking(True)
+            seconds, rest = divmod(round(idle_s * 1e6), 1_000_000)
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, rest))
         self._sock = sock
         self._idle_s = idle_s
         self._lock = threading.Lock()
@@ -63,7 +71,10 @@ class DataSocket:
         with self._use() as sock:
             rest = views
             while rest:
-                count = sock.recv_into(rest[0]) if isinstance(sock, ssl.SSLSocket) else sock.recvmsg_into(rest)[0]
+                if isinstance(sock, ssl.SSLSocket):
+                    count = sock.recv_into(rest[0])
+                else:
+                    count = sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]  # one waking for all
                 if not count:
                     raise ConnectionError("the peer closed it")
                 if self._closed:  # a TLS socket might go on with what it had read before
@@ -91,7 +102,7 @@ class DataSocket:
             self._in_use = True
         try:
             yield self._sock
-        except TimeoutError as error:
+        except (TimeoutError, BlockingIOError) as error:
             raise HandoffFault(
                 HandoffCause.TRANSPORT, f"tcp: the peer moved no byte for {self._idle_s:g} s in the middle of a piece"
             ) from error

@@ -180,7 +180,8 @@ async def receive_answer(raw: Wire, timeout_s: float) -> Welcome:
         HandoffFault: (protocol) it is no answer.
         OSError, TimeoutError: the connection broke, or no answer came.
     """
-    body, _ = await asyncio.wait_for(receive_first(raw), timeout_s)
+    async with asyncio.timeout(timeout_s):
+        body, _ = await receive_first(raw)
     try:
         answer = _ANSWERS.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

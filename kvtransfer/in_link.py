@@ -239,7 +239,8 @@ class LinkAcceptor:
                     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     if self._own.tls is not None:
                         wire = await TlsConnection.accept(raw.dup(), self._own.tls)
-                body, fds = await asyncio.wait_for(receive_first(wire), HELLO_TIMEOUT_S)
+                async with asyncio.timeout(HELLO_TIMEOUT_S):
+                    body, fds = await receive_first(wire)
                 hello = parse_hello(body)
                 thread = self._transports.thread(f"link-{hello.worker_id}-{hello.rank}")
                 link = await self._welcome(wire, hello, fds, thread)
@@ -285,7 +286,8 @@ class LinkAcceptor:
 
     async def _run(self, link: InLink) -> None:
         try:
-            frame = await asyncio.wait_for(link.stream.receive(), PROBE_TIMEOUT_S)
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                frame = await link.stream.receive()
             if frame is None or frame[0].type is not FrameType.PROBE:
                 raise protocol_fault("expected a probe first")
             await link.probed()

@@ -171,7 +171,7 @@ class OutLink:
             stream = await self._shake_hands(sender)
             self._meter.reconnected()
             for _ in range(PROBES if many_probes(stream.version) else 1):
-                async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):  # unlike wait_for, never loses a cancellation
+                async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                     await self._probe(sender, stream)
             self._jobs = FairQueue(self._may_go)
             self._watch = LinkWatch(self._is_moving)

@@ -80,11 +80,12 @@ class LeaderLink:
 
     async def query_state(self) -> bytes:
         query = next(self._query_ids)
-        answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._queries[query] = answer
         self.channel.send(StateQuery(query))
         try:
-            return await asyncio.wait_for(answer, STATE_TIMEOUT_S)
+            async with asyncio.timeout(STATE_TIMEOUT_S):
+                return await answer
         except TimeoutError:
             raise UnavailableError(f"the engine did not answer within {STATE_TIMEOUT_S:g} s") from None
         finally:
@@ -126,7 +127,8 @@ class WorkerService:
         self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> AsyncIterator[bytes]:
         try:
-            router_id = await asyncio.wait_for(self._greet(frames), HELLO_TIMEOUT_S)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                router_id = await self._greet(frames)
         except TimeoutError:
             await abort(context, DeadlineExceeded(f"frame: expected a hello within {HELLO_TIMEOUT_S:g} s"))
         except DecodeError as error:

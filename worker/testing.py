@@ -72,7 +72,8 @@ class WorkerSession:
                 queue.put_nowait(None)
 
     async def greeted(self) -> None:
-        await asyncio.wait_for(self._greeted.wait(), 10.0)
+        async with asyncio.timeout(10.0):
+            await self._greeted.wait()
 
     def send(self, frame: worker_pb2.RouterFrame) -> None:
         self._outgoing.put_nowait(frame)
@@ -85,7 +86,8 @@ class WorkerSession:
 
     async def event(self, request_id: str) -> WireEvent:
         """The request's next event. Raises what the worker reported, or WorkerLost."""
-        event = await asyncio.wait_for(self._events[request_id].get(), 60.0)
+        async with asyncio.timeout(60.0):
+            event = await self._events[request_id].get()
         if event is None:
             raise WorkerLost("the worker's stream ended")
         if isinstance(event, worker_pb2.Ended) and event.HasField("error"):

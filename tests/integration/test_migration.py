@@ -45,7 +45,8 @@ class Asked:
 
     async def has(self, tokens: int) -> None:
         async with self._changed:
-            await asyncio.wait_for(self._changed.wait_for(lambda: len(self.tokens) >= tokens), 30.0)
+            async with asyncio.timeout(30.0):
+                await self._changed.wait_for(lambda: len(self.tokens) >= tokens)
 
 
 @pytest.mark.parametrize("process", ["rank", "agent"])

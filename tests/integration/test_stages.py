@@ -94,7 +94,9 @@ async def test_stages_are_in_order_and_add_up(
         assert not link.HasField("latency_s")
 
 
-async def test_a_prompt_that_is_there_has_no_pieces(pair: Any, tiny: Path) -> None:
+async def test_a_prompt_that_is_there_has_no_pieces_and_the_loss_of_an_agent_is_counted_by_its_cause(
+    pair: Any, tiny: Path
+) -> None:
     hand = HandRouter()
     prompt = random_prompt(96, VOCAB, 2)
     async with pair(tiny, engine=ENGINE) as live:
@@ -110,10 +112,6 @@ async def test_a_prompt_that_is_there_has_no_pieces(pair: Any, tiny: Path) -> No
         assert not received.received.HasField("verified_s")
         assert received.received.reserved_s <= received.received.first_token_s <= received.received.joined_s
 
-
-async def test_the_loss_of_an_agent_is_counted_by_its_cause_on_the_worker(pair: Any, tiny: Path) -> None:
-    hand = HandRouter()
-    async with pair(tiny, engine=ENGINE) as live:
         work = hand.work(random_prompt(64, VOCAB, 3), GREEDY)
         await hand.reserve(live.prefill, live.decode, work)
         agent = live.workers.live["decode-0"].agents[0]

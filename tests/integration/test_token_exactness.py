@@ -17,19 +17,34 @@ from tandem.config import EngineSpec, TlsSpec, TransportKind
 from tandem.request import SamplingParams
 from tandem.testing import random_prompt, write_tiny_llama
 from worker.testing import HandRouter, WorkerSession
+from worker.testing_live import Pair
 
 VOCAB = 300
 LENGTHS = (1, 15, 16, 17, 100, 1000)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=7, max_tokens=8)
+LOGPROBS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2)
 # Small steps, so that long prompts go in many chunks that end inside blocks.
 ENGINE = EngineSpec(kv_blocks=160, max_step_tokens=200)
 MAPPED, GROUP, TCP = TransportKind.MAPPED, TransportKind.PROCESS_GROUP, TransportKind.TCP
 # Every pair of widths over every transport takes a quarter of an hour: `make soak` does.
-CACHE_MATRIX = (
+PATHS = (
     list(product((1, 2, 4), (1, 2, 4), (MAPPED, GROUP, TCP)))
     if os.environ.get("TANDEM_SOAK")
-    else [(1, 1, MAPPED), (1, 1, GROUP), (1, 1, TCP), (2, 1, MAPPED), (1, 2, TCP), (2, 2, GROUP)]
+    else [
+        (1, 1, MAPPED),
+        (1, 1, GROUP),
+        (1, 1, TCP),
+        (2, 1, MAPPED),
+        (2, 1, GROUP),
+        (1, 2, MAPPED),
+        (1, 2, GROUP),
+        (2, 2, MAPPED),
+        (2, 2, GROUP),
+        (4, 1, GROUP),
+        (1, 4, MAPPED),
+        (4, 2, TCP),
+    ]
 )
 
 
@@ -49,46 +64,17 @@ def reference(reference_for: Callable[[Path], Any], tiny: Path) -> Any:
 
 
 async def test_aggregated(pair: Any, tiny: Path, reference: Any) -> None:
+    """Tokens, and logprobs the same as through a handoff."""
     hand = HandRouter()
     async with pair(tiny, engine=ENGINE) as live:
         for length in LENGTHS:
             for sampling in (GREEDY, SEEDED):
                 answer = await hand.generate(live.decode, prompt(length), sampling)
                 assert answer.tokens == reference.answer(prompt(length), sampling), length
-
-
-@pytest.mark.parametrize(
-    ("prefill_tp", "decode_tp", "transport"),
-    [
-        (1, 1, MAPPED),
-        (1, 1, GROUP),
-        (1, 1, TCP),
-        (2, 1, MAPPED),
-        (2, 1, GROUP),
-        (1, 2, MAPPED),
-        (1, 2, GROUP),
-        (2, 2, MAPPED),
-        (2, 2, GROUP),
-        (4, 1, MAPPED),
-        (1, 4, MAPPED),
-        (4, 2, GROUP),
-    ],
-)
-async def test_through_a_handoff(
-    pair: Any, tiny: Path, reference: Any, prefill_tp: int, decode_tp: int, transport: TransportKind
-) -> None:
-    hand = HandRouter()
-    async with pair(
-        tiny, prefill_tp=prefill_tp, decode_tp=decode_tp, transport=transport, engine=ENGINE
-    ) as live:
-        for length in LENGTHS:
-            for seed, sampling in enumerate((GREEDY, SEEDED)):
-                answer = await hand.handoff(live.prefill, live.decode, prompt(length, seed), sampling)
-                assert answer.tokens == reference.answer(prompt(length, seed), sampling), length
-                assert answer.kv_bytes > 0
-        links = (await live.prefill.state()).links
-        assert {link.transport for link in links} == {transport.value}
-        assert {link.state for link in links} == {"ready"}
+        alone = await hand.generate(live.decode, prompt(100, 3), LOGPROBS)
+        moved = await hand.handoff(live.prefill, live.decode, prompt(100, 3), LOGPROBS, use_decode_cache=False)
+    assert moved.tokens == alone.tokens
+    assert moved.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
 
 
 async def test_through_an_encrypted_handoff(
@@ -111,48 +97,55 @@ async def cache_on_prefill_only(hand: HandRouter, prefill: WorkerSession, decode
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("prefill_tp", "decode_tp", "transport"), CACHE_MATRIX)
-async def test_with_every_state_of_the_caches(
+@pytest.mark.parametrize(("prefill_tp", "decode_tp", "transport"), PATHS)
+async def test_through_a_handoff(
     pair: Any, tiny: Path, reference: Any, prefill_tp: int, decode_tp: int, transport: TransportKind
 ) -> None:
-    hand = HandRouter()
-    token_bytes = 2 * 2 * max(2, decode_tp) * 16 * 4  # layers, K and V, KV heads with replicas, head_dim, fp32
     async with pair(
         tiny, prefill_tp=prefill_tp, decode_tp=decode_tp, transport=transport, engine=ENGINE
     ) as live:
-        for length in (16, 17, 96, 100):
-            full = length // 16 * 16
-            on_prefill, on_decode, on_both, local = (prompt(length, seed) for seed in range(10, 14))
-            expected = {s: reference.answer(prompt(length, s), GREEDY) for s in range(10, 14)}
-
-            await cache_on_prefill_only(hand, live.prefill, live.decode, on_prefill)
-            answer = await hand.handoff(live.prefill, live.decode, on_prefill, GREEDY)
-            assert answer.tokens == expected[10]
-            assert (answer.cached_tokens_prefill, answer.cached_tokens_decode) == ((length - 1) // 16 * 16, 0)
-            assert answer.kv_bytes == length * token_bytes
-
-            await hand.generate(live.decode, on_decode, GREEDY)
-            answer = await hand.handoff(live.prefill, live.decode, on_decode, GREEDY)
-            assert answer.tokens == expected[11]
-            assert (answer.cached_tokens_prefill, answer.cached_tokens_decode) == (0, full)
-            assert answer.kv_bytes == (length - full) * token_bytes
-
-            first = await hand.handoff(live.prefill, live.decode, on_both, GREEDY)
-            again = await hand.handoff(live.prefill, live.decode, on_both, GREEDY)
-            assert first.tokens == again.tokens == expected[12]
-            assert (again.cached_tokens_prefill, again.cached_tokens_decode) == ((length - 1) // 16 * 16, full)
-
-            await hand.handoff(live.prefill, live.decode, local, GREEDY)
-            answer = await hand.generate(live.decode, local, GREEDY)  # what the policy does when it is free to
-            assert answer.tokens == expected[13]
-            assert answer.cached_tokens_decode == (length - 1) // 16 * 16
+        await with_every_length(live, reference)
+        await with_every_state_of_the_caches(live, reference, decode_tp)
+        links = (await live.prefill.state()).links
+        assert {link.transport for link in links} == {transport.value}
+        assert {link.state for link in links} == {"ready"}
 
 
-async def test_logprobs_are_the_same_on_every_path(pair: Any, tiny: Path) -> None:
+async def with_every_length(live: Pair, reference: Any) -> None:
     hand = HandRouter()
-    sampling = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2)
-    async with pair(tiny, engine=ENGINE) as live:
-        alone = await hand.generate(live.decode, prompt(100, 3), sampling)
-        moved = await hand.handoff(live.prefill, live.decode, prompt(100, 3), sampling, use_decode_cache=False)
-    assert moved.tokens == alone.tokens
-    assert moved.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+    for length in LENGTHS:
+        for seed, sampling in enumerate((GREEDY, SEEDED)):
+            answer = await hand.handoff(live.prefill, live.decode, prompt(length, seed), sampling)
+            assert answer.tokens == reference.answer(prompt(length, seed), sampling), length
+            assert answer.kv_bytes > 0
+
+
+async def with_every_state_of_the_caches(live: Pair, reference: Any, decode_tp: int) -> None:
+    hand = HandRouter()
+    token_bytes = 2 * 2 * max(2, decode_tp) * 16 * 4  # layers, K and V, KV heads with replicas, head_dim, fp32
+    for length in (16, 17, 96, 100):
+        full = length // 16 * 16
+        on_prefill, on_decode, on_both, local = (prompt(length, seed) for seed in range(10, 14))
+        expected = {s: reference.answer(prompt(length, s), GREEDY) for s in range(10, 14)}
+
+        await cache_on_prefill_only(hand, live.prefill, live.decode, on_prefill)
+        answer = await hand.handoff(live.prefill, live.decode, on_prefill, GREEDY)
+        assert answer.tokens == expected[10]
+        assert (answer.cached_tokens_prefill, answer.cached_tokens_decode) == ((length - 1) // 16 * 16, 0)
+        assert answer.kv_bytes == length * token_bytes
+
+        await hand.generate(live.decode, on_decode, GREEDY)
+        answer = await hand.handoff(live.prefill, live.decode, on_decode, GREEDY)
+        assert answer.tokens == expected[11]
+        assert (answer.cached_tokens_prefill, answer.cached_tokens_decode) == (0, full)
+        assert answer.kv_bytes == (length - full) * token_bytes
+
+        first = await hand.handoff(live.prefill, live.decode, on_both, GREEDY)
+        again = await hand.handoff(live.prefill, live.decode, on_both, GREEDY)
+        assert first.tokens == again.tokens == expected[12]
+        assert (again.cached_tokens_prefill, again.cached_tokens_decode) == ((length - 1) // 16 * 16, full)
+
+        await hand.handoff(live.prefill, live.decode, local, GREEDY)
+        answer = await hand.generate(live.decode, local, GREEDY)  # what the policy does when it is free to
+        assert answer.tokens == expected[13]
+        assert answer.cached_tokens_decode == (length - 1) // 16 * 16

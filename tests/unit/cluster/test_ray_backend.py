@@ -39,7 +39,8 @@ SCRIPT = textwrap.dedent(
         await asyncio.sleep(0.2)
         os.kill(psutil.Process(first.pid).ppid(), signal.SIGKILL)  # the actor itself
         assert "Ray actor" in await asyncio.wait_for(ending, 20)
-        await asyncio.wait_for(one.start(start), 30)
+        async with asyncio.timeout(30):
+            await one.start(start)
         (again,) = await one.processes()
         assert again.pid != first.pid and gone(first.pid)
         assert (await two.processes())[0].pid == second.pid

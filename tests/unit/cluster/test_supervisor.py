@@ -44,7 +44,8 @@ async def test_any_other_end_is_the_members_and_carries_its_last_words(tmp_path:
     supervisor = Supervisor("m", tmp_path / "logs")
     dying = (sys.executable, "-c", "import sys; print('no room at all', file=sys.stderr); sys.exit(3)")
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=dying)))
-    reason = await asyncio.wait_for(supervisor.wait_end(), 10)
+    async with asyncio.timeout(10):
+        reason = await supervisor.wait_end()
     assert "m/rank ended with exit code 3: no room at all" in reason
     await supervisor.stop()
 
@@ -52,7 +53,8 @@ async def test_any_other_end_is_the_members_and_carries_its_last_words(tmp_path:
 async def test_what_cannot_be_started_is_an_end_too(tmp_path: Path) -> None:
     supervisor = Supervisor("m", tmp_path / "logs")
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=("/no/such/program",))))
-    assert "No such file" in await asyncio.wait_for(supervisor.wait_end(), 10)
+    async with asyncio.timeout(10):
+        assert "No such file" in await supervisor.wait_end()
     await supervisor.stop()
 
 

@@ -6,7 +6,8 @@ from kvtransfer.fair_queue import FairQueue
 
 
 async def take(queue: FairQueue[str], count: int) -> list[str]:
-    return [await asyncio.wait_for(queue.get(), 1.0) for _ in range(count)]
+    async with asyncio.timeout(1.0):
+        return [await queue.get() for _ in range(count)]
 
 
 async def test_a_ticket_keeps_its_order_and_tickets_take_turns() -> None:
@@ -40,7 +41,8 @@ async def test_what_may_not_go_holds_back_only_its_own_line() -> None:
     assert not waiting.done()
     allowed.add("piece")
     queue.look_again()
-    assert await asyncio.wait_for(waiting, 1.0) == "piece"
+    async with asyncio.timeout(1.0):
+        assert await waiting == "piece"
     assert await take(queue, 1) == ["finish"]
 
 
@@ -49,4 +51,5 @@ async def test_get_waits_for_a_put() -> None:
     waiting = asyncio.create_task(queue.get())
     await asyncio.sleep(0.01)
     queue.put("a", "late")
-    assert await asyncio.wait_for(waiting, 1.0) == "late"
+    async with asyncio.timeout(1.0):
+        assert await waiting == "late"

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator, Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,6 +24,11 @@ MakeWorker = Callable[..., FakeWorker]
 pytestmark = pytest.mark.soak
 DETECTED_S = 2.0
 MOVES_ON_S = 5.0
+STOPPED = (
+    list(product(("prefill-0", "decode-0"), ("mapped", "process_group", "tcp")))
+    if os.environ.get("TANDEM_SOAK")
+    else [("prefill-0", "mapped"), ("decode-0", "mapped"), ("decode-0", "process_group"), ("prefill-0", "tcp")]
+)
 REPLACED_S = 3.0
 PREFILL: dict[str, Any] = {"connects": True, "num_blocks": 64, "ttl_s": 5.0}
 DECODE: dict[str, Any] = {"num_blocks": 64, "ttl_s": 5.0}
@@ -156,8 +162,7 @@ async def test_nothing_of_an_old_epoch_is_accepted(make_worker: MakeWorker, soak
         old = new
 
 
-@pytest.mark.parametrize("transport", ["mapped", "process_group", "tcp"])
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize(("victim", "transport"), STOPPED)
 async def test_a_stopped_agent_holds_nobody_up_and_writes_nothing_late(
     cluster: FakeCluster, soak: Soak, victim: str, transport: str
 ) -> None:

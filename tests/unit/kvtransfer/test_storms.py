@@ -62,7 +62,7 @@ async def run_all(works: Iterable[Coroutine[Any, Any, object]], *, at_once: int 
 async def test_every_16th_operation_fails_and_every_prompt_arrives_right(
     cluster: FakeCluster, soak: Soak, transport: str
 ) -> None:
-    count = soak(2000, 20) if transport == "mapped" else soak(500, 6)
+    count = soak(2000, 20) if transport == "mapped" else soak(500, 3)
     kinds = ("fail", "delay", "duplicate", "reorder", "truncate", "flip")
     await pair(
         cluster,
@@ -102,7 +102,7 @@ async def test_what_fails_at_the_beginning_or_the_end_of_a_handoff_leaves_nothin
 
 @pytest.mark.parametrize("transport", ["mapped", "process_group", "tcp"])
 async def test_broken_pieces_are_found_and_never_accepted(cluster: FakeCluster, soak: Soak, transport: str) -> None:
-    count = soak(1000, 60) if transport == "mapped" else soak(300, 3)
+    count = soak(1000, 60) if transport == "mapped" else soak(300, 2)
     kinds = ("flip", "truncate", "duplicate", "reorder", "misaddress")
     prefill, _ = await pair(
         cluster,

@@ -92,7 +92,8 @@ class HandSender:
     async def answer(self) -> Header:
         """The next frame that is not a sign of life."""
         while True:
-            frame = await asyncio.wait_for(self.stream.receive(), 5.0)
+            async with asyncio.timeout(5.0):
+                frame = await self.stream.receive()
             assert frame is not None
             if frame[0].type is not FrameType.BEAT:
                 return frame[0]
@@ -334,7 +335,8 @@ async def test_who_shows_another_token_never_gets_in(authority: Authority, way: 
     admitting = asyncio.create_task(door.admit(IDLE_S))
     impostor = await connect_data(address, bytes(32), tls, IDLE_S)
     friend = await connect_data(address, door.token, tls, IDLE_S)
-    receiver = await asyncio.wait_for(admitting, QUICK_S)
+    async with asyncio.timeout(QUICK_S):
+        receiver = await admitting
     try:
         payload, arrived = secrets.token_bytes(300_000), bytearray(300_000)
         sending = asyncio.create_task(asyncio.to_thread(friend.send, [memoryview(payload)]))
@@ -358,7 +360,8 @@ async def test_closing_wakes_a_thread_that_waits(authority: Authority, way: str)
     await asyncio.sleep(0.1)
     receiver.close()
     with pytest.raises(Exception, match="data connection ended"):
-        await asyncio.wait_for(waiting, 1.0)
+        async with asyncio.timeout(1.0):
+            await waiting
     friend.close()
 
 
