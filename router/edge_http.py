@@ -50,6 +50,7 @@ class HttpEdge:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/openapi.json", self.openapi, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
@@ -98,12 +99,17 @@ class HttpEdge:
 
     async def tokenize(self, request: Request) -> Response:
         parsed = await self._body(request, lambda body: parse_body(TokenizeRequest, body))
-        model, tokens = await self._service.tokenize(parsed.model, parsed.parse())
+        special = parsed.add_special_tokens is not False
+        model, tokens = await self._service.tokenize(parsed.model, parsed.parse(), special_tokens=special)
         return JsonResponse({"count": len(tokens), "max_model_len": model.max_model_tokens, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
         parsed = await self._body(request, lambda body: parse_body(DetokenizeRequest, body))
         return JsonResponse({"prompt": await self._service.detokenize(parsed.model, parsed.tokens)})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        model = self._service.model(request.query_params.get("model", ""), required=False)
+        return JsonResponse(model.tokenizer_info())
 
     async def openapi(self, request: Request) -> Response:
         return JsonResponse(openapi_document())

@@ -131,6 +131,14 @@ _ANSWERS: dict[str, Schema] = {
     "ResponseEvent": _object(type=_STRING, sequence_number=_COUNT),
     "Tokens": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT)),
     "Text": _object(prompt=_STRING),
+    "Info": _object(
+        eos_token=_or_null(_STRING),
+        bos_token=_or_null(_STRING),
+        pad_token=_or_null(_STRING),
+        chat_template=_or_null(_STRING),
+        vocab_size=_COUNT,
+        max_model_len=_COUNT,
+    ),
     "Model": _object(
         id=_STRING, object=_const("model"), created=_COUNT, owned_by=_STRING, max_model_len=_COUNT
     ),
@@ -185,6 +193,9 @@ def openapi_document() -> Schema:
     missing = _reply("There is none.", _content("application/json", _ref("Error")))
     model = _get("One model", "Model", _content("application/json", _ref("Model")), **{"404": missing})
     model["get"]["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": _STRING}]
+    info = _get("What a tokenizer used from afar needs", "TokenizerInfo", _content("application/json", _ref("Info")))
+    info["get"]["parameters"] = [{"name": "model", "in": "query", "required": False, "schema": _STRING}]
+    info["get"]["responses"]["404"] = missing
     status = _content("application/json", _ref("Status"))
     return {
         "openapi": "3.1.0",
@@ -197,6 +208,7 @@ def openapi_document() -> Schema:
             "/v1/responses": _post("Answers text with text", ResponsesRequest, "Response", "ResponseEvent"),
             "/tokenize": _post("Token ids of a text or a chat", TokenizeRequest, "Tokens"),
             "/detokenize": _post("Text of token ids", DetokenizeRequest, "Text"),
+            "/tokenizer_info": info,
             "/v1/models": _get("The models there are", "Models", _content("application/json", _ref("Models"))),
             "/v1/models/{name}": model,
             "/health": _get("The process is alive", "Health", status),

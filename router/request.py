@@ -21,7 +21,7 @@ from tandem.model_config import ModelConfig
 from tandem.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams, check_length
 from tandem.tokenizer import Tokenizer
 
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 INLINE_PROMPT_CHARS = 2048  # shorter prompts are tokenized on the event loop
 INLINE_PROMPT_TOKENS = 512
@@ -93,6 +93,7 @@ class ServingModel:
         self._served = served
         self._template = template
         self._eos = frozenset(config.eos_token_ids)
+        self._bos = config.bos_token_id
         limits = (config.max_position_tokens, served.max_model_tokens)
         self.max_model_tokens = min(limit for limit in limits if limit is not None)
 
@@ -111,12 +112,12 @@ class ServingModel:
             return work()
         return await asyncio.get_running_loop().run_in_executor(executor, work)
 
-    async def tokenize(self, prompt: str | tuple[Message, ...], executor: Executor) -> tuple[int, ...]:
+    async def tokenize(
+        self, prompt: str | tuple[Message, ...], executor: Executor, *, special_tokens: bool
+    ) -> tuple[int, ...]:
         """Token ids of a prompt. Raises InputError, ContextExceeded."""
-        if _is_short(prompt):
-            return self.tokens(prompt, self.max_model_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(executor, self.tokens, prompt, self.max_model_tokens)
+        work = partial(self.tokens, prompt, self.max_model_tokens, special_tokens=special_tokens)
+        return work() if _is_short(prompt) else await asyncio.get_running_loop().run_in_executor(executor, work)
 
     async def detokenize(self, tokens: Sequence[int], executor: Executor) -> str:
         """Raises InputError."""
@@ -126,11 +127,26 @@ class ServingModel:
             return decode()
         return await asyncio.get_running_loop().run_in_executor(executor, decode)
 
-    def tokens(self, prompt: str | tuple[int, ...] | tuple[Message, ...], limit: int) -> tuple[int, ...]:
-        """Token ids of a prompt, at most `limit` of them. Raises InputError, ContextExceeded."""
+    def tokenizer_info(self) -> dict[str, str | int | None]:
+        """What clients need to know of the tokenizer to use it from afar."""
+        eos, bos = min(self._eos, default=None), self._bos
+        return {
+            "eos_token": None if eos is None else self.tokenizer.token(eos),
+            "bos_token": None if bos is None else self.tokenizer.token(bos),
+            "pad_token": None,
+            "chat_template": None if self._template is None else self._template.source,
+            "vocab_size": self.vocab_tokens,
+            "max_model_len": self.max_model_tokens,
+        }
+
+    def tokens(
+        self, prompt: str | tuple[int, ...] | tuple[Message, ...], limit: int, *, special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        """Token ids of a prompt, at most `limit` of them. `special_tokens`: also what the checkpoint puts around a
+        text. Raises InputError, ContextExceeded."""
         if isinstance(prompt, str):
             self._check_chars(len(prompt), limit)
-            return tuple(self.tokenizer.encode(prompt, add_special_tokens=True))
+            return tuple(self.tokenizer.encode(prompt, add_special_tokens=special_tokens))
         if _is_chat(prompt):
             return self._chat_tokens([each for each in prompt if isinstance(each, Message)], limit)
         if len(prompt) > limit:  # before looking at each of them

@@ -77,10 +77,12 @@ class RouterService:
             self.rejected(raw.model, error)
             raise
 
-    async def tokenize(self, model: str, prompt: str | tuple[Message, ...]) -> tuple[ServingModel, tuple[int, ...]]:
+    async def tokenize(
+        self, model: str, prompt: str | tuple[Message, ...], *, special_tokens: bool = True
+    ) -> tuple[ServingModel, tuple[int, ...]]:
         """Raises ModelNotFound, InputError."""
         found = self.model(model, required=False)
-        return found, await found.tokenize(prompt, self.executor)
+        return found, await found.tokenize(prompt, self.executor, special_tokens=special_tokens)
 
     async def detokenize(self, model: str, tokens: Sequence[int]) -> str:
         """The text of token ids, special ones too. Raises ModelNotFound, InputError."""

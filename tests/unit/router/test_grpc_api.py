@@ -95,7 +95,7 @@ async def test_logprobs_of_the_prompt_come_with_the_first_chunk(cluster: Any) ->
         (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(min_p=NAN)), InputError, "min_p"),
         (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(logit_bias={5: NAN})), InputError, "logit_bias"),
         (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(logit_bias={320: 1})), InputError, "logit_bias"),
-        (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(stop=["a"] * 5)), InputError, "stop"),
+        (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(stop=["a"] * 17)), InputError, "stop"),
         (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(prompt_logprobs=21)), InputError, "prompt_logprobs"),
     ],
     ids=lambda value: str(MessageToDict(value))[:40] if isinstance(value, pb.GenerateRequest) else None,

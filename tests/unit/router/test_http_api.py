@@ -222,7 +222,7 @@ async def test_unsupported_field_is_refused_by_name(cluster: Any, path: str, ext
         ("completions", {"prompt": [[70], [-1]]}, "prompt"),
         ("completions", {"max_tokens": True}, "max_tokens"),
         ("completions", {"logprobs": 21}, "logprobs"),
-        ("completions", {"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ("completions", {"stop": ["a"] * 17}, "stop"),
         ("completions", {"stop": [""]}, "stop"),
         ("completions", {"stop_token_ids": [100000]}, "stop_token_ids"),
         ("completions", {"prompt": []}, "prompt"),

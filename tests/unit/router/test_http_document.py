@@ -28,6 +28,16 @@ class TestTokenize:
         answer = await cluster.openai.chat.completions.create(model=MODEL, messages=CHAT)
         assert reply.json()["count"] == answer.usage.prompt_tokens
 
+    async def test_a_tokenizer_can_be_used_from_afar(self, cluster: Any) -> None:
+        """As lm-eval's remote tokenizer does: no model named, no special tokens added."""
+        info = (await cluster.http.get("/tokenizer_info")).json()
+        assert info["eos_token"] == "<|im_end|>"
+        assert "message['role']" in info["chat_template"]
+        asked = {"prompt": info["eos_token"], "add_special_tokens": False}
+        [eos] = (await cluster.http.post("/tokenize", json=asked)).json()["tokens"]
+        assert (await cluster.http.post("/detokenize", json={"tokens": [eos]})).json() == {"prompt": "<|im_end|>"}
+        assert (await cluster.http.get("/tokenizer_info?model=nope")).status_code == 404
+
     async def test_an_empty_text_has_no_tokens(self, cluster: Any) -> None:
         reply = await cluster.http.post("/tokenize", json={"model": MODEL, "prompt": ""})
         assert reply.json()["tokens"] == []
@@ -37,6 +47,7 @@ class TestTokenize:
         [
             ("/tokenize", {"model": MODEL}, 400, "prompt"),
             ("/tokenize", {"model": MODEL, "prompt": "x", "messages": CHAT}, 400, "prompt"),
+            ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, 400, "add_special_tokens"),
             ("/tokenize", {"model": "nope", "prompt": "x"}, 404, "model"),
             ("/tokenize", {"model": MODEL, "prompt": "x" * 60000}, 400, "prompt"),
             ("/detokenize", {"model": MODEL, "tokens": [320]}, 400, "tokens"),
@@ -107,7 +118,7 @@ async def test_answers_and_errors_are_as_documented(
     document.check({"model": MODEL} | body, request["$ref"].rsplit("/", 1)[1])
     good = await cluster.http.post(path, json={"model": MODEL} | body)
     document.check(good.json(), document.answer_of("post", path, 200))
-    bad = await cluster.http.post(path, json=body)
+    bad = await cluster.http.post(path, json=body | {"no_such_field": 1})
     document.check(bad.json(), document.answer_of("post", path, 400))
 
 
@@ -129,7 +140,7 @@ async def test_events_are_as_documented(cluster: Any, document: Document, path: 
     assert len(lines) > 2
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{name}", "/health", "/ready"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{name}", "/tokenizer_info", "/health", "/ready"])
 async def test_what_is_read_is_as_documented(cluster: Any, document: Document, path: str) -> None:
     reply = await cluster.http.get(path.replace("{name}", MODEL))
     document.check(reply.json(), document.answer_of("get", path, 200))
