@@ -14,9 +14,6 @@ from router.request import Message, RawRequest, RawSampling
 from tandem.errors import InputError, UnsupportedField
 from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
-_TOKEN_ID = re.compile(r"[0-9]{1,10}")
-
-
 # For each known but unsupported field, which values change nothing.
 Neutral = dict[str, Callable[[object], bool]]
 MAX_CHOICES = 128  # answers of one request: prompts times `n`
@@ -24,6 +21,7 @@ MAX_MESSAGES = 4096
 MAX_NAME_CHARS = 80  # of what a client called a field, in an error
 MAX_KEYS = 2 * MAX_LOGIT_BIAS  # of one JSON object
 
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
 Item = TypeVar("Item")
 # Faults are noted up to the first: a list of a million wrong items costs no more than one.
 Items = Annotated[list[Item], Field(fail_fast=True)]
