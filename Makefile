@@ -49,7 +49,7 @@ check: $(DEV)  ## Lint, types, import rules, generated files, chart
 format: $(DEV)  ## Let ruff fix what it can
 	@$(BIN)/ruff check --fix .
 
-proto: $(DEV)  ## Generate tandem/v1 from proto/
+proto: $(DEV)  ## Generate tandem/v1 and tandem/oip from proto/
 	@PYTHON=$(BIN)/python scripts/generate-proto.sh
 
 docs: $(DEV)  ## Generate docs/configuration.md and the chart's schema from the configuration schema

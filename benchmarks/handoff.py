@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable
 
-from benchmarks import handoff_bulk, handoff_workers
+from benchmarks import handoff_bulk, handoff_device, handoff_workers
 from benchmarks.handoff_figures import QUICK, Figure, Sizes
 
 FIGURES: dict[str, Callable[[Sizes], Awaitable[list[Figure]]]] = {
@@ -24,6 +24,7 @@ FIGURES: dict[str, Callable[[Sizes], Awaitable[list[Figure]]]] = {
     "mapped_digest": handoff_bulk.mapped_digest,
     "gloo": handoff_bulk.gloo,
     "tcp": handoff_bulk.tcp,
+    "gpu_mapped": handoff_device.gpu_mapped,
     "small": handoff_workers.small,
     "exposed_share": handoff_workers.exposed_share,
     "ttft_extra": handoff_workers.ttft_extra,

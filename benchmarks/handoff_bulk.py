@@ -84,7 +84,10 @@ class Bulk:
 
 
 @asynccontextmanager
-async def bulk(sizes: Sizes, transport: str, *, digests: bool = True) -> AsyncIterator[Bulk]:
+async def bulk(
+    sizes: Sizes, transport: str, *, digests: bool = True, device: str = ""
+) -> AsyncIterator[Bulk]:
+    """`device`: as of FakeWorker."""
     model = FakeModel(sizes.layers, sizes.kv_heads, sizes.block_tokens, sizes.head_dim, sizes.dtype)
     num_blocks = 2 * RUN_BLOCKS + sizes.bulk_tokens // sizes.block_tokens
     workers: list[FakeWorker] = []
@@ -100,6 +103,7 @@ async def bulk(sizes: Sizes, transport: str, *, digests: bool = True) -> AsyncIt
                     digests=digests,
                     connects=name == "prefill-0",
                     ttl_s=TIMEOUT_S,
+                    device=device,
                 )
                 workers.append(worker)
             prefill, decode = workers

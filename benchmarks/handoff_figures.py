@@ -40,6 +40,7 @@ class Sizes:
     exposed_runs: int = 3
     exposed_tokens: int = 2048
     demo_model: bool = True
+    device: str | None = None  # of the figures of GPUs; None: the GPU, if there is one
 
 
 QUICK = Sizes(
@@ -54,6 +55,7 @@ QUICK = Sizes(
     exposed_runs=1,
     exposed_tokens=64,
     demo_model=False,
+    device="cpu",  # through the very code that works on a GPU
 )
 
 

@@ -90,12 +90,6 @@ def _resolve_model(spec: ModelSpec, progress: Progress, fetch: bool) -> Resolved
             except TandemError as error:
                 raise ConfigError(f"{name}: {error.message}", field=name) from None
     if spec.prefill.workers:
-        if spec.engine.device != "cpu":
-            raise ConfigError(
-                f"engine.device: {spec.engine.device} pools cannot be handed off in this version: set prefill.workers "
-                "to 0 (aggregated), or use cpu",
-                field="engine.device",
-            )
         reshard_plan(spec.prefill.tp, spec.decode.tp, config.kv_heads)
     limit = config.max_position_tokens
     if spec.engine.max_model_tokens is not None and spec.engine.max_model_tokens > limit:

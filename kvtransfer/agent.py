@@ -3,7 +3,7 @@
     python -m kvtransfer.agent --socket PATH
 
 It lives as long as its rank's connection and holds nothing that outlives a ticket: killed and started again, it works
-with the next tickets. No torch, unless a link needs `process_group`.
+with the next tickets. No torch, unless the pool is in a device's memory or a link needs `process_group`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kvtransfer.host import host_id
 from kvtransfer.in_link import LinkAcceptor
 from kvtransfer.incoming import Incoming
 from kvtransfer.outgoing import Outgoing
-from kvtransfer.pool import PoolMap
+from kvtransfer.pools import open_pool
 from kvtransfer.sockets import listen_tcp, listen_unix, peer_is_same_user, receive_first, serve, tcp_address
 from kvtransfer.ticket import KEY_BYTES
 from kvtransfer.tls import load_tls
@@ -82,7 +82,7 @@ class Attachment:
             listener = listen_tcp(attach.bind_host)
             tcp = tcp_address(listener)
             self._listen(listener)
-        self.where = Attached(own.host_id, mapped_path, tcp)
+        self.where = Attached(own.host_id, mapped_path, tcp, own.device)
 
     def _listen(self, listener: socket.socket) -> None:
         self._tasks.append(asyncio.create_task(serve(listener, self._acceptor.accept)))
@@ -195,15 +195,14 @@ class Agent:
 
     def _attach(self, attach: AttachPool, fds: list[int]) -> Attachment:
         """Raises HandoffFault (protocol) or OSError."""
-        if len(fds) != 1 or len(attach.ticket_key) != KEY_BYTES:
-            raise protocol_fault(f"attach: expected one descriptor and a key of {KEY_BYTES} bytes")
-        pool_fd = fds[0]
-        pool = PoolMap.map_fd(pool_layout(attach.layout), pool_fd, writable=True)
+        if len(attach.ticket_key) != KEY_BYTES:
+            raise protocol_fault(f"attach: expected a key of {KEY_BYTES} bytes")
+        pool = open_pool(pool_layout(attach.layout), attach.memory, fds, writable=True)
         try:
             tls = load_tls(attach.tls) if attach.tls is not None else None
         except ConfigError as error:
             raise HandoffFault(HandoffCause.TRANSPORT, f"attach: {error.message}") from error
-        own = Own(attach, pool, os.dup(pool_fd), host_id(), tls)
+        own = Own(attach, pool, os.dup(fds[0]) if fds else None, host_id(), tls)
         self._attachment = Attachment(own, self._transports, self._clock, self._report)
         log.info("attached rank %d of %s, %d blocks", attach.rank, attach.worker_id, attach.layout.num_blocks)
         return self._attachment

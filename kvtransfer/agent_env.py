@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-STREAMING_COPY_BYTES: Final = 512 << 10
+STREAMING_COPY_BYTES: Final = 384 << 10
 
 # glibc copies past the cache (without reading the target first, a third of the traffic) only from a size that has to do
 # with the shared cache, tens of MB; a run of KV blocks is smaller. It reads this at the start of a process; other C

@@ -27,6 +27,10 @@ class HandoffFault(HandoffError):
         self.cause = cause
 
 
+class DeviceLost(Exception):
+    """The device can no longer be used by this process; another process may use it."""
+
+
 def parse_cause(name: str) -> HandoffCause:
     """An unknown cause (a newer peer) becomes `protocol`."""
     try:

@@ -11,6 +11,9 @@ import msgspec
 from kvtransfer.stages import ReceiveStages, SendStages
 from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 
+HOST_DEVICE = "cpu"
+IPC_HANDLE_BYTES = 64
+
 
 class Layout(msgspec.Struct, frozen=True):
     """KvPoolLayout on the wire, with what the handshake must also compare."""
@@ -24,6 +27,19 @@ class Layout(msgspec.Struct, frozen=True):
     adapter: str = ""
 
 
+class DeviceMemory(msgspec.Struct, frozen=True):
+    """A pool that is not in host memory: `size_bytes` from `offset` on in an allocation of another process.
+
+    `device` is a GPU's UUID and `handle` the allocation's CUDA IPC handle. Or it is HOST_DEVICE, and the pool is the
+    file beside the message: so what is made for GPUs runs without one.
+    """
+
+    device: str
+    size_bytes: int
+    handle: bytes = b""
+    offset: int = 0
+
+
 class TlsFiles(msgspec.Struct, frozen=True):
     """Paths of PEM files, as `transfer.tls` has them."""
 
@@ -33,7 +49,8 @@ class TlsFiles(msgspec.Struct, frozen=True):
 
 
 class AttachPool(msgspec.Struct, frozen=True, tag=True):
-    """First message of a rank on its own agent's socket. The pool's file descriptor travels beside it (SCM_RIGHTS)."""
+    """First message of a rank on its own agent's socket. The pool's file descriptor travels beside it (SCM_RIGHTS); a
+    pool in a GPU's memory has none."""
 
     worker_id: str
     epoch: int
@@ -53,6 +70,8 @@ class AttachPool(msgspec.Struct, frozen=True, tag=True):
     tls: TlsFiles | None = None  # every TCP connection is encrypted, and none other taken
     int8: bool = False
     """Links that carry bytes carry int8 (see kvtransfer.quantise); both ends must say so."""
+    memory: DeviceMemory | None = None
+    """Where the pool is; None: in host memory."""
     connects: bool = True
     """Make links to all peers of SetPeers at once; False (decode workers): only when a ticket asks for one."""
 
@@ -73,6 +92,8 @@ class Peer(msgspec.Struct, frozen=True):
     tcp_address: str
     protocol: int = PROTOCOL_VERSION
     oldest_protocol: int = OLDEST_PROTOCOL_VERSION
+    device: str = ""
+    """As in DeviceMemory; empty: its pool is in host memory."""
 
 
 class SetPeers(msgspec.Struct, frozen=True, tag=True):
@@ -153,6 +174,7 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
     host_id: str
     mapped_path: str
     tcp_address: str
+    device: str = ""  # as in Peer
 
 
 class Received(msgspec.Struct, frozen=True, tag=True):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import msgspec
 
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
-from kvtransfer.control import AttachPool, Layout, Peer
-from kvtransfer.pool import PoolMap
+from kvtransfer.control import AttachPool, DeviceMemory, Layout, Peer
+from kvtransfer.pools import Pool
 from kvtransfer.reshard import Link, check_compatible, reshard_plan
 from kvtransfer.sockets import receive_first
 from kvtransfer.tls import TlsContexts, Wire
@@ -21,6 +21,9 @@ from tandem.errors import IncompatiblePools
 from tandem.kvcache.layout import DTYPE_BYTES, KvPoolLayout
 
 MAX_TP = 4096
+MAPPED = "mapped"
+XXH3 = "xxh3"
+MULTILINEAR = "multilinear"  # kvtransfer.device_digest
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -42,11 +45,16 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     link: tuple[int, int, int, int]
     digests: bool
     int8: bool = False
+    memory: DeviceMemory | None = None  # `mapped`: where the sender's pool is, if not in the file beside the hello
+    digest_kinds: tuple[str, ...] = (XXH3,)  # that the sender can make on this link
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """From the receiving agent. `digests`: every piece must have one; `data_port`: where a transport that needs one
-    takes its data path (`process_group`: its store), `data_token`: what a connection there has to show first."""
+    takes its data path (`process_group`: its store), `data_token`: what a connection there has to show first.
+
+    A side that does not name the digest's kind makes and expects xxh3, as all did when version 2 was new.
+    """
 
     worker_id: str
     epoch: int
@@ -54,6 +62,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     digests: bool
     data_port: int | None = msgspec.field(default=None, name="store_port")  # as it was called in version 1
     data_token: bytes = b""
+    digest_kind: str = XXH3  # one of the hello's
+    digest_key: int = 0  # of MULTILINEAR, for this connection only
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -72,10 +82,15 @@ class Own:
     """What this agent is: what its rank attached."""
 
     attach: AttachPool
-    pool: PoolMap
-    pool_fd: int
+    pool: Pool
+    pool_fd: int | None
     host_id: str
     tls: TlsContexts | None = None
+
+    @property
+    def device(self) -> str:
+        """As in Peer."""
+        return self.attach.memory.device if self.attach.memory is not None else ""
 
     @property
     def layout(self) -> KvPoolLayout:
@@ -109,6 +124,7 @@ def pool_layout(wire: Layout) -> KvPoolLayout:
 def make_hello(own: Own, peer: Peer, link: Link, transport: str, *, int8: bool) -> Hello:
     """Raises IncompatiblePools: we have no protocol version in common."""
     attach = own.attach
+    maps_device = transport == MAPPED and bool(own.device)
     return Hello(
         protocol=common_version(attach, peer),
         transport=transport,
@@ -125,6 +141,8 @@ def make_hello(own: Own, peer: Peer, link: Link, transport: str, *, int8: bool) 
         link=(link.head_start, link.head_count, link.src_head, link.dst_head),
         digests=attach.digests,
         int8=int8,
+        memory=attach.memory if maps_device else None,
+        digest_kinds=(MULTILINEAR,) if maps_device else (XXH3,),
     )
 
 

@@ -33,7 +33,7 @@ from tandem.errors import IncompatiblePools
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
-PLACES_AHEAD = 1  # pieces that wait for the link's thread behind the one it writes: it never idles
+PLACES_AHEAD = 8  # pieces that wait for the link's thread behind the one it writes: it never idles
 PROBE_TIMEOUT_S = 60.0  # the sender may have to load torch first
 
 
@@ -265,7 +265,7 @@ class LinkAcceptor:
             if (hello.transport == MAPPED) != (raw.family == socket.AF_UNIX):
                 raise protocol_fault(f"transport: {hello.transport} does not go over this kind of socket")
             receiver = await self._transports.receiver(own, hello, link, thread, digests=digests)
-            port, token = await receiver.prepare(fds) or (None, b"")
+            terms = await receiver.prepare(fds)
         except (HandoffFault, IncompatiblePools) as error:
             if isinstance(error, HandoffFault) and error.cause is HandoffCause.TRANSPORT:
                 raise  # it may work the next time: only what never will is refused
@@ -274,7 +274,7 @@ class LinkAcceptor:
             await send_first(raw, encode(Refused(cause.value, error.message)), [])
             return None
         try:
-            welcome = Welcome(attach.worker_id, attach.epoch, attach.rank, digests, port, token)
+            welcome = Welcome(attach.worker_id, attach.epoch, attach.rank, digests, **terms._asdict())
             await send_first(raw, encode(welcome), [])
             await receiver.establish()
             stream = await self._transports.frames(raw if isinstance(raw, TlsConnection) else raw.dup())

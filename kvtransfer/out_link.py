@@ -41,7 +41,9 @@ CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 60.0  # the peer may have to load torch first
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
-WINDOW_BYTES = 2 * MAX_PIECE_BYTES  # unacknowledged on one link: it stays full, and tickets take turns here
+MIN_WINDOW_BYTES = 2 * MAX_PIECE_BYTES  # unacknowledged on one link: it stays full, and tickets take turns here
+MAX_WINDOW_BYTES = 8 * MAX_PIECE_BYTES
+WINDOW_S = 0.02  # what a fast link moves in this time: its agents may have to wait for a core, but not its threads
 PROBES = 5
 
 
@@ -162,7 +164,7 @@ class OutLink:
         """Returns or raises when the connection ended."""
         peer = self.peer
         self._enter(LinkState.CONNECTING, self.reason)
-        self._kind = choose_transport(self._own, peer)
+        self._kind, reason = choose_transport(self._own, peer)
         thread = self._transports.thread(f"link-{peer.worker_id}-{peer.rank}")
         sender: KvSender | None = None
         stream: FrameStream | None = None
@@ -177,7 +179,7 @@ class OutLink:
             self._watch = LinkWatch(self._is_moving)
             thread.moves_pieces = True
             self._backoff_s = FIRST_BACKOFF_S
-            self._enter(LinkState.READY, "")
+            self._enter(LinkState.READY, reason)
             self._events.link_ready(self)
             await self._carry(sender, stream)
         finally:
@@ -251,6 +253,7 @@ class OutLink:
         while True:
             match await self._jobs.get():
                 case _Frame(header, body):
+                    await sender.settle()
                     stream.send(header, body)
                 case _Push(wanted, ticket_id, piece, span) if wanted():
                     if not self._is_moving():
@@ -270,7 +273,8 @@ class OutLink:
     # --- the window ----------------------------------------------------------------------------------------------
 
     def _may_go(self, job: _Frame | _Push) -> bool:
-        full = self._meter.in_flight_bytes >= WINDOW_BYTES
+        moved_bytes = WINDOW_S * (self._meter.bytes_per_s or 0.0)
+        full = self._meter.in_flight_bytes >= min(max(MIN_WINDOW_BYTES, moved_bytes), MAX_WINDOW_BYTES)
         return not (full and isinstance(job, _Push) and job.wanted())
 
     def _answered(self, header: Header) -> None:

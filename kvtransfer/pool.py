@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from tandem.kvcache.layout import KvPoolLayout
 
 Bytes = npt.NDArray[np.uint8]
-STREAM_BYTES = 1 << 20   # pool to pool: the C library copies past the cache (agent_env), and the source stays in it
+STREAM_BYTES = 512 << 10   # pool to pool: the C library copies past the cache (agent_env), and the source stays in it
 STAGE_BYTES = 256 << 10  # into and out of buffers that are read next: half of a core's second-level cache
 
 
@@ -70,13 +71,18 @@ class PoolMap:
         """Raises HandoffFault (protocol) unless all of `span` lies in this pool."""
         check_span(self.layout, span)
 
+    @contextmanager
+    def on_host(self, span: Span, *, write: bool) -> Iterator[tuple[PoolMap, Span]]:
+        """As of pools that are not in host memory (DevicePool)."""
+        yield self, span
+
     def cursor(self, span: Span) -> Cursor:
         return Cursor(self.slices(span))
 
     def slices(self, span: Span) -> Iterator[Bytes]:
         """The span's bytes in canonical order: one slice for each run of neighbouring blocks."""
-        full = _full_blocks(self.layout, span)
-        for start, end in _runs(span.block_ids[:full]):
+        full = full_blocks(self.layout, span)
+        for start, end in runs(span.block_ids[:full]):
             yield self._run(span, start, end)
         if full < len(span.block_ids):
             yield self._tail(span)
@@ -96,10 +102,10 @@ class PoolMap:
     ) -> None:
         """Copies the same piece out of another pool; `read` and `write` have the same shape. `copied` sees each part
         of the source right after it was copied, in canonical order: the CPU's cache still holds it."""
-        full = _full_blocks(self.layout, write)
+        full = full_blocks(self.layout, write)
         pairs = [
             (self._run(write, start, end), source._run(read, start, end))
-            for start, end in _runs(write.block_ids[:full], read.block_ids[:full])
+            for start, end in runs(write.block_ids[:full], read.block_ids[:full])
         ]
         if full < len(write.block_ids):
             pairs.append((self._tail(write), source._tail(read)))
@@ -217,11 +223,12 @@ def check_span(layout: KvPoolLayout, span: Span) -> None:
         raise protocol_fault("piece: expected physical blocks, layers, heads and tokens within the pool")
 
 
-def _full_blocks(layout: KvPoolLayout, span: Span) -> int:
+def full_blocks(layout: KvPoolLayout, span: Span) -> int:
+    """All of the span's blocks, or all but the last."""
     return len(span.block_ids) - (span.last_block_tokens < layout.block_tokens)
 
 
-def _runs(*columns: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def runs(*columns: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """Positions [start, end) over which the ids of every column go up by one."""
     length = len(columns[0])
     if not length:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import secrets
 import subprocess
@@ -34,8 +33,9 @@ from kvtransfer.control import (
     SetPeers,
     TlsFiles,
 )
-from kvtransfer.pool import Bytes, PoolMap
+from kvtransfer.pool import Bytes
 from kvtransfer.reshard import heads_of_rank
+from kvtransfer.testing_pool import FakePool
 from kvtransfer.ticket import Ticket
 from kvtransfer.versions import PROTOCOL_VERSION
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
@@ -43,14 +43,6 @@ from tandem.kvcache.layout import KvPoolLayout, blocks_for
 M = TypeVar("M", bound=msgspec.Struct)
 WAIT_S = 10.0
 FINGERPRINT = "test-model"
-
-
-def make_pool(layout: KvPoolLayout) -> tuple[int, PoolMap]:
-    """A sealed memfd as a rank makes one, and a writable view of it."""
-    fd = os.memfd_create("tandem-test-pool", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
-    os.ftruncate(fd, layout.pool_bytes)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    return fd, PoolMap.map_fd(layout, fd, writable=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +77,8 @@ class FakeRank:
         self.layout = KvPoolLayout(
             worker.num_blocks, model.layers, len(self.heads), model.block_tokens, model.head_dim, model.dtype
         )
-        self.fd, self.pool = make_pool(self.layout)
+        self.memory = FakePool(self.layout, worker.device)
+        self.fd, self.pool = self.memory.fd, self.memory.pool
         self.socket_path = worker.folder / f"agent-{rank}.sock"
         self.link_path = worker.folder / f"link-{rank}.sock"
         self.messages: list[FromAgent] = []
@@ -132,6 +125,7 @@ class FakeRank:
             protocol=worker.protocol,
             int8=worker.int8,
             tls=worker.tls,
+            memory=self.memory.memory,
             connects=worker.connects,
         )
 
@@ -194,10 +188,12 @@ class FakeRank:
         """As the engine: this rank's heads of the prompt's blocks from `first` on."""
         heads = slice(self.heads.start, self.heads.stop)
         self.pool.blocks[list(block_ids), layers] = kv.data[first : first + len(block_ids), layers, :, heads]
+        self.memory.upload()
 
     def holds(self, kv: FakeKv, block_ids: Sequence[int], first: int = 0) -> bool:
         """Whether every valid token of the prompt's blocks is in this rank's pool."""
         heads, block_tokens = slice(self.heads.start, self.heads.stop), self.layout.block_tokens
+        self.memory.download()
         for index, block_id in enumerate(block_ids, first):
             valid = min(block_tokens, kv.tokens - index * block_tokens)
             mine, theirs = self.pool.blocks[block_id], kv.data[index, :, :, heads]
@@ -214,7 +210,7 @@ class FakeRank:
         if self.process.poll() is None:
             self.process.terminate()
         self.process.wait(10.0)
-        os.close(self.fd)
+        self.memory.close()
 
 
 class FakeWorker:
@@ -236,6 +232,7 @@ class FakeWorker:
         protocol: int = PROTOCOL_VERSION,
         int8: bool = False,
         tls: TlsFiles | None = None,
+        device: str = "",
     ) -> None:
         self.folder = folder / worker_id
         self.folder.mkdir(mode=0o700, exist_ok=True)  # an earlier life was here
@@ -250,6 +247,7 @@ class FakeWorker:
         self.ttl_s = ttl_s
         self.launcher = launcher
         self.tls = tls
+        self.device = device  # as of FakePool
         self.protocol = protocol  # the newest it speaks
         self.int8 = int8
         self.key = secrets.token_bytes(32)
@@ -265,7 +263,8 @@ class FakeWorker:
     def peers(self) -> tuple[Peer, ...]:
         return tuple(
             Peer(
-                self.worker_id, self.epoch, rank, self.tp, it.host_id, it.mapped_path, it.tcp_address, self.protocol
+                self.worker_id, self.epoch, rank, self.tp, it.host_id, it.mapped_path, it.tcp_address,
+                self.protocol, device=it.device,
             )
             for rank, it in sorted(self.where.items())
         )

@@ -30,11 +30,12 @@ from kvtransfer.digest import digest_of
 from kvtransfer.handshake import Hello, Own, Welcome
 from kvtransfer.piece import FrameType, Header, Piece
 from kvtransfer.pool import PoolMap, Span
+from kvtransfer.pools import Pool
 from kvtransfer.reshard import Link
 from kvtransfer.stream import FrameStream
 from kvtransfer.tls import Wire
 from kvtransfer.transports.factory import Transports
-from kvtransfer.transports.protocol import Arrival, DataPort, KvReceiver, KvSender, LinkThread
+from kvtransfer.transports.protocol import Arrival, KvReceiver, KvSender, LinkThread, Terms
 from tandem.testing import Fault, FaultKind, FaultPlan, FaultSettings
 
 HANG_S: Final = 3600.0
@@ -116,7 +117,7 @@ class FaultyStream(FrameStream):
         self._faulty = FaultyWriter(writer)
         super().__init__(reader, cast("asyncio.StreamWriter", self._faulty))
         self._plan = plan
-        self.memory: tuple[PoolMap, Span] | None = None
+        self.memory: tuple[Pool, Span] | None = None
 
     @classmethod
     def around(cls, stream: FrameStream, plan: FaultPlan) -> FaultyStream:
@@ -165,11 +166,20 @@ def misaddress(header: Header, body: bytes, number: int) -> tuple[Header, bytes]
     return replace(header, piece=changes[choice]()), body
 
 
-def flip_in_pool(pool: PoolMap, span: Span, number: int) -> None:
+def flip_in_pool(pool: Pool, span: Span, number: int) -> None:
     """One bit of the first valid token of some block and layer of the span."""
     block = span.block_ids[number % len(span.block_ids)]
     layer = span.layer_start + number % span.layer_count
-    pool.blocks[block, layer, number % 2, span.head_start, 0, 0] ^= np.uint8(1 << number % 8)
+    where = (block, layer, number % 2, span.head_start, 0, 0)
+    if isinstance(pool, PoolMap):
+        pool.blocks[where] ^= np.uint8(1 << number % 8)
+    else:
+        pool.words[where] ^= 1 << number % 8
+
+
+def host_digest(pool: Pool, span: Span) -> int:
+    with pool.on_host(span, write=False) as (host, inner):
+        return digest_of(host, inner)
 
 
 class FaultySender:
@@ -200,6 +210,9 @@ class FaultySender:
             stream.memory = (self._own.pool, span)
         await self._inner.push(stream, ticket_id, piece, span)
 
+    async def settle(self) -> None:
+        await self._inner.settle()
+
     def close(self) -> None:
         self._inner.close()
 
@@ -212,7 +225,7 @@ class FaultyReceiver:
         self._thread = thread
         self._plan = plan
 
-    async def prepare(self, fds: list[int]) -> DataPort | None:
+    async def prepare(self, fds: list[int]) -> Terms:
         await obey(self._plan.next("prepare", _SETUP), "prepare", self._thread)
         return await self._inner.prepare(fds)
 
@@ -245,11 +258,11 @@ class FaultyArrival:
             return await self._inner.place(span)
         if fault.kind is FaultKind.FLIP:
             placed = await self._inner.place(span)
-            before = digest_of(self._own.pool, span)
+            before = host_digest(self._own.pool, span)
             flip_in_pool(self._own.pool, span, fault.number)
-            return placed ^ before ^ digest_of(self._own.pool, span)
+            return placed ^ before ^ host_digest(self._own.pool, span)
         await self._inner.discard()
-        return digest_of(self._own.pool, span)  # of what was there before
+        return host_digest(self._own.pool, span)  # of what was there before
 
     async def discard(self) -> None:
         await self._inner.discard()

@@ -5,6 +5,8 @@ worker by worker; a pair of workers uses the newest that both speak.
     2  links may carry int8; the digest covers the header too, so that a piece that names the wrong blocks, layers or
        ticket is found out; both ends beat, and a receiver answers any number of probes; `process_group` sends a
        piece as several messages
+
+Fields that came later have defaults that mean what was meant before: digests are xxh3, pools are in host memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gRPC edge: tandem.v1.Inference, health checking and reflection."""
+"""The gRPC edge: tandem.v1.Inference, the Open Inference Protocol, health checking and reflection."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from router.call_limit import CallLimit
+from router.edge_oip import SERVICE as OIP_SERVICE
+from router.edge_oip import OipEdge
 from router.edge_traces import TracesEdge
 from router.output import Final, OutToken, Piece
 from router.request import Message, RawRequest, RawSampling
 from router.service import RouterService
 from tandem.config import Role
-from tandem.errors import InputError, OverloadedError, PortInUse, TandemError
+from tandem.errors import InputError, PortInUse, TandemError
 from tandem.grpc_errors import abort
+from tandem.oip.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from tandem.request import FinishReason
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
@@ -32,18 +36,21 @@ _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FI
 
 
 class InferenceEdge(InferenceServicer):
-    def __init__(self, service: RouterService) -> None:
+    def __init__(self, service: RouterService, limit: CallLimit) -> None:
         self._service = service
-        self._generating = 0
+        self._limit = limit
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        self._generating += 1
+        try:
+            with self._limit:
+                async for response in self._generate(request):
+                    yield response
+        except TandemError as error:
+            await abort(context, error)
+
+    async def _generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         stream = None
         try:
-            if self._generating > MAX_GENERATE_CALLS:
-                raise OverloadedError(
-                    f"expected at most {MAX_GENERATE_CALLS} concurrent Generate calls; retry later", retry_after_s=1.0
-                )
             submitted = await self._service.submit(self._parse(request), model_required=False)
             stream = submitted.stream
             yield pb.GenerateResponse(
@@ -53,15 +60,17 @@ class InferenceEdge(InferenceServicer):
                     prompt_tokens=submitted.request.prompt_tokens,
                 )
             )
+            prompt_told = False
             async for pieces in stream:
                 for piece in pieces:
-                    yield pb.GenerateResponse(chunk=_chunk(piece))
+                    chunk = _chunk(piece)
+                    if not prompt_told:
+                        chunk.prompt_logprobs.extend(stream.prompt_scores)
+                        prompt_told = True
+                    yield pb.GenerateResponse(chunk=chunk)
             if stream.final is not None:
                 yield pb.GenerateResponse(finished=_finished(stream.final))
-        except TandemError as error:
-            await abort(context, error)
         finally:
-            self._generating -= 1
             if stream is not None:
                 stream.cancel()  # the client's cancellation and deadline end up here
 
@@ -135,6 +144,11 @@ def _sampling(given: pb.SamplingParams) -> RawSampling:
         stop_token_ids=tuple(given.stop_token_ids),
         logprobs=given.logprobs if given.HasField("logprobs") else None,
         ignore_eos=given.ignore_eos,
+        presence_penalty=given.presence_penalty if given.HasField("presence_penalty") else None,
+        frequency_penalty=given.frequency_penalty if given.HasField("frequency_penalty") else None,
+        repetition_penalty=given.repetition_penalty if given.HasField("repetition_penalty") else None,
+        logit_bias=tuple(given.logit_bias.items()),
+        prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
     )
 
 
@@ -188,11 +202,14 @@ class GrpcServer:
             ),
             maximum_concurrent_rpcs=MAX_CALLS,
         )
-        add_InferenceServicer_to_server(InferenceEdge(service), self._server)
+        limit = CallLimit(MAX_GENERATE_CALLS)
+        add_InferenceServicer_to_server(InferenceEdge(service, limit), self._server)
+        add_GRPCInferenceServiceServicer_to_server(OipEdge(service, limit), self._server)
         add_TracesServicer_to_server(traces, self._server)
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        names = (SERVICE, OIP_SERVICE, health_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
@@ -208,9 +225,9 @@ class GrpcServer:
         await self._server.start()
 
     async def set_ready(self, ready: bool) -> None:
-        """What health checks answer, for the whole server and for the Inference service."""
+        """What health checks answer, for the whole server and for each service that generates."""
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", SERVICE):
+        for name in ("", SERVICE, OIP_SERVICE):
             await self._health.set(name, status)
 
     async def close(self) -> None:

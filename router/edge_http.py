@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-import msgspec
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -16,47 +15,26 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from router.answers import Answers
+from router.http_answers import JsonResponse, answer, error_response
 from router.http_limits import MAX_CONNECTIONS, LimitedHttpProtocol
-from router.openai_format import AnswerFormat, ChatFormat, CompletionFormat
+from router.openai_format import ChatFormat, CompletionFormat
 from router.openai_schema import ChatCompletionRequest, CompletionRequest, parse_body
-from router.output import Piece, ResponseStream
-from router.service import RouterService, Submitted
-from tandem.errors import ErrorCode, InputError, PayloadTooLarge, PortInUse, RequestCancelled, TandemError
-from tandem.grpc_errors import retry_after_s
+from router.openapi import openapi_document
+from router.request import RawRequest
+from router.request_ids import RequestIds
+from router.responses_format import ResponsesFormat
+from router.responses_schema import ResponsesRequest
+from router.service import RouterService
+from router.tokenize_schema import DetokenizeRequest, TokenizeRequest
+from tandem.errors import InputError, PayloadTooLarge, PortInUse, TandemError
 
 Parsed = TypeVar("Parsed")
 
 INLINE_BODY_BYTES = 64 << 10  # longer bodies are parsed in a thread
 _STATUS_ERRORS = {404: "no such path", 405: "method not allowed here"}
-
-
-class JsonResponse(Response):
-    media_type = "application/json"
-
-    def render(self, content: object) -> bytes:
-        return msgspec.json.encode(content)
-
-
-def error_body(error: TandemError) -> dict[str, object]:
-    """OpenAI's error object."""
-    return {
-        "error": {
-            "message": error.message,
-            "type": error.wire.openai_type,
-            "param": error.field,
-            "code": error.code.value,
-        }
-    }
-
-
-def error_response(error: TandemError) -> Response:
-    headers: dict[str, str] = {}
-    delay_s = retry_after_s(error)
-    if delay_s is not None:
-        headers["retry-after"] = str(max(1, round(delay_s)))
-    return JsonResponse(error_body(error), status_code=error.wire.http_status, headers=headers)
 
 
 class HttpEdge:
@@ -66,17 +44,25 @@ class HttpEdge:
         self._service = service
         self._max_body_bytes = max_body_bytes
 
-    def app(self) -> Starlette:
-        return Starlette(
-            routes=[
-                Route("/v1/chat/completions", self.chat, methods=["POST"]),
-                Route("/v1/completions", self.completions, methods=["POST"]),
-                Route("/v1/models", self.models, methods=["GET"]),
-                Route("/v1/models/{name:path}", self.model, methods=["GET"]),
-                Route("/health", self.health, methods=["GET"]),
-                Route("/ready", self.ready, methods=["GET"]),
-                Route("/metrics", self.metrics, methods=["GET"]),
-            ],
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/ready", self.ready, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+        ]
+
+    def app(self) -> ASGIApp:
+        app = Starlette(
+            routes=self.routes(),
             exception_handlers={
                 TandemError: _on_tandem_error,
                 HTTPException: _on_http_error,
@@ -84,18 +70,49 @@ class HttpEdge:
                 Exception: _on_bug,
             },
         )
+        return RequestIds(app)
 
     async def chat(self, request: Request) -> Response:
         parsed = await self._body(request, lambda body: parse_body(ChatCompletionRequest, body))
-        submitted = await self._service.submit(self._counted(parsed.model, parsed.parse))
-        answer = ChatFormat(submitted, include_usage=parsed.include_usage, logprobs=bool(parsed.logprobs))
-        return await self._answer(request, submitted, answer, stream=bool(parsed.stream))
+        raw = self._counted(parsed.model, parsed.parse)
+        answers = await self._service.submit_all([raw], parsed.n or 1, request.scope["request_id"])
+        form = ChatFormat(answers, include_usage=parsed.include_usage, logprobs=bool(parsed.logprobs))
+        return await answer(request, answers, form, stream=bool(parsed.stream))
 
     async def completions(self, request: Request) -> Response:
         parsed = await self._body(request, lambda body: parse_body(CompletionRequest, body))
-        submitted = await self._service.submit(self._counted(parsed.model, parsed.parse))
-        answer = CompletionFormat(submitted, include_usage=parsed.include_usage)
-        return await self._answer(request, submitted, answer, stream=bool(parsed.stream))
+        raws = self._counted(parsed.model, parsed.parse)
+        answers = await self._service.submit_all(raws, parsed.n or 1, request.scope["request_id"])
+        form = CompletionFormat(
+            answers,
+            include_usage=parsed.include_usage,
+            echo=_prompt_texts(raws, answers) if parsed.echo else None,
+            prompt_only=parsed.is_prompt_only,
+        )
+        return await answer(request, answers, form, stream=bool(parsed.stream))
+
+    async def responses(self, request: Request) -> Response:
+        parsed = await self._body(request, lambda body: parse_body(ResponsesRequest, body))
+        raw = self._counted(parsed.model, parsed.parse)
+        answers = await self._service.submit_all([raw], 1, request.scope["request_id"])
+        return await answer(request, answers, ResponsesFormat(answers, parsed), stream=bool(parsed.stream))
+
+    async def tokenize(self, request: Request) -> Response:
+        parsed = await self._body(request, lambda body: parse_body(TokenizeRequest, body))
+        special = parsed.add_special_tokens is not False
+        model, tokens = await self._service.tokenize(parsed.model, parsed.parse(), special_tokens=special)
+        return JsonResponse({"count": len(tokens), "max_model_len": model.max_model_tokens, "tokens": tokens})
+
+    async def detokenize(self, request: Request) -> Response:
+        parsed = await self._body(request, lambda body: parse_body(DetokenizeRequest, body))
+        return JsonResponse({"prompt": await self._service.detokenize(parsed.model, parsed.tokens)})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        model = self._service.model(request.query_params.get("model", ""), required=False)
+        return JsonResponse(model.tokenizer_info())
+
+    async def openapi(self, request: Request) -> Response:
+        return JsonResponse(openapi_document())
 
     async def models(self, request: Request) -> Response:
         return JsonResponse({"object": "list", "data": [self._card(name) for name in self._service.models]})
@@ -147,78 +164,21 @@ class HttpEdge:
                 raise PayloadTooLarge(f"body: expected at most {limit} bytes; send less")
             if len(body) <= INLINE_BODY_BYTES:
                 return parse(bytes(body))
-            return await asyncio.to_thread(parse, bytes(body))
+            # Few threads: each keeps some of the memory that its largest body took.
+            return await asyncio.get_running_loop().run_in_executor(self._service.executor, parse, bytes(body))
         except InputError as error:
             self._service.rejected("", error)
             raise
 
-    async def _answer(self, request: Request, submitted: Submitted, answer: AnswerFormat, *, stream: bool) -> Response:
-        """Waits for the first words, so that what fails before them has its own HTTP status."""
-        watch = asyncio.create_task(_cancel_on_disconnect(request, submitted.stream))
-        handed_over = False
-        pieces = aiter(submitted.stream)
-        try:
-            first = await anext(pieces, None)
-            if stream:
-                handed_over = True
-                return SseResponse(submitted.stream, answer, first, watch)
-            parts = list(first or ())
-            async for more in submitted.stream:
-                parts.extend(more)
-            final = submitted.stream.final
-            if final is None:
-                raise RequestCancelled("the request ended without an answer")
-            return JsonResponse(answer.whole(parts, final), headers=_headers(submitted.stream))
-        finally:
-            if not handed_over:
-                submitted.stream.cancel()
-                watch.cancel()
 
-
-class SseResponse(Response):
-    """Server-sent events until the stream's end or the client's."""
-
-    def __init__(
-        self, stream: ResponseStream, answer: AnswerFormat, first: list[Piece] | None, watch: asyncio.Task[None]
-    ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", **_headers(stream)}, media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._stream = stream
-        self._answer = answer
-        self._first = first
-        self._watch = watch
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            try:
-                await self._send(send, self._answer.begin() + self._answer.chunks(self._first or []))
-                async for pieces in self._stream:
-                    await self._send(send, self._answer.chunks(pieces))
-                if self._stream.final is not None:
-                    await self._send(send, [*self._answer.end(self._stream.final), b"[DONE]"])
-            except TandemError as error:
-                if error.code is not ErrorCode.CANCELLED:
-                    await self._send(send, [msgspec.json.encode(error_body(error))])
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            self._stream.cancel()
-            self._watch.cancel()
-
-    async def _send(self, send: Send, events: list[bytes]) -> None:
-        if events:
-            body = b"".join(b"data: " + event + b"\n\n" for event in events)
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-def _headers(stream: ResponseStream) -> dict[str, str]:
-    return {"x-request-id": stream.request_id}
-
-
-async def _cancel_on_disconnect(request: Request, stream: ResponseStream) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    stream.cancel()
+def _prompt_texts(raws: Sequence[RawRequest], answers: Answers) -> list[str]:
+    """For each answer the text of its prompt, as the client wrote it."""
+    tokenizer = answers.model.tokenizer
+    texts = [
+        raw.prompt if isinstance(raw.prompt, str) else tokenizer.decode(first.request.prompt, skip_special_tokens=False)
+        for raw, first in zip(raws, answers.submitted[:: len(answers.submitted) // len(raws)], strict=True)
+    ]
+    return [text for text in texts for _ in range(len(answers.submitted) // len(raws))]
 
 
 async def _on_tandem_error(request: Request, error: Exception) -> Response:

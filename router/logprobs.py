@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from router.detokenizer import Decoder
 from router.output import OutToken
+from tandem.v1 import inference_pb2
 
 Json = dict[str, object]
+
+
+class _Scored(Protocol):
+    @property
+    def token_id(self) -> int: ...
+
+    @property
+    def logprob(self) -> float: ...
 
 
 def token_text(decoder: Decoder, token_id: int) -> str:
@@ -23,6 +33,12 @@ def _entry(decoder: Decoder, token_id: int, logprob: float) -> Json:
 
 def chat_logprobs(decoder: Decoder, tokens: Sequence[OutToken]) -> Json | None:
     """`choices[].logprobs` of a chat completion; None when none were asked for."""
+    if all(token.logprob is None for token in tokens):
+        return None
+    return {"content": logprob_entries(decoder, tokens), "refusal": None}
+
+
+def logprob_entries(decoder: Decoder, tokens: Sequence[OutToken]) -> list[Json]:
     content: list[Json] = []
     for token in tokens:
         if token.logprob is None or token.is_stop:
@@ -30,35 +46,59 @@ def chat_logprobs(decoder: Decoder, tokens: Sequence[OutToken]) -> Json | None:
         entry = _entry(decoder, token.token_id, token.logprob)
         entry["top_logprobs"] = [_entry(decoder, top.token_id, top.logprob) for top in token.top]
         content.append(entry)
-    if not content and all(token.logprob is None for token in tokens):
-        return None
-    return {"content": content, "refusal": None}
+    return content
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of a text completion, which counts text offsets over the whole answer."""
+    """`choices[].logprobs` of a text completion, which counts text offsets over the whole text. A stop token is in it,
+    as it is in the usage, though it has no text in the answer."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._offset = 0
+        self._tokens: list[str] = []
+        self._logprobs: list[float | None] = []
+        self._tops: list[dict[str, float] | None] = []
+        self._offsets: list[int] = []
 
-    def take(self, tokens: Sequence[OutToken]) -> Json | None:
-        """The next tokens' part; None when no logprobs were asked for."""
-        shown = [token for token in tokens if token.logprob is not None and not token.is_stop]
-        if not shown:
+    def push_prompt(self, prompt: Sequence[int], scores: Sequence[inference_pb2.TokenLogprobs]) -> None:
+        """The prompt's first token has no logprob."""
+        for token_id in prompt[:1]:
+            self._push(token_text(self._decoder, token_id), None, None)
+        for score in scores:
+            text = token_text(self._decoder, score.token_id)
+            self._push(text, score.logprob, self._top(text, score.logprob, score.top))
+
+    def push(self, tokens: Sequence[OutToken]) -> None:
+        for token in tokens:
+            if token.logprob is not None:
+                text = token_text(self._decoder, token.token_id)
+                self._push(text, token.logprob, self._top(text, token.logprob, token.top))
+
+    def take(self) -> Json | None:
+        """The part of the tokens pushed since the last call; None when there are none."""
+        if not self._tokens:
             return None
-        texts, offsets = [], []
-        for token in shown:
-            text = token_text(self._decoder, token.token_id)
-            texts.append(text)
-            offsets.append(self._offset)
-            self._offset += len(text)
-        tops: list[dict[str, float]] = []
-        for token in shown:
-            tops.append({token_text(self._decoder, top.token_id): top.logprob for top in token.top})
-        return {
-            "tokens": texts,
-            "token_logprobs": [token.logprob for token in shown],
-            "top_logprobs": tops,
-            "text_offset": offsets,
+        part: Json = {
+            "tokens": self._tokens,
+            "token_logprobs": self._logprobs,
+            "top_logprobs": self._tops,
+            "text_offset": self._offsets,
         }
+        self._tokens, self._logprobs, self._tops, self._offsets = [], [], [], []
+        return part
+
+    def _push(self, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
+        self._tokens.append(text)
+        self._logprobs.append(logprob)
+        self._tops.append(top)
+        self._offsets.append(self._offset)
+        self._offset += len(text)
+
+    def _top(self, own: str, logprob: float, top: Iterable[_Scored]) -> dict[str, float]:
+        """The likeliest tokens and, always, the token itself. Of several with the same text the likeliest counts."""
+        found: dict[str, float] = {}
+        for each in top:
+            found.setdefault(token_text(self._decoder, each.token_id), each.logprob)
+        found.setdefault(own, logprob)
+        return found

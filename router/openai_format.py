@@ -8,23 +8,44 @@ from typing import Protocol
 
 import msgspec
 
+from router.answers import Answers, Arrival
 from router.logprobs import CompletionLogprobs, Json, chat_logprobs
-from router.output import Final, OutToken, Piece, Usage
-from router.service import Submitted
+from router.output import OutToken, Piece, Usage
+from tandem.errors import TandemError
 
 
 class AnswerFormat(Protocol):
+    """Each method is given every arrival once, in order."""
+
     def begin(self) -> list[bytes]:
         """Events before the first token."""
         ...
 
-    def chunks(self, pieces: Sequence[Piece]) -> list[bytes]: ...
+    def events(self, arrivals: Sequence[Arrival]) -> list[bytes]: ...
 
-    def end(self, final: Final) -> list[bytes]: ...
-
-    def whole(self, pieces: Sequence[Piece], final: Final) -> Json:
-        """The answer as one object."""
+    def end(self) -> list[bytes]:
+        """Events after the last answer's end."""
         ...
+
+    def failed(self, error: TandemError) -> list[bytes]:
+        """Events instead of all further ones."""
+        ...
+
+    def whole(self, arrivals: Sequence[Arrival]) -> Json:
+        """All answers as one object."""
+        ...
+
+
+def error_body(error: TandemError) -> Json:
+    """OpenAI's error object."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.wire.openai_type,
+            "param": error.field,
+            "code": error.code.value,
+        }
+    }
 
 
 def usage_json(usage: Usage) -> Json:
@@ -36,96 +57,166 @@ def usage_json(usage: Usage) -> Json:
     }
 
 
-def _tokens(pieces: Sequence[Piece]) -> list[OutToken]:
+def server_sent(event: Json) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def _of(index: int, arrivals: Sequence[Arrival]) -> tuple[list[Piece], str | None]:
+    """Everything that came of one answer, and its finish reason."""
+    own = [arrival for arrival in arrivals if arrival.index == index]
+    pieces = [piece for arrival in own for piece in arrival.pieces]
+    return pieces, next((arrival.final.reason.value for arrival in own if arrival.final is not None), None)
+
+
+def tokens_of(pieces: Sequence[Piece]) -> list[OutToken]:
     return [token for piece in pieces for token in piece.tokens]
 
 
+def text_of(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
 class ChatFormat:
-    def __init__(self, submitted: Submitted, *, include_usage: bool, logprobs: bool) -> None:
-        self._decoder = submitted.model.tokenizer
+    def __init__(self, answers: Answers, *, include_usage: bool, logprobs: bool) -> None:
+        self._answers = answers
+        self._decoder = answers.model.tokenizer
         self._include_usage = include_usage
         self._logprobs = logprobs
         self._head: Json = {
-            "id": f"chatcmpl-{submitted.request.request_id}",
+            "id": f"chatcmpl-{answers.request_id}",
             "created": int(time.time()),
-            "model": submitted.model.name,
+            "model": answers.model.name,
         }
 
     def begin(self) -> list[bytes]:
-        return [self._chunk({"role": "assistant", "content": ""}, None, None)]
+        first: Json = {"role": "assistant", "content": ""}
+        return [self._chunk(index, first, None, None) for index in range(len(self._answers.submitted))]
 
-    def chunks(self, pieces: Sequence[Piece]) -> list[bytes]:
+    def events(self, arrivals: Sequence[Arrival]) -> list[bytes]:
         events: list[bytes] = []
-        for piece in pieces:
-            logprobs = chat_logprobs(self._decoder, piece.tokens) if self._logprobs else None
-            if piece.text or (logprobs is not None and logprobs["content"]):
-                events.append(self._chunk({"content": piece.text}, logprobs, None))
+        for arrival in arrivals:
+            for piece in arrival.pieces:
+                logprobs = chat_logprobs(self._decoder, piece.tokens) if self._logprobs else None
+                if piece.text or (logprobs is not None and logprobs["content"]):
+                    events.append(self._chunk(arrival.index, {"content": piece.text}, logprobs, None))
+            if arrival.final is not None:
+                events.append(self._chunk(arrival.index, {}, None, arrival.final.reason.value))
         return events
 
-    def end(self, final: Final) -> list[bytes]:
-        events = [self._chunk({}, None, final.reason.value)]
-        if self._include_usage:
-            events.append(self._event([], usage_json(final.usage)))
-        return events
+    def end(self) -> list[bytes]:
+        usage = [self._event([], usage_json(self._answers.usage()))] if self._include_usage else []
+        return [*usage, DONE]
 
-    def whole(self, pieces: Sequence[Piece], final: Final) -> Json:
-        message = {"role": "assistant", "content": "".join(piece.text for piece in pieces), "refusal": None}
-        choice = {
-            "index": 0,
-            "message": message,
-            "logprobs": chat_logprobs(self._decoder, _tokens(pieces)) if self._logprobs else None,
-            "finish_reason": final.reason.value,
+    def failed(self, error: TandemError) -> list[bytes]:
+        return [server_sent(error_body(error))]
+
+    def whole(self, arrivals: Sequence[Arrival]) -> Json:
+        choices = [self._choice(index, arrivals) for index in range(len(self._answers.submitted))]
+        usage = usage_json(self._answers.usage())
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage}
+
+    def _choice(self, index: int, arrivals: Sequence[Arrival]) -> Json:
+        pieces, reason = _of(index, arrivals)
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": text_of(pieces), "refusal": None},
+            "logprobs": chat_logprobs(self._decoder, tokens_of(pieces)) if self._logprobs else None,
+            "finish_reason": reason,
         }
-        return {**self._head, "object": "chat.completion", "choices": [choice], "usage": usage_json(final.usage)}
 
-    def _chunk(self, delta: Json, logprobs: Json | None, reason: str | None) -> bytes:
-        return self._event([{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}], None)
+    def _chunk(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> bytes:
+        return self._event([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}], None)
 
     def _event(self, choices: list[Json], usage: Json | None) -> bytes:
         event: Json = {**self._head, "object": "chat.completion.chunk", "choices": choices}
         if self._include_usage:
             event["usage"] = usage
-        return msgspec.json.encode(event)
+        return server_sent(event)
 
 
 class CompletionFormat:
-    def __init__(self, submitted: Submitted, *, include_usage: bool) -> None:
-        self._logprobs = CompletionLogprobs(submitted.model.tokenizer)
+    """Args:
+    echo: with each answer's text, the prompt before it; None: answers only.
+    prompt_only: the one token that every request generates is left out.
+    """
+
+    def __init__(
+        self, answers: Answers, *, include_usage: bool, echo: Sequence[str] | None = None, prompt_only: bool = False
+    ) -> None:
+        self._answers = answers
         self._include_usage = include_usage
+        self._echo = echo
+        self._prompt_only = prompt_only
+        self._logprobs = [CompletionLogprobs(answers.model.tokenizer) for _ in answers.submitted]
+        self._started: set[int] = set()
         self._head: Json = {
-            "id": f"cmpl-{submitted.request.request_id}",
+            "id": f"cmpl-{answers.request_id}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": submitted.model.name,
+            "model": answers.model.name,
         }
 
     def begin(self) -> list[bytes]:
         return []
 
-    def chunks(self, pieces: Sequence[Piece]) -> list[bytes]:
+    def events(self, arrivals: Sequence[Arrival]) -> list[bytes]:
         events: list[bytes] = []
-        for piece in pieces:
-            logprobs = self._logprobs.take(piece.tokens)
-            if piece.text or logprobs is not None:
-                events.append(self._event([self._choice(piece.text, logprobs, None)], None))
+        for arrival in arrivals:
+            for piece in arrival.pieces:
+                text, logprobs = self._part(arrival.index, [piece])
+                if text or logprobs is not None:
+                    events.append(self._event([_choice(arrival.index, text, logprobs, None)], None))
+            if arrival.final is not None:
+                reason = self._reason(arrival.final.reason.value)
+                events.append(self._event([_choice(arrival.index, "", None, reason)], None))
         return events
 
-    def end(self, final: Final) -> list[bytes]:
-        events = [self._event([self._choice("", None, final.reason.value)], None)]
-        if self._include_usage:
-            events.append(self._event([], usage_json(final.usage)))
-        return events
+    def end(self) -> list[bytes]:
+        return [*([self._event([], self._usage())] if self._include_usage else []), DONE]
 
-    def whole(self, pieces: Sequence[Piece], final: Final) -> Json:
-        text = "".join(piece.text for piece in pieces)
-        choice = self._choice(text, self._logprobs.take(_tokens(pieces)), final.reason.value)
-        return {**self._head, "choices": [choice], "usage": usage_json(final.usage)}
+    def failed(self, error: TandemError) -> list[bytes]:
+        return [server_sent(error_body(error))]
 
-    def _choice(self, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def whole(self, arrivals: Sequence[Arrival]) -> Json:
+        choices: list[Json] = []
+        for index in range(len(self._answers.submitted)):
+            pieces, reason = _of(index, arrivals)
+            choices.append(_choice(index, *self._part(index, pieces), self._reason(reason)))
+        return {**self._head, "choices": choices, "usage": self._usage()}
+
+    def _part(self, index: int, pieces: Sequence[Piece]) -> tuple[str, Json | None]:
+        """Text and logprobs of the next pieces, after the prompt's if these are the first and it is wanted."""
+        logprobs = self._logprobs[index]
+        text = ""
+        if self._echo is not None and index not in self._started:
+            self._started.add(index)
+            text = self._echo[index]
+            each = self._answers.submitted[index]
+            if each.request.sampling.prompt_logprobs is not None:
+                logprobs.push_prompt(each.request.prompt, each.stream.prompt_scores)
+        if not self._prompt_only:
+            logprobs.push(tokens_of(pieces))
+            text += text_of(pieces)
+        return text, logprobs.take()
+
+    def _reason(self, reason: str | None) -> str | None:
+        return "length" if self._prompt_only else reason
+
+    def _usage(self) -> Json:
+        usage = self._answers.usage()
+        if self._prompt_only:
+            usage = Usage(usage.prompt_tokens, 0, usage.cached_tokens)
+        return usage_json(usage)
 
     def _event(self, choices: list[Json], usage: Json | None) -> bytes:
         event: Json = {**self._head, "choices": choices}
         if self._include_usage:
             event["usage"] = usage
-        return msgspec.json.encode(event)
+        return server_sent(event)
+
+
+def _choice(index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

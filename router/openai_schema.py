@@ -3,33 +3,47 @@ could change the answer."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import from_json
 
 from router.request import Message, RawRequest, RawSampling
 from tandem.errors import InputError, UnsupportedField
-from tandem.request import MAX_LOGPROBS
+from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
+
+# For each known but unsupported field, which values change nothing.
+Neutral = dict[str, Callable[[object], bool]]
+MAX_CHOICES = 128  # answers of one request: prompts times `n`
+MAX_MESSAGES = 4096
+MAX_NAME_CHARS = 80  # of what a client called a field, in an error
+MAX_KEYS = 2 * MAX_LOGIT_BIAS  # of one JSON object
+
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+Item = TypeVar("Item")
+# Faults are noted up to the first: a list of a million wrong items costs no more than one.
+Items = Annotated[list[Item], Field(fail_fast=True)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # no effect: we add no padding
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(_Strict):
+class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
+    content: str | Items[TextPart] | None = None
     name: str | None = None
     refusal: str | None = None
     audio: object = None
@@ -42,9 +56,9 @@ class ChatMessage(_Strict):
         """Raises InputError, UnsupportedField."""
         for field in ("tool_calls", "tool_call_id", "function_call", "audio"):
             if getattr(self, field):
-                raise _unsupported(f"messages.{index}.{field}")
+                raise unsupported(f"messages.{index}.{field}")
         if self.role in ("tool", "function"):
-            raise _unsupported(f"messages.{index}.role", f"value {self.role!r}")
+            raise unsupported(f"messages.{index}.role", f"value {self.role!r}")
         if self.content is None:
             raise InputError(
                 f"messages.{index}.content: expected text, got nothing", field=f"messages.{index}.content"
@@ -53,7 +67,7 @@ class ChatMessage(_Strict):
         return Message("system" if self.role == "developer" else self.role, text)
 
 
-class _Common(_Strict):
+class _Common(Strict):
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
@@ -61,31 +75,30 @@ class _Common(_Strict):
     top_k: Annotated[int, Field(ge=0)] | None = None
     min_p: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    # Known but not yet supported; checked against the values that change nothing.
-    n: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
+    repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def _check(self, neutral: dict[str, Callable[[object], bool]]) -> None:
-        for field, is_neutral in {**_NEUTRAL_COMMON, **neutral}.items():
-            value = getattr(self, field)
-            if value is not None and not is_neutral(value):
-                raise _unsupported(field)
+    def _check(self, neutral: Neutral) -> None:
+        refuse_unsupported(self, neutral)
         if self.stream_options is not None and not self.stream:
             raise InputError("stream_options: expected only together with stream=true", field="stream_options")
 
-    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> RawSampling:
+    def _sampling(
+        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> RawSampling:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return RawSampling(
             temperature=self.temperature,
@@ -97,12 +110,26 @@ class _Common(_Strict):
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             ignore_eos=bool(self.ignore_eos),
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self._logit_bias(),
         )
+
+    def _logit_bias(self) -> tuple[tuple[int, float], ...]:
+        given = self.logit_bias or {}
+        if len(given) > MAX_LOGIT_BIAS:
+            raise InputError(f"logit_bias: expected at most {MAX_LOGIT_BIAS}, got {len(given)}", field="logit_bias")
+        wrong = next((key for key in given if not _TOKEN_ID.fullmatch(key)), None)
+        if wrong is not None:
+            raise InputError(f"logit_bias: expected token ids as keys, got {wrong[:40]!r}", field="logit_bias")
+        return tuple((int(key), bias) for key, bias in given.items())
 
 
 class ChatCompletionRequest(_Common):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    messages: Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -145,100 +172,157 @@ class ChatCompletionRequest(_Common):
 
 
 class CompletionRequest(_Common):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
 
-    def parse(self) -> RawRequest:
-        """Raises InputError, UnsupportedField."""
-        self._check(_NEUTRAL_COMPLETION)
-        return RawRequest(self.model, self._prompt(), self._sampling(self.max_tokens, self.logprobs))
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _few_prompts(cls, given: object) -> object:
+        """Before each of them is looked at."""
+        if isinstance(given, list) and len(given) > MAX_CHOICES and not isinstance(given[0], int):
+            raise InputError(f"prompt: expected at most {MAX_CHOICES} prompts, got {len(given)}", field="prompt")
+        return given
 
-    def _prompt(self) -> str | tuple[int, ...]:
+    @property
+    def is_prompt_only(self) -> bool:
+        """max_tokens 0, for the logprobs of the prompt."""
+        return self.max_tokens == 0
+
+    def parse(self) -> list[RawRequest]:
+        """One for each prompt. Raises InputError, UnsupportedField."""
+        self._check(_NEUTRAL_COMPLETION)
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise unsupported("best_of", "a value other than n")
+        if self.is_prompt_only and not self.echo:
+            raise InputError("max_tokens: expected at least 1, or 0 together with echo=true", field="max_tokens")
+        sampling = self._sampling(
+            None if self.max_tokens is None else max(1, self.max_tokens),
+            self.logprobs,
+            self.logprobs if self.echo else None,
+        )
+        prompts = self._prompts()
+        if (total := len(prompts) * (self.n or 1)) > MAX_CHOICES:
+            field = "prompt" if len(prompts) > 1 else "n"
+            raise InputError(f"{field}: expected at most {MAX_CHOICES} prompts times n, got {total}", field=field)
+        return [RawRequest(self.model, prompt, sampling) for prompt in prompts]
+
+    def _prompts(self) -> list[str | tuple[int, ...]]:
         prompt = self.prompt
         if isinstance(prompt, str):
-            return prompt
+            return [prompt]
         if not prompt:
             raise InputError("prompt: expected a text or token ids, got an empty list", field="prompt")
-        first = prompt[0]
-        if isinstance(first, int):
-            return tuple(each for each in prompt if isinstance(each, int))
-        if len(prompt) > 1:
-            raise UnsupportedField(
-                f"prompt: expected one prompt per request, got {len(prompt)}; send one request for each", field="prompt"
-            )
-        return first if isinstance(first, str) else tuple(first)
+        if isinstance(prompt[0], int):
+            return [tuple(each for each in prompt if isinstance(each, int))]
+        return [each if isinstance(each, str) else tuple(each) for each in prompt if not isinstance(each, int)]
 
 
-def _equals(*neutral: object) -> Callable[[object], bool]:
+def equals(*neutral: object) -> Callable[[object], bool]:
     return lambda value: value in neutral
 
 
-def _is_empty(value: object) -> bool:
+def is_empty(value: object) -> bool:
     return value in ([], {}, "")
 
 
-def _never(value: object) -> bool:
+def never(value: object) -> bool:
     return False
 
 
-# For each known but unsupported field, the values that change nothing.
-_NEUTRAL_COMMON: dict[str, Callable[[object], bool]] = {
-    "n": _equals(1),
-    "frequency_penalty": _equals(0),
-    "presence_penalty": _equals(0),
-    "logit_bias": _is_empty,
+_NEUTRAL_CHAT: Neutral = {
+    "tools": is_empty,
+    "tool_choice": equals("none"),
+    "parallel_tool_calls": equals(True),
+    "functions": is_empty,
+    "function_call": equals("none"),
+    "response_format": equals({"type": "text"}),
+    "modalities": equals(["text"]),
+    "audio": never,
+    "moderation": never,
+    "prediction": never,
+    "prompt_cache_options": never,
+    "prompt_cache_retention": never,
+    "reasoning_effort": never,
+    "verbosity": never,
+    "web_search_options": never,
 }
-_NEUTRAL_CHAT: dict[str, Callable[[object], bool]] = {
-    "tools": _is_empty,
-    "tool_choice": _equals("none"),
-    "parallel_tool_calls": _equals(True),
-    "functions": _is_empty,
-    "function_call": _equals("none"),
-    "response_format": _equals({"type": "text"}),
-    "modalities": _equals(["text"]),
-    "audio": _never,
-    "moderation": _never,
-    "prediction": _never,
-    "prompt_cache_options": _never,
-    "prompt_cache_retention": _never,
-    "reasoning_effort": _never,
-    "verbosity": _never,
-    "web_search_options": _never,
-}
-_NEUTRAL_COMPLETION: dict[str, Callable[[object], bool]] = {
-    "best_of": _equals(1),
-    "echo": _equals(False),
-    "suffix": _is_empty,
+_NEUTRAL_COMPLETION: Neutral = {
+    "suffix": is_empty,
 }
 
-Request = TypeVar("Request", ChatCompletionRequest, CompletionRequest)
+Request = TypeVar("Request", bound=BaseModel)
 
 
 def parse_body(kind: type[Request], body: bytes) -> Request:
     """Raises InputError naming the field, with the first thing that is wrong."""
     try:
-        return kind.model_validate_json(body)
+        value = from_json(body)
+    except ValueError as error:
+        raise InputError(f"body: expected JSON in UTF-8: {error}") from None
+    if body.count(b":") > MAX_KEYS:
+        _check_keys(value)
+    return parse_fields(kind, value)
+
+
+def _check_keys(value: object) -> None:
+    """Pydantic notes every fault of an object: one with very many keys would cost more than reading it."""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            if len(each) > MAX_KEYS:
+                raise InputError(f"body: expected objects of at most {MAX_KEYS} keys, got one of {len(each)}")
+            waiting.extend(each.values())
+        elif isinstance(each, list):
+            waiting.extend(item for item in each if isinstance(item, dict | list))
+
+
+def parse_fields(kind: type[Request], fields: object) -> Request:
+    """As `parse_body`, of JSON that was read already."""
+    try:
+        return kind.model_validate(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        field = ".".join(str(part) for part in first["loc"] if not _is_union_branch(part)) or None
-        if first["type"] == "extra_forbidden":
-            raise InputError(f"unknown field {field!r}", field=field) from None
-        if first["type"] == "json_invalid":
-            raise InputError(f"body: expected JSON in UTF-8: {first['msg']}") from None
-        raise InputError(f"{field or 'body'}: {_lower_first(first['msg'])}", field=field) from None
+        raise _input_error(error) from None
+
+
+def _input_error(error: ValidationError) -> InputError:
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of the branches of a union, the one that came furthest is what was meant.
+    same = [each for each in faults if each["loc"][:1] == faults[0]["loc"][:1]]
+    first = max(same, key=lambda each: len(_path(each["loc"])))
+    field = ".".join(part[:MAX_NAME_CHARS] for part in _path(first["loc"])) or None
+    if first["type"] == "extra_forbidden":
+        return InputError(f"unknown field {field!r}", field=field)
+    return InputError(f"{field or 'body'}: {_lower_first(first['msg'])}", field=field)
+
+
+def _path(loc: tuple[int | str, ...]) -> list[str]:
+    return [str(part) for part in loc if not _is_union_branch(part)]
+
+
+_BRANCHES = frozenset({"str", "int", "float", "TextPart", "TextContent"})
 
 
 def _is_union_branch(part: int | str) -> bool:
     """Pydantic names the branch of a union in the location; the client wrote no such key."""
-    return isinstance(part, str) and (part in ("str", "int", "float") or "[" in part or part == "TextPart")
+    return isinstance(part, str) and (part in _BRANCHES or "[" in part)
 
 
 def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _unsupported(field: str, what: str = "this value") -> UnsupportedField:
+def refuse_unsupported(request: BaseModel, neutral: Neutral) -> None:
+    """Raises UnsupportedField naming the first field whose value would change the answer."""
+    for field, is_neutral in neutral.items():
+        value = getattr(request, field)
+        if value is not None and not is_neutral(value):
+            raise unsupported(field)
+
+
+def unsupported(field: str, what: str = "this value") -> UnsupportedField:
     return UnsupportedField(f"{field}: {what} is not supported yet; leave the field out", field=field)

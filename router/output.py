@@ -10,7 +10,7 @@ from router.detokenizer import Decoder, Detokenizer, StopStrings
 from tandem.engine.api import TokenLogprob
 from tandem.errors import TandemError
 from tandem.request import FinishReason
-from tandem.v1 import worker_pb2
+from tandem.v1 import inference_pb2, worker_pb2
 
 MAX_UNREAD_PIECES = 1024
 
@@ -103,15 +103,38 @@ def _out_token(message: worker_pb2.StepToken, is_stop: bool) -> OutToken:
 
 
 class ResponseStream:
-    """From a request to the one reader at the edge. Bounded: a reader that stays away ends its request."""
+    """From a request to the one reader at the edge. Bounded: a reader that stays away ends its request.
+
+    `prompt_scores`: logprobs of the prompt from its second token on, when asked for; there before the first piece.
+    """
 
     def __init__(self, request_id: str, on_cancel: Callable[[], None]) -> None:
         self.request_id = request_id
         self.final: Final | None = None
+        self.prompt_scores: tuple[inference_pb2.TokenLogprobs, ...] = ()
         self._on_cancel = on_cancel
         self._pieces: list[Piece] = []
         self._error: TandemError | None = None
         self._wake = asyncio.Event()
+
+    def wake_with(self, event: asyncio.Event) -> None:
+        """Sets `event` from now on when something has come: one reader can then wait for several streams."""
+        self._wake = event
+        event.set()
+
+    def take(self) -> list[Piece]:
+        """What has come since the last call. Raises the TandemError that ended the request, after all else."""
+        if self._pieces:
+            pieces, self._pieces = self._pieces, []
+            return pieces
+        if self._error is not None:
+            raise self._error
+        return []
+
+    @property
+    def has_ended(self) -> bool:
+        """Everything was taken, and the request was answered."""
+        return self.final is not None and not self._pieces
 
     def put(self, piece: Piece) -> bool:
         """False when the reader has left too much unread."""
@@ -135,12 +158,9 @@ class ResponseStream:
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         """All pieces there are, each time; ends after the last. Raises the TandemError that ended the request."""
         while True:
-            if self._pieces:
-                pieces, self._pieces = self._pieces, []
+            if pieces := self.take():
                 yield pieces
                 continue
-            if self._error is not None:
-                raise self._error
             if self.final is not None:
                 return
             self._wake.clear()

@@ -9,7 +9,7 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,13 +18,14 @@ from tandem.chat_template import ChatTemplate
 from tandem.errors import ContextExceeded, InputError
 from tandem.launch import ServedModel
 from tandem.model_config import ModelConfig
-from tandem.request import SamplingParams
+from tandem.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams, check_length
 from tandem.tokenizer import Tokenizer
 
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 INLINE_PROMPT_CHARS = 2048  # shorter prompts are tokenized on the event loop
 INLINE_PROMPT_TOKENS = 512
+MAX_PROMPT_SCORES = 1 << 18  # logprobs of one prompt: its tokens, times one and the alternatives of each
 CHARS_PER_TOKEN_LIMIT = 64  # longest run of text one token may stand for, generously
 
 
@@ -48,6 +49,11 @@ class RawSampling:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     ignore_eos: bool = False
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,7 @@ class ServingModel:
         self._served = served
         self._template = template
         self._eos = frozenset(config.eos_token_ids)
+        self._bos = config.bos_token_id
         limits = (config.max_position_tokens, served.max_model_tokens)
         self.max_model_tokens = min(limit for limit in limits if limit is not None)
 
@@ -105,25 +112,47 @@ class ServingModel:
             return work()
         return await asyncio.get_running_loop().run_in_executor(executor, work)
 
-    async def tokenize(self, prompt: str | tuple[Message, ...], executor: Executor) -> tuple[int, ...]:
+    async def tokenize(
+        self, prompt: str | tuple[Message, ...], executor: Executor, *, special_tokens: bool
+    ) -> tuple[int, ...]:
         """Token ids of a prompt. Raises InputError, ContextExceeded."""
-        if _is_short(prompt):
-            return self.tokens(prompt, self.max_model_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(executor, self.tokens, prompt, self.max_model_tokens)
+        work = partial(self.tokens, prompt, self.max_model_tokens, special_tokens=special_tokens)
+        return work() if _is_short(prompt) else await asyncio.get_running_loop().run_in_executor(executor, work)
 
-    def tokens(self, prompt: str | tuple[int, ...] | tuple[Message, ...], limit: int) -> tuple[int, ...]:
-        """Token ids of a prompt, at most `limit` of them. Raises InputError, ContextExceeded."""
+    async def detokenize(self, tokens: Sequence[int], executor: Executor) -> str:
+        """Raises InputError."""
+        self._check_ids("tokens", tokens)
+        decode = partial(self.tokenizer.decode, tokens, skip_special_tokens=False)
+        if len(tokens) <= INLINE_PROMPT_TOKENS:
+            return decode()
+        return await asyncio.get_running_loop().run_in_executor(executor, decode)
+
+    def tokenizer_info(self) -> dict[str, str | int | None]:
+        """What clients need to know of the tokenizer to use it from afar."""
+        eos, bos = min(self._eos, default=None), self._bos
+        return {
+            "eos_token": None if eos is None else self.tokenizer.token(eos),
+            "bos_token": None if bos is None else self.tokenizer.token(bos),
+            "pad_token": None,
+            "chat_template": None if self._template is None else self._template.source,
+            "vocab_size": self.vocab_tokens,
+            "max_model_len": self.max_model_tokens,
+        }
+
+    def tokens(
+        self, prompt: str | tuple[int, ...] | tuple[Message, ...], limit: int, *, special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        """Token ids of a prompt, at most `limit` of them. `special_tokens`: also what the checkpoint puts around a
+        text. Raises InputError, ContextExceeded."""
         if isinstance(prompt, str):
             self._check_chars(len(prompt), limit)
-            return tuple(self.tokenizer.encode(prompt, add_special_tokens=True))
+            return tuple(self.tokenizer.encode(prompt, add_special_tokens=special_tokens))
         if _is_chat(prompt):
             return self._chat_tokens([each for each in prompt if isinstance(each, Message)], limit)
+        if len(prompt) > limit:  # before looking at each of them
+            raise _too_long("prompt", len(prompt), limit)
         ids = tuple(each for each in prompt if isinstance(each, int))
-        wrong = next((each for each in ids if not 0 <= each < self.vocab_tokens), None)
-        if wrong is not None:
-            last = self.vocab_tokens - 1
-            raise InputError(f"prompt: expected token ids from 0 to {last}, got {wrong}", field="prompt")
+        self._check_ids("prompt", ids)
         return ids
 
     def _chat_tokens(self, messages: Sequence[Message], limit: int) -> tuple[int, ...]:
@@ -151,9 +180,12 @@ class ServingModel:
             raise InputError(f"{field}: expected at least one token, got none", field=field)
         room = limit - len(prompt)
         if room < 1:
-            raise ContextExceeded(
-                f"{field}: the model's context is {limit} tokens; the prompt has {len(prompt)} and leaves no room for "
-                f"an answer; shorten it to at most {limit - 1}",
+            raise _too_long(field, len(prompt), limit)
+        if (top := raw.sampling.prompt_logprobs) is not None and (top + 1) * len(prompt) > MAX_PROMPT_SCORES:
+            most = MAX_PROMPT_SCORES // (top + 1)
+            raise InputError(
+                f"{field}: expected at most {most} tokens with the logprobs of {top + 1} for each, got {len(prompt)}; "
+                "shorten it or ask for fewer logprobs",
                 field=field,
             )
         served = self._served
@@ -169,12 +201,10 @@ class ServingModel:
         )
 
     def _sampling(self, raw: RawSampling, room: int) -> SamplingParams:
-        wrong = next((each for each in raw.stop_token_ids if not 0 <= each < self.vocab_tokens), None)
-        if wrong is not None:
-            raise InputError(
-                f"stop_token_ids: expected token ids from 0 to {self.vocab_tokens - 1}, got {wrong}",
-                field="stop_token_ids",
-            )
+        check_length("stop_token_ids", len(raw.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        check_length("logit_bias", len(raw.logit_bias), MAX_LOGIT_BIAS)
+        self._check_ids("stop_token_ids", raw.stop_token_ids)
+        self._check_ids("logit_bias", tuple(token for token, _ in raw.logit_bias))
         stop_ids = frozenset(raw.stop_token_ids)
         params = SamplingParams.parse(
             # Drawn here, so that any worker can repeat the sampling.
@@ -186,25 +216,30 @@ class ServingModel:
             min_p=raw.min_p,
             stop_token_ids=stop_ids if raw.ignore_eos else stop_ids | self._eos,
             logprobs=raw.logprobs,
+            presence_penalty=raw.presence_penalty,
+            frequency_penalty=raw.frequency_penalty,
+            repetition_penalty=raw.repetition_penalty,
+            logit_bias=dict(raw.logit_bias),
+            prompt_logprobs=raw.prompt_logprobs,
         )
-        return params if params.max_tokens <= room else _with_max_tokens(params, room)
+        # An answer ends at the model's context with finish reason `length`, as documented.
+        return params if params.max_tokens <= room else replace(params, max_tokens=room)
+
+    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
+        wrong = next((each for each in ids if not 0 <= each < self.vocab_tokens), None)
+        if wrong is not None:
+            raise InputError(f"{field}: expected token ids from 0 to {self.vocab_tokens - 1}, got {wrong}", field=field)
 
 
 def new_request_id() -> str:
     return secrets.token_hex(12)
 
 
-def _with_max_tokens(params: SamplingParams, max_tokens: int) -> SamplingParams:
-    """An answer ends at the model's context with finish reason `length`, as documented."""
-    return SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        seed=params.seed,
-        max_tokens=max_tokens,
-        stop_token_ids=params.stop_token_ids,
-        logprobs=params.logprobs,
+def _too_long(field: str, tokens: int, limit: int) -> ContextExceeded:
+    return ContextExceeded(
+        f"{field}: the model's context is {limit} tokens; the prompt has {tokens} and leaves no room for an answer; "
+        f"shorten it to at most {limit - 1}",
+        field=field,
     )
 
 

@@ -11,6 +11,7 @@ Every way out cancels the request on each worker that may still know it, and end
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from kvtransfer.causes import HandoffFault
@@ -21,16 +22,10 @@ from router.request import ValidRequest
 from router.trace import Attempt, Trace
 from router.worker_client import WorkerLink
 from tandem.clock import Clock
-from tandem.errors import (
-    ErrorCode,
-    InternalError,
-    RequestCancelled,
-    TandemError,
-    WorkerLost,
-)
+from tandem.errors import ErrorCode, InternalError, RequestCancelled, TandemError, WorkerLost
 from tandem.request import FinishReason, Lifecycle, RequestState
 from tandem.v1 import inference_pb2, worker_pb2
-from worker.wire import parse_error
+from worker.wire import parse_error, sampling_frame
 
 # The worker is well but cannot take the request now (no KV blocks, a transfer agent being replaced).
 _REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
@@ -81,6 +76,7 @@ class RequestRun:
         self._migrations = 0
         self._max_migrations = max_migrations
         self._answer: list[int] = []  # the tokens given out
+        self._prompt_scores: list[inference_pb2.TokenLogprobs] = []  # of the current attempt
         self._resumed_at = 0  # so many of them before the current attempt
         self._assembler = assembler
         self._clock = clock
@@ -121,6 +117,7 @@ class RequestRun:
         self._resumed_at = len(self._answer)
         if not self._answer:
             self._dispatched_s = self._clock.now_s()
+            self._prompt_scores.clear()
         if prefill is None:
             self.trace.begin(self._wire_id, "", decode.key.worker_id, self._clock.now_s())
             self.lifecycle.start_prefill()
@@ -180,7 +177,16 @@ class RequestRun:
         elif self._has_first_token:
             self._detach(link)  # the prefill worker's side is over
 
+    def on_prompt_scores(self, link: WorkerLink, scores: worker_pb2.PromptScores) -> None:
+        """They come before the answer's first token; a continuation does not ask for them."""
+        if not self._answer:
+            self._prompt_scores += scores.tokens
+
     def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None:
+        if not self._answer and not self._take_prompt_scores():
+            worker = link.key.worker_id
+            self._fail_or_retry(InternalError(f"worker {worker} left out logprobs of the prompt"))
+            return
         now_s = self._last_token_s = self._clock.now_s()
         if not self._has_first_token:
             self._on_first_token(token, now_s)
@@ -208,6 +214,13 @@ class RequestRun:
         self._detach(link)
         if self._is_decode(link) or self.lifecycle.state is not RequestState.DECODING:
             self._fail_or_retry(error, link.key.worker_id)
+
+    def _take_prompt_scores(self) -> bool:
+        """Gives the prompt's logprobs to the client, if it wants any. False when they are not its tokens'."""
+        if self.request.sampling.prompt_logprobs is None:
+            return True
+        self.stream.prompt_scores = tuple(self._prompt_scores)
+        return [each.token_id for each in self._prompt_scores] == [*self.request.prompt[1:]]
 
     @property
     def _has_first_token(self) -> bool:
@@ -359,21 +372,15 @@ class RequestRun:
         return self.decode is not None and self.decode.link is link
 
     def _work(self) -> worker_pb2.Work:
-        request, sampling = self.request, self.request.sampling
+        request, sampling, given = self.request, self.request.sampling, len(self._answer)
+        if given:
+            sampling = replace(sampling, max_tokens=sampling.max_tokens - given, prompt_logprobs=None)
         return worker_pb2.Work(
             request_id=self._wire_id,
             prompt=[*request.prompt, *self._answer],
-            sampling=worker_pb2.ResolvedSampling(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k or 0,
-                min_p=sampling.min_p,
-                seed=sampling.seed,
-                max_tokens=sampling.max_tokens - len(self._answer),
-                stop_token_ids=sorted(sampling.stop_token_ids),
-                logprobs=sampling.logprobs,
-            ),
+            sampling=sampling_frame(sampling),
             cache_salt=request.cache_salt,
+            answer_tokens=given,
         )
 
     def _final(self, reason: FinishReason) -> Final:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import replace
 
+from router.answers import Answers, Submitted
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
-from router.output import ResponseStream
 from router.request import Message, RawRequest, ServingModel, ValidRequest, new_request_id
 from tandem.config import Role
 from tandem.errors import InputError, ModelNotFound, TandemError
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    request: ValidRequest
-    model: ServingModel
-    stream: ResponseStream
 
 
 class RouterService:
@@ -37,7 +30,7 @@ class RouterService:
         self.models = models
         self.dispatcher = dispatcher
         self.metrics = metrics
-        self._executor = executor
+        self.executor = executor
 
     def model(self, name: str, *, required: bool = True) -> ServingModel:
         """Raises ModelNotFound. An empty name means the only model, unless `required`."""
@@ -51,23 +44,50 @@ class RouterService:
 
     async def submit(self, raw: RawRequest, *, model_required: bool = True) -> Submitted:
         """Raises InputError, OverloadedError, UnavailableError; what fails later comes out of the stream."""
+        model, request = await self._parse(raw, model_required)
+        return Submitted(request, model, self.dispatcher.submit(model, request))
+
+    async def submit_all(self, raws: Sequence[RawRequest], choices: int, request_id: str) -> Answers:
+        """`choices` answers for each of `raws`: all of them or, when one is refused, none. Raises as `submit`.
+
+        Choice i draws with the request's seed + i, so the first is what it would be alone.
+        """
+        parsed = [await self._parse(raw, model_required=True) for raw in raws]
+        total = len(parsed) * choices
+        submitted: list[Submitted] = []
+        try:
+            for number in range(total):
+                model, first = parsed[number // choices]
+                request = _choice(first, number % choices, request_id if total == 1 else f"{request_id}-{number}")
+                submitted.append(Submitted(request, model, self.dispatcher.submit(model, request)))
+        except TandemError:
+            for each in submitted:
+                each.stream.cancel()
+            raise
+        return Answers(request_id, submitted, choices)
+
+    async def _parse(self, raw: RawRequest, model_required: bool) -> tuple[ServingModel, ValidRequest]:
         try:
             model = self.model(raw.model, required=model_required)
-            request = await model.parse(
-                raw,
-                self._executor,
-                max_model_tokens=self.dispatcher.fleet.max_model_tokens(model.name),
-                request_id=new_request_id(),
+            limit = self.dispatcher.fleet.max_model_tokens(model.name)
+            return model, await model.parse(
+                raw, self.executor, max_model_tokens=limit, request_id=new_request_id()
             )
         except InputError as error:
             self.rejected(raw.model, error)
             raise
-        return Submitted(request, model, self.dispatcher.submit(model, request))
 
-    async def tokenize(self, model: str, prompt: str | tuple[Message, ...]) -> tuple[ServingModel, tuple[int, ...]]:
+    async def tokenize(
+        self, model: str, prompt: str | tuple[Message, ...], *, special_tokens: bool = True
+    ) -> tuple[ServingModel, tuple[int, ...]]:
         """Raises ModelNotFound, InputError."""
         found = self.model(model, required=False)
-        return found, await found.tokenize(prompt, self._executor)
+        return found, await found.tokenize(prompt, self.executor, special_tokens=special_tokens)
+
+    async def detokenize(self, model: str, tokens: Sequence[int]) -> str:
+        """The text of token ids, special ones too. Raises ModelNotFound, InputError."""
+        found = self.model(model, required=False)
+        return await found.detokenize(tokens, self.executor)
 
     def rejected(self, model: str, error: TandemError) -> None:
         """Counts a request that an edge refused before it was submitted."""
@@ -80,3 +100,8 @@ class RouterService:
     def ready(self) -> bool:
         """A request for at least one model could be served now."""
         return any(self.model_ready(name) for name in self.models)
+
+
+def _choice(request: ValidRequest, number: int, request_id: str) -> ValidRequest:
+    sampling = replace(request.sampling, seed=(request.sampling.seed + number) % 2**64)
+    return replace(request, request_id=request_id, sampling=sampling)

@@ -51,6 +51,7 @@ class StubBehaviour:
     hold_prefills: bool = False  # Prefill and Generate are never answered
     cached_tokens: int = 0
     logprob: float = -0.5
+    drop_prompt_scores: bool = False
 
 
 def script(tokens: Sequence[int]) -> Answer:
@@ -183,6 +184,7 @@ class StubWorker(WorkerServicer):
         tokens = self._answer(work)
         await asyncio.sleep(self.behaviour.token_delay_s)
         frame = worker_pb2.WorkerFrame(tokens=[self._token(work, tokens[0], first=True)])
+        self._score_prompt(frame, work)
         ended = self._end_reason(work, tokens, 1)
         if ended is not None:
             frame.ended.append(worker_pb2.Ended(request_id=wire_id, finish_reason=ended))
@@ -225,6 +227,8 @@ class StubWorker(WorkerServicer):
         for count in range(start + 1, len(tokens) + 1):
             await asyncio.sleep(self.behaviour.token_delay_s)
             frame = worker_pb2.WorkerFrame(tokens=[self._token(work, tokens[count - 1], first=count == 1)])
+            if count == 1:
+                self._score_prompt(frame, work)
             if self.behaviour.fail_decodes > 0:
                 self.behaviour.fail_decodes -= 1
                 session.out.put_nowait(frame)
@@ -259,6 +263,15 @@ class StubWorker(WorkerServicer):
             for rank in range(work.sampling.logprobs):
                 token.logprobs.top.add(token_id=token_id + rank, logprob=self.behaviour.logprob - rank)
         return token
+
+    def _score_prompt(self, frame: worker_pb2.WorkerFrame, work: worker_pb2.Work) -> None:
+        if not work.sampling.HasField("prompt_logprobs") or self.behaviour.drop_prompt_scores:
+            return
+        scores = frame.prompt_scores.add(request_id=work.request_id, start=1)
+        for token_id in work.prompt[1:]:
+            token = scores.tokens.add(token_id=token_id, logprob=self.behaviour.logprob)
+            for rank in range(work.sampling.prompt_logprobs):
+                token.top.add(token_id=token_id + rank, logprob=self.behaviour.logprob - rank)
 
     def _error(self, session: _Session, wire_id: str, code: ErrorCode, cause: HandoffCause | None = None) -> None:
         self.known.discard(wire_id)

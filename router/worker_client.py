@@ -38,6 +38,8 @@ class RequestSink(Protocol):
     def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:
         """`age_s`: how long before now the zero of the report's stages was."""
 
+    def on_prompt_scores(self, link: WorkerLink, scores: worker_pb2.PromptScores) -> None: ...
+
     def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None: ...
 
     def on_ended(self, link: WorkerLink, ended: worker_pb2.Ended) -> None: ...
@@ -187,6 +189,9 @@ class WorkerLink:
         for reserved in frame.reserved:
             if (sink := sinks.get(reserved.request_id)) is not None:
                 sink.on_reserved(self, reserved)
+        for scores in frame.prompt_scores:
+            if (sink := sinks.get(scores.request_id)) is not None:
+                sink.on_prompt_scores(self, scores)
         for token in frame.tokens:
             if (sink := sinks.get(token.request_id)) is not None:
                 sink.on_token(self, token)

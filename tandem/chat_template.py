@@ -43,6 +43,7 @@ class ChatTemplate:
         where: str = "chat template",
     ) -> None:
         """`tokens`: the texts of bos_token and the like, as the template may name them. Raises CheckpointError."""
+        self.source = source
         self._limits = limits or Limits()
         self._clock = clock or SystemClock()
         self._tokens = dict(tokens or {})

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -14,6 +15,10 @@ from tandem.errors import InputError, InternalError
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 10.0
+MAX_BIAS = 100.0
 
 
 class RequestState(StrEnum):
@@ -113,6 +118,9 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How to choose tokens. `temperature` 0 is greedy; None means "no limit" for `top_k`, "none" for `logprobs`.
 
+    `logit_bias` holds (token id, what is added to its logit). `prompt_logprobs`: as `logprobs`, of the prompt's tokens.
+    The penalties are defined in tandem/sampling/penalties.py.
+
     The same (seed, position, token) always draws the same noise, so the choice does not depend on batch, worker or
     tensor-parallel width (docs/architecture.md, Determinism).
     """
@@ -125,6 +133,16 @@ class SamplingParams:
     max_tokens: int = 16
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: int | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(penalties or self.logit_bias)
 
     @classmethod
     def parse(
@@ -138,6 +156,11 @@ class SamplingParams:
         min_p: float | None = None,
         stop_token_ids: frozenset[int] = frozenset(),
         logprobs: int | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        repetition_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        prompt_logprobs: int | None = None,
     ) -> SamplingParams:
         """Raises InputError naming the field. None takes the default."""
         params = cls(
@@ -149,21 +172,38 @@ class SamplingParams:
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
             logprobs=logprobs,
+            presence_penalty=float(presence_penalty or 0.0),
+            frequency_penalty=float(frequency_penalty or 0.0),
+            repetition_penalty=1.0 if repetition_penalty is None else float(repetition_penalty),
+            logit_bias=tuple(sorted((logit_bias or {}).items())),
+            prompt_logprobs=prompt_logprobs,
         )
-        _check_range("temperature", params.temperature, 0.0, 2.0)
-        _check_range("top_p", params.top_p, 0.0, 1.0, low_open=True)
-        _check_range("min_p", params.min_p, 0.0, 1.0)
-        if params.top_k is not None:
-            _check_range("top_k", params.top_k, 1, 2**31 - 1)
-        _check_range("max_tokens", params.max_tokens, 1, 2**31 - 1)
-        if logprobs is not None:
-            _check_range("logprobs", logprobs, 0, MAX_LOGPROBS)
-        if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InputError(
-                f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS}, got {len(stop_token_ids)}",
-                field="stop_token_ids",
-            )
+        params._check()
         return params
+
+    def _check(self) -> None:
+        _check_range("temperature", self.temperature, 0.0, 2.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        if self.top_k is not None:
+            _check_range("top_k", self.top_k, 1, 2**31 - 1)
+        _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _check_range(name, count, 0, MAX_LOGPROBS)
+        _check_range("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check_range("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, low_open=True)
+        check_length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        check_length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        for _, bias in self.logit_bias:
+            _check_range("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+
+
+def check_length(name: str, length: int, most: int) -> None:
+    """Raises InputError naming the field."""
+    if length > most:
+        raise InputError(f"{name}: expected at most {most}, got {length}", field=name)
 
 
 def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:

@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 
 from tandem.request import SamplingParams
 from tandem.sampling.sampler import choose
+from tandem.token_history import TokenHistory
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background has SIGINT ignored, and every process they start would inherit it.
@@ -43,10 +44,16 @@ class Reference:
                 best = row.topk(2).values
                 if best[0] - best[1] < CLEAR:
                     raise ValueError(f"a near tie after {len(tokens)} tokens: choose another prompt or seed")
-                tokens.append(choose(row.numpy(), sampling, len(tokens)).token_id)
+                history = TokenHistory(prompt, tokens[len(prompt) :])
+                tokens.append(choose(row.numpy(), sampling, len(tokens), history).token_id)
                 if tokens[-1] in sampling.stop_token_ids:
                     break
         return tokens[len(prompt) :]
+
+    def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[tokens - 1, vocab_size]: row i is the distribution of token i + 1."""
+        with torch.inference_mode():
+            return self._model(torch.tensor([tokens])).logits[0, :-1].double().log_softmax(dim=-1)
 
 
 @pytest.fixture(scope="session")

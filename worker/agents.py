@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from kvtransfer.control import FromAgent, LinkReport
-from tandem.errors import InputError, UnavailableError
+from tandem.errors import UnavailableError
 from tandem.v1 import worker_pb2
 
 
@@ -48,10 +48,7 @@ class Agents:
         return [rank for rank in range(len(self._connections)) if rank not in self._alive]
 
     def require_all(self) -> None:
-        """Raises UnavailableError while an agent is being replaced: a new handoff could not be told to it; InputError
-        when this worker has none."""
-        if not self._connections:
-            raise InputError("reserve: this worker's pool is in device memory, which cannot be handed off yet")
+        """Raises UnavailableError while an agent is being replaced: a new handoff could not be told to it."""
         if lost := self.lost_ranks():
             raise UnavailableError(f"the transfer agents of ranks {lost} are being replaced: try again")
 

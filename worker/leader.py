@@ -127,10 +127,11 @@ class Leader:
     def _where(self, rank: int, attached: Attached) -> None:
         """A replaced agent listens elsewhere: the service registers the worker again."""
         agent = self._info.agents[rank]
-        agent.host_id, agent.mapped_path, agent.tcp_address = (
+        agent.host_id, agent.mapped_path, agent.tcp_address, agent.device = (
             attached.host_id,
             attached.mapped_path,
             attached.tcp_address,
+            attached.device,
         )
         self._service.send(LeaderReady(self._info.SerializeToString()))
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kvtransfer.agent_client import AgentClient, RankExporter
 from kvtransfer.control import Attached, AttachPool, FromAgent, Layout, Lead, TlsFiles
+from kvtransfer.cuda_ipc import export_tensor
 from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from tandem.config import Role as RoleName
 from tandem.config import WireDtype
@@ -106,6 +107,7 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, i
         link_socket=str(launch.link_socket(index)),
         ticket_ttl_s=launch.transfer.ticket_ttl_s,
         tls=TlsFiles(tls.cert, tls.key, tls.ca) if (tls := launch.transfer.tls) is not None else None,
+        memory=export_tensor(rank.pool.tensor) if rank.pool.fd is None else None,
         connects=launch.role is RoleName.PREFILL,
     )
 
@@ -135,7 +137,11 @@ def worker_info(
     )
     for index, where in sorted(attached.items()):
         info.agents.add(
-            rank=index, host_id=where.host_id, mapped_path=where.mapped_path, tcp_address=where.tcp_address
+            rank=index,
+            host_id=where.host_id,
+            mapped_path=where.mapped_path,
+            tcp_address=where.tcp_address,
+            device=where.device,
         )
     info.processes.add(name="rank-0", pid=os.getpid())
     return info
@@ -144,10 +150,10 @@ def worker_info(
 class LeaderConnections:
     """Connects the leader to every rank's agent and feeds what they say into the inbox."""
 
-    def __init__(self, launch: WorkerLaunch, inbox: Inbox, io: IoThread, *, with_agents: bool) -> None:
+    def __init__(self, launch: WorkerLaunch, inbox: Inbox, io: IoThread) -> None:
         self._launch = launch
         self._inbox = inbox
-        self.clients = [AgentClient(io.loop) for _ in range(launch.tp if with_agents else 0)]
+        self.clients = [AgentClient(io.loop) for _ in range(launch.tp)]
 
     def connect(self) -> None:
         for rank, client in enumerate(self.clients):
@@ -181,12 +187,9 @@ class LeaderConnections:
 
 
 def attach_pool(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, index: int, own: AgentClient) -> None:
-    """A pool in device memory has nothing that an agent could map yet: such a worker serves without handoffs."""
     def ignore(message: FromAgent) -> None:
         """Reports go to the leader's connection."""
 
-    if rank.pool.fd is None:
-        return
     own.connect(
         launch.agent_socket(index),
         first=attach_message(launch, identity, rank, index),
@@ -201,7 +204,7 @@ def lead(launch: WorkerLaunch, make_role: MakeRole, rank: Rank, identity: Worker
     inbox = Inbox()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda signum, frame: inbox.put(Stop(f"signal {signum}")))
-    connections = LeaderConnections(launch, inbox, io, with_agents=rank.pool.fd is not None)
+    connections = LeaderConnections(launch, inbox, io)
     connections.connect()
     attached = connections.wait_attached()
     service = ServiceLink(io, inbox)

@@ -88,6 +88,7 @@ def peers_of(directory: cluster_pb2.Directory, own: cluster_pb2.WorkerInfo) -> t
             tcp_address=agent.tcp_address,
             protocol=worker.layout.protocol,
             oldest_protocol=worker.layout.oldest_protocol,
+            device=agent.device,
         )
         for worker in directory.workers
         if worker.model == own.model and worker.role != own.role

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from kvtransfer.causes import HandoffFault, parse_cause
 from tandem.blockhash import HashKey
-from tandem.engine.api import EngineLoad, EngineRequest, TokenOut
+from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, TokenLogprob, TokenOut
 from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
 from tandem.request import FinishReason, SamplingParams
 from tandem.v1 import inference_pb2, worker_pb2
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # 2: penalties, logit_bias, prompt_logprobs
 
 FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -22,8 +21,6 @@ FINISH_REASONS = {
 
 def parse_sampling(wire: worker_pb2.ResolvedSampling) -> SamplingParams:
     """Raises InputError: a router's word is checked too, so that no router can harm the engine."""
-    if not all(math.isfinite(value) for value in (wire.temperature, wire.top_p, wire.min_p)):
-        raise InputError("sampling: expected finite numbers", field="sampling")
     return SamplingParams.parse(
         seed=wire.seed,
         max_tokens=wire.max_tokens,
@@ -33,6 +30,29 @@ def parse_sampling(wire: worker_pb2.ResolvedSampling) -> SamplingParams:
         min_p=wire.min_p,
         stop_token_ids=frozenset(wire.stop_token_ids),
         logprobs=wire.logprobs if wire.HasField("logprobs") else None,
+        presence_penalty=wire.presence_penalty,
+        frequency_penalty=wire.frequency_penalty,
+        repetition_penalty=wire.repetition_penalty if wire.HasField("repetition_penalty") else None,
+        logit_bias=wire.logit_bias,
+        prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
+    )
+
+
+def sampling_frame(sampling: SamplingParams) -> worker_pb2.ResolvedSampling:
+    return worker_pb2.ResolvedSampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or 0,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=sorted(sampling.stop_token_ids),
+        logprobs=sampling.logprobs,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        prompt_logprobs=sampling.prompt_logprobs,
     )
 
 
@@ -53,6 +73,7 @@ def parse_work(
         hash_key=HashKey(model_fingerprint, cache_salt=work.cache_salt),
         use_prefix_cache=use_prefix_cache,
         export_from_block=export_from_block,
+        answered_tokens=work.answer_tokens,
     )
 
 
@@ -61,11 +82,23 @@ def token_frame(request_id: str, token: TokenOut) -> worker_pb2.StepToken:
     if token.cached_tokens is not None:
         frame.cached_tokens = token.cached_tokens
     if token.logprob is not None:
-        frame.logprobs.token_id = token.token_id
-        frame.logprobs.logprob = token.logprob
-        for top in token.top:
-            frame.logprobs.top.add(token_id=top.token_id, logprob=top.logprob)
+        _fill(frame.logprobs, token.token_id, token.logprob, token.top)
     return frame
+
+
+def scores_frame(request_id: str, scores: PromptScores) -> worker_pb2.PromptScores:
+    frame = worker_pb2.PromptScores(request_id=request_id, start=scores.start)
+    for token in scores.tokens:
+        _fill(frame.tokens.add(), token.token_id, token.logprob, token.top)
+    return frame
+
+
+def _fill(
+    wire: inference_pb2.TokenLogprobs, token_id: int, logprob: float, top: Iterable[TokenLogprob]
+) -> None:
+    wire.token_id, wire.logprob = token_id, logprob
+    for each in top:
+        wire.top.add(token_id=each.token_id, logprob=each.logprob)
 
 
 def error_frame(request_id: str, error: TandemError) -> worker_pb2.Ended:

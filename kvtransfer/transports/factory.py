@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtransfer.causes import protocol_fault
 from kvtransfer.control import Peer
+from kvtransfer.handshake import MAPPED as MAPPED
 from kvtransfer.handshake import Hello, LinkRefused, Own
+from kvtransfer.pool import PoolMap
 from kvtransfer.reshard import Link
 from kvtransfer.stream import FrameStream
 from kvtransfer.tls import Wire
@@ -21,7 +23,6 @@ from tandem.errors import ConfigError
 if TYPE_CHECKING:
     from types import ModuleType
 
-MAPPED = "mapped"
 PROCESS_GROUP = "process_group"
 TCP = "tcp"
 NIXL = "nixl"
@@ -103,24 +104,50 @@ def carries_int8(kind: str, own: Own, peer: Peer) -> bool:
     return own.attach.int8 and kind in (PROCESS_GROUP, TCP) and knows_int8(common_version(own.attach, peer))
 
 
-def choose_transport(own: Own, peer: Peer) -> str:
+class Choice(NamedTuple):
+    """A transport, and why it is not the one for one host, where it might have been."""
+
+    kind: str
+    reason: str = ""
+
+
+def choose_transport(own: Own, peer: Peer) -> Choice:
     """`mapped` on one host, else `process_group`, or `tcp` where TLS is asked for; or what the configuration forces.
 
     Raises:
         LinkRefused: what is forced cannot work with this peer.
     """
     _require(own.attach.transport)
+    if own.attach.transport == NIXL and own.device:
+        raise LinkRefused("transport: nixl cannot register pools in device memory yet; set another or auto")
+    reason = ""
     for kind in offered(own):
         if kind == MAPPED and peer.mapped_path and peer.host_id == own.host_id:
-            return kind
+            reason = _why_not_mapped(own, peer)
+            if not reason:
+                return Choice(kind)
         if kind != MAPPED and peer.tcp_address:
-            return kind
+            return Choice(kind, reason)
+    if reason:
+        raise LinkRefused(f"transport: {reason}")
     where = "the same" if peer.host_id == own.host_id else "another"
     reach = [name for name, there in (("a unix socket", peer.mapped_path), ("TCP", peer.tcp_address)) if there]
     encrypted = " with TLS" if own.tls is not None else ""
     raise LinkRefused(
         f"transport: {own.attach.transport}{encrypted} cannot reach a peer on {where} host that listens on {reach}"
     )
+
+
+def _why_not_mapped(own: Own, peer: Peer) -> str:
+    """Empty: the peer, on the same host, can map our pool."""
+    if not own.device and not peer.device:
+        return ""
+    if not own.device or not peer.device:
+        ours, theirs = own.device or "host memory", peer.device or "host memory"
+        return f"mapped: our pool is in {ours}, the peer's in {theirs}"
+    if not isinstance(own.pool, PoolMap) and own.pool.reaches(peer.device, own.device):
+        return ""
+    return f"mapped: GPU {peer.device} cannot read the memory of GPU {own.device}, or one of them is hidden from us"
 
 
 def _process_group() -> ModuleType:

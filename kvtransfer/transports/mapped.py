@@ -1,26 +1,103 @@
-"""Same host, shared memory: the receiver maps the sender's pool read-only and copies announced pieces itself.
+"""Same host, memory that both can map: the receiver maps the sender's pool and copies announced pieces itself.
 
-The sender passes a read-only descriptor of its pool with the hello. Nothing late can land in the receiver's pool,
-because nobody but the receiver writes there.
+Host memory: the sender passes a read-only descriptor of its pool with the hello. GPU memory: the hello names it by its
+CUDA IPC handle, the copy is the device's own work, and so are the digests, with a key that the receiver made for this
+link. Nothing late can land in the receiver's pool, because nobody but the receiver writes there.
+
+No event crosses processes with a piece. The engine waits for its stream before it says that a layer is done
+(ModelRunner), so what a piece names is in memory when its announcement is sent; the receiver waits for its own stream
+before it acknowledges.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 from array import array
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvtransfer.causes import protocol_fault
 from kvtransfer.digest import copy_and_digest, digest_of, digest_of_bytes
-from kvtransfer.handshake import Hello, Own, Welcome, pool_layout
+from kvtransfer.handshake import MULTILINEAR, XXH3, Hello, Own, Welcome, pool_layout
 from kvtransfer.piece import FrameType, Header, Piece
-from kvtransfer.pool import PoolMap, Span
+from kvtransfer.pool import PoolMap, Span, check_span
+from kvtransfer.pools import Pool, open_pool
 from kvtransfer.reshard import Link
 from kvtransfer.stream import FrameStream
-from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread
+from kvtransfer.transports.protocol import INLINE_BYTES, PROBE_BYTES, LinkThread, Terms
 
+if TYPE_CHECKING:
+    from kvtransfer.device_digest import DigestKeys
+    from kvtransfer.device_pool import DevicePool
+
+T = TypeVar("T")
+DIGESTS_AHEAD = 2  # that wait for the link's thread behind the one it makes: it never idles
 _ID_BYTES = 4
+_KEY_BITS = 63
+
+
+class Access(Protocol):
+    """One link's way to the pools at its ends, in whatever memory they are. In the link's thread."""
+
+    is_quick: bool  # small pieces are done at once, on the agent's loop
+
+    def digest(self, span: Span) -> int:
+        """Of a span of our own pool."""
+        ...
+
+    def copy(self, read: Span, write: Span, *, digests: bool) -> int:
+        """Copies a piece from the peer's pool into ours; returns its digest, if asked to."""
+        ...
+
+
+class HostAccess:
+    is_quick = True
+
+    def __init__(self, own: PoolMap, source: PoolMap | None = None) -> None:
+        self._own = own
+        self._source = source
+
+    def digest(self, span: Span) -> int:
+        return digest_of(self._own, span)
+
+    def copy(self, read: Span, write: Span, *, digests: bool) -> int:
+        source = _required(self._source)
+        if digests:
+            return copy_and_digest(self._own, source, read, write)
+        self._own.copy_from(source, read, write)
+        return 0
+
+
+class DeviceAccess:
+    is_quick = False  # a device that hangs hangs the link's thread, not the agent
+
+    def __init__(self, own: DevicePool, keys: DigestKeys, source: DevicePool | None = None) -> None:
+        self._own = own
+        self._keys = keys
+        self._source = source
+
+    def digest(self, span: Span) -> int:
+        return self._own.digest(span, self._keys)
+
+    def copy(self, read: Span, write: Span, *, digests: bool) -> int:
+        return self._own.copy_from(_required(self._source), read, write, self._keys if digests else None)
+
+
+def make_access(own: Pool, source: Pool | None, kind: str, key: int) -> Access:
+    """In the link's thread. Raises HandoffFault (protocol): no such digests are made where our pool is."""
+    if isinstance(own, PoolMap):
+        if kind != XXH3 or not (source is None or isinstance(source, PoolMap)):
+            raise protocol_fault(f"mapped: expected a pool in host memory with {XXH3} digests, got {kind}")
+        return HostAccess(own, source)
+    if kind != MULTILINEAR or isinstance(source, PoolMap) or not 0 <= key < 1 << _KEY_BITS:
+        raise protocol_fault(f"mapped: expected a pool in device memory with {MULTILINEAR} digests, got {kind}")
+    if source is not None:
+        own.try_reading(source)
+    return DeviceAccess(own, own.make_keys(key), source)
 
 
 class MappedSender:
@@ -29,29 +106,48 @@ class MappedSender:
         self._thread = thread
         self._probe = secrets.token_bytes(PROBE_BYTES)
         self._digests = True
+        self._announcing: deque[asyncio.Task[None]] = deque()
+        self._access: Access | None = None
 
     def hello_fds(self) -> list[int]:
         probe = os.memfd_create("tandem-probe", os.MFD_CLOEXEC)
         os.write(probe, self._probe)
-        pool = os.open(f"/proc/self/fd/{self._own.pool_fd}", os.O_RDONLY | os.O_CLOEXEC)
-        return [pool, probe]
+        if self._own.pool_fd is None:
+            return [probe]
+        return [os.open(f"/proc/self/fd/{self._own.pool_fd}", os.O_RDONLY | os.O_CLOEXEC), probe]
 
     async def establish(self, welcome: Welcome) -> None:
         self._digests = welcome.digests
+        kind, key = welcome.digest_kind, welcome.digest_key
+        self._access = await self._thread.run(make_access, self._own.pool, None, kind, key)
 
     async def send_probe(self, stream: FrameStream) -> int:
         stream.send(Header(FrameType.PROBE))
         return digest_of_bytes(self._probe)
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
+        """A large piece is announced when its digest is there; meanwhile the next may be pushed."""
+        announcing = self._announce(stream, ticket_id, piece, span)
+        if not self._digests or piece.payload_bytes <= INLINE_BYTES:
+            await self.settle()
+            await announcing
+            return
+        task = asyncio.create_task(announcing)
+        task.add_done_callback(lambda task: _announced(task, stream))
+        self._announcing.append(task)
+        await self.settle(left=DIGESTS_AHEAD)
+
+    async def settle(self, left: int = 0) -> None:
+        while len(self._announcing) > left:
+            await self._announcing.popleft()
+
+    async def _announce(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
         if self._digests:
-            piece = replace(piece, digest=await self._thread.run_on(piece.payload_bytes, self.digest, span))
+            access = _required(self._access)
+            digest = await _run(self._thread, access, piece.payload_bytes, access.digest, span)
+            piece = replace(piece, digest=digest)
         stream.send(Header(FrameType.PIECE, ticket_id, piece=piece), _pack_ids(span.block_ids))
         await stream.drain()
-
-    def digest(self, span: Span) -> int:
-        """In the link's thread."""
-        return digest_of(self._own.pool, span)
 
     def close(self) -> None:
         """The receiver's mapping ends with its link."""
@@ -64,17 +160,28 @@ class MappedReceiver:
         self._own = own
         self._thread = thread
         self._hello = hello
+        self._layout = pool_layout(hello.layout)
         self._link = link
         self._digests = digests
-        self._source: PoolMap | None = None
+        self._access: Access | None = None
         self._probe = b""
 
-    async def prepare(self, fds: list[int]) -> None:
-        if len(fds) != 2:
-            raise protocol_fault(f"mapped: expected the pool and the probe beside the hello, got {len(fds)} files")
-        pool_fd, probe_fd = fds
-        self._source = PoolMap.map_fd(pool_layout(self._hello.layout), pool_fd, writable=False)
+    async def prepare(self, fds: list[int]) -> Terms:
+        if not fds:
+            raise protocol_fault("mapped: expected the probe beside the hello, got no files")
+        *pool_fds, probe_fd = fds
+        memory, kinds = self._hello.memory, self._hello.digest_kinds
+        kind, key = (MULTILINEAR, secrets.randbits(_KEY_BITS)) if self._own.device else (XXH3, 0)
+        if kind not in kinds:
+            raise protocol_fault(f"mapped: expected digests of kind {kind}, as our pool's memory has, got {kinds}")
+
+        def access() -> Access:
+            source = open_pool(self._layout, memory, pool_fds, writable=False)
+            return make_access(self._own.pool, source, kind, key)
+
+        self._access = await self._thread.run(access)
         self._probe = os.pread(probe_fd, PROBE_BYTES, 0)
+        return Terms(digest_kind=kind, digest_key=key)
 
     async def establish(self) -> None:
         """The mapping is the data path."""
@@ -83,8 +190,6 @@ class MappedReceiver:
         return digest_of_bytes(self._probe)
 
     async def fetch(self, piece: Piece, body: bytes) -> MappedArrival:
-        if self._source is None:
-            raise protocol_fault("mapped: a piece came before the hello's pool")
         read = Span(
             unpack_ids(body, piece.block_count),
             piece.last_block_tokens,
@@ -93,33 +198,44 @@ class MappedReceiver:
             self._link.src_head + piece.head_start - self._link.head_start,
             piece.head_count,
         )
-        self._source.check(read)
-        return MappedArrival(self._own.pool, self._source, read, piece.payload_bytes, self._thread, self._digests)
+        check_span(self._layout, read)
+        return MappedArrival(_required(self._access), read, piece.payload_bytes, self._thread, self._digests)
 
     def close(self) -> None:
-        self._source = None
+        self._access = None
 
 
 @dataclass(frozen=True, slots=True)
 class MappedArrival:
-    own: PoolMap
-    source: PoolMap
+    access: Access
     read: Span
     size_bytes: int
     thread: LinkThread
     digests: bool
 
     async def place(self, span: Span) -> int:
-        return await self.thread.run_on(self.size_bytes, self._copy, span)
+        return await _run(self.thread, self.access, self.size_bytes, self._copy, span)
 
     async def discard(self) -> None:
         """Nothing was read yet."""
 
     def _copy(self, span: Span) -> int:
-        if self.digests:
-            return copy_and_digest(self.own, self.source, self.read, span)
-        self.own.copy_from(self.source, self.read, span)
-        return 0
+        return self.access.copy(self.read, span, digests=self.digests)
+
+
+async def _run(thread: LinkThread, access: Access, size: int, function: Callable[[Span], int], span: Span) -> int:
+    return await (thread.run_on(size, function, span) if access.is_quick else thread.run(function, span))
+
+
+def _required(part: T | None) -> T:
+    if part is None:
+        raise protocol_fault("mapped: a piece came before the peer's pool")
+    return part
+
+
+def _announced(task: asyncio.Task[None], stream: FrameStream) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        stream.close()  # the link must hear of it, even when nothing else is pushed
 
 
 def _pack_ids(block_ids: tuple[int, ...]) -> bytes:

@@ -26,10 +26,11 @@ from kvtransfer.digest import digest_of_bytes
 from kvtransfer.handshake import Hello, Own, Welcome, pool_layout
 from kvtransfer.piece import MAX_PIECE_BYTES, Piece
 from kvtransfer.pool import Bytes, PoolMap, Span, check_span, make_staging
+from kvtransfer.pools import Pool
 from kvtransfer.reshard import Link
 from kvtransfer.sockets import join_address, split_address
 from kvtransfer.transports.mapped import MappedSender, unpack_ids
-from kvtransfer.transports.protocol import PROBE_BYTES, DataPort, LinkThread
+from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, Terms
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
 
@@ -170,6 +171,8 @@ class NixlSender(MappedSender):
         await self._thread.run(self._introduce, self._data)
 
     def _introduce(self, data: DataSocket) -> None:
+        if not isinstance(self._own.pool, PoolMap):
+            raise protocol_fault("nixl: expected a pool in host memory; one in device memory cannot be registered yet")
         pool = self._own.pool.blocks.reshape(-1)
         probe = np.frombuffer(self._probe, np.uint8)
         self._endpoint = Endpoint(pool, probe)
@@ -200,11 +203,11 @@ class NixlReceiver:
         self._staging = make_staging(max(MAX_PIECE_BYTES, own.layout.block_bytes))
         self._pool_address = self._probe_address = 0
 
-    async def prepare(self, fds: list[int]) -> DataPort:
+    async def prepare(self, fds: list[int]) -> Terms:
         if fds:
             raise protocol_fault("nixl: expected no descriptors beside the hello")
         self._door = DataDoor(self._own.attach.bind_host, self._own.tls)
-        return DataPort(self._door.port, self._door.token)
+        return Terms(self._door.port, self._door.token)
 
     async def establish(self) -> None:
         if self._door is None:
@@ -261,7 +264,7 @@ class NixlReceiver:
 
 @dataclass(frozen=True, slots=True)
 class NixlArrival:
-    pool: PoolMap
+    pool: Pool
     data: Bytes
     thread: LinkThread
     digests: bool
@@ -273,7 +276,8 @@ class NixlArrival:
         """All of it has arrived."""
 
     def _write(self, span: Span) -> int:
-        self.pool.unpack(self.data, span)
+        with self.pool.on_host(span, write=True) as (pool, written):
+            pool.unpack(self.data, written)
         return digest_of_bytes(self.data.data) if self.digests else 0
 
 

@@ -34,10 +34,11 @@ from kvtransfer.handshake import Own, Welcome
 from kvtransfer.liveness import STALL_S
 from kvtransfer.piece import FrameType, Header, Piece, as_int8
 from kvtransfer.pool import Bytes, Cursor, PoolMap, Span, make_staging
+from kvtransfer.pools import Pool
 from kvtransfer.quantise import dequantise, quantise
 from kvtransfer.sockets import listen_tcp, split_address
 from kvtransfer.stream import FrameStream
-from kvtransfer.transports.protocol import PROBE_BYTES, DataPort, LinkThread
+from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, Terms
 from kvtransfer.versions import stripes_groups
 
 TIMEOUT = datetime.timedelta(seconds=20)  # to meet
@@ -189,20 +190,27 @@ class GroupSender:
         if form.follows:
             number = secrets.randbits(8 * _TRAILER.size)
         elif self._digests:
-            number = await self._thread.run(digest_of, self._own.pool, span)
+            number = await self._thread.run(self._digest, span)
         stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(wire, digest=number)))
         await self._thread.run(self._send, _joined(self._group), piece.payload_bytes, span, form, number)
 
+    def _digest(self, span: Span) -> int:
+        with self._own.pool.on_host(span, write=False) as (pool, read):
+            return digest_of(pool, read)
+
     def _send(self, group: Group, size_in_pool: int, span: Span, form: Format, number: int | None) -> None:
         hasher = xxhash.xxh3_64()
-        pool = self._own.pool
-        cursor = Cursor([quantise(pool.pack(span, size_in_pool), pool.layout)]) if self._int8 else pool.cursor(span)
-        for payload, size in form.messages():
-            message = self._buffers.next(size)
-            cursor.read(message[:payload], feeder(hasher) if form.follows else None)
-            if size > payload and number is not None:
-                _TRAILER.pack_into(message.data, payload, hasher.intdigest() ^ number)
-            self._buffers.in_use(group.send(message))
+        with self._own.pool.on_host(span, write=False) as (pool, read):
+            cursor = Cursor([quantise(pool.pack(read, size_in_pool), pool.layout)]) if self._int8 else pool.cursor(read)
+            for payload, size in form.messages():
+                message = self._buffers.next(size)
+                cursor.read(message[:payload], feeder(hasher) if form.follows else None)
+                if size > payload and number is not None:
+                    _TRAILER.pack_into(message.data, payload, hasher.intdigest() ^ number)
+                self._buffers.in_use(group.send(message))
+
+    async def settle(self) -> None:
+        """`push` announces at once."""
 
     def close(self) -> None:
         if self._group is not None:
@@ -228,13 +236,13 @@ class GroupReceiver:
         self._store: TCPStore | None = None
         self._group: Group | None = None
 
-    async def prepare(self, fds: list[int]) -> DataPort:
+    async def prepare(self, fds: list[int]) -> Terms:
         if fds:
             raise protocol_fault("process_group: expected no descriptors beside the hello")
         listener = listen_tcp(self._own.attach.bind_host)
         port = int(listener.getsockname()[1])
         self._store = await self._thread.run(self._make_store, listener, port)
-        return DataPort(port)
+        return Terms(port)
 
     def _make_store(self, listener: socket.socket, port: int) -> TCPStore:
         host = self._own.attach.bind_host
@@ -295,23 +303,27 @@ class _Arriving:
     """In the link's thread."""
 
     group: Group
-    pool: PoolMap
+    pool: Pool
     buffers: Buffers
     form: Format
     digests: bool
     int8: bool
 
     def write(self, span: Span) -> int:
+        with self.pool.on_host(span, write=True) as (pool, written):
+            return self._write(pool, written)
+
+    def _write(self, pool: PoolMap, span: Span) -> int:
         hasher = xxhash.xxh3_64()
         wire = np.empty(self.form.payload_bytes if self.int8 else 0, np.uint8)
-        cursor = Cursor([wire]) if self.int8 else self.pool.cursor(span)
+        cursor = Cursor([wire]) if self.int8 else pool.cursor(span)
         followed = 0
         for message, payload in self._messages():
             cursor.write(message[:payload], feeder(hasher) if self.digests else None)
             if message.size > payload:
                 (followed,) = _TRAILER.unpack_from(message.data, payload)
         if self.int8:
-            self.pool.unpack(dequantise(wire, self.pool.layout), span)
+            pool.unpack(dequantise(wire, pool.layout), span)
         return int(hasher.intdigest()) ^ followed if self.digests else 0
 
     def skip(self) -> None:

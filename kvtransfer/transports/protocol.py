@@ -11,7 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
-from kvtransfer.handshake import Welcome
+from kvtransfer.causes import DeviceLost
+from kvtransfer.handshake import XXH3, Welcome
 from kvtransfer.piece import Piece
 from kvtransfer.pool import Span
 from kvtransfer.stream import FrameStream
@@ -29,7 +30,8 @@ class LinkThread:
     """One thread of one link: its operations run in order.
 
     Args:
-        on_hung: told the name when an operation on pieces has not come back `HANG_GRACE_S` after `close`.
+        on_hung: told the name when an operation on pieces has not come back `HANG_GRACE_S` after `close`, or when the
+            device is lost.
     """
 
     def __init__(self, name: str, on_hung: Callable[[str], None] | None = None) -> None:
@@ -48,7 +50,13 @@ class LinkThread:
             finally:
                 self._is_running = False
 
-        return await asyncio.get_running_loop().run_in_executor(self._executor, run)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, run)
+        except DeviceLost as error:
+            log.error("%s: the device is lost: %s", self._name, error)
+            if self._on_hung is not None:
+                self._on_hung(self._name)  # the next agent can use the device again
+            raise
 
     async def run_on(self, size_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`run` for work that only touches memory: so little of it that a hop would cost more is done at once."""
@@ -68,11 +76,14 @@ class LinkThread:
             self._on_hung(self._name)
 
 
-class DataPort(NamedTuple):
-    """Where the receiver takes a transport's data path, and what a connection there must show, if anything."""
+class Terms(NamedTuple):
+    """What the receiver's transport adds to the welcome: where it takes its data path, what a connection there must
+    show, and how digests are made."""
 
-    port: int
-    token: bytes = b""
+    data_port: int | None = None
+    data_token: bytes = b""
+    digest_kind: str = XXH3
+    digest_key: int = 0
 
 
 class KvSender(Protocol):
@@ -93,6 +104,10 @@ class KvSender(Protocol):
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
         """Announces a piece with its digest, and sends it where the transport does; our blocks are read until it is
         acknowledged. Raises HandoffFault (transport) when the data path broke: then the link must end."""
+        ...
+
+    async def settle(self) -> None:
+        """Returns when all that was pushed is announced; frames that must come behind wait for it."""
         ...
 
     def close(self) -> None: ...
@@ -119,9 +134,8 @@ class KvReceiver(Protocol):
         """Pieces do not hang together: the next may be fetched and placed while one is being placed."""
         ...
 
-    async def prepare(self, fds: list[int]) -> DataPort | None:
-        """Before the welcome: takes what came with the hello (and closes none of it); returns the data port, if the
-        transport has one. Raises HandoffFault."""
+    async def prepare(self, fds: list[int]) -> Terms:
+        """Before the welcome: takes what came with the hello (and closes none of it). Raises HandoffFault."""
         ...
 
     async def establish(self) -> None:

@@ -23,11 +23,12 @@ from kvtransfer.data_socket import TOKEN_BYTES, DataDoor, DataSocket, connect_da
 from kvtransfer.digest import digest_of_bytes
 from kvtransfer.handshake import Own, Welcome
 from kvtransfer.piece import FrameType, Header, Piece, as_int8
-from kvtransfer.pool import Bytes, PoolMap, Span
+from kvtransfer.pool import Bytes, Span
+from kvtransfer.pools import Pool
 from kvtransfer.quantise import dequantise, quantise
 from kvtransfer.sockets import join_address, split_address
 from kvtransfer.stream import FrameStream
-from kvtransfer.transports.protocol import PROBE_BYTES, DataPort, LinkThread
+from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, Terms
 
 MAX_IDLE_S = 20.0
 _TRAILER = struct.Struct("<Q")
@@ -68,16 +69,19 @@ class TcpSender:
 
     def _send(self, data: DataSocket, span: Span, size: int, number: int | None) -> None:
         hasher = xxhash.xxh3_64()
-        pool = self._own.pool
-        source = batches_of(quantise(pool.pack(span, size), pool.layout)) if self._int8 else None
-        for batch in source or batches(pool, span, self._scratch):
-            batch.gather()
-            if number is not None:
-                for view in batch.views:
-                    hasher.update(view)
-            data.send(batch.views)
+        with self._own.pool.on_host(span, write=False) as (pool, read):
+            source = batches_of(quantise(pool.pack(read, size), pool.layout)) if self._int8 else None
+            for batch in source or batches(pool, read, self._scratch):
+                batch.gather()
+                if number is not None:
+                    for view in batch.views:
+                        hasher.update(view)
+                data.send(batch.views)
         if number is not None:
             data.send([memoryview(_TRAILER.pack(hasher.intdigest() ^ number))])
+
+    async def settle(self) -> None:
+        """`push` announces at once."""
 
     def close(self) -> None:
         """Ends what the thread is at."""
@@ -98,7 +102,7 @@ class TcpReceiver:
         self._data: DataSocket | None = None
         self._scratch = make_scratch()
 
-    async def prepare(self, fds: list[int]) -> DataPort:
+    async def prepare(self, fds: list[int]) -> Terms:
         if fds:
             raise protocol_fault("tcp: expected no descriptors beside the hello")
         try:
@@ -106,7 +110,7 @@ class TcpReceiver:
         except OSError as error:
             what = f"tcp: cannot listen on {self._own.attach.bind_host}: {error}"
             raise HandoffFault(HandoffCause.TRANSPORT, what) from error
-        return DataPort(self._door.port, self._door.token)
+        return Terms(self._door.port, self._door.token)
 
     async def establish(self) -> None:
         if self._door is None:
@@ -157,18 +161,19 @@ class _Arriving:
     """In the link's thread."""
 
     data: DataSocket
-    pool: PoolMap
+    pool: Pool
     scratch: Bytes
     digests: bool
     int8_bytes: int | None  # the piece's size on a link that carries int8
 
     def write(self, span: Span) -> int:
-        if self.int8_bytes is None:
-            return self._receive(batches(self.pool, span, self.scratch))
-        wire = np.empty(self.int8_bytes, np.uint8)
-        digest = self._receive(batches_of(wire))
-        self.pool.unpack(dequantise(wire, self.pool.layout), span)
-        return digest
+        with self.pool.on_host(span, write=True) as (pool, written):
+            if self.int8_bytes is None:
+                return self._receive(batches(pool, written, self.scratch))
+            wire = np.empty(self.int8_bytes, np.uint8)
+            digest = self._receive(batches_of(wire))
+            pool.unpack(dequantise(wire, pool.layout), written)
+            return digest
 
     def _receive(self, into: Iterator[Batch]) -> int:
         hasher = xxhash.xxh3_64()

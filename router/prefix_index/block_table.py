@@ -3,7 +3,7 @@
 A hash table whose buckets are one cache line: eight slots, each with 40 bits of the hash as a tag and the number of a
 set of owners in 24. One gather answers for every block of a prompt and every owner. Blocks whose bucket is full go to a
 small dict. The memory is fixed when the table is made; blocks that find no room are not noted, which loses credit
-and invents none. docs/decisions/0009-prefix-index-in-one-array.md says why.
+and invents none. docs/decisions/0010-prefix-index-in-one-array.md says why.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from tandem.scheduler.scheduler import ExportRange
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A prompt to answer. `export_from_block` set: compute the prompt and the first token only, and export the prompt's
-    KV blocks from that logical block on (earlier ones are already where they must go)."""
+    KV blocks from that logical block on (earlier ones are already where they must go). The prompt's last
+    `answered_tokens` were generated elsewhere: penalties count them as answer."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -31,6 +32,7 @@ class EngineRequest:
     hash_key: HashKey
     use_prefix_cache: bool = True
     export_from_block: int | None = None
+    answered_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,24 @@ class TokenOut:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A prompt's token with the logprob the model gave it, and the likeliest tokens in its place, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Scores of a prompt's tokens from position `start` on; each position comes once."""
+
+    request_id: str
+    start: int
+    tokens: tuple[ScoredToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestEnd:
     """A request left the engine: finished for `reason`, or failed with `error`. For an exporting request that went
     well there is an end too (reason None: its first token did not end it); its blocks stay leased until release."""
@@ -85,6 +105,7 @@ class EngineLoad:
 class StepResult:
     tokens: tuple[TokenOut, ...] = ()
     ended: tuple[RequestEnd, ...] = ()
+    prompt_scores: tuple[PromptScores, ...] = ()
 
 
 __all__ = [
@@ -94,8 +115,10 @@ __all__ = [
     "EngineRequest",
     "ExportRange",
     "KvExporter",
+    "PromptScores",
     "RequestEnd",
     "Reservation",
+    "ScoredToken",
     "StepResult",
     "TokenLogprob",
     "TokenOut",

@@ -11,7 +11,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.engine.api import EngineLoad, EngineRequest, RequestEnd, Reservation, StepResult, TokenOut
+from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, RequestEnd, Reservation, StepResult, TokenOut
 from tandem.engine.runner import ModelRunner
 from tandem.engine.step import HEARTBEAT, STOP, SequenceStep, StepInput
 from tandem.errors import InputError, InternalError, TandemError, WorkerLost
@@ -75,6 +75,10 @@ class Engine:
         if not request.prompt:
             raise InputError("prompt: expected at least one token, got none", field="prompt")
         self._check_tokens(request.prompt, "prompt")
+        if request.sampling.logit_bias:
+            self._check_tokens([token for token, _ in request.sampling.logit_bias], "logit_bias")
+        if not 0 <= request.answered_tokens < len(request.prompt):
+            raise InputError("answer_tokens: expected fewer than the prompt has", field="answer_tokens")
         return Sequence(
             request_id=request.request_id,
             tokens=list(request.prompt),
@@ -85,6 +89,7 @@ class Engine:
             arrival=next(self._arrivals),
             use_prefix_cache=request.use_prefix_cache,
             export_from_block=request.export_from_block,
+            answered_tokens=request.answered_tokens,
         )
 
     def _check_tokens(self, tokens: list[int] | tuple[int, ...], field: str) -> None:
@@ -101,29 +106,37 @@ class Engine:
         """Runs one step. A request that cannot go on fails alone."""
         plan = self._scheduler.schedule()
         tokens: list[TokenOut] = []
+        scores: list[PromptScores] = []
         ended = [RequestEnd(request_id, error=error) for request_id, error in plan.failed]
         if plan.chunks:
-            logits = self._run(plan)
+            logits, scores = self._run(plan)
             self._scheduler.advance(plan)
             sampling = [chunk for chunk in plan.chunks if chunk.samples]
             for row, chunk in zip(logits, sampling, strict=True):
                 self._choose(chunk, row, tokens, ended)
-        return StepResult(tuple(tokens), tuple(ended))
+        return StepResult(tuple(tokens), tuple(ended), tuple(scores))
 
-    def _run(self, plan: StepPlan) -> Logits:
+    def _run(self, plan: StepPlan) -> tuple[Logits, list[PromptScores]]:
         sequences = [_sequence_step(chunk, self._scheduler.block_tokens) for chunk in plan.chunks]
         step = StepInput(sequences, [*plan.exports])
         if self._tell_followers is not None:
             self._tell_followers(step)
-        logits: Logits = self._runner.execute(step).numpy()
-        return logits
+        output = self._runner.execute(step)
+        scored = [chunk.sequence for chunk, told in zip(plan.chunks, sequences, strict=True) if told.scored]
+        scores: list[PromptScores] = []
+        for sequence, tokens in zip(scored, output.scores, strict=True):
+            scores.append(PromptScores(sequence.request_id, sequence.scored_tokens, tokens))
+            sequence.scored_tokens += len(tokens)
+        logits: Logits = output.logits.numpy()
+        return logits, scores
 
     def _choose(self, chunk: Chunk, row: Logits, tokens: list[TokenOut], ended: list[RequestEnd]) -> None:
         sequence = chunk.sequence
         try:
             if not np.isfinite(row.max()):
                 raise InternalError("the model gave logits that are no numbers")
-            choice = choose(row, sequence.sampling, len(sequence.tokens))
+            history = sequence.history() if sequence.sampling.changes_logits else None
+            choice = choose(row, sequence.sampling, len(sequence.tokens), history)
         except (TandemError, ValueError, ArithmeticError) as error:
             typed = error if isinstance(error, TandemError) else InternalError(f"sampling failed: {error}")
             self._scheduler.cancel(sequence.request_id)
@@ -178,9 +191,16 @@ class Engine:
 
 def _sequence_step(chunk: Chunk, block_tokens: int) -> SequenceStep:
     end = chunk.start + chunk.count
+    sequence = chunk.sequence
+    top = sequence.sampling.prompt_logprobs
+    first = sequence.scored_tokens  # after a preemption, tokens before it are computed again but were told already
+    scored = [] if top is None else sequence.tokens[first : min(end + 1, sequence.prompt_tokens)]
     return SequenceStep(
-        token_ids=chunk.sequence.tokens[chunk.start : end],
+        token_ids=sequence.tokens[chunk.start : end],
         start=chunk.start,
-        blocks=chunk.sequence.blocks[: blocks_for(end, block_tokens)],
+        blocks=sequence.blocks[: blocks_for(end, block_tokens)],
         samples=chunk.samples,
+        scored=scored,
+        scored_from=max(0, first - 1 - chunk.start),
+        top=top or 0,
     )

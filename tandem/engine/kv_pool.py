@@ -20,7 +20,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 class KvPool:
     """On CPU a memfd, sealed against resizing, so that no process that maps it can be tripped by a shrunken file, and
-    nothing stays behind when every holder is gone. `tensor` has `layout.shape`."""
+    nothing stays behind when every holder is gone. On a GPU torch's own memory, without a descriptor. `tensor` has
+    `layout.shape`."""
 
     def __init__(self, layout: KvPoolLayout, device: torch.device) -> None:
         self.layout = layout
@@ -34,6 +35,7 @@ class KvPool:
             self.tensor.zero_()  # touches every page now, not in the first request
         else:
             self.tensor = torch.zeros(layout.shape, dtype=DTYPES[layout.dtype], device=device)
+            torch.cuda.synchronize(device)  # its transfer agent may write to it as soon as it has it
 
 
 def _sealed_memfd(size_bytes: int) -> int:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from tandem.engine.api import KvExporter
+from tandem.engine.api import KvExporter, ScoredToken
 from tandem.engine.attention import StepAttention
 from tandem.engine.kv_pool import KvPool
-from tandem.engine.step import StepInput
+from tandem.engine.scores import score
+from tandem.engine.step import SequenceStep, StepInput
 from tandem.model.llama import LlamaModel
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """`logits` [samples, vocab_size], float32, on the CPU, in order of the sequences that sample; `scores` for each
+    sequence with scored tokens, in their order."""
+
+    logits: Tensor
+    scores: list[tuple[ScoredToken, ...]]
 
 
 class ModelRunner:
@@ -21,27 +33,32 @@ class ModelRunner:
         self._heads = model.layers[0].attention.heads
 
     @torch.inference_mode()
-    def execute(self, step: StepInput) -> Tensor:
-        """Runs the step. Returns logits [samples, vocab_size], float32, on the CPU, in order of the sequences that
-        sample."""
+    def execute(self, step: StepInput) -> StepOutput:
         if step.exports:
             self._exporter.begin_step(step.exports)
         token_ids = [token for sequence in step.sequences for token in sequence.token_ids]
         positions = [s.start + offset for s in step.sequences for offset in range(len(s.token_ids))]
         rows: list[int] = []
+        scored: list[tuple[SequenceStep, int]] = []
         end = 0
         for sequence in step.sequences:
+            if sequence.scored:
+                scored.append((sequence, end + sequence.scored_from))
             end += len(sequence.token_ids)
             if sequence.samples:
                 rows.append(end - 1)
-        logits = self._model.forward(
+        hidden = self._model.hidden(
             torch.tensor(token_ids, dtype=torch.int64, device=self._device),
             torch.tensor(positions, dtype=torch.int64, device=self._device),
-            torch.tensor(rows, dtype=torch.int64, device=self._device),
             StepAttention(self._pool.tensor, self._pool.layout, step.sequences, self._heads),
             self._layer_done if step.exports else None,
         )
-        return logits.cpu()
+        logits = self._model.logits(hidden[torch.tensor(rows, dtype=torch.int64, device=self._device)])
+        scores = [
+            score(self._model.logits, hidden[first : first + len(sequence.scored)], sequence.scored, sequence.top)
+            for sequence, first in scored
+        ]
+        return StepOutput(logits.cpu(), scores)
 
     def _layer_done(self, layer: int) -> None:
         if self._device.type == "cuda":

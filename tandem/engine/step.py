@@ -8,12 +8,19 @@ from tandem.scheduler.scheduler import ExportRange
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
-    """`token_ids` of one request, from position `start` on, with its block table up to the last of them."""
+    """`token_ids` of one request, from position `start` on, with its block table up to the last of them.
+
+    `scored`: prompt tokens whose logprobs are wanted, with the `top` likeliest; the first of them comes after
+    `token_ids[scored_from]`.
+    """
 
     token_ids: list[int]
     start: int
     blocks: list[int]
     samples: bool
+    scored: list[int] = []
+    scored_from: int = 0
+    top: int = 0
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tandem.blockhash import HashKey
 from tandem.config import EngineSpec
-from tandem.engine.api import EngineRequest, ExportRange, KvExporter, StepResult
+from tandem.engine.api import EngineRequest, ExportRange, KvExporter, ScoredToken, StepResult
 from tandem.engine.engine import Engine
 from tandem.engine.factory import Rank, build_rank
 from tandem.errors import InternalError, TandemError
@@ -33,6 +33,7 @@ class EngineDriver:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, FinishReason | TandemError | None] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
+    scores: dict[str, list[ScoredToken]] = field(default_factory=dict)
 
     def add(self, name: str, prompt: Sequence[int], sampling: SamplingParams, **options: object) -> None:
         self.engine.add(make_request(name, prompt, sampling, **options))
@@ -50,6 +51,11 @@ class EngineDriver:
             self.tokens.setdefault(token.request_id, []).append(token.token_id)
             if token.cached_tokens is not None:
                 self.cached[token.request_id] = token.cached_tokens
+        for part in result.prompt_scores:
+            told = self.scores.setdefault(part.request_id, [])
+            if part.start != 1 + len(told):
+                raise InternalError(f"expected scores from position {1 + len(told)} on, got {part.start}")
+            told.extend(part.tokens)
         for end in result.ended:
             self.ends[end.request_id] = end.error or end.reason
 

@@ -91,17 +91,30 @@ class LlamaModel:
         attend: Attend,
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """The logits of some of a step's tokens.
+        """The logits of some of a step's tokens: `logits` of those rows of `hidden`.
+
+        Args:
+            logits_rows: [rows] int64, which of the step's tokens need logits; may be empty.
+        """
+        return self.logits(self.hidden(token_ids, positions, attend, on_layer)[logits_rows])
+
+    def hidden(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """What the layers make of a step's tokens.
 
         Args:
             token_ids: [tokens] int64, each below `vocab_size`.
             positions: [tokens] int64, each token's place in its own request.
-            logits_rows: [rows] int64, which of the step's tokens need logits; may be empty.
             attend: keeps the KV cache and attends.
             on_layer: called with each layer's number as soon as its keys and values are in the pool.
 
         Returns:
-            [rows, vocab_size] fp32, equal on every rank.
+            [tokens, hidden].
         """
         rotation = self._rope.rotation(positions)
         x = self._embedding(token_ids)
@@ -112,4 +125,8 @@ class LlamaModel:
                 on_layer(number)
             x = x + layer.attention.out(attended)
             x = x + layer.mlp(layer.mlp_norm(x))
-        return self._lm_head(self._norm(x[logits_rows]))
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] → [rows, vocab_size] fp32, equal on every rank."""
+        return self._lm_head(self._norm(hidden))

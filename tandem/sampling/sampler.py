@@ -2,7 +2,8 @@
 
 argmax(logit / temperature + Gumbel noise) draws exactly from the softmax, and noise keyed by (seed, position, token id)
 makes the draw independent of batch, worker and tensor-parallel width (docs/architecture.md, Determinism).
-Truncation order: temperature, top-k, top-p, min-p; each works on what the one before it left, renormalised.
+Penalties and biases come first (tandem/sampling/penalties.py). Truncation order: temperature, top-k, top-p, min-p; each
+works on what the one before it left, renormalised.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.request import SamplingParams
+from tandem.sampling.penalties import changed_logits
 from tandem.sampling.philox import GUMBEL_MAX, exceedance, gumbel, words_of
+from tandem.token_history import TokenHistory
 
 Row = NDArray[np.float32]  # [vocab_size]
 Ids = NDArray[np.int64]
@@ -35,16 +38,18 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`logprob` and `top` (best first) are of the untempered distribution, and only there when asked for."""
+    """`logprob` and `top` (best first) are of the model's own distribution, and only there when asked for."""
 
     token_id: int
     logprob: float | None = None
     top: tuple[TokenLogprob, ...] = ()
 
 
-def choose(logits: Row, params: SamplingParams, position: int) -> Choice:
-    """The token at `position` (its place in prompt plus answer, from 0). Of equals the lowest id wins."""
-    token_id = int(np.argmax(logits)) if params.temperature < COLDEST else _sample(logits, params, position)
+def choose(logits: Row, params: SamplingParams, position: int, history: TokenHistory | None = None) -> Choice:
+    """The token at `position` (its place in prompt plus answer, from 0). Of equals the lowest id wins. `history` None:
+    nothing to penalise."""
+    row = changed_logits(logits, params, history or TokenHistory(())) if params.changes_logits else logits
+    token_id = int(np.argmax(row)) if params.temperature < COLDEST else _sample(row, params, position)
     if params.logprobs is None:
         return Choice(token_id)
     return _with_logprobs(logits, token_id, params.logprobs)

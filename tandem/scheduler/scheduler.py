@@ -107,7 +107,7 @@ class Scheduler:
         if sequence.sampling.max_tokens <= 1 or sequence.prompt_tokens + 1 >= self.max_model_tokens:
             raise InputError("max_tokens: the first token was the last one: expected no join", field="max_tokens")
         self._rehold(sequence, Hold.USE)
-        sequence.computed = sequence.prompt_tokens
+        sequence.computed = sequence.scored_tokens = sequence.prompt_tokens
         sequence.tokens.append(first_token)
         self._commit(sequence)
         sequence.stage = Stage.RUNNING
@@ -263,7 +263,7 @@ class Scheduler:
         each that runs already: else it would soon be preempted for them."""
         # At least one token is always computed: its logits choose the next.
         matchable = (len(sequence.tokens) - 1) // self.block_tokens
-        cached = self.pool.match(sequence.hashes(matchable)) if sequence.use_prefix_cache else []
+        cached = self.pool.match(sequence.hashes(matchable)) if sequence.may_use_cache else []
         computed = len(cached) * self.block_tokens
         fresh = blocks_for(min(len(sequence.tokens), computed + budget), self.block_tokens) - len(cached)
         try:

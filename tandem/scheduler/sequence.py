@@ -8,6 +8,7 @@ from enum import StrEnum
 from tandem.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.kvcache.block_pool import Hold
 from tandem.request import SamplingParams
+from tandem.token_history import TokenHistory
 
 
 class Stage(StrEnum):
@@ -36,19 +37,29 @@ class Sequence:
     arrival: int
     use_prefix_cache: bool = True
     export_from_block: int | None = None
+    answered_tokens: int = 0  # at the end of the prompt: generated before this engine got the request
     stage: Stage = Stage.WAITING
     hold: Hold = Hold.USE
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     committed: int = 0
     exported_blocks: int = 0
+    scored_tokens: int = 1  # leading prompt tokens that need no logprob any more; the first never has one
     last_step: int = 0  # when it last ran
     cached_tokens: int | None = None  # found in the cache when it was first scheduled
     _hashes: list[BlockHash] = field(default_factory=list)
+    _history: TokenHistory | None = None
+    _history_tokens: int = 0
 
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def may_use_cache(self) -> bool:
+        """For computing it: a prompt whose logprobs are still wanted is computed from its beginning."""
+        scores_wanted = self.sampling.prompt_logprobs is not None and self.scored_tokens < self.prompt_tokens
+        return self.use_prefix_cache and not scores_wanted
 
     @property
     def is_exporting(self) -> bool:
@@ -63,6 +74,15 @@ class Sequence:
     def pending_tokens(self) -> int:
         """Tokens whose KV is not computed yet; 1 while decoding."""
         return len(self.tokens) - self.computed
+
+    def history(self) -> TokenHistory:
+        """What penalties look at; made once and extended as tokens come."""
+        if self._history is None:
+            self._history_tokens = self.prompt_tokens - self.answered_tokens
+            self._history = TokenHistory(self.tokens[: self._history_tokens])
+        self._history.extend(self.tokens[self._history_tokens :])
+        self._history_tokens = len(self.tokens)
+        return self._history
 
     def hashes(self, blocks: int) -> list[BlockHash]:
         """Hashes of the first `blocks` full blocks; made once and extended as tokens come."""

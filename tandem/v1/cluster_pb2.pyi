@@ -96,6 +96,7 @@ class AgentEndpoint(_message.Message):
     HOST_ID_FIELD_NUMBER: _builtins.int
     MAPPED_PATH_FIELD_NUMBER: _builtins.int
     TCP_ADDRESS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     host_id: _builtins.str
     """equal on one host: `mapped` can work"""
@@ -103,6 +104,8 @@ class AgentEndpoint(_message.Message):
     """unix socket of the `mapped` listener"""
     tcp_address: _builtins.str
     """host:port where peers of other hosts connect"""
+    device: _builtins.str
+    """UUID of the GPU that the rank's pool is on; empty: in host memory"""
     def __init__(
         self,
         *,
@@ -110,10 +113,11 @@ class AgentEndpoint(_message.Message):
         host_id: _builtins.str = ...,
         mapped_path: _builtins.str = ...,
         tcp_address: _builtins.str = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "mapped_path", b"mapped_path", "rank", b"rank", "tcp_address", b"tcp_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host_id", b"host_id", "mapped_path", b"mapped_path", "rank", b"rank", "tcp_address", b"tcp_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,15 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tandem/v1/inference.proto\x12\ttandem.v1\"\xc9\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.tandem.v1.ChatMessagesH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x0c\n\x04user\x18\x06 \x01(\tB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb6\x02\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x15\n\x08logprobs\x18\t \x01(\rH\x06\x88\x01\x01\x12\x12\n\nignore_eos\x18\n \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"\x8e\x01\n\x10GenerateResponse\x12%\n\x07started\x18\x01 \x01(\x0b\x32\x12.tandem.v1.StartedH\x00\x12!\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x10.tandem.v1.ChunkH\x00\x12\'\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x13.tandem.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"C\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\"T\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\"V\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\"\n\x03top\x18\x03 \x03(\x0b\x32\x15.tandem.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"{\n\x08\x46inished\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Usage\x12%\n\x08timeline\x18\x03 \x01(\x0b\x32\x13.tandem.v1.Timeline\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x91\x02\n\x08Timeline\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x11\n\thandoff_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x04 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x05 \x01(\x01\x12\x0f\n\x07total_s\x18\x06 \x01(\x01\x12\x16\n\x0ekv_bytes_moved\x18\x07 \x01(\x04\x12\x17\n\x0fkv_blocks_moved\x18\x08 \x01(\r\x12\x1d\n\x15\x63\x61\x63hed_tokens_prefill\x18\t \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_tokens_decode\x18\n \x01(\r\x12\x16\n\x0eprefill_worker\x18\x0b \x01(\t\x12\x15\n\rdecode_worker\x18\x0c \x01(\t\"d\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.tandem.v1.ChatMessagesH\x00\x42\x07\n\x05input\"?\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x18\n\x10max_model_tokens\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.tandem.v1.ModelCard\"X\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x10max_model_tokens\x18\x02 \x01(\r\x12\x14\n\x0cvocab_tokens\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\x08\"\x16\n\x14GetServerInfoRequest\"}\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x17\n\x0fprefill_workers\x18\x04 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x05 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xb6\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponse\x12R\n\rGetServerInfo\x12\x1f.tandem.v1.GetServerInfoRequest\x1a .tandem.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tandem/v1/inference.proto\x12\ttandem.v1\"\xc9\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.tandem.v1.ChatMessagesH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x0c\n\x04user\x18\x06 \x01(\tB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xfa\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x15\n\x08logprobs\x18\t \x01(\rH\x06\x88\x01\x01\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\t\x88\x01\x01\x12<\n\nlogit_bias\x18\x0e \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\rH\n\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x12\n\x10_prompt_logprobs\"\x8e\x01\n\x10GenerateResponse\x12%\n\x07started\x18\x01 \x01(\x0b\x32\x12.tandem.v1.StartedH\x00\x12!\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x10.tandem.v1.ChunkH\x00\x12\'\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x13.tandem.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"C\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\"\x87\x01\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x31\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\"V\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\"\n\x03top\x18\x03 \x03(\x0b\x32\x15.tandem.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"{\n\x08\x46inished\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Usage\x12%\n\x08timeline\x18\x03 \x01(\x0b\x32\x13.tandem.v1.Timeline\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x91\x02\n\x08Timeline\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x11\n\thandoff_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x04 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x05 \x01(\x01\x12\x0f\n\x07total_s\x18\x06 \x01(\x01\x12\x16\n\x0ekv_bytes_moved\x18\x07 \x01(\x04\x12\x17\n\x0fkv_blocks_moved\x18\x08 \x01(\r\x12\x1d\n\x15\x63\x61\x63hed_tokens_prefill\x18\t \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_tokens_decode\x18\n \x01(\r\x12\x16\n\x0eprefill_worker\x18\x0b \x01(\t\x12\x15\n\rdecode_worker\x18\x0c \x01(\t\"d\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.tandem.v1.ChatMessagesH\x00\x42\x07\n\x05input\"?\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x18\n\x10max_model_tokens\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.tandem.v1.ModelCard\"X\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x10max_model_tokens\x18\x02 \x01(\r\x12\x14\n\x0cvocab_tokens\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\x08\"\x16\n\x14GetServerInfoRequest\"}\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x17\n\x0fprefill_workers\x18\x04 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x05 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xb6\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponse\x12R\n\rGetServerInfo\x12\x1f.tandem.v1.GetServerInfoRequest\x1a .tandem.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2095
-  _globals['_FINISHREASON']._serialized_end=2190
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=2471
+  _globals['_FINISHREASON']._serialized_end=2566
   _globals['_GENERATEREQUEST']._serialized_start=41
   _globals['_GENERATEREQUEST']._serialized_end=242
   _globals['_TOKENIDS']._serialized_start=244
@@ -42,37 +44,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=327
   _globals['_CHATMESSAGE']._serialized_end=371
   _globals['_SAMPLINGPARAMS']._serialized_start=374
-  _globals['_SAMPLINGPARAMS']._serialized_end=684
-  _globals['_GENERATERESPONSE']._serialized_start=687
-  _globals['_GENERATERESPONSE']._serialized_end=829
-  _globals['_STARTED']._serialized_start=831
-  _globals['_STARTED']._serialized_end=898
-  _globals['_CHUNK']._serialized_start=900
-  _globals['_CHUNK']._serialized_end=984
-  _globals['_TOKENLOGPROBS']._serialized_start=986
-  _globals['_TOKENLOGPROBS']._serialized_end=1072
-  _globals['_TOPLOGPROB']._serialized_start=1074
-  _globals['_TOPLOGPROB']._serialized_end=1121
-  _globals['_FINISHED']._serialized_start=1123
-  _globals['_FINISHED']._serialized_end=1246
-  _globals['_USAGE']._serialized_start=1248
-  _globals['_USAGE']._serialized_end=1328
-  _globals['_TIMELINE']._serialized_start=1331
-  _globals['_TIMELINE']._serialized_end=1604
-  _globals['_TOKENIZEREQUEST']._serialized_start=1606
-  _globals['_TOKENIZEREQUEST']._serialized_end=1706
-  _globals['_TOKENIZERESPONSE']._serialized_start=1708
-  _globals['_TOKENIZERESPONSE']._serialized_end=1771
-  _globals['_LISTMODELSREQUEST']._serialized_start=1773
-  _globals['_LISTMODELSREQUEST']._serialized_end=1792
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1794
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1852
-  _globals['_MODELCARD']._serialized_start=1854
-  _globals['_MODELCARD']._serialized_end=1942
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1944
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=1966
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=1968
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=2093
-  _globals['_INFERENCE']._serialized_start=2193
-  _globals['_INFERENCE']._serialized_end=2503
+  _globals['_SAMPLINGPARAMS']._serialized_end=1008
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=791
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=839
+  _globals['_GENERATERESPONSE']._serialized_start=1011
+  _globals['_GENERATERESPONSE']._serialized_end=1153
+  _globals['_STARTED']._serialized_start=1155
+  _globals['_STARTED']._serialized_end=1222
+  _globals['_CHUNK']._serialized_start=1225
+  _globals['_CHUNK']._serialized_end=1360
+  _globals['_TOKENLOGPROBS']._serialized_start=1362
+  _globals['_TOKENLOGPROBS']._serialized_end=1448
+  _globals['_TOPLOGPROB']._serialized_start=1450
+  _globals['_TOPLOGPROB']._serialized_end=1497
+  _globals['_FINISHED']._serialized_start=1499
+  _globals['_FINISHED']._serialized_end=1622
+  _globals['_USAGE']._serialized_start=1624
+  _globals['_USAGE']._serialized_end=1704
+  _globals['_TIMELINE']._serialized_start=1707
+  _globals['_TIMELINE']._serialized_end=1980
+  _globals['_TOKENIZEREQUEST']._serialized_start=1982
+  _globals['_TOKENIZEREQUEST']._serialized_end=2082
+  _globals['_TOKENIZERESPONSE']._serialized_start=2084
+  _globals['_TOKENIZERESPONSE']._serialized_end=2147
+  _globals['_LISTMODELSREQUEST']._serialized_start=2149
+  _globals['_LISTMODELSREQUEST']._serialized_end=2168
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2170
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2228
+  _globals['_MODELCARD']._serialized_start=2230
+  _globals['_MODELCARD']._serialized_end=2318
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2320
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2342
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=2344
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=2469
+  _globals['_INFERENCE']._serialized_start=2569
+  _globals['_INFERENCE']._serialized_end=2879
 # @@protoc_insertion_point(module_scope)

@@ -100,6 +100,31 @@ def test_the_same_seed_gives_the_same_answer_and_another_seed_another(client: op
     assert len({ask(seed) for seed in (7, 8, 9)}) > 1
 
 
+def test_a_bias_bans_and_forces_tokens(client: openai.OpenAI, golden: list[Golden]) -> None:
+    def ask(**more: Any) -> str:
+        answer = client.completions.create(
+            model=MODEL, prompt=golden[0].text, temperature=0, max_tokens=6, extra_body={"ignore_eos": True}, **more
+        )
+        return answer.choices[0].text
+
+    first = golden[0].greedy_ids[0]
+    assert not ask(logit_bias={str(first): -100}).startswith("The")
+    assert ask(logit_bias={str(first): 100}) == "The" * 6
+
+
+def test_penalties_keep_tokens_from_coming_back(client: openai.OpenAI, golden: list[Golden]) -> None:
+    def distinct(**more: Any) -> int:
+        answer = client.completions.create(
+            model=MODEL, prompt="one one one one one", temperature=0, max_tokens=24, logprobs=0, **more
+        )
+        assert answer.choices[0].logprobs is not None
+        return len(set(answer.choices[0].logprobs.tokens or ()))
+
+    plain = distinct()
+    assert distinct(frequency_penalty=2.0, presence_penalty=2.0) > plain
+    assert distinct(extra_body={"repetition_penalty": 2.0}) > plain
+
+
 def test_logprobs_of_chat_and_completions(client: openai.OpenAI, golden: list[Golden]) -> None:
     chat = client.chat.completions.create(
         model=MODEL, messages=user(golden[0].prompt), temperature=0, max_tokens=3, logprobs=True, top_logprobs=2
@@ -113,6 +138,77 @@ def test_logprobs_of_chat_and_completions(client: openai.OpenAI, golden: list[Go
     text = client.completions.create(model=MODEL, prompt=golden[0].text, temperature=0, max_tokens=3, logprobs=2)
     assert text.choices[0].logprobs is not None
     assert text.choices[0].logprobs.tokens == ["The", " capital", " of"]
+
+
+def test_choices_and_prompts_are_answered_each_in_its_place(client: openai.OpenAI, golden: list[Golden]) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt=[entry.text for entry in golden], n=2, temperature=0, max_tokens=8
+    )
+    assert [choice.index for choice in answer.choices] == list(range(2 * len(golden)))
+    for number, entry in enumerate(golden):
+        first, second = answer.choices[2 * number : 2 * number + 2]
+        assert first.text == second.text
+        assert entry.greedy_text.startswith(first.text)
+    told = client.chat.completions.create(
+        model=MODEL, messages=user("Tell me a story."), temperature=1.0, seed=7, n=3, max_tokens=12
+    )
+    assert len({choice.message.content for choice in told.choices}) > 1
+
+
+def test_what_evaluations_read_of_a_prompt(client: openai.OpenAI, golden: list[Golden]) -> None:
+    """As lm-eval's local-completions scores a continuation: echo, one token, and the logprobs from the context on."""
+    context, answer = golden[0].prompt_ids, golden[0].greedy_ids
+    for _ in range(2):  # the second time the prefix is cached
+        scored = client.completions.create(
+            model=MODEL,
+            prompt=[[*context, *answer], [*context, *reversed(answer)]],
+            temperature=0,
+            max_tokens=1,
+            logprobs=1,
+            seed=1234,
+            echo=True,
+        )
+        sums, greedy = [], []
+        for choice in sorted(scored.choices, key=lambda choice: choice.index):
+            assert choice.logprobs is not None
+            own = (choice.logprobs.token_logprobs or [])[len(context) : -1]
+            tops = (choice.logprobs.top_logprobs or [])[len(context) : -1]
+            assert len(own) == len(tops) == len(answer)
+            sums.append(sum(own))
+            greedy.append(all(each == max(top.values()) for each, top in zip(own, tops, strict=True)))
+        assert greedy == [True, False]
+        assert sums[0] > sums[1] + 10
+    alone = client.completions.create(model=MODEL, prompt=context, max_tokens=0, logprobs=1, echo=True)
+    assert alone.choices[0].text == golden[0].text
+    assert alone.usage is not None
+    assert alone.usage.completion_tokens == 0
+
+
+def test_the_responses_api_answers_and_streams(client: openai.OpenAI, golden: list[Golden]) -> None:
+    answer = client.responses.create(model=MODEL, input=golden[0].prompt, temperature=0, max_output_tokens=32)
+    assert (answer.output_text, answer.status) == ("The capital of France is Paris.", "completed")
+    with client.responses.stream(model=MODEL, input=golden[0].prompt, temperature=0) as stream:
+        assert stream.get_final_response().output_text == "The capital of France is Paris."
+    *_, last = client.responses.create(
+        model=MODEL, input=golden[0].prompt, temperature=0, max_output_tokens=3, stream=True
+    )
+    assert last.type == "response.incomplete"
+    assert last.response.output_text == "The capital of"
+
+
+def test_tokens_of_a_text_and_back(cluster: Cluster, golden: list[Golden]) -> None:
+    with httpx.Client(base_url=cluster.base_url) as http:
+        tokens = http.post("/tokenize", json={"model": MODEL, "prompt": golden[0].text}).json()["tokens"]
+        assert tokens == golden[0].prompt_ids
+        text = http.post("/detokenize", json={"model": MODEL, "tokens": tokens}).json()["prompt"]
+    assert text == golden[0].text
+
+
+def test_an_answer_repeats_the_clients_request_id(client: openai.OpenAI) -> None:
+    answer = client.completions.with_raw_response.create(
+        model=MODEL, prompt="Hi", max_tokens=1, extra_headers={"x-request-id": "my-own"}
+    )
+    assert answer.headers["x-request-id"] == "my-own"
 
 
 def test_models_are_listed(client: openai.OpenAI) -> None:
@@ -148,9 +244,9 @@ def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"n": 2}, "n"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"n": 1000}, "n"),
         ({"temperature": 3.0}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),

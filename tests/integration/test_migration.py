@@ -20,6 +20,9 @@ MAX_TOKENS = 60
 ENGINE = EngineSpec(kv_blocks=300, max_step_tokens=100)
 GREEDY = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
 SEEDED = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7, "max_tokens": MAX_TOKENS}
+# What penalties count must not change where an answer breaks off.
+PENALTIES = {"frequency_penalty": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.2}
+PENALISED = SEEDED | PENALTIES | {"logit_bias": tuple((token, 20.0) for token in range(5, 12))}
 
 
 class Asked:
@@ -52,7 +55,8 @@ async def test_every_answer_is_whole_whatever_is_killed(
     routed: Any, reference_for: Any, tmp_path: Path, worker_id: str, process: str
 ) -> None:
     model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, scale=2.0)
-    asks = [(random_prompt(120 + 40 * n, VOCAB, n), SEEDED if n % 2 else GREEDY) for n in range(8)]
+    kinds = (GREEDY, SEEDED, GREEDY, PENALISED)
+    asks = [(random_prompt(120 + 40 * n, VOCAB, n), kinds[n % 4]) for n in range(8)]
     expected = [reference_for(model_dir).answer(prompt, SamplingParams(**sampling)) for prompt, sampling in asks]
     async with routed(model_dir, prefill=1, decode=2, engine=ENGINE) as live:
         service = live.app.service

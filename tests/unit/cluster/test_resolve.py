@@ -91,9 +91,9 @@ def test_a_redis_that_does_not_answer_is_named(make_spec: MakeSpec) -> None:
         resolve(make_spec(redis=redis), quiet)
 
 
-def test_a_handoff_between_gpu_pools_is_refused(make_spec: MakeSpec) -> None:
-    with pytest.raises(ConfigError, match=r"engine\.device.*prefill\.workers"):
-        resolve(make_spec(engine={"device": "cuda"}), quiet)
+def test_handoffs_between_gpu_pools_are_taken(make_spec: MakeSpec) -> None:
+    (model,) = resolve(make_spec(engine={"device": "cuda"}), quiet).models
+    assert model.spec.engine.device == "cuda"
 
 
 def refusal(make_spec: MakeSpec, **tls: str) -> str:

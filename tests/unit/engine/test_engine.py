@@ -95,6 +95,51 @@ def test_a_request_that_outgrows_the_pool_alone_fails_typed(make: Callable[..., 
     assert driver.at_rest()
 
 
+@pytest.mark.parametrize("broken_at", [1, 4, 11])
+def test_penalties_count_the_same_tokens_when_an_answer_goes_on_elsewhere(
+    make: Callable[..., Rank], reference: Any, broken_at: int
+) -> None:
+    few = ((3, 12.0), (4, 12.0), (5, 12.0))  # so that tokens come back
+    penalties = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.3}
+    sampling = SamplingParams(temperature=0.9, seed=3, max_tokens=12, logit_bias=few, **penalties)
+    expected = reference.answer(prompt(40), sampling)
+    assert expected != reference.answer(prompt(40), replace(sampling, frequency_penalty=0.0, presence_penalty=0.0))
+    driver = EngineDriver(make().engine)
+    driver.add("whole", prompt(40), sampling)
+    given, rest = expected[:broken_at], replace(sampling, max_tokens=12 - broken_at)
+    driver.add("goes on", [*prompt(40), *given], rest, answered_tokens=broken_at)
+    driver.run()
+    assert driver.tokens == {"whole": expected, "goes on": expected[broken_at:]}
+
+
+def test_an_imported_prompt_counts_its_first_token(make: Callable[..., Rank], reference: Any) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, logit_bias=((7, 20.0),), frequency_penalty=2.0)
+    expected = reference.answer(prompt(32), sampling)
+    driver = EngineDriver(make().engine)
+    driver.add("first", prompt(32), replace(sampling, max_tokens=1))
+    driver.run()
+    driver.engine.reserve(make_request("rest", prompt(32), sampling))
+    driver.engine.join("rest", expected[0])
+    driver.run()
+    assert [*driver.tokens["first"], *driver.tokens["rest"]] == expected
+
+
+@pytest.mark.parametrize(
+    ("sampling", "answered", "field"),
+    [
+        (SamplingParams(logit_bias=((VOCAB, 1.0),)), 0, "logit_bias"),
+        (SamplingParams(), 10, "answer_tokens"),
+        (SamplingParams(), -1, "answer_tokens"),
+    ],
+)
+def test_what_penalties_and_biases_cannot_mean_is_refused(
+    make: Callable[..., Rank], sampling: SamplingParams, answered: int, field: str
+) -> None:
+    with pytest.raises(InputError) as refused:
+        make().engine.add(make_request("r", prompt(10), sampling, answered_tokens=answered))
+    assert refused.value.field == field
+
+
 def test_a_stop_token_ends_the_answer_with_it(make: Callable[..., Rank], reference: Any) -> None:
     third = reference.answer(prompt(20), GREEDY)[2]
     driver = EngineDriver(make().engine)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -90,11 +91,15 @@ def test_ranks_together_equal_the_reference(
         for length, sampling in ((1, GREEDY), (17, SEEDED), (100, GREEDY), (100, SEEDED)):
             name, prompt = f"{length} {sampling.temperature}", random_prompt(length, VOCAB)
             expected[name] = reference_for(model_dir).answer(prompt, sampling)
-            driver.add(name, prompt, sampling)
+            driver.add(name, prompt, replace(sampling, prompt_logprobs=1))
         driver.run()
         leader.engine.idle_tick()
         leader.engine.close()
         assert driver.tokens == expected
+        prompt = random_prompt(100, VOCAB)
+        own = reference_for(model_dir).logprobs(prompt).gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
+        for name in ("100 0.0", "100 0.7"):
+            assert [each.logprob for each in driver.scores[name]] == pytest.approx(own.tolist(), abs=1e-4)
         assert driver.at_rest()
         assert leader.layout.kv_heads == max(1, kv_heads // tp)
         assert [process.wait(20) for process in started] == [0] * (tp - 1)

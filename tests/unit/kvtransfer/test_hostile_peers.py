@@ -29,7 +29,8 @@ from kvtransfer.handshake import Hello, Refused, Welcome
 from kvtransfer.piece import HEADER_BYTES, FrameType, Header, Piece, payload_bytes
 from kvtransfer.reshard import reshard_plan
 from kvtransfer.sockets import split_address
-from kvtransfer.testing import FakeRank, FakeWorker, Handoff, make_pool
+from kvtransfer.testing import FakeRank, FakeWorker, Handoff
+from kvtransfer.testing_pool import make_pool
 from kvtransfer.versions import PROTOCOL_VERSION
 from tandem.channel import encode
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvtransfer.causes import HandoffCause, HandoffFault
+from kvtransfer.causes import DeviceLost, HandoffCause, HandoffFault
 from kvtransfer.liveness import BEAT_S, STALL_S, LinkWatch
 from kvtransfer.transports.protocol import HANG_GRACE_S, LinkThread
 from tandem.testing import FakeClock
@@ -54,6 +54,19 @@ def test_the_time_in_which_we_were_stopped_is_not_the_peers_silence() -> None:
     watched.watch.check(30.0)
     with pytest.raises(HandoffFault):
         watched.pass_time(STALL_S + BEAT_S, beats=False)
+
+
+async def test_a_lost_device_is_reported_as_a_thread_that_hangs_is() -> None:
+    hung: list[str] = []
+    thread = LinkThread("link-a", hung.append)
+
+    def work() -> None:
+        raise DeviceLost("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(DeviceLost):
+        await thread.run(work)
+    assert hung == ["link-a"]
+    thread.close()
 
 
 async def test_a_thread_that_does_not_come_back_is_reported() -> None:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from kvtransfer.causes import HandoffFault
 from kvtransfer.digest import copy_and_digest, digest_of, digest_of_bytes
 from kvtransfer.pool import STREAM_BYTES, PoolMap, Span
-from kvtransfer.testing import make_pool
+from kvtransfer.testing_pool import make_pool
 from tandem.kvcache.layout import KvPoolLayout
 
 LAYOUT = KvPoolLayout(num_blocks=12, layers=3, kv_heads=4, block_tokens=4, head_dim=8, dtype="float32")
 BIG = KvPoolLayout(num_blocks=12, layers=2, kv_heads=3, block_tokens=16, head_dim=64, dtype="float32")
 
-HUGE = KvPoolLayout(num_blocks=6, layers=4, kv_heads=4, block_tokens=16, head_dim=384, dtype="float32")
+HUGE = KvPoolLayout(num_blocks=6, layers=4, kv_heads=4, block_tokens=16, head_dim=192, dtype="float32")
 
 
 def pool_of(layout: KvPoolLayout, seed: int) -> PoolMap:

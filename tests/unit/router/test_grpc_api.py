@@ -58,6 +58,28 @@ async def test_logprobs_come_when_asked_for(cluster: Any) -> None:
     assert all(len(each.top) == 2 for each in logprobs)
 
 
+async def test_penalties_and_bias_reach_the_workers(cluster: Any) -> None:
+    given = pb.SamplingParams(
+        presence_penalty=0.5, frequency_penalty=-1.5, repetition_penalty=2.0, logit_bias={9: -100.0}
+    )
+    async for _ in cluster.inference.Generate(pb.GenerateRequest(prompt="Hi", sampling=given)):
+        pass
+    [work] = cluster.decode.works.values()
+    sampling = work.sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1.5, 2.0)
+    assert dict(sampling.logit_bias) == {9: -100.0}
+
+
+async def test_logprobs_of_the_prompt_come_with_the_first_chunk(cluster: Any) -> None:
+    cluster.says("abc")
+    prompt = pb.TokenIds(ids=[70, 71, 72])
+    request = pb.GenerateRequest(token_ids=prompt, sampling=pb.SamplingParams(prompt_logprobs=1))
+    chunks = [event.chunk async for event in cluster.inference.Generate(request) if event.HasField("chunk")]
+    assert [each.token_id for each in chunks[0].prompt_logprobs] == [71, 72]
+    assert all(len(each.top) == 1 for each in chunks[0].prompt_logprobs)
+    assert not any(chunk.prompt_logprobs for chunk in chunks[1:])
+
+
 @pytest.mark.parametrize(
     ("request_", "error", "field"),
     [
@@ -70,7 +92,11 @@ async def test_logprobs_come_when_asked_for(cluster: Any) -> None:
         (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(temperature=NAN)), InputError, "temperature"),
         (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(max_tokens=0)), InputError, "max_tokens"),
         (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(logprobs=21)), InputError, "logprobs"),
-        (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(stop=["a"] * 5)), InputError, "stop"),
+        (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(min_p=NAN)), InputError, "min_p"),
+        (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(logit_bias={5: NAN})), InputError, "logit_bias"),
+        (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(logit_bias={320: 1})), InputError, "logit_bias"),
+        (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(stop=["a"] * 17)), InputError, "stop"),
+        (pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(prompt_logprobs=21)), InputError, "prompt_logprobs"),
     ],
     ids=lambda value: str(MessageToDict(value))[:40] if isinstance(value, pb.GenerateRequest) else None,
 )

@@ -114,13 +114,18 @@ async def test_sampling_reaches_the_workers_resolved(cluster: Any) -> None:
         top_p=0.5,
         seed=7,
         max_tokens=5,
-        extra_body={"top_k": 3, "min_p": 0.25, "stop_token_ids": [9]},
+        presence_penalty=0.5,
+        frequency_penalty=-2,
+        logit_bias={"9": -100, "70": 1.5},
+        extra_body={"top_k": 3, "min_p": 0.25, "stop_token_ids": [9], "repetition_penalty": 1.5},
     )
     [work] = cluster.decode.works.values()
     sampling = work.sampling
     assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.5, 0.5, 0.25)
     assert (sampling.top_k, sampling.seed, sampling.max_tokens) == (3, 7, 5)
     assert list(sampling.stop_token_ids) == [2, 9]
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -2, 1.5)
+    assert dict(sampling.logit_bias) == {9: -100, 70: 1.5}
     [same] = cluster.prefill.works.values()
     assert same.sampling == sampling
 
@@ -163,10 +168,6 @@ async def test_fields_without_effect_are_accepted(cluster: Any) -> None:
         ("chat/completions", {"tool_choice": "auto"}, "tool_choice"),
         ("chat/completions", {"functions": [{}]}, "functions"),
         ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
-        ("chat/completions", {"frequency_penalty": 0.1}, "frequency_penalty"),
-        ("chat/completions", {"presence_penalty": -1}, "presence_penalty"),
-        ("chat/completions", {"logit_bias": {"5": 1}}, "logit_bias"),
-        ("chat/completions", {"n": 2}, "n"),
         ("chat/completions", {"audio": {}}, "audio"),
         ("chat/completions", {"modalities": ["audio"]}, "modalities"),
         ("chat/completions", {"prediction": {}}, "prediction"),
@@ -175,9 +176,8 @@ async def test_fields_without_effect_are_accepted(cluster: Any) -> None:
         ("chat/completions", {"web_search_options": {}}, "web_search_options"),
         ("chat/completions", {"parallel_tool_calls": False}, "parallel_tool_calls"),
         ("completions", {"best_of": 2}, "best_of"),
-        ("completions", {"echo": True}, "echo"),
+        ("completions", {"n": 2, "best_of": 3}, "best_of"),
         ("completions", {"suffix": "end"}, "suffix"),
-        ("completions", {"prompt": ["a", "b"]}, "prompt"),
     ],
 )
 async def test_unsupported_field_is_refused_by_name(cluster: Any, path: str, extra: dict[str, Any], param: str) -> None:
@@ -201,10 +201,28 @@ async def test_unsupported_field_is_refused_by_name(cluster: Any, path: str, ext
         ("completions", {"temperature": 3}, "temperature"),
         ("completions", {"temperature": "hot"}, "temperature"),
         ("completions", {"top_p": 0}, "top_p"),
+        ("completions", {"frequency_penalty": 2.1}, "frequency_penalty"),
+        ("completions", {"presence_penalty": -3}, "presence_penalty"),
+        ("completions", {"repetition_penalty": 0}, "repetition_penalty"),
+        ("completions", {"logit_bias": {"5": 101}}, "logit_bias"),
+        ("completions", {"logit_bias": {"320": 1}}, "logit_bias"),
+        ("completions", {"logit_bias": {"-1": 1}}, "logit_bias"),
+        ("completions", {"logit_bias": {"٣": 1}}, "logit_bias"),
+        ("completions", {"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias"),
         ("completions", {"max_tokens": 0}, "max_tokens"),
+        ("completions", {"max_tokens": -1, "echo": True}, "max_tokens"),
+        ("completions", {"n": 0}, "n"),
+        ("completions", {"n": 129}, "n"),
+        ("completions", {"n": 10**30}, "n"),
+        ("chat/completions", {"n": 129}, "n"),
+        ("completions", {"n": 65, "prompt": ["a", "b"]}, "prompt"),
+        ("completions", {"prompt": ["a"] * 129}, "prompt"),
+        ("completions", {"prompt": ["a", ""]}, "prompt"),
+        ("completions", {"prompt": [[70], []]}, "prompt"),
+        ("completions", {"prompt": [[70], [-1]]}, "prompt"),
         ("completions", {"max_tokens": True}, "max_tokens"),
         ("completions", {"logprobs": 21}, "logprobs"),
-        ("completions", {"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ("completions", {"stop": ["a"] * 17}, "stop"),
         ("completions", {"stop": [""]}, "stop"),
         ("completions", {"stop_token_ids": [100000]}, "stop_token_ids"),
         ("completions", {"prompt": []}, "prompt"),

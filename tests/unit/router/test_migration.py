@@ -64,6 +64,7 @@ class TestHandoffFailsAfterTheFirstToken:
             (work,) = worker.works.values()
             assert list(work.prompt) == [*prompt, tokens[0]]
             assert (work.sampling.max_tokens, work.sampling.seed) == (8, 5)
+            assert work.answer_tokens == 1
         assert answer.usage.prompt_tokens == len(prompt)
         assert cluster.metric('tandem_retries_total{code="handoff_failed"') == 1
         assert cluster.ends("finished") == cluster.metric("tandem_requests_total") == 1

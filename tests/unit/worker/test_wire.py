@@ -5,8 +5,9 @@ import pytest
 from kvtransfer.causes import HandoffCause, HandoffFault
 from tandem.engine.api import TokenLogprob, TokenOut
 from tandem.errors import ErrorCode, HandoffError, InputError, KvExhausted, error_from_code
+from tandem.request import SamplingParams
 from tandem.v1 import worker_pb2
-from worker.wire import error_frame, parse_error, parse_work, token_frame
+from worker.wire import error_frame, parse_error, parse_sampling, parse_work, sampling_frame, token_frame
 
 
 def work(**sampling: object) -> worker_pb2.Work:
@@ -25,14 +26,47 @@ def test_a_request_carries_prompt_salt_and_sampling_through() -> None:
     assert request.export_from_block == 1
 
 
+def test_penalties_and_the_answer_they_count_are_carried_through() -> None:
+    wire = work(presence_penalty=0.5, frequency_penalty=-1, repetition_penalty=1.5, logit_bias={7: -100, 2: 1})
+    wire.answer_tokens = 2
+    request = parse_work(wire, engine_id="1:r", model_fingerprint="m")
+    sampling = request.sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1.0, 1.5)
+    assert sampling.logit_bias == ((2, 1.0), (7, -100.0))
+    assert request.answered_tokens == 2
+
+
+def test_what_a_router_writes_a_worker_reads() -> None:
+    params = SamplingParams.parse(
+        seed=3, max_tokens=5, temperature=0.5, top_p=0.25, top_k=7, min_p=0.5, stop_token_ids=frozenset({9, 2}),
+        logprobs=0, presence_penalty=1, frequency_penalty=-2, repetition_penalty=1.5, logit_bias={4: -100.0},
+        prompt_logprobs=3,
+    )  # fmt: skip
+    for each in (params, SamplingParams()):
+        assert parse_sampling(sampling_frame(each)) == each
+
+
 def test_absent_limits_become_none_not_zero() -> None:
     request = parse_work(work(), engine_id="1:r", model_fingerprint="m")
+    assert not request.sampling.changes_logits
     assert request.sampling.top_k is None
     assert request.sampling.logprobs is None
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("temperature", float("nan")), ("top_p", 0.0), ("max_tokens", 0), ("logprobs", 21)]
+    ("field", "value"),
+    [
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("max_tokens", 0),
+        ("logprobs", 21),
+        ("prompt_logprobs", 21),
+        ("presence_penalty", float("nan")),
+        ("frequency_penalty", 2.5),
+        ("repetition_penalty", 0.0),
+        ("logit_bias", {1: float("inf")}),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+    ],
 )
 def test_values_out_of_range_are_refused(field: str, value: float) -> None:
     with pytest.raises(InputError):

@@ -1,0 +1,77 @@
+"""Several answers to one client request (choices, prompts), read as one stream. One is the common case."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from router.output import Final, Piece, ResponseStream, Usage
+from router.request import ServingModel, ValidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    request: ValidRequest
+    model: ServingModel
+    stream: ResponseStream
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What came of the answer `index`; `final` set: it was the last."""
+
+    index: int
+    pieces: Sequence[Piece]
+    final: Final | None
+
+
+class Answers:
+    """Args: `submitted` holds `choices` answers for each prompt, prompt by prompt."""
+
+    def __init__(self, request_id: str, submitted: Sequence[Submitted], choices: int) -> None:
+        self.request_id = request_id
+        self.submitted = submitted
+        self.model = submitted[0].model
+        self._choices = choices
+        self._finals: list[Final | None] = [None] * len(submitted)
+
+    async def __aiter__(self) -> AsyncIterator[list[Arrival]]:
+        """All that has come, each time. Raises the TandemError of the first answer that fails, and cancels the rest."""
+        wake = asyncio.Event()
+        for each in self.submitted:
+            each.stream.wake_with(wake)
+        try:
+            waiting = list(range(len(self.submitted)))
+            while waiting:
+                wake.clear()
+                arrivals = [arrival for index in waiting if (arrival := self._take(index)) is not None]
+                if not arrivals:
+                    await wake.wait()
+                    continue
+                yield arrivals
+                waiting = [index for index in waiting if self._finals[index] is None]
+        finally:
+            self.cancel()
+
+    def _take(self, index: int) -> Arrival | None:
+        stream = self.submitted[index].stream
+        pieces = stream.take()
+        if stream.has_ended:
+            self._finals[index] = stream.final
+        final = self._finals[index]
+        return Arrival(index, pieces, final) if pieces or final is not None else None
+
+    def cancel(self) -> None:
+        """The reader wants no more. Idempotent."""
+        for each in self.submitted:
+            each.stream.cancel()
+
+    def usage(self) -> Usage:
+        """Of all answers; a prompt counts once, however many choices it has."""
+        prompts = [final.usage for final in self._finals[:: self._choices] if final is not None]
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in prompts),
+            completion_tokens=sum(final.usage.completion_tokens for final in self._finals if final is not None),
+            cached_tokens=sum(usage.cached_tokens for usage in prompts),
+        )

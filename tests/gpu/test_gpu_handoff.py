@@ -1,0 +1,174 @@
+"""What only a GPU can show: pools cross processes by CUDA IPC; copies and digests there are those of host memory."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kvtransfer.control import LinkReport, Received, ReceiveFailed, Sent
+from kvtransfer.cuda_ipc import export_tensor, gpu_index, gpu_uuid
+from kvtransfer.device_digest import DigestKeys
+from kvtransfer.device_pool import DevicePool
+from kvtransfer.pool import PoolMap, Span
+from kvtransfer.testing import FakeModel, FakeWorker, Handoff
+from tandem.kvcache.layout import KvPoolLayout
+from tandem.testing import FaultSettings
+
+pytestmark = pytest.mark.gpu
+LAYOUT = KvPoolLayout(num_blocks=24, layers=3, kv_heads=4, block_tokens=16, head_dim=64, dtype="bfloat16")
+PAIRS = [("cuda:0", "cuda:0"), *([("cuda:0", "cuda:1")] if torch.cuda.device_count() > 1 else [])]
+TIMEOUT_S = 60.0  # agents load torch and make a context
+
+
+def pool_of(seed: int, device: str) -> tuple[DevicePool, PoolMap]:
+    """A pool on a GPU and the same bytes in host memory."""
+    memory = bytearray(np.random.default_rng(seed).integers(0, 256, LAYOUT.pool_bytes, np.uint8).tobytes())
+    return DevicePool(LAYOUT, torch.frombuffer(memory, dtype=torch.uint8).to(device)), PoolMap(LAYOUT, memory)
+
+
+@pytest.mark.parametrize("devices", PAIRS)
+@pytest.mark.parametrize("ids", [tuple(range(9)), (3, 4, 5, 9, 1), tuple(range(23, 1, -2))])
+@pytest.mark.parametrize("last_block_tokens", [16, 5])
+def test_copies_and_digests_are_those_of_host_memory(
+    devices: tuple[str, str], ids: tuple[int, ...], last_block_tokens: int
+) -> None:
+    (source, source_bytes), (target, target_bytes) = pool_of(1, devices[0]), pool_of(2, devices[1])
+    read = Span(ids, last_block_tokens, 1, 2, 1, 2)
+    write = replace(read, block_ids=ids[::-1], head_start=2)
+    digest = target.copy_from(source, read, write, target.make_keys(7))
+    target_bytes.copy_from(source_bytes, read, write)
+    assert np.array_equal(target.words.cpu().numpy().view(np.uint8).reshape(-1), target_bytes.blocks.reshape(-1))
+    on_host = DevicePool(LAYOUT, torch.from_numpy(source_bytes.blocks.reshape(-1)))
+    assert digest == on_host.digest(read, DigestKeys(7, LAYOUT.head_bytes // 4, torch.device("cpu")))
+
+
+def test_a_span_goes_over_host_memory_and_back() -> None:
+    (source, _), (target, target_bytes) = pool_of(1, "cuda:0"), pool_of(2, "cuda:0")
+    span = Span((3, 4, 9), 5, 0, 3, 1, 2)
+    size = sum(part.size for part in target_bytes.slices(span))
+    with source.on_host(span, write=False) as (host, inner):
+        packed = host.pack(inner, size)
+    with target.on_host(span, write=True) as (host, inner):
+        host.unpack(packed, inner)
+    keys = target.make_keys(1)
+    assert target.digest(span, keys) == source.digest(span, keys)
+
+
+def test_a_gpu_is_found_by_its_uuid() -> None:
+    for index in range(torch.cuda.device_count()):
+        assert gpu_index(gpu_uuid(index)) == index
+
+
+READER = """
+import sys, msgspec, torch
+from kvtransfer.control import DeviceMemory
+from kvtransfer.cuda_ipc import open_memory
+memory = msgspec.json.decode(sys.stdin.buffer.read(), type=DeviceMemory)
+opened = open_memory(memory)
+print(opened.numel(), int(opened.to(torch.int64).sum().item()), int(opened[0].item()), int(opened[-1].item()))
+opened.fill_(7)
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("size", [1 << 20, 64 << 20])
+def test_another_process_reads_and_writes_a_tensor_inside_a_larger_allocation(size: int) -> None:
+    """Small tensors share an allocation of torch's, so the second has an offset in it."""
+    neighbour = torch.zeros(size, dtype=torch.uint8, device="cuda:0")
+    tensor = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda:0")
+    expected = [size, int(tensor.to(torch.int64).sum().item()), int(tensor[0].item()), int(tensor[-1].item())]
+    torch.cuda.synchronize()
+    memory = msgspec.json.encode(export_tensor(tensor))
+    done = subprocess.run([sys.executable, "-c", READER], input=memory, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    assert [int(word) for word in done.stdout.split()] == expected
+    assert int((tensor != 7).sum().item()) == 0
+    assert int(neighbour.sum().item()) == 0
+
+
+@pytest.mark.parametrize("devices", PAIRS)
+@pytest.mark.parametrize("digests", [True, False])
+def test_blocks_arrive_by_cuda_ipc(tmp_path: Path, devices: tuple[str, str], digests: bool) -> None:
+    async def check(prefill: FakeWorker, decode: FakeWorker) -> None:
+        for seed in range(3):
+            await complete(start(prefill, decode, seed))
+        report = await prefill.ranks[0].expect(LinkReport, state="ready")
+        assert (report.transport, report.reason) == ("mapped", "")
+
+    between(tmp_path, devices, check, digests=digests)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "process_group"])
+@pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), ("cuda:0", ""), ("", "cuda:0")])
+def test_blocks_arrive_over_host_memory(tmp_path: Path, devices: tuple[str, str], transport: str) -> None:
+    async def check(prefill: FakeWorker, decode: FakeWorker) -> None:
+        await complete(start(prefill, decode, 0))
+
+    between(tmp_path, devices, check, transport=transport)
+
+
+def test_a_flipped_bit_in_gpu_memory_is_found(tmp_path: Path) -> None:
+    faults = FaultSettings(every=1, points=("memory",), kinds=("flip",), limit=1)
+
+    async def check(prefill: FakeWorker, decode: FakeWorker) -> None:
+        broken = start(prefill, decode, 0)
+        await decode.ranks[0].expect(
+            ReceiveFailed, ticket_id=broken.ticket_id, cause="digest_mismatch", timeout_s=TIMEOUT_S
+        )
+        await complete(start(prefill, decode, 1))
+
+    launcher = ("-m", "kvtransfer.testing_agent", "--faults", faults.to_json())
+    between(tmp_path, ("cuda:0", "cuda:0"), check, launcher=launcher)
+
+
+def between(
+    folder: Path,
+    devices: tuple[str, str],
+    check: Callable[[FakeWorker, FakeWorker], Coroutine[None, None, None]],
+    **options: object,
+) -> None:
+    """Runs `check` with a prefill and a decode worker that know each other."""
+
+    async def run() -> None:
+        workers: list[FakeWorker] = []
+        try:
+            for name, device in zip(("prefill-0", "decode-0"), devices, strict=True):
+                connects = name == "prefill-0"
+                model = FakeModel(layers=4, block_tokens=16, head_dim=64, dtype="bfloat16")
+                worker = FakeWorker(folder, name, model, device=device, connects=connects, ttl_s=TIMEOUT_S, **options)
+                workers.append(worker)
+                await worker.attach()
+            workers[0].meet(workers[1])
+            workers[1].meet(workers[0])
+            await check(*workers)
+        finally:
+            for worker in workers:
+                worker.stop()
+
+    asyncio.run(run())
+
+
+def start(prefill: FakeWorker, decode: FakeWorker, seed: int) -> Handoff:
+    handoff = Handoff.make(prefill, decode, tokens=155, seed=seed)  # a partial last block
+    handoff.open_receive()
+    handoff.open_send()
+    handoff.export_cached(0, 4)
+    handoff.compute(4, handoff.kv.blocks)
+    return handoff
+
+
+async def complete(handoff: Handoff) -> None:
+    for rank in handoff.prefill.ranks:
+        await rank.expect(Sent, ticket_id=handoff.ticket_id, timeout_s=TIMEOUT_S)
+    for rank in handoff.decode.ranks:
+        await rank.expect(Received, ticket_id=handoff.ticket_id, timeout_s=TIMEOUT_S)
+    assert handoff.arrived()

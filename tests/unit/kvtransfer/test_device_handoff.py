@@ -1,0 +1,135 @@
+"""Whole handoffs between pools that are used as those in GPU memory are, on the device that every machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtransfer.causes import HandoffCause
+from kvtransfer.control import LinkReport, Received, ReceiveFailed, SendFailed, Sent
+from kvtransfer.testing import FakeModel, FakeWorker, Handoff
+from tandem.testing import FaultSettings
+
+MakeWorker = Callable[..., FakeWorker]
+DEVICES = ("cpu", "cpu")
+
+
+async def pair(
+    make_worker: MakeWorker,
+    devices: tuple[str, str] = DEVICES,
+    *,
+    tp: tuple[int, int] = (1, 1),
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    **both: Any,
+) -> tuple[FakeWorker, FakeWorker]:
+    """`ttl_s` is long because agents load torch."""
+    options = {"ttl_s": 60.0} | both
+    sender = make_worker("prefill-0", tp=tp[0], device=devices[0], connects=True, **options, **(prefill or {}))
+    receiver = make_worker("decode-0", tp=tp[1], device=devices[1], **options, **(decode or {}))
+    await sender.attach()
+    await receiver.attach()
+    sender.meet(receiver)
+    receiver.meet(sender)
+    return sender, receiver
+
+
+def start(prefill: FakeWorker, decode: FakeWorker, seed: int = 0) -> Handoff:
+    handoff = Handoff.make(prefill, decode, tokens=27, seed=seed)  # a partial last block
+    handoff.open_receive()
+    handoff.open_send()
+    handoff.export_cached(0, 2)
+    handoff.compute(2, handoff.kv.blocks)
+    return handoff
+
+
+async def complete(handoff: Handoff) -> None:
+    for rank in handoff.prefill.ranks:
+        await rank.expect(Sent, ticket_id=handoff.ticket_id, timeout_s=30.0)
+    for rank in handoff.decode.ranks:
+        await rank.expect(Received, ticket_id=handoff.ticket_id)
+    assert handoff.arrived()
+
+
+@pytest.mark.parametrize(("tp", "digests"), [((1, 1), False), ((2, 1), True), ((1, 2), True)])
+async def test_blocks_arrive_by_the_devices_own_copies(
+    make_worker: MakeWorker, tp: tuple[int, int], digests: bool
+) -> None:
+    prefill, decode = await pair(make_worker, tp=tp, digests=digests)
+    for seed in range(2):
+        await complete(start(prefill, decode, seed))
+    report = await prefill.ranks[0].expect(LinkReport, state="ready")
+    assert (report.transport, report.reason) == ("mapped", "")
+
+
+async def test_a_large_prompt_in_scattered_blocks_arrives(make_worker: MakeWorker) -> None:
+    model = FakeModel(layers=4, block_tokens=16, head_dim=64)
+    prefill, decode = await pair(make_worker, model=model, num_blocks=160)
+    handoff = Handoff.make(prefill, decode, tokens=2395)
+    handoff.open_receive()
+    handoff.open_send()
+    handoff.export_cached(0, handoff.kv.blocks)
+    await complete(handoff)
+
+
+def faulty(point: str, *kinds: str) -> dict[str, Any]:
+    settings = FaultSettings(every=1, points=(point,), kinds=kinds, limit=1)
+    return {"launcher": ("-m", "kvtransfer.testing_agent", "--faults", settings.to_json())}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (faulty("memory", "flip"), {}),  # the source changes between digest and copy
+        ({}, faulty("place", "flip")),  # what was copied is not what was sent
+    ],
+)
+async def test_what_changes_on_its_way_is_found_and_the_next_handoff_is_whole(
+    make_worker: MakeWorker, prefill: dict[str, Any], decode: dict[str, Any]
+) -> None:
+    sender, receiver = await pair(make_worker, prefill=prefill, decode=decode)
+    broken = start(sender, receiver)
+    failed = await receiver.ranks[0].expect(ReceiveFailed, ticket_id=broken.ticket_id, timeout_s=30.0)
+    assert failed.cause == HandoffCause.DIGEST_MISMATCH
+    await sender.ranks[0].expect(SendFailed, ticket_id=broken.ticket_id)
+    await complete(start(sender, receiver, seed=1))
+
+
+async def test_an_agent_that_names_blocks_outside_its_pool_is_refused(make_worker: MakeWorker) -> None:
+    sender, receiver = await pair(make_worker, prefill=faulty("blocks", "misaddress"))
+    broken = start(sender, receiver)
+    await sender.ranks[0].expect(SendFailed, ticket_id=broken.ticket_id, timeout_s=30.0)
+    await complete(start(sender, receiver, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("devices", "transport", "expected"),
+    [
+        (("cpu", ""), "auto", "process_group"),
+        (("", "cpu"), "auto", "process_group"),
+        (("cpu", ""), "tcp", "tcp"),
+        (("", "cpu"), "tcp", "tcp"),
+    ],
+)
+async def test_where_pools_cannot_map_each_other_bytes_go_over_host_memory(
+    make_worker: MakeWorker, devices: tuple[str, str], transport: str, expected: str
+) -> None:
+    prefill, decode = await pair(make_worker, devices, transport=transport)
+    for seed in range(2):
+        await complete(start(prefill, decode, seed))
+    report = await prefill.ranks[0].expect(LinkReport, state="ready")
+    assert report.transport == expected
+    assert ("host memory" in report.reason) is (transport == "auto")
+
+
+@pytest.mark.parametrize("devices", [("cpu", ""), ("", "cpu")])
+async def test_mapped_is_not_forced_on_pools_in_unlike_memory(
+    make_worker: MakeWorker, devices: tuple[str, str]
+) -> None:
+    prefill, _ = await pair(make_worker, devices, transport="mapped")
+    refused = await prefill.ranks[0].expect(LinkReport, state="refused", timeout_s=30.0)
+    assert "host memory" in refused.reason
+
+

@@ -1,0 +1,184 @@
+"""Requests made to hurt: each is refused fast, costs no memory that stays, and the next good one is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from tandem.config import RouterSpec
+from tandem.oip import grpc_predict_v2_pb2 as oip
+from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
+from tandem.v1 import inference_pb2 as pb
+
+MODEL = "tiny"
+MIB = 1 << 20
+HEAD = b'{"model":"tiny","prompt":'
+CHAT_HEAD = b'{"model":"tiny","messages":'
+FAST_S = 0.05
+GROWTH_BYTES = 10 * MIB
+
+
+@pytest.fixture
+def spec() -> RouterSpec:
+    return RouterSpec(http_port=0, grpc_port=0, max_body_bytes=4 * MIB)
+
+
+def completion(**fields: object) -> bytes:
+    return json.dumps({"model": MODEL, "prompt": "x"} | fields).encode()
+
+
+def items(one: bytes, count: int, last: bytes = b"null") -> bytes:
+    return b"[" + (one + b",") * count + last + b"]"
+
+
+def keys(count: int) -> bytes:
+    return b",".join(b'"a%d":1' % number for number in range(count))
+
+
+# Path, body, and the field that the error names.
+SMALL: list[tuple[str, bytes, str | None]] = [
+    ("completions", b"[" * 100_000, None),
+    ("completions", b'{"a":' * 50_000, None),
+    ("completions", HEAD + b'"\xff\xfe"}', None),
+    ("completions", HEAD + b'"\\udc00"}', None),
+    ("completions", HEAD + b'"x","' + b"a" * 50_000 + b'":1}', "a" * 80),
+    ("completions", HEAD + b'"x","temperature":NaN}', "temperature"),
+    ("completions", HEAD + b'"x","temperature":Infinity}', "temperature"),
+    ("completions", HEAD + b'"x","presence_penalty":NaN}', "presence_penalty"),
+    ("completions", HEAD + b'"x","frequency_penalty":-Infinity}', "frequency_penalty"),
+    ("completions", HEAD + b'"x","repetition_penalty":NaN}', "repetition_penalty"),
+    ("completions", HEAD + b'"x","logit_bias":{"5":NaN}}', "logit_bias"),
+    ("completions", HEAD + b'"x","temperature":1e999}', "temperature"),
+    ("completions", HEAD + b'"x","n":' + b"9" * 4000 + b"}", "n"),
+    ("completions", HEAD + b'"x","seed":' + b"9" * 400 + b"}", "seed"),
+    ("completions", completion(stop=["a"] * 10_000), "stop"),
+    ("completions", completion(stop="a" * 10_000), "stop"),
+    ("completions", completion(stop_token_ids=list(range(10_000))), "stop_token_ids"),
+    ("completions", completion(stop_token_ids=[2**70]), "stop_token_ids"),
+    ("completions", completion(n=10**9), "n"),
+    ("completions", completion(max_tokens=-(2**63)), "max_tokens"),
+    ("completions", completion(prompt=[2**40]), "prompt"),
+    ("completions", completion(prompt=[-1]), "prompt"),
+    ("completions", completion(prompt=[[0]] * 10_000), "prompt"),
+    ("completions", completion(logit_bias={str(number): 1 for number in range(5000)}), None),
+    ("completions", completion(logit_bias={"9" * 5000: 1}), "logit_bias"),
+    ("chat/completions", CHAT_HEAD + items(b"{}", 10_000) + b"}", "messages.0.role"),
+    ("responses", b'{"model":"tiny","input":' + items(b"5", 10_000) + b"}", "input.0"),
+]
+LARGE: list[tuple[str, bytes]] = [
+    ("completions", HEAD + items(b'"a"', MIB - 100) + b"}"),
+    ("completions", HEAD + items(b"1", 2 * MIB - 100, b"1") + b"}"),
+    ("completions", HEAD + items(b"[]", MIB) + b"}"),
+    ("completions", HEAD + b'"x",' + keys(300_000) + b"}"),
+    ("completions", HEAD + b'"x","logit_bias":{' + keys(300_000) + b"}}"),
+    ("completions", HEAD + b'"x","stop":' + items(b"1", MIB) + b"}"),
+    ("chat/completions", CHAT_HEAD + items(b"{}", MIB) + b"}"),
+    ("chat/completions", CHAT_HEAD + b'[{"role":"user","content":"x",' + keys(300_000) + b"}]}"),
+    ("chat/completions", CHAT_HEAD + b'[{"role":"user","content":' + items(b"{}", MIB) + b"}]}"),
+    ("responses", b'{"model":"tiny","input":[{"role":"user","content":' + items(b"{}", MIB) + b"}]}"),
+    ("responses", b'{"model":"tiny","input":[{' + keys(300_000) + b"}]}"),
+]
+
+
+async def refuse(cluster: Any, path: str, body: bytes, field: str | None = None) -> float:
+    started_s = time.perf_counter()
+    reply = await cluster.http.post(f"/v1/{path}", content=body)
+    took_s = time.perf_counter() - started_s
+    error = reply.json()["error"]
+    assert reply.status_code == 400, (path, body[:80], reply.text[:200])
+    assert error["type"] == "invalid_request_error"
+    assert len(reply.content) < 2000, "an error does not repeat what came"
+    if field is not None:
+        assert error["param"] == field, (body[:80], error)
+    return took_s
+
+
+async def still_serves(cluster: Any) -> None:
+    cluster.says("fine")
+    assert (await cluster.openai.completions.create(model=MODEL, prompt="x")).choices[0].text == "fine"
+    await cluster.settled()
+
+
+async def test_what_is_malformed_is_refused_fast(cluster: Any) -> None:
+    await still_serves(cluster)
+    for path, body, field in SMALL:
+        took_s = min([await refuse(cluster, path, body, field) for _ in range(3)])
+        assert took_s < FAST_S, (body[:80], took_s)
+    await still_serves(cluster)
+
+
+async def test_large_bodies_that_multiply_in_the_parser_leave_nothing_behind(cluster: Any) -> None:
+    process = psutil.Process()
+    in_use: list[int] = []
+    for _ in range(4):  # the parser's threads keep what their largest body took, once
+        for path, body in LARGE:
+            await refuse(cluster, path, body)
+        in_use.append(process.memory_info().rss)
+    assert in_use[-1] - in_use[-2] < GROWTH_BYTES, in_use
+    await still_serves(cluster)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_of_100_mb_is_refused_before_it_is_read(cluster: Any, chunked: bool) -> None:
+    part = b"x" * (256 << 10)
+    before = psutil.Process().memory_info().rss
+    reader, writer = await asyncio.open_connection("127.0.0.1", cluster.app.http_port)
+    length = b"transfer-encoding: chunked" if chunked else b"content-length: 104857600"
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + length + b"\r\n\r\n")
+    if chunked:
+        for _ in range(17):  # a little more than is allowed
+            writer.write(b"%x\r\n%b\r\n" % (len(part), part))
+            await writer.drain()
+    started_s = time.perf_counter()
+    async with asyncio.timeout(5):
+        head = await reader.readuntil(b"\r\n\r\n")
+    assert time.perf_counter() - started_s < 10 * FAST_S
+    assert head.startswith(b"HTTP/1.1 413")
+    for _ in range(400):
+        writer.write(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)
+        await writer.drain()
+    assert psutil.Process().memory_info().rss - before < GROWTH_BYTES + 4 * MIB
+    writer.close()
+    await still_serves(cluster)
+
+
+async def test_grpc_refuses_the_same(cluster: Any) -> None:
+    many = pb.SamplingParams(stop=["a"] * 10_000)
+    requests = [
+        pb.GenerateRequest(prompt="x", sampling=many),
+        pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(stop_token_ids=[2**32 - 1])),
+        pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(stop_token_ids=range(300_000))),
+        pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(temperature=float("nan"))),
+        pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(logit_bias=dict.fromkeys(range(100_000), 1.0))),
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 1_000_000)),
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1])),
+        pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(max_tokens=2**32 - 1)),
+    ]
+    for request in requests:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in cluster.inference.Generate(request):
+                pass
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in cluster.inference.Generate(pb.GenerateRequest(prompt="x" * (5 * MIB))):
+            pass
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await still_serves(cluster)
+
+
+async def test_the_open_inference_protocol_refuses_bytes_that_are_no_message(cluster: Any) -> None:
+    call = cluster.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+    with pytest.raises(grpc.aio.AioRpcError, match="DecodeError"):
+        await call(b"\xff" * 100)
+    stub = GRPCInferenceServiceStub(cluster.channel)
+    tensor = oip.ModelInferRequest.InferInputTensor(name="input_ids", datatype="INT64", shape=[2**62])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.ModelInfer(oip.ModelInferRequest(model_name=MODEL, inputs=[tensor], raw_input_contents=[b"1234"]))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await still_serves(cluster)
