@@ -61,7 +61,7 @@ def figures(sizes: Sizes) -> Iterator[Figure]:
         raise RuntimeError(f"expected room for every block, lost {mirror.lost_blocks}")
     yield Figure("index.bytes_per_block", round(used_bytes / len(mirror), 1), "B")
     prompts = _prompts(chains, sizes)
-    if any(max(mirror.match(prompt).values(), default=0) != len(prompt) for prompt in prompts[:100]):
+    if any(max(mirror.match(_fresh(prompt)).values(), default=0) != sizes.prompt_blocks for prompt in prompts[:100]):
         raise RuntimeError("expected every prompt to be held whole")
     yield Figure("index.lookup_256_us", round(_median_us(mirror.match, prompts), 1), "us")
     yield _events(mirror, dice, sizes)
@@ -80,13 +80,18 @@ def _fill(mirror: PrefixMirror, dice: np.random.Generator, blocks: int, sizes: S
     return kept
 
 
-def _prompts(chains: Sequence[bytes], sizes: Sizes) -> list[Prompt]:
+def _prompts(chains: Sequence[bytes], sizes: Sizes) -> list[bytes]:
     step = HASH_BYTES * sizes.prompt_blocks
-    return [tuple(split_hashes(each[at : at + step])) for each in chains for at in range(0, len(each), step)]
+    return [each[at : at + step] for each in chains for at in range(0, len(each), step)]
 
 
-def _median_us(lookup: Callable[[Prompt], object], prompts: Sequence[Prompt]) -> float:
-    return 1e6 * statistics.median(_timed_s(lookup, prompt) for prompt in prompts)
+def _fresh(prompt: bytes) -> Prompt:
+    """As the hashes are when a request asks: just made."""
+    return tuple(split_hashes(prompt))
+
+
+def _median_us(lookup: Callable[[Prompt], object], prompts: Sequence[bytes]) -> float:
+    return 1e6 * statistics.median(_timed_s(lookup, _fresh(prompt)) for prompt in prompts)
 
 
 def _timed_s(lookup: Callable[[Question], object], question: Question) -> float:
@@ -123,16 +128,15 @@ def _beside(peer: PeerTree, dice: np.random.Generator, sizes: Sizes) -> Iterator
     chains = _fill(mirror, dice, sizes.peer_blocks, sizes)
     prompts = _prompts(chains, sizes)
     for number, prompt in enumerate(prompts):
-        peer.store(number % sizes.workers, prompt)
+        peer.store(number % sizes.workers, _fresh(prompt))
     filler = sizes.peer_blocks - len(prompts) * sizes.prompt_blocks
     for at in range(0, filler, sizes.prompt_blocks):
         peer.store(at % sizes.workers, split_hashes(dice.bytes(HASH_BYTES * sizes.prompt_blocks)))
-    questions = [peer.question(prompt) for prompt in prompts]
     our_s: list[float] = []
     their_s: list[float] = []
     for at in range(0, len(prompts), TURN):
-        their_s += [_timed_s(peer.match, each) for each in questions[at : at + TURN]]
-        our_s += [_timed_s(mirror.match, each) for each in prompts[at : at + TURN]]
+        their_s += [_timed_s(peer.match, peer.question(_fresh(each))) for each in prompts[at : at + TURN]]
+        our_s += [_timed_s(mirror.match, _fresh(each)) for each in prompts[at : at + TURN]]
     ours, theirs = statistics.median(our_s), statistics.median(their_s)
     yield Figure("index.peer", round(1 / ours), "look-ups/s", round(1 / theirs), round(theirs / ours, 2))
     events = peer.single_events(split_hashes(dice.bytes(HASH_BYTES * min(sizes.events, 50_000))))

@@ -72,16 +72,16 @@ class BlockTable:
             return
         hashed = keys * self._multiplier
         numbers = self._probe(hashed)[2].min(axis=0)
-        numbers[numbers > _MAX_SET] = NOBODY
-        changes = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()]
-        for at, number in zip(changes, numbers[changes].tolist(), strict=True):
+        numbers *= numbers <= _MAX_SET
+        at = 0
+        for last in [*(numbers[1:] != numbers[:-1]).nonzero()[0].tolist(), len(keys) - 1]:
+            number = int(numbers[at])
             if number != NOBODY or not self._overflow:
                 yield at, self._sets.mask(number)
-                continue
-            for each in range(at, len(keys)):
-                if numbers[each] != number:
-                    break
-                yield each, self._overflow.get(int(hashed[each]), 0)
+            else:
+                for each, key in enumerate(hashed[at : last + 1].tolist(), start=at):
+                    yield each, self._overflow.get(key, 0)
+            at = last + 1
 
     def add(self, keys: Words, owner: int) -> None:
         """`owner` holds these blocks. Takes some microseconds for a few keys, and time by SLICE_BLOCKS for many."""
