@@ -35,7 +35,7 @@ test: $(DEV)  ## Run the tests (ARGS="tests/unit/planner -k roofline")
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(ARGS)
 
 soak: $(DEV)  ## Run the tests of failures with their full number of rounds (half an hour)
-	TANDEM_SOAK=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m soak $(ARGS)
+	TANDEM_SOAK=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m "soak or soak_only" $(ARGS)
 
 bench-handoff: $(DEV)  ## Measure KV handoffs beside memcpy, gloo and sockets (ARGS="--figure mapped")
 	@$(BIN)/python -m benchmarks.handoff $(ARGS)

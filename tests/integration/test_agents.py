@@ -23,9 +23,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
     ("side", "transport"),
     [
         ("prefill-0", TransportKind.MAPPED),
-        ("decode-0", TransportKind.MAPPED),
         ("decode-0", TransportKind.PROCESS_GROUP),
-        ("prefill-0", TransportKind.TCP),
+        pytest.param("decode-0", TransportKind.MAPPED, marks=pytest.mark.soak_only),
+        pytest.param("prefill-0", TransportKind.TCP, marks=pytest.mark.soak_only),
     ],
 )
 async def test_a_replaced_agent_takes_new_handoffs(

@@ -18,7 +18,7 @@ END_OF_TURN = 2
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=32, stop_token_ids=frozenset({END_OF_TURN}))
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (3, 1)])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [pytest.param(1, 1, marks=pytest.mark.soak_only), (3, 1)])
 async def test_golden_tokens_at_every_width(pair: Any, prefill_tp: int, decode_tp: int) -> None:
     hand = HandRouter()
     engine = EngineSpec(kv_blocks=64)

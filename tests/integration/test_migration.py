@@ -49,8 +49,15 @@ class Asked:
                 await self._changed.wait_for(lambda: len(self.tokens) >= tokens)
 
 
-@pytest.mark.parametrize("process", ["rank", "agent"])
-@pytest.mark.parametrize("worker_id", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize(
+    ("worker_id", "process"),
+    [
+        ("decode-0", "rank"),
+        ("prefill-0", "agent"),
+        pytest.param("prefill-0", "rank", marks=pytest.mark.soak_only),
+        pytest.param("decode-0", "agent", marks=pytest.mark.soak_only),
+    ],
+)
 async def test_every_answer_is_whole_whatever_is_killed(
     routed: Any, reference_for: Any, tmp_path: Path, worker_id: str, process: str
 ) -> None:

@@ -5,7 +5,6 @@ Live processes on every path: ranks, transfer agents, services.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -28,24 +27,23 @@ LOGPROBS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2)
 ENGINE = EngineSpec(kv_blocks=160, max_step_tokens=200)
 MAPPED, GROUP, TCP = TransportKind.MAPPED, TransportKind.PROCESS_GROUP, TransportKind.TCP
 # Every pair of widths over every transport takes a quarter of an hour: `make soak` does.
-PATHS = (
-    list(product((1, 2, 4), (1, 2, 4), (MAPPED, GROUP, TCP)))
-    if os.environ.get("TANDEM_SOAK")
-    else [
-        (1, 1, MAPPED),
-        (1, 1, GROUP),
-        (1, 1, TCP),
-        (2, 1, MAPPED),
-        (2, 1, GROUP),
-        (1, 2, MAPPED),
-        (1, 2, GROUP),
-        (2, 2, MAPPED),
-        (2, 2, GROUP),
-        (4, 1, GROUP),
-        (1, 4, MAPPED),
-        (4, 2, TCP),
-    ]
-)
+USUAL_PATHS = {
+    (1, 1, MAPPED),
+    (1, 1, GROUP),
+    (2, 1, MAPPED),
+    (2, 1, GROUP),
+    (1, 2, MAPPED),
+    (1, 2, GROUP),
+    (2, 2, MAPPED),
+    (2, 2, GROUP),
+    (4, 1, GROUP),
+    (1, 4, MAPPED),
+    (1, 2, TCP),
+}
+PATHS = [
+    pytest.param(*path, marks=() if path in USUAL_PATHS else pytest.mark.soak_only)
+    for path in product((1, 2, 4), (1, 2, 4), (MAPPED, GROUP, TCP))
+]
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -96,7 +94,6 @@ async def cache_on_prefill_only(hand: HandRouter, prefill: WorkerSession, decode
     decode.cancel(work.request_id)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "transport"), PATHS)
 async def test_through_a_handoff(
     pair: Any, tiny: Path, reference: Any, prefill_tp: int, decode_tp: int, transport: TransportKind

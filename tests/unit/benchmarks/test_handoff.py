@@ -7,6 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tandem.config import TransportKind
 
@@ -17,9 +20,9 @@ TIMES = {"handoff.small_p50_ms", "handoff.small_p99_ms", "handoff.ttft_extra_ms"
 OTHERS = {"handoff.exposed_share", "handoff.agent_rss_mb", "handoff.gpu_digest_share"}
 
 
-def test_every_figure_is_one_line_and_speeds_stand_beside_their_limit() -> None:
+def run(*options: str) -> dict[str, dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.handoff", "--quick"],
+        [sys.executable, "-m", "benchmarks.handoff", "--quick", *options],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
@@ -28,7 +31,16 @@ def test_every_figure_is_one_line_and_speeds_stand_beside_their_limit() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    lines = {line["figure"]: line for line in map(json.loads, done.stdout.splitlines())}
+    return {line["figure"]: line for line in map(json.loads, done.stdout.splitlines())}
+
+
+def test_a_figure_can_be_asked_for_by_name() -> None:
+    assert run("--figure", "mapped").keys() == {"handoff.mapped"}
+
+
+@pytest.mark.soak_only  # as long as thirty other tests
+def test_every_figure_is_one_line_and_speeds_stand_beside_their_limit() -> None:
+    lines = run()
     speeds = SPEEDS | {"handoff.tcp"} if "tcp" in {kind.value for kind in TransportKind} else SPEEDS
     assert lines.keys() == speeds | TIMES | OTHERS
     for name, line in lines.items():

@@ -76,7 +76,15 @@ def followers(model_dir: Path, rendezvous: Path, size: int) -> Iterator[list[sub
             process.wait()
 
 
-@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 4), (2, 2), (4, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("tp", "kv_heads"),
+    [
+        (2, 4),
+        (4, 1),
+        pytest.param(2, 2, marks=pytest.mark.soak_only),
+        pytest.param(4, 2, marks=pytest.mark.soak_only),
+    ],
+)
 def test_ranks_together_equal_the_reference(
     tmp_path: Path, reference_for: Callable[[Path], Any], tp: int, kv_heads: int
 ) -> None:

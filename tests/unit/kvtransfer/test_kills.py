@@ -8,7 +8,6 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator, Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -24,11 +23,14 @@ MakeWorker = Callable[..., FakeWorker]
 pytestmark = pytest.mark.soak
 DETECTED_S = 2.0
 MOVES_ON_S = 5.0
-STOPPED = (
-    list(product(("prefill-0", "decode-0"), ("mapped", "process_group", "tcp")))
-    if os.environ.get("TANDEM_SOAK")
-    else [("prefill-0", "mapped"), ("decode-0", "mapped"), ("decode-0", "process_group"), ("prefill-0", "tcp")]
-)
+STOPPED = [
+    ("prefill-0", "mapped"),
+    ("decode-0", "process_group"),
+    ("prefill-0", "tcp"),
+    pytest.param("decode-0", "mapped", marks=pytest.mark.soak_only),
+    pytest.param("prefill-0", "process_group", marks=pytest.mark.soak_only),
+    pytest.param("decode-0", "tcp", marks=pytest.mark.soak_only),
+]
 REPLACED_S = 3.0
 PREFILL: dict[str, Any] = {"connects": True, "num_blocks": 64, "ttl_s": 5.0}
 DECODE: dict[str, Any] = {"num_blocks": 64, "ttl_s": 5.0}

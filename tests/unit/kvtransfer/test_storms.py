@@ -81,7 +81,7 @@ async def test_what_fails_at_the_beginning_or_the_end_of_a_handoff_leaves_nothin
     cluster: FakeCluster, soak: Soak, points: tuple[str, ...]
 ) -> None:
     """A third are cancelled: aborts and failures must cross links that lose them, too."""
-    count = soak(600, 30)
+    count = soak(600, 15)
     choose = random.Random(7)
     await pair(
         cluster,
@@ -100,7 +100,7 @@ async def test_what_fails_at_the_beginning_or_the_end_of_a_handoff_leaves_nothin
     await cluster.check_conservation()
 
 
-@pytest.mark.parametrize("transport", ["mapped", "process_group", "tcp"])
+@pytest.mark.parametrize("transport", ["mapped", pytest.param("process_group", marks=pytest.mark.soak_only), "tcp"])
 async def test_broken_pieces_are_found_and_never_accepted(cluster: FakeCluster, soak: Soak, transport: str) -> None:
     count = soak(1000, 60) if transport == "mapped" else soak(300, 2)
     kinds = ("flip", "truncate", "duplicate", "reorder", "misaddress")
