@@ -87,7 +87,10 @@ async def kill_under_eight_streams(cluster: Cluster, role: str, process: str) ->
     return before
 
 
-@pytest.mark.parametrize(("role", "process"), [("prefill", "rank-0"), ("decode", "service")])
+@pytest.mark.parametrize(
+    ("role", "process"),
+    [("prefill", "rank-0"), pytest.param("decode", "service", marks=pytest.mark.soak_only)],
+)
 async def test_a_killed_worker_costs_no_answer_and_comes_back_under_a_new_epoch(
     cluster: Cluster, role: str, process: str
 ) -> None:
@@ -99,6 +102,7 @@ async def test_a_killed_worker_costs_no_answer_and_comes_back_under_a_new_epoch(
     cluster.assert_conserved()
 
 
+@pytest.mark.soak_only  # as tests/integration/test_migration.py, under Ray
 async def test_a_killed_transfer_agent_costs_no_answer_and_is_replaced_without_touching_the_worker(
     cluster: Cluster, golden: list[Golden]
 ) -> None:

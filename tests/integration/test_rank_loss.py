@@ -17,7 +17,7 @@ from worker.testing import HandRouter
 LONG = SamplingParams(temperature=0.0, max_tokens=900)
 
 
-@pytest.mark.parametrize(("busy", "lost"), [(True, 1), (False, 0)])
+@pytest.mark.parametrize(("busy", "lost"), [(True, 1), pytest.param(False, 0, marks=pytest.mark.soak_only)])
 async def test_the_other_rank_ends_with_a_typed_error(pair: Any, tmp_path: Path, lost: int, busy: bool) -> None:
     model_dir = write_tiny_llama(tmp_path / "tiny", seed=1)
     async with pair(model_dir, decode_tp=2, engine=EngineSpec(kv_blocks=80)) as live:

@@ -46,7 +46,11 @@ def in_order(message: Any, *fields: str) -> None:
 
 @pytest.mark.parametrize(
     ("prefill_tp", "decode_tp", "transport"),
-    [(1, 1, TransportKind.MAPPED), (2, 1, TransportKind.MAPPED), (1, 2, TransportKind.PROCESS_GROUP)],
+    [
+        (2, 1, TransportKind.MAPPED),
+        pytest.param(1, 1, TransportKind.MAPPED, marks=pytest.mark.soak_only),
+        pytest.param(1, 2, TransportKind.PROCESS_GROUP, marks=pytest.mark.soak_only),
+    ],
 )
 async def test_stages_are_in_order_and_add_up(
     pair: Any, tiny: Path, prefill_tp: int, decode_tp: int, transport: TransportKind

@@ -36,7 +36,6 @@ USUAL_PATHS = {
     (1, 2, GROUP),
     (2, 2, MAPPED),
     (2, 2, GROUP),
-    (4, 1, GROUP),
     (1, 4, MAPPED),
     (1, 2, TCP),
 }

@@ -62,7 +62,7 @@ async def run_all(works: Iterable[Coroutine[Any, Any, object]], *, at_once: int 
 async def test_every_16th_operation_fails_and_every_prompt_arrives_right(
     cluster: FakeCluster, soak: Soak, transport: str
 ) -> None:
-    count = soak(2000, 20) if transport == "mapped" else soak(500, 3)
+    count = soak(2000, 10) if transport == "mapped" else soak(500, 3)
     kinds = ("fail", "delay", "duplicate", "reorder", "truncate", "flip")
     await pair(
         cluster,

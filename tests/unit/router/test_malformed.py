@@ -113,6 +113,7 @@ async def test_what_is_malformed_is_refused_fast(cluster: Any) -> None:
     await still_serves(cluster)
 
 
+@pytest.mark.soak_only
 async def test_large_bodies_that_multiply_in_the_parser_leave_nothing_behind(cluster: Any) -> None:
     process = psutil.Process()
     in_use: list[int] = []
