@@ -113,8 +113,9 @@ def head_pod(helm: str, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         (tmp_path / name).chmod(0o755)
     (tmp_path / "tandem.py").write_text(
         "import pathlib, time\n"
-        f"print(pathlib.Path({str(tmp_path / 'run' / 'cluster.yaml')!r}).read_text(), '---', sep='', flush=True)\n"
-        "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('clean', flush=True)\n"
+        f"spec = pathlib.Path({str(tmp_path / 'run' / 'cluster.yaml')!r}).read_text()\n"
+        "try:\n    print(spec, '---', sep='', flush=True)\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    print('clean', flush=True)\n"
     )
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     process = subprocess.Popen(
