@@ -162,7 +162,7 @@ class Dispatcher:
             None if prefill is None else self.fleet.worker(prefill.worker_id, prefill.epoch),
         )
 
-    # ---- what requests ask (router.run.RunHost)
+    # ---- what requests ask (router.run_host.RunHost)
 
     def refused(self, run: RequestRun, refusal: TandemError) -> None:
         prefill = run.prefill

@@ -65,22 +65,20 @@ class OipEdge(GRPCInferenceServiceServicer):
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Any
     ) -> AsyncIterator[oip.ModelStreamInferResponse]:
-        """One request after the other: who wants several answers at once opens several streams."""
-        try:
-            with self._limit:
-                async for request in request_iterator:
-                    async for reply in self._stream(request):
-                        yield reply
-        except TandemError as error:
-            await abort(context, error)
+        """One request after the other: who wants several answers at once opens several streams. An idle stream takes no
+        other call's place."""
+        async for request in request_iterator:
+            async for reply in self._stream(request):
+                yield reply
 
     async def _stream(self, request: oip.ModelInferRequest) -> AsyncIterator[oip.ModelStreamInferResponse]:
         try:
-            ask = self._parse(request)
-            async for pieces, reason in self._answer(ask):
-                reply = _response(ask, pieces, reason)
-                reply.parameters["triton_final_response"].bool_param = reason is not None
-                yield oip.ModelStreamInferResponse(infer_response=reply)
+            with self._limit:
+                ask = self._parse(request)
+                async for pieces, reason in self._answer(ask):
+                    reply = _response(ask, pieces, reason)
+                    reply.parameters["triton_final_response"].bool_param = reason is not None
+                    yield oip.ModelStreamInferResponse(infer_response=reply)
         except TandemError as error:
             failed = oip.ModelInferResponse(model_name=request.model_name, id=request.id)
             yield oip.ModelStreamInferResponse(error_message=error.message, infer_response=failed)

@@ -98,7 +98,7 @@ def _json_object(text: str) -> dict[str, object]:
 def _text(name: str, tensor: _Tensor, raw: bytes | None) -> str:
     """The one element of a BYTES tensor."""
     if tensor.datatype != "BYTES" or any(size != 1 for size in tensor.shape):
-        shape = list(tensor.shape)
+        shape = list(tensor.shape)[:8]
         raise InputError(f"{name}: expected BYTES of shape [1], got {tensor.datatype[:20]} of {shape}", field=name)
     if raw is None:
         elements = tensor.contents.bytes_contents

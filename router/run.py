@@ -12,14 +12,14 @@ Every way out cancels the request on each worker that may still know it, and end
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 from kvtransfer.causes import HandoffFault
 from router.fleet import Worker
 from router.output import Final, OutputAssembler, ResponseStream, Timeline, Usage
 from router.policies.types import WaitReason
 from router.request import ValidRequest
-from router.trace import Attempt, Trace
+from router.run_host import RunHost
+from router.trace import Trace
 from router.worker_client import WorkerLink
 from tandem.clock import Clock
 from tandem.errors import ErrorCode, InternalError, RequestCancelled, TandemError, WorkerLost
@@ -35,27 +35,6 @@ _REASONS = {
     inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
 }
-
-
-class RunHost(Protocol):
-    """What a request asks of the dispatcher."""
-
-    def refused(self, run: RequestRun, refusal: TandemError) -> None:
-        """The decode worker cannot take it now: choose another, or queue it again."""
-
-    def requeue(self, run: RequestRun, cause: TandemError, *, refused: bool) -> None:
-        """Its attempt failed or was refused, and it goes back in line."""
-
-    def prefilled(self, run: RequestRun) -> None:
-        """Its prompt (and answer so far) is computed: the prefill worker has room again."""
-
-    def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
-        """A worker reported its side of a handoff; the prefill worker perhaps after the request's end."""
-
-    def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None: ...
-
-    def ended(self, run: RequestRun, error: TandemError | None) -> None:
-        """It reached its end state."""
 
 
 class RequestRun:
@@ -353,10 +332,8 @@ class RequestRun:
         self._host.ended(self, error)
 
     def _end_trace(self, error: TandemError | None) -> None:
-        cached = self._cached_decode if self.prefill is None else self._cached_prefill
-        usage = Usage(self.request.prompt_tokens, self._assembler.tokens, cached)
         self.trace.cached_tokens_prefill, self.trace.cached_tokens_decode = self._cached_prefill, self._cached_decode
-        self.trace.end(self.lifecycle.state, None if error is None else error.code, usage, self._clock.now_s())
+        self.trace.end(self.lifecycle.state, None if error is None else error.code, self._usage(), self._clock.now_s())
 
     # ---- helpers
 
@@ -383,11 +360,13 @@ class RequestRun:
             answer_tokens=given,
         )
 
+    def _usage(self) -> Usage:
+        cached = self._cached_decode if self._prefilled_by is None else self._cached_prefill
+        return Usage(self.request.prompt_tokens, self._assembler.tokens, cached)
+
     def _final(self, reason: FinishReason) -> Final:
         now_s = self._clock.now_s()
         local = self._prefilled_by is None
-        cached = self._cached_decode if local else self._cached_prefill
-        usage = Usage(self.request.prompt_tokens, self._assembler.tokens, cached)
         timeline = Timeline(
             queue_s=self._dispatched_s - self.received_s,
             prefill_s=self._first_token_s - self._dispatched_s,
@@ -402,4 +381,4 @@ class RequestRun:
             prefill_worker="" if self._prefilled_by is None else self._prefilled_by.key.worker_id,
             decode_worker="" if self.decode is None else self.decode.key.worker_id,
         )
-        return Final(reason, usage, timeline)
+        return Final(reason, self._usage(), timeline)

@@ -17,7 +17,7 @@ import grpc.aio
 from tandem.errors import TandemError, WorkerLost
 from tandem.request import FinishReason, SamplingParams
 from tandem.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
-from worker.wire import PROTOCOL_VERSION, parse_error
+from worker.wire import PROTOCOL_VERSION, parse_error, sampling_frame
 
 WireEvent = worker_pb2.StepToken | worker_pb2.Reserved | worker_pb2.HandoffDone | worker_pb2.Ended
 _REASONS = {
@@ -120,17 +120,7 @@ class HandRouter:
         self._ids = count(1)
 
     def work(self, prompt: Sequence[int], sampling: SamplingParams, salt: bytes = b"") -> worker_pb2.Work:
-        wire = worker_pb2.ResolvedSampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k or 0,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=sorted(sampling.stop_token_ids),
-        )
-        if sampling.logprobs is not None:
-            wire.logprobs = sampling.logprobs
+        wire = sampling_frame(sampling)
         return worker_pb2.Work(request_id=f"test-{next(self._ids)}", prompt=prompt, sampling=wire, cache_salt=salt)
 
     async def generate(self, decode: WorkerSession, prompt: Sequence[int], sampling: SamplingParams) -> Answer:

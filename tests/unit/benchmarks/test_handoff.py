@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,33 +10,19 @@ import pytest
 from tandem.config import TransportKind
 
 DIFFERENCES = {"handoff.ttft_extra_ms", "handoff.gpu_digest_share"}
-ROOT = Path(__file__).resolve().parents[3]
+Figures = Callable[..., dict[str, dict[str, Any]]]
 SPEEDS = {"handoff.mapped", "handoff.mapped_digest", "handoff.gloo", "handoff.gpu_mapped"}
 TIMES = {"handoff.small_p50_ms", "handoff.small_p99_ms", "handoff.ttft_extra_ms"}
 OTHERS = {"handoff.exposed_share", "handoff.agent_rss_mb", "handoff.gpu_digest_share"}
 
 
-def run(*options: str) -> dict[str, dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.handoff", "--quick", *options],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {line["figure"]: line for line in map(json.loads, done.stdout.splitlines())}
-
-
-def test_a_figure_can_be_asked_for_by_name() -> None:
-    assert run("--figure", "mapped").keys() == {"handoff.mapped"}
+def test_a_figure_can_be_asked_for_by_name(figures: Figures) -> None:
+    assert figures("benchmarks.handoff", "--figure", "mapped").keys() == {"handoff.mapped"}
 
 
 @pytest.mark.soak_only  # as long as thirty other tests
-def test_every_figure_is_one_line_and_speeds_stand_beside_their_limit() -> None:
-    lines = run()
+def test_every_figure_is_one_line_and_speeds_stand_beside_their_limit(figures: Figures) -> None:
+    lines = figures("benchmarks.handoff")
     speeds = SPEEDS | {"handoff.tcp"} if "tcp" in {kind.value for kind in TransportKind} else SPEEDS
     assert lines.keys() == speeds | TIMES | OTHERS
     for name, line in lines.items():

@@ -4,37 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tandem.engine.api import ExportRange
 from tandem.engine.factory import Rank
-from tandem.engine.testing import EngineDriver, make_request, single_rank
+from tandem.engine.testing import EngineDriver, make_request
 from tandem.errors import ContextExceeded, InputError, KvExhausted
 from tandem.request import FinishReason, SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing import random_prompt
 
 VOCAB = 300
 LENGTHS = (1, 15, 16, 17, 100)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=4, max_tokens=8)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model"), vocab=VOCAB, seed=1)
-
-
-@pytest.fixture
-def reference(reference_for: Callable[[Path], Any], model_dir: Path) -> Any:
-    return reference_for(model_dir)
-
-
-@pytest.fixture
-def make(model_dir: Path, tmp_path: Path) -> Callable[..., Rank]:
-    return lambda **options: single_rank(model_dir, tmp_path / "rendezvous", **options)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,28 +11,13 @@ import torch
 
 from tandem.engine.factory import Rank
 from tandem.engine.scores import ROWS
-from tandem.engine.testing import EngineDriver, make_request, single_rank
+from tandem.engine.testing import EngineDriver, make_request
 from tandem.request import FinishReason, SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing import random_prompt
 
 VOCAB = 300
 SCORED = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2)
 LENGTHS = (1, 2, 16, 17, ROWS, ROWS + 1, 150)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model"), vocab=VOCAB, seed=1)
-
-
-@pytest.fixture
-def reference(reference_for: Callable[[Path], Any], model_dir: Path) -> Any:
-    return reference_for(model_dir)
-
-
-@pytest.fixture
-def make(model_dir: Path, tmp_path: Path) -> Callable[..., Rank]:
-    return lambda **options: single_rank(model_dir, tmp_path / "rendezvous", **options)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

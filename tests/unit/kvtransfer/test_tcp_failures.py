@@ -28,7 +28,7 @@ from kvtransfer.control import (
     Sent,
     TlsFiles,
 )
-from kvtransfer.data_socket import DataDoor, DataSocket, connect_data
+from kvtransfer.data_socket import DataSocket, connect_data
 from kvtransfer.digest import digest_of_bytes
 from kvtransfer.handshake import Hello, Welcome, receive_answer
 from kvtransfer.piece import FrameType, Header, Piece, payload_bytes
@@ -36,7 +36,6 @@ from kvtransfer.sockets import connect_tcp, join_address, send_first, split_addr
 from kvtransfer.stream import FrameStream
 from kvtransfer.testing import FakeModel, FakeWorker, Handoff
 from kvtransfer.ticket import Ticket
-from kvtransfer.tls import load_tls
 from kvtransfer.versions import PROTOCOL_VERSION
 from tandem.channel import encode
 
@@ -324,45 +323,6 @@ async def test_strangers_at_the_data_port_are_dropped_and_the_link_is_made(make_
     with pytest.raises(OSError, match="refused"):
         socket.create_connection((host, port))  # the door is closed behind the right one
     silent.close()
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_who_shows_another_token_never_gets_in(authority: Authority, way: str) -> None:
-    files = files_for(way, authority)
-    tls = load_tls(files) if files else None
-    door = DataDoor("127.0.0.1", tls)
-    address = join_address("127.0.0.1", door.port)
-    admitting = asyncio.create_task(door.admit(IDLE_S))
-    impostor = await connect_data(address, bytes(32), tls, IDLE_S)
-    friend = await connect_data(address, door.token, tls, IDLE_S)
-    async with asyncio.timeout(QUICK_S):
-        receiver = await admitting
-    try:
-        payload, arrived = secrets.token_bytes(300_000), bytearray(300_000)
-        sending = asyncio.create_task(asyncio.to_thread(friend.send, [memoryview(payload)]))
-        await asyncio.to_thread(receiver.receive, [memoryview(arrived)])
-        await sending
-        assert arrived == payload
-    finally:
-        for each in (impostor, friend, receiver):
-            each.close()
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_closing_wakes_a_thread_that_waits(authority: Authority, way: str) -> None:
-    files = files_for(way, authority)
-    tls = load_tls(files) if files else None
-    door = DataDoor("127.0.0.1", tls)
-    admitting = asyncio.create_task(door.admit(30.0))
-    friend = await connect_data(join_address("127.0.0.1", door.port), door.token, tls, 30.0)
-    receiver = await admitting
-    waiting = asyncio.create_task(asyncio.to_thread(receiver.receive, [memoryview(bytearray(10))]))
-    await asyncio.sleep(0.1)
-    receiver.close()
-    with pytest.raises(Exception, match="data connection ended"):
-        async with asyncio.timeout(1.0):
-            await waiting
-    friend.close()
 
 
 async def test_certificates_of_another_authority_are_refused(make_worker: MakeWorker, authority: Authority) -> None:

@@ -1,4 +1,4 @@
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import grpc
@@ -8,6 +8,7 @@ from openai import AsyncOpenAI
 
 from router.app import RouterApp
 from router.testing import StubController, StubWorker, script, until
+from router.testing_index import BINARIES, Server, Side
 from tandem.config import Disaggregation, Role, RouterSpec
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.testing import write_tiny_llama
@@ -135,3 +136,19 @@ async def bare(model_dir: Path, spec: RouterSpec, max_model_tokens: int) -> Asyn
 async def cluster(bare: Cluster) -> Cluster:
     await bare.list_workers(bare.prefill, bare.decode)
     return bare
+
+
+@pytest.fixture(params=BINARIES, ids=lambda binary: Path(binary).name)
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    server = Server(tmp_path, request.param)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def side(server: Server) -> AsyncIterator[Side]:
+    side = Side(server)
+    side.follower.start()
+    yield side
+    await side.follower.close()

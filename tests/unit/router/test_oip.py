@@ -12,6 +12,8 @@ import grpc
 import numpy as np
 import pytest
 
+from router.call_limit import CallLimit
+from router.edge_oip import OipEdge
 from router.testing import until
 from tandem.errors import ContextExceeded, InputError, ModelNotFound, NotFound, UnsupportedField
 from tandem.grpc_errors import error_from_rpc
@@ -160,6 +162,22 @@ async def test_a_client_that_leaves_cancels_its_request(cluster: Any, stub: Any)
     await cluster.settled()
 
 
+async def test_a_stream_that_asks_nothing_takes_no_other_calls_place(cluster: Any) -> None:
+    limit = CallLimit(1)
+    release = asyncio.Event()
+
+    async def nothing() -> AsyncIterator[oip.ModelInferRequest]:
+        await release.wait()
+        return
+        yield
+
+    idle = asyncio.ensure_future(anext(OipEdge(cluster.app.service, limit).ModelStreamInfer(nothing(), None), None))
+    await asyncio.sleep(0.05)
+    with limit:
+        release.set()
+    assert await idle is None
+
+
 BAD: list[tuple[oip.ModelInferRequest, type[Exception], str]] = [
     (oip.ModelInferRequest(model_name=MODEL), InputError, "inputs"),
     (oip.ModelInferRequest(model_name="nope", inputs=text_request().inputs), ModelNotFound, "model"),
@@ -168,6 +186,13 @@ BAD: list[tuple[oip.ModelInferRequest, type[Exception], str]] = [
     (oip.ModelInferRequest(model_name=MODEL, inputs=[*text_request().inputs] * 2), InputError, "inputs"),
     (text_request(""), InputError, "prompt"),
     (oip.ModelInferRequest(model_name=MODEL, inputs=[bytes_tensor("text_input", b"\xff")]), InputError, "text_input"),
+    (
+        oip.ModelInferRequest(
+            model_name=MODEL, inputs=[Tensor(name="text_input", datatype="BYTES", shape=[7] * 10_000)]
+        ),
+        InputError,
+        "text_input",
+    ),
     (ids_request([-1]), InputError, "prompt"),
     (ids_request([70] * 600), ContextExceeded, "prompt"),
     (ids_request([1, 2], "FP32"), InputError, "input_ids"),
@@ -224,6 +249,7 @@ async def test_bad_requests_are_refused_with_their_field(cluster: Any, stub: Any
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.ModelInfer(request)
         typed = error_from_rpc(caught.value)
+        assert len(caught.value.details() or "") < 1000
         assert (type(typed), getattr(typed, "field", None)) == (kind, field), caught.value.details()
     assert cluster.ends("rejected") == len(BAD)
     assert not cluster.decode.received

@@ -1,0 +1,32 @@
+"""What a request on its way asks of the dispatcher."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from kvtransfer.causes import HandoffFault
+from router.trace import Attempt
+from tandem.errors import TandemError
+from tandem.v1 import worker_pb2
+
+if TYPE_CHECKING:
+    from router.run import RequestRun
+
+
+class RunHost(Protocol):
+    def refused(self, run: RequestRun, refusal: TandemError) -> None:
+        """The decode worker cannot take it now: choose another, or queue it again."""
+
+    def requeue(self, run: RequestRun, cause: TandemError, *, refused: bool) -> None:
+        """Its attempt failed or was refused, and it goes back in line."""
+
+    def prefilled(self, run: RequestRun) -> None:
+        """Its prompt (and answer so far) is computed: the prefill worker has room again."""
+
+    def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
+        """A worker reported its side of a handoff; the prefill worker perhaps after the request's end."""
+
+    def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None: ...
+
+    def ended(self, run: RequestRun, error: TandemError | None) -> None:
+        """It reached its end state."""

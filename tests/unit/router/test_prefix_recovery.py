@@ -1,0 +1,267 @@
+"""What Redis lost, reverted, or was given by others: credit is lost for a while, never invented."""
+
+import asyncio
+import re
+import time
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.exceptions import RedisError
+
+from router.prefix_index.follower import IndexFault, PrefixFollower
+from router.prefix_index.mirror import WorkerKey
+from router.testing import until
+from router.testing_index import A1, A2, CHAIN, Hand, Server, Side, publishing, store
+from tandem.prefix_events import (
+    EVENT_FIELD,
+    PrefixEvent,
+    PrefixSnapshot,
+    decode_snapshot_header,
+    encode_event,
+    encode_snapshot,
+    entry_id,
+    join_hashes,
+    snapshot_key,
+    stream_key,
+    wanted_key,
+)
+from worker.event_publisher import EventPublisher
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "routing.md").read_text()
+
+
+@pytest.fixture
+async def hand(server: Server, side: Side) -> Hand:
+    """A router that has followed up to event 5 and knows three blocks."""
+    hand = Hand(server)
+    hand.snapshot(5, 3)
+    side.follower.set_workers([A1])
+    await side.sees({A1: 3})
+    return hand
+
+
+async def test_gap_gives_no_credit_and_asks_for_a_snapshot_that_is_new_enough(side: Side, hand: Hand) -> None:
+    hand.event(7, 4)
+    await side.sees({})
+    await until(lambda: bool(hand.redis.exists(wanted_key("c", "a"))))
+    assert side.follower.faults == {IndexFault.GAP: 1}, "the snapshot before the gap is not loaded again and again"
+    hand.snapshot(6, 2)
+    await side.sees({A1: 4})
+
+
+async def test_long_backlog_with_a_gap_in_its_middle_is_one_fault(side: Side, hand: Hand) -> None:
+    with hand.redis.pipeline(transaction=True) as pipe:
+        for seq in [*range(6, 200), *range(201, 450)]:
+            value = encode_event(PrefixEvent(1, seq, True, CHAIN[seq % 8] * 100))
+            pipe.xadd(stream_key("c", "a"), {EVENT_FIELD: value}, id=entry_id(1, seq))
+        pipe.execute()
+    await side.sees({})
+    await asyncio.sleep(0.1)
+    assert side.follower.faults == {IndexFault.GAP: 1}
+    hand.snapshot(200, 6)
+    await side.sees({A1: 8})
+
+
+async def test_events_lost_without_another_are_noticed_by_the_newer_snapshot(side: Side, hand: Hand) -> None:
+    hand.snapshot(6, 1)
+    await side.sees({A1: 1})
+    assert side.follower.faults == {IndexFault.BEHIND: 1}
+
+
+async def test_older_snapshot_is_not_taken_by_a_router_that_knows_more(side: Side, hand: Hand) -> None:
+    hand.snapshot(3, 8)
+    await asyncio.sleep(1.3)
+    assert side.mirror.match(CHAIN) == {A1: 3}
+    hand.event(6, 4)
+    await side.sees({A1: 4})
+
+
+@pytest.mark.parametrize("value", [b"", b"\x63\x01", b"\x01\x01short", b"\x01\x01" + bytes(16 * 20_000)])
+async def test_malformed_entry_costs_the_credit_of_its_worker_until_the_next_snapshot(
+    side: Side, hand: Hand, value: bytes
+) -> None:
+    hand.entry(entry_id(1, 6), value)
+    await side.sees({})
+    await asyncio.sleep(0.6)
+    assert side.follower.faults == {IndexFault.MALFORMED: 1}
+    assert side.follower.connected
+    hand.snapshot(6, 2)
+    await side.sees({A1: 2})
+
+
+async def test_malformed_snapshot_is_counted_and_the_next_one_is_taken(side: Side, hand: Hand) -> None:
+    hand.event(9, 4)
+    hand.redis.set(snapshot_key("c", "a"), b"\x63 no snapshot of ours, and long enough")
+    await until(lambda: side.follower.faults.get(IndexFault.MALFORMED, 0) > 1)
+    assert side.mirror.match(CHAIN) == {}
+    value = encode_snapshot(PrefixSnapshot(1, 9, b""))
+    hand.redis.set(snapshot_key("c", "a"), value + b"no whole hash")
+    await asyncio.sleep(0.6)
+    assert side.mirror.match(CHAIN) == {}
+    hand.snapshot(9, 2)
+    await side.sees({A1: 2})
+
+
+async def test_entry_of_another_life_gives_nobody_credit(side: Side, hand: Hand) -> None:
+    hand.event(1, 8, epoch=2)
+    await side.sees({})
+    hand.snapshot(1, 8, epoch=2)
+    await asyncio.sleep(0.6)
+    assert side.mirror.match(CHAIN) == {}
+    side.follower.set_workers([A2])
+    await side.sees({A2: 8})
+
+
+async def test_forged_events_give_credit_only_until_the_worker_looks(server: Server, side: Side) -> None:
+    side.follower.set_workers([A1])
+    async with publishing(server) as publisher:
+        store(publisher, 2)
+        await side.sees({A1: 2})
+        redis = Redis.from_url(server.url)
+        last = max((entry.decode() for entry, _ in redis.xrange(stream_key("c", "a"))), default=None)
+        header = decode_snapshot_header(redis.get(snapshot_key("c", "a")))
+        seq = header.seq if last is None else int(last.split("-")[1])
+        for ahead in range(1, 40):
+            try:
+                Hand(server).event(seq + ahead, 8)
+            except RedisError:
+                break  # the worker has looked
+        assert ahead > 1
+        await side.sees({A1: 2})
+        store(publisher, 3)
+        await side.sees({A1: 3})
+
+
+async def test_forged_snapshot_gives_credit_only_until_the_worker_looks(server: Server, side: Side) -> None:
+    async with publishing(server) as publisher:
+        store(publisher, 2)
+        await until(lambda: bool(Redis.from_url(server.url).exists(snapshot_key("c", "a"))))
+        Hand(server).snapshot((1 << 64) - 1, 8)
+        side.follower.set_workers([A1])
+        await side.sees({A1: 2})
+        store(publisher, 3)
+        await side.sees({A1: 3})
+
+
+async def test_redis_put_back_to_older_contents_is_brought_up_to_date(server: Server, side: Side) -> None:
+    redis = Redis.from_url(server.url)
+    keys = [snapshot_key("c", "a"), stream_key("c", "a")]
+    async with publishing(server) as publisher:
+        store(publisher, 8)
+        await until(lambda: bool(redis.exists(keys[0])))
+        store(publisher, 8)
+        await until(lambda: bool(redis.exists(keys[1])))
+        older = [redis.dump(key) for key in keys]
+        side.follower.set_workers([A1])
+        await side.sees({A1: 8})
+        publisher.publish(False, join_hashes(CHAIN[2:]))
+        await side.sees({A1: 2})
+        for key, value in zip(keys, older, strict=True):
+            redis.restore(key, 0, value, replace=True)
+        await asyncio.sleep(0.3)
+        assert side.mirror.match(CHAIN) == {A1: 2}
+        late = Side(server)
+        late.follower.start()
+        late.follower.set_workers([A1])
+        await late.sees({A1: 2})
+        await late.follower.close()
+
+
+async def test_hole_in_the_stream_is_bridged_by_a_snapshot_the_router_asked_for(server: Server, side: Side) -> None:
+    redis = Redis.from_url(server.url)
+    async with publishing(server) as publisher:
+        await until(lambda: bool(redis.exists(snapshot_key("c", "a"))))
+        for count in (1, 2, 3):
+            store(publisher, count)
+        await until(lambda: redis.xlen(stream_key("c", "a")) == 3)
+        entries = redis.xrange(stream_key("c", "a"))
+        redis.xdel(stream_key("c", "a"), entries[1][0])
+        side.follower.set_workers([A1])
+        await side.sees({A1: 3})
+    assert side.follower.faults == {IndexFault.GAP: 1}
+
+
+async def test_keys_of_another_type_are_written_anew(server: Server, side: Side) -> None:
+    redis = Redis.from_url(server.url)
+    side.follower.set_workers([A1])
+    async with publishing(server) as publisher:
+        store(publisher, 3)
+        await side.sees({A1: 3})
+        redis.set(stream_key("c", "a"), b"no stream")
+        redis.delete(snapshot_key("c", "a"))
+        redis.lpush(snapshot_key("c", "a"), b"no snapshot")
+        store(publisher, 4)
+        await side.sees({A1: 4})
+
+
+async def test_users_with_nothing_but_the_documented_commands_are_enough(server: Server, side: Side) -> None:
+    worker, router = (re.findall(r"\+\w+", listed) for listed in re.findall(r"`((?:\+\w+[ \n]?)+)`", PAGE))
+    admin = Redis.from_url(server.url)
+    for user, commands in (("worker", worker), ("router", router)):
+        admin.execute_command("ACL", "SETUSER", user, "on", ">secret", "~tandem:*", "resetchannels", *commands)
+    admin.execute_command("ACL", "SETUSER", "default", "off")
+    path = server.url.removeprefix("unix://")
+    publisher = EventPublisher(
+        cluster="c", worker_id="a", epoch=1, redis_url=f"unix://worker:secret@{path}", heartbeat_s=0.1
+    )
+    task = asyncio.create_task(publisher.run())
+    follower = PrefixFollower(f"unix://router:secret@{path}", "c", side.mirror, side.clock)
+    await side.follower.close()
+    follower.start()
+    follower.set_workers([A1])
+    store(publisher, 3)
+    await side.sees({A1: 3})
+    admin.xadd(stream_key("c", "a"), {EVENT_FIELD: b""}, id="1-*")
+    await side.sees({})
+    await side.sees({A1: 3})
+    store(publisher, 5)
+    await side.sees({A1: 5})
+    task.cancel()
+    await asyncio.gather(task, follower.close(), return_exceptions=True)
+    assert admin.keys() == []
+
+
+async def test_redis_that_never_answers_costs_requests_nothing(side: Side, tmp_path: Path) -> None:
+    silent = await asyncio.start_unix_server(lambda _reader, _writer: asyncio.sleep(60), tmp_path / "silent.sock")
+    follower = PrefixFollower(
+        f"unix://{tmp_path}/silent.sock", "c", side.mirror, side.clock, answer_timeout_s=0.3
+    )
+    side.mirror.load("a", PrefixSnapshot(1, 0, join_hashes(CHAIN)))
+    follower.set_workers([A1])
+    follower.start()
+    slowest_s, deadline = 0.0, time.monotonic() + 1.5
+    while time.monotonic() < deadline:
+        started = time.monotonic()
+        await asyncio.sleep(0)
+        assert side.mirror.match(CHAIN) == {A1: 8}
+        slowest_s = max(slowest_s, time.monotonic() - started)
+    assert not follower.connected
+    assert slowest_s < 0.1
+    await follower.close()
+    silent.close()
+
+
+async def test_whole_index_is_back_soon_after_redis_lost_it(server: Server, side: Side) -> None:
+    workers = [WorkerKey(f"w{number}", 1) for number in range(12)]
+    publishers = [
+        EventPublisher(cluster="c", worker_id=key.worker_id, epoch=1, redis_url=server.url, heartbeat_s=0.2)
+        for key in workers
+    ]
+    tasks = [asyncio.create_task(publisher.run()) for publisher in publishers]
+    for publisher in publishers:
+        store(publisher, 8)
+    side.follower.set_workers(workers)
+    await side.sees(dict.fromkeys(workers, 8))
+    Redis.from_url(server.url).flushall()
+    for publisher in publishers[:6]:
+        publisher.publish(False, CHAIN[4])
+    await side.sees(dict.fromkeys(workers[:6], 4) | dict.fromkeys(workers[6:], 8))
+    late = Side(server)
+    late.follower.start()
+    late.follower.set_workers(workers)
+    await late.sees(dict.fromkeys(workers[:6], 4) | dict.fromkeys(workers[6:], 8))
+    await late.follower.close()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
