@@ -130,6 +130,11 @@ class Disaggregation(StrEnum):
 
 
 class RouterSpec(Frozen):
+    replicas: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="Routers, all alike and without a leader. The first listens on the ports given here, every "
+        "further one on the next free ports above them; `tandem status` names them. Limits are each router's own.",
+    )
     http_host: str = "127.0.0.1"
     http_port: Port = 8000
     grpc_host: str = "127.0.0.1"
