@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from kvtransfer.causes import HandoffFault
+from router.account import Charge
 from router.admission import Admission
 from router.fleet import Fleet, Worker
 from router.metrics import RouterMetrics
@@ -50,7 +51,7 @@ class Dispatcher:
         self._admission: Admission[RequestRun] = Admission(
             max_queued_requests=spec.max_queued_requests, queue_timeout_s=spec.queue_timeout_s
         )
-        self._running: dict[RequestRun, list[tuple[Worker, int]]] = {}  # with the prompt tokens charged to workers
+        self._running: dict[RequestRun, list[tuple[Worker, Charge]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self.fleet = fleet_of(self.pump)
@@ -164,6 +165,11 @@ class Dispatcher:
 
     # ---- what requests ask (router.run_host.RunHost)
 
+    def sent(self, run: RequestRun, worker: Worker) -> None:
+        for charged, charge in self._running.get(run, []):
+            if charged is worker:
+                charge.frame = worker.link.sent_frames
+
     def refused(self, run: RequestRun, refusal: TandemError) -> None:
         prefill = run.prefill
         model = run.request.model
@@ -174,7 +180,7 @@ class Dispatcher:
         choice = self._policy.decode.choose(self._ask(run), others)
         decode = None if choice is None else self.fleet.worker(choice.worker_id, choice.epoch)
         if decode is not None and prefill is not None:
-            tokens = sum(charged for _, charged in self._running.get(run, []))
+            tokens = sum(charge.prefill_tokens for _, charge in self._running.get(run, []))
             self._release(run)
             self._charge(run, decode, prefill, tokens)
             run.try_next(decode)
@@ -190,10 +196,8 @@ class Dispatcher:
     def prefilled(self, run: RequestRun) -> None:
         if not run.answer_tokens:  # else it is continued, and its prompt was longer
             self._metrics.credited(run.request.model, run.credited_tokens, run.wrong_credit_tokens)
-        charges = self._running.get(run, [])
-        for worker, tokens in charges:
-            worker.account.prefill_tokens -= tokens
-        self._running[run] = [(worker, 0) for worker, _ in charges]
+        for worker, charge in self._running.get(run, []):
+            worker.account.prefilled(charge)
         self._pump_soon()
 
     def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
@@ -218,18 +222,17 @@ class Dispatcher:
     # ---- accounts
 
     def _charge(self, run: RequestRun, decode: Worker, prefill: Worker | None, tokens: int) -> None:
-        charges = [(decode, tokens if prefill is None else 0)]
+        blocks = blocks_for(run.prefill_tokens + 1, run.request.block_tokens)
+        charges = [(decode, Charge(tokens if prefill is None else 0, blocks))]
         if prefill is not None:
-            charges.append((prefill, tokens))
-        for worker, charged in charges:
-            worker.account.requests += 1
-            worker.account.prefill_tokens += charged
+            charges.append((prefill, Charge(tokens, blocks)))
+        for worker, charge in charges:
+            worker.account.add(charge)
         self._running[run] = charges
 
     def _release(self, run: RequestRun) -> None:
-        for worker, charged in self._running.pop(run, []):
-            worker.account.requests -= 1
-            worker.account.prefill_tokens -= charged
+        for worker, charge in self._running.pop(run, []):
+            worker.account.remove(charge)
 
     def _put_back(self, run: RequestRun, refusal: TandemError | None) -> None:
         self._release(run)

@@ -7,23 +7,16 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from router.account import Account
 from router.policies.types import Candidate
 from router.prefix_index.mirror import WorkerKey
 from router.worker_client import WorkerLink
 from tandem.config import Role
-from tandem.v1 import cluster_pb2
+from tandem.v1 import cluster_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
 _ROLES = {cluster_pb2.ROLE_PREFILL: Role.PREFILL, cluster_pb2.ROLE_DECODE: Role.DECODE}
-
-
-@dataclass(slots=True)
-class Account:
-    """What this router has on a worker now."""
-
-    prefill_tokens: int = 0
-    requests: int = 0
 
 
 @dataclass(slots=True)
@@ -38,20 +31,22 @@ class Worker:
         return self.link.key
 
     def candidate(self, cached_tokens: int) -> Candidate:
-        load, info = self.link.load, self.link.info
-        running = load.running_requests + load.waiting_requests if load is not None else 0
-        total = load.blocks.total if load is not None else info.total_blocks
-        free = load.blocks.free + load.blocks.cached if load is not None else total
-        waiting_tokens = load.waiting_tokens if load is not None else 0
+        """The worker's report, which counts what every router gave it, and what of ours it cannot know of yet."""
+        load, account = self.link.load or worker_pb2.WorkerLoad(), self.account
+        account.seen(self.link.seen_frames)
+        total = load.blocks.total or self.link.info.total_blocks
+        free = load.blocks.free + load.blocks.cached if load.HasField("blocks") else total
         return Candidate(
             worker_id=self.key.worker_id,
             epoch=self.key.epoch,
             cached_tokens=cached_tokens,
-            dispatched_tokens=self.account.prefill_tokens,
-            # Several routers may use it: its own report counts where it is more than ours.
-            outstanding_tokens=max(self.account.prefill_tokens, waiting_tokens),
-            running_requests=max(self.account.requests, running),
-            free_blocks=free,
+            dispatched_tokens=account.prefill_tokens,
+            outstanding_tokens=load.waiting_tokens + account.unreported_tokens,
+            running_requests=load.running_requests
+            + load.waiting_requests
+            + load.reserved_requests
+            + account.unreported_requests,
+            free_blocks=max(0, free - account.unreported_blocks),
             total_blocks=total,
             reaches=self.link.reaches,
         )

@@ -102,6 +102,7 @@ class RequestRun:
             self.lifecycle.start_prefill()
             self._attach(decode)
             decode.link.send(worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=self._work())))
+            self._host.sent(self, decode)
         else:
             self._reserve(decode, prefill)
 
@@ -122,6 +123,7 @@ class RequestRun:
             use_prefix_cache=True,
         )
         decode.link.send(worker_pb2.RouterFrame(reserve=reserve))
+        self._host.sent(self, decode)
 
     # ---- what workers say
 
@@ -141,6 +143,7 @@ class RequestRun:
         self._attach(prefill)
         frame = worker_pb2.Prefill(work=self._work(), ticket=reserved.ticket)
         prefill.link.send(worker_pb2.RouterFrame(prefill=frame))
+        self._host.sent(self, prefill)
 
     def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:
         if (attempt := self.trace.report(done, self._clock.now_s() - age_s)) is not None:

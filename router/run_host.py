@@ -10,10 +10,14 @@ from tandem.errors import TandemError
 from tandem.v1 import worker_pb2
 
 if TYPE_CHECKING:
+    from router.fleet import Worker
     from router.run import RequestRun
 
 
 class RunHost(Protocol):
+    def sent(self, run: RequestRun, worker: Worker) -> None:
+        """The frame that gives the worker its part of the request went out."""
+
     def refused(self, run: RequestRun, refusal: TandemError) -> None:
         """The decode worker cannot take it now: choose another, or queue it again."""
 

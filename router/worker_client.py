@@ -66,6 +66,8 @@ class WorkerLink:
         self.load: worker_pb2.WorkerLoad | None = None
         self.reaches: frozenset[tuple[str, int]] | None = None
         self.ready = False
+        self.sent_frames = 0  # of this session, hello not counted
+        self.seen_frames = 0  # so many of them the worker's report knows of
         self._router_id = router_id
         self._listener = listener
         self._sinks: dict[str, RequestSink] = {}
@@ -110,6 +112,7 @@ class WorkerLink:
         """Queues a frame. On a lost link it is dropped: the sinks were told already."""
         if self.ready:
             self._outbox.append(frame)
+            self.sent_frames += 1
             self._wake.set()
 
     def cancel(self, wire_id: str) -> None:
@@ -147,6 +150,7 @@ class WorkerLink:
                 # End of stream: the status has the worker's reason.
                 raise _LinkBroken(await call.details() or "the worker ended the stream before its hello")
             self._check_hello(first)
+            self.sent_frames = self.seen_frames = 0
             self.ready = True
             self._listener.link_changed(self)
             self._deliver(first)
@@ -203,6 +207,7 @@ class WorkerLink:
         for ended in frame.ended:
             if (sink := sinks.pop(ended.request_id, None)) is not None:
                 sink.on_ended(self, ended)
+        self.seen_frames = max(self.seen_frames, frame.frames_seen)
         if frame.HasField("reach"):
             self.reaches = frozenset((life.worker_id, life.epoch) for life in frame.reach.lives)
             self._listener.load_changed(self)

@@ -137,6 +137,8 @@ class Leader:
 
     def _on_frame(self, session: int, raw: bytes) -> None:
         """One bad frame may fail itself, never the worker."""
+        if session in self._requests.sessions:
+            self._requests.outbox.saw_frame(session)
         request_id = ""
         try:
             frame = worker_pb2.RouterFrame.FromString(raw)

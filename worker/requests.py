@@ -40,12 +40,19 @@ class Outbox:
         self._frames: defaultdict[int, worker_pb2.WorkerFrame] = defaultdict(worker_pb2.WorkerFrame)
         self._told_load: EngineLoad | None = None
         self._told_reach: frozenset[Life] = frozenset()
+        self._seen: Counter[int] = Counter()  # frames of each session
 
     def frame(self, session: int) -> worker_pb2.WorkerFrame:
         return self._frames[session]
 
     def drop(self, session: int) -> None:
         self._frames.pop(session, None)
+        del self._seen[session]
+
+    def saw_frame(self, session: int) -> None:
+        """A frame of the session is taken up: its router is told with the next flush, in any case."""
+        self._seen[session] += 1
+        self.frame(session)
 
     def flush(self, load: EngineLoad, reach: frozenset[Life], sessions: Iterable[int]) -> None:
         """Sends every pending frame. Load and reach ride along, and go to all sessions whenever they changed."""
@@ -60,6 +67,7 @@ class Outbox:
                 self._frames[session].reach.CopyFrom(reach_frame(reach))
         for session, frame in self._frames.items():
             frame.sent_at_s = self._clock.now_s()
+            frame.frames_seen = self._seen[session]
             self._send(session, frame.SerializeToString())
         self._frames.clear()
 

@@ -121,6 +121,7 @@ def load_frame(load: EngineLoad) -> worker_pb2.WorkerLoad:
         waiting_requests=load.waiting_requests,
         running_requests=load.running_requests,
         waiting_tokens=load.waiting_tokens,
+        reserved_requests=load.reserved_requests,
         blocks=worker_pb2.BlockCounts(
             free=blocks.free,
             cached=blocks.cached,

@@ -18,13 +18,13 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A live worker as seen for one request. Loads join the router's account with the worker's last report."""
+    """A live worker as seen for one request. Loads are the worker's last report and what of ours is not in it yet."""
 
     worker_id: str
     epoch: int
     cached_tokens: int
     dispatched_tokens: int  # prompt tokens this router gave it that are not yet computed
-    outstanding_tokens: int  # all prompt tokens it has not yet computed, as far as we know
+    outstanding_tokens: int  # prompt tokens it has not yet computed, whichever router gave it them
     running_requests: int
     free_blocks: int  # free or evictable
     total_blocks: int

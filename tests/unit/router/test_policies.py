@@ -114,3 +114,27 @@ def test_a_prefill_worker_without_a_link_to_the_decode_worker_is_not_chosen() ->
     placed = place(Ask(100), [decode], [unlinked])
     assert placed.prefill is None
     assert placed.reason is PlacementReason.LOCAL_NO_PREFILL_WORKER
+
+
+@pytest.mark.parametrize(
+    ("own", "all_routers", "tokens", "room"),
+    [
+        (0, 0, 5000, True),
+        (0, 900, 5000, True),
+        (10, 900, 90, True),
+        (10, 900, 101, False),
+        (900, 200, 700, True),
+        (900, 200, 900, False),
+    ],
+    ids=[
+        "idle",
+        "busy with others' only: never starved",
+        "shares the budget",
+        "the budget is for all routers",
+        "what is computed already does not count",
+        "a long prompt waits for ours",
+    ],
+)
+def test_room_for_prompt_tokens_is_shared_by_all_routers(own: int, all_routers: int, tokens: int, room: bool) -> None:
+    busy = replace(worker("p"), dispatched_tokens=own, outstanding_tokens=all_routers)
+    assert isinstance(policy().place(Ask(tokens), [worker("d")], [busy]), Placement) is room

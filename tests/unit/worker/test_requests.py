@@ -104,3 +104,17 @@ def test_every_frame_tells_when_it_left(sent: Sent) -> None:
     clock.advance(1)
     flush(book)
     assert [frame.sent_at_s for _, frame in sent.frames] == [42.0]
+
+
+def test_a_router_is_told_which_of_its_frames_the_report_knows_of(book: RequestBook, sent: Sent) -> None:
+    flush(book)
+    assert {frame.frames_seen for _, frame in sent.frames} == {0}
+    sent.frames.clear()
+    for _ in range(3):
+        book.outbox.saw_frame(1)
+    flush(book)  # the load is what it was; that it is so after three frames more is news
+    assert [(session, frame.frames_seen) for session, frame in sent.frames] == [(1, 3)]
+    book.outbox.drop(1)
+    book.outbox.frame(1)
+    flush(book)
+    assert sent.frames[-1][1].frames_seen == 0, "another session counts anew"
