@@ -28,6 +28,7 @@ from cluster.worker_slot import LifeSettings, WorkerSlot, WorkerState
 from tandem.config import Role
 from tandem.errors import ConfigError, PortInUse, TandemError, UnavailableError
 from tandem.grpc_errors import error_from_rpc
+from tandem.grpc_options import SERVER_OPTIONS
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.v1 import cluster_pb2, worker_pb2, worker_pb2_grpc
 
@@ -161,7 +162,7 @@ class Controller:
 
     async def _serve_admin(self) -> None:
         control = self.spec.control
-        self._admin = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._admin = grpc.aio.server(options=SERVER_OPTIONS)
         AdminService(self).add_to(self._admin)
         try:
             port = self._admin.add_insecure_port(f"{control.admin_host}:{control.admin_port}")

@@ -13,6 +13,7 @@ import grpc
 from kvtransfer.causes import HandoffCause
 from tandem.config import Role
 from tandem.errors import ErrorCode
+from tandem.grpc_options import SERVER_OPTIONS
 from tandem.kvcache.layout import blocks_for
 from tandem.v1 import cluster_pb2, inference_pb2, trace_pb2, worker_pb2
 from tandem.v1.cluster_pb2_grpc import ClusterServicer, add_ClusterServicer_to_server
@@ -84,7 +85,7 @@ class StubWorker(WorkerServicer):
         self.works: dict[str, worker_pb2.Work] = {}
         self.cancelled: set[str] = set()
         self.known: set[str] = set()  # requests it would still do something for
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._port = 0
 
     async def start(self) -> None:
@@ -307,7 +308,7 @@ class StubController(ClusterServicer):
         self._workers: list[cluster_pb2.WorkerInfo] = []
         self._version = 0
         self._changed = asyncio.Condition()
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
 
     async def start(self) -> None:
         add_ClusterServicer_to_server(self, self._server)

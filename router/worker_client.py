@@ -15,18 +15,18 @@ from typing import Any, Protocol
 import grpc
 
 from router.clock_offset import ClockOffset
-from router.directory import KEEPALIVE_OPTIONS
 from router.prefix_index.mirror import WorkerKey
 from tandem.errors import WorkerLost
+from tandem.grpc_options import CLIENT_OPTIONS
 from tandem.v1 import cluster_pb2, worker_pb2
 from tandem.v1.worker_pb2_grpc import WorkerStub
 from worker.wire import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
 
-HELLO_TIMEOUT_S = 5.0
+HELLO_TIMEOUT_S = 3.0  # with the longest pause before another try: a healed network is noticed within 5 s
 MAX_OUTBOX_FRAMES = 16_384
-MAX_BACKOFF_S = 2.0
+MAX_BACKOFF_S = 1.0
 MAX_LATE = 256
 
 
@@ -122,7 +122,7 @@ class WorkerLink:
         backoff_s = 0.05
         while True:
             try:
-                async with grpc.aio.insecure_channel(self.info.address, options=KEEPALIVE_OPTIONS) as channel:
+                async with grpc.aio.insecure_channel(self.info.address, options=CLIENT_OPTIONS) as channel:
                     await self._session(channel)
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name
