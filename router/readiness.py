@@ -40,6 +40,8 @@ class Readiness:
 
     def update(self) -> None:
         """The fleet has changed."""
+        if self._closed:
+            return
         for model in self._models:
             if not self._fleet.ready(model, Role.DECODE):
                 self._passed.discard(model)

@@ -129,6 +129,17 @@ async def test_a_suspect_whose_canary_fails_is_out(cluster: Any, four: dict[str,
     assert cluster.metric('tandem_canaries_total{purpose="worker",result="failed"}') == 1
 
 
+async def test_a_worker_that_crawls_beside_a_quick_peer_is_left_out(cluster: Any, four: dict[str, StubWorker]) -> None:
+    tokens = says(cluster, four)
+    four["d0"].behaviour.token_delay_s = 0.03
+    for _ in range(5):
+        assert await asyncio.gather(*(run(cluster) for _ in range(12))) == [tokens] * 12
+    assert health(cluster, four["d0"]) is HealthState.EJECTED
+    assert health(cluster, four["d1"]) is HealthState.HEALTHY
+    assert cluster.metric('tandem_ejections_total{reason="slow",role="decode"}') == 1
+    assert cluster.metric("tandem_retries_total") == 0, "what it has it may finish"
+
+
 async def test_well_and_idle_workers_hear_no_canaries_and_no_timer_runs(
     cluster: Any, four: dict[str, StubWorker]
 ) -> None:
