@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# What a worker that has never computed a prompt is given for one: slow, but short enough to find a stuck one in time.
-FIRST_GUESS_S_PER_TOKEN = 0.004
+FIRST_GUESS_S_PER_TOKEN = 0.001  # of a worker that has not computed a prompt yet
+SAFETY = 2.0  # a chunk may take so many times what tokens took before
 MOST_S_PER_TOKEN = 1.0
 STEP_TOKENS = 1024  # more than this is not computed between two reports: a step ends, whatever is still waiting
 
@@ -49,4 +49,4 @@ class Progress:
     def limit_s(self, stall_s: float, prefill_tokens: int) -> float:
         """How long it may be silent with so many prompt tokens to compute: chunks take what chunks took before."""
         tokens = min(max(prefill_tokens, self._waiting_tokens), STEP_TOKENS)
-        return stall_s + tokens * max(self._s_per_token, FIRST_GUESS_S_PER_TOKEN)
+        return stall_s + tokens * SAFETY * self._s_per_token

@@ -17,7 +17,7 @@ from router.health import (
     WorkerHealth,
 )
 from router.prefix_index.mirror import WorkerKey
-from router.progress import FIRST_GUESS_S_PER_TOKEN, STEP_TOKENS, Progress
+from router.progress import FIRST_GUESS_S_PER_TOKEN, SAFETY, STEP_TOKENS, Progress
 from tandem.config import Role
 from tandem.errors import InternalError
 
@@ -363,9 +363,9 @@ class TestProgress:
     def test_a_prompt_to_compute_gives_more_time_but_a_stuck_worker_is_out_within_ten_seconds(self) -> None:
         progress = Progress()
         assert progress.limit_s(5.0, 0) == 5.0
-        assert progress.limit_s(5.0, 500) == pytest.approx(5.0 + 500 * FIRST_GUESS_S_PER_TOKEN)
-        assert progress.limit_s(5.0, 100_000) == pytest.approx(5.0 + STEP_TOKENS * FIRST_GUESS_S_PER_TOKEN)
-        assert progress.limit_s(5.0, 100_000) < 9.5
+        assert progress.limit_s(5.0, 500) == pytest.approx(5.0 + 500 * SAFETY * FIRST_GUESS_S_PER_TOKEN)
+        assert progress.limit_s(5.0, 100_000) == pytest.approx(5.0 + STEP_TOKENS * SAFETY * FIRST_GUESS_S_PER_TOKEN)
+        assert progress.limit_s(5.0, 100_000) < 7.5
 
     def test_a_worker_that_takes_long_for_a_chunk_gets_the_time_for_the_next(self) -> None:
         progress = Progress()
