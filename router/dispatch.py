@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvtransfer.causes import HandoffFault
+from router import health_facts
 from router.account import Charge
 from router.admission import Admission
 from router.fleet import Fleet, Worker
@@ -197,11 +198,16 @@ class Dispatcher:
         if not run.answer_tokens:  # else it is continued, and its prompt was longer
             self._metrics.credited(run.request.model, run.credited_tokens, run.wrong_credit_tokens)
         for worker, charge in self._running.get(run, []):
+            if worker is run.prefill:
+                health_facts.prefilled(self.fleet.health, run, worker, charge.prefill_tokens, self._clock.now_s())
             worker.account.prefilled(charge)
         self._pump_soon()
 
     def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
         self._metrics.handed_off(run.request.model, attempt, done)
+
+    def blamed(self, run: RequestRun, worker_ids: Sequence[str]) -> None:
+        health_facts.blamed(self.fleet.health, run, worker_ids, self._clock.now_s())
 
     def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None:
         self._metrics.handoff_failed(run.request.model, fault.cause)
@@ -213,6 +219,7 @@ class Dispatcher:
         model = run.request.model
         if run.stream.final is not None:
             self._metrics.finished(model, run.stream.final)
+            health_facts.finished(self.fleet.health, run, run.stream.final, self._clock.now_s())
         else:
             self._metrics.ended(model, run.lifecycle.state, None if error is None else error.code)
         if error is not None and error.code is ErrorCode.INTERNAL:

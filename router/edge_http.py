@@ -125,7 +125,7 @@ class HttpEdge:
 
     async def ready(self, request: Request) -> Response:
         ready = self._service.ready
-        return JsonResponse({"status": "ready" if ready else "no decode worker"}, status_code=200 if ready else 503)
+        return JsonResponse({"status": "ready" if ready else "not ready"}, status_code=200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from router.account import Account
+from router.health import HealthBoard
 from router.policies.types import Candidate
 from router.prefix_index.mirror import WorkerKey
 from router.worker_client import WorkerLink
@@ -24,11 +25,16 @@ class Worker:
     link: WorkerLink
     role: Role
     account: Account
+    last_prefill_s: float = 0.0  # when it was last done with a prompt of ours
     listed: bool = True  # in the directory; otherwise it takes nothing new
 
     @property
     def key(self) -> WorkerKey:
         return self.link.key
+
+    def reaches(self, other: Worker) -> bool:
+        reaches = self.link.reaches  # None: it has not said
+        return reaches is None or (other.key.worker_id, other.key.epoch) in reaches
 
     def candidate(self, cached_tokens: int) -> Candidate:
         """The worker's report, which counts what every router gave it, and what of ours it cannot know of yet."""
@@ -55,9 +61,18 @@ class Worker:
 class Fleet:
     """Reconciles links with the directory. `on_change` is called when a worker comes, goes, or reports room."""
 
-    def __init__(self, router_id: str, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        router_id: str,
+        on_change: Callable[[], None],
+        health: HealthBoard | None = None,
+        on_work: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_work` is called when a worker that had nothing of ours to do gets something."""
+        self.health = health or HealthBoard()
         self._router_id = router_id
         self._on_change = on_change
+        self._on_work = on_work
         self._workers: dict[WorkerKey, Worker] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -72,11 +87,15 @@ class Fleet:
             else:
                 link = WorkerLink(info, self._router_id, self)
                 self._workers[key] = Worker(link, role, Account())
+                self.health.add(key, info.model, role)
                 link.start()
         for key, worker in self._workers.items():
             worker.listed = key in listed
         self.sweep()
         self._on_change()
+
+    def workers(self) -> list[Worker]:
+        return list(self._workers.values())
 
     def keys(self) -> list[WorkerKey]:
         return [worker.key for worker in self._workers.values() if worker.listed]
@@ -89,11 +108,15 @@ class Fleet:
         return [
             worker
             for worker in self._workers.values()
-            if worker.role is role and worker.listed and worker.link.ready and worker.link.info.model == model
+            if worker.role is role and worker.link.info.model == model and self._can_take(worker)
         ]
 
     def count_ready(self, role: Role) -> int:
-        return sum(worker.role is role and worker.listed and worker.link.ready for worker in self._workers.values())
+        return sum(worker.role is role and self._can_take(worker) for worker in self._workers.values())
+
+    def _can_take(self, worker: Worker) -> bool:
+        usable = worker.listed and worker.link.ready
+        return usable and self.health.admits(worker.key, worker.account.requests)
 
     def max_model_tokens(self, model: str) -> int | None:
         """The shortest context of the model's decode workers; None while none is known."""
@@ -105,12 +128,20 @@ class Fleet:
         return min(limits, default=None)
 
     def link_changed(self, link: WorkerLink) -> None:
+        self.health.set_up(link.key, is_up=link.ready)
         self.sweep()
         self._on_change()
 
     def load_changed(self, link: WorkerLink) -> None:
         self.sweep()
         self._on_change()
+
+    def changed(self) -> None:
+        """Another set of workers may take requests."""
+        self._on_change()
+
+    def work_began(self, link: WorkerLink) -> None:
+        self._on_work()
 
     async def close(self) -> None:
         workers, self._workers = list(self._workers.values()), {}
@@ -121,6 +152,7 @@ class Fleet:
         for key, worker in list(self._workers.items()):
             if not worker.listed and (worker.link.idle or not worker.link.ready):
                 del self._workers[key]
+                self.health.remove(key)
                 task = asyncio.create_task(worker.link.close())
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)

@@ -30,6 +30,7 @@ from worker.wire import parse_error, sampling_frame
 # The worker is well but cannot take the request now (no KV blocks, a transfer agent being replaced).
 _REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
 _HANDOFF_FAULTS = frozenset({ErrorCode.HANDOFF_FAILED, ErrorCode.DEADLINE_EXCEEDED})
+_BLAMED = _HANDOFF_FAULTS | {ErrorCode.INTERNAL}  # a lost worker is known as such
 _RETRIED = _HANDOFF_FAULTS | _REFUSALS | {ErrorCode.WORKER_LOST}
 _REASONS = {
     inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -308,6 +309,8 @@ class RequestRun:
         if state.is_end:
             return
         self.trace.failed(error, self._clock.now_s())
+        if failed and error.code in _BLAMED:
+            self._host.blamed(self, failed)
         if (reason := self._whole_by()) is not None:
             self._finish(reason)
             return

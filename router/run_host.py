@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvtransfer.causes import HandoffFault
@@ -29,6 +30,9 @@ class RunHost(Protocol):
 
     def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
         """A worker reported its side of a handoff; the prefill worker perhaps after the request's end."""
+
+    def blamed(self, run: RequestRun, worker_ids: Sequence[str]) -> None:
+        """An attempt failed, and these workers may be at fault."""
 
     def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None: ...
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from router.answers import Answers, Submitted
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
+from router.readiness import Readiness
 from router.request import Message, RawRequest, ServingModel, ValidRequest, new_request_id
-from tandem.config import Role
 from tandem.errors import InputError, ModelNotFound, TandemError
 
 
@@ -24,6 +24,7 @@ class RouterService:
         dispatcher: Dispatcher,
         metrics: RouterMetrics,
         executor: Executor,
+        readiness: Readiness,
     ) -> None:
         self.cluster = cluster
         self.router_id = router_id
@@ -31,6 +32,7 @@ class RouterService:
         self.dispatcher = dispatcher
         self.metrics = metrics
         self.executor = executor
+        self._readiness = readiness
 
     def model(self, name: str, *, required: bool = True) -> ServingModel:
         """Raises ModelNotFound. An empty name means the only model, unless `required`."""
@@ -94,11 +96,11 @@ class RouterService:
         self.metrics.rejected(model, error.code)
 
     def model_ready(self, name: str) -> bool:
-        return bool(self.dispatcher.fleet.ready(name, Role.DECODE))
+        return self._readiness.is_ready(name)
 
     @property
     def ready(self) -> bool:
-        """A request for at least one model could be served now."""
+        """A request for at least one model could be served now: a canary was."""
         return any(self.model_ready(name) for name in self.models)
 
 

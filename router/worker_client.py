@@ -16,6 +16,7 @@ import grpc
 
 from router.clock_offset import ClockOffset
 from router.prefix_index.mirror import WorkerKey
+from router.progress import Progress
 from tandem.errors import WorkerLost
 from tandem.grpc_options import CLIENT_OPTIONS
 from tandem.v1 import cluster_pb2, worker_pb2
@@ -54,6 +55,9 @@ class LinkListener(Protocol):
     def load_changed(self, link: WorkerLink) -> None:
         """The worker reported its load."""
 
+    def work_began(self, link: WorkerLink) -> None:
+        """The worker had nothing to do for us, and now has."""
+
 
 class _LinkBroken(Exception):
     pass
@@ -68,6 +72,7 @@ class WorkerLink:
         self.ready = False
         self.sent_frames = 0  # of this session, hello not counted
         self.seen_frames = 0  # so many of them the worker's report knows of
+        self.progress = Progress()
         self._router_id = router_id
         self._listener = listener
         self._sinks: dict[str, RequestSink] = {}
@@ -95,7 +100,11 @@ class WorkerLink:
 
     def attach(self, wire_id: str, sink: RequestSink) -> None:
         """From now on `sink` hears what the worker says about `wire_id`."""
+        began = not self._sinks
         self._sinks[wire_id] = sink
+        if began:
+            self.progress.began(time.monotonic())
+            self._listener.work_began(self)
 
     def detach(self, wire_id: str) -> None:
         """Idempotent. Later words about `wire_id` are dropped."""
@@ -117,6 +126,12 @@ class WorkerLink:
 
     def cancel(self, wire_id: str) -> None:
         self.send(worker_pb2.RouterFrame(cancel=worker_pb2.Cancel(request_id=wire_id)))
+
+    def give_up(self, reason: str) -> None:
+        """The worker is there but does nothing: takes every request off it, as if the worker were lost."""
+        for wire_id in self._sinks:
+            self.cancel(wire_id)
+        self._tell_lost(reason)
 
     async def _run(self) -> None:
         backoff_s = 0.05
@@ -211,18 +226,36 @@ class WorkerLink:
         if frame.HasField("reach"):
             self.reaches = frozenset((life.worker_id, life.epoch) for life in frame.reach.lives)
             self._listener.load_changed(self)
+        if frame.reserved or frame.tokens or frame.handoffs or frame.ended or frame.prompt_scores:
+            self.progress.spoke(now_s)
         if frame.HasField("load"):
-            self.load = frame.load
-            self._listener.load_changed(self)
+            self._take_load(frame.load, now_s)
         if len(self._outbox) > MAX_OUTBOX_FRAMES:
             raise _LinkBroken(f"the worker left {MAX_OUTBOX_FRAMES} frames unread")
+
+    def _take_load(self, load: worker_pb2.WorkerLoad, now_s: float) -> None:
+        self.load = load
+        self.progress.reported(
+            now_s,
+            steps=load.steps if load.HasField("steps") else None,
+            has_work=load.running_requests + load.waiting_requests > 0,
+            waiting_tokens=load.waiting_tokens,
+        )
+        self._listener.load_changed(self)
 
     def _lost(self, reason: str) -> None:
         was_ready, self.ready = self.ready, False
         self.load = None
         self.reaches = None
+        self.progress = Progress()
         self._outbox.clear()
         self._late.clear()
+        self._tell_lost(reason)
+        if was_ready:
+            log.warning("worker link lost", extra={"worker": self.key.worker_id, "reason": reason})
+            self._listener.link_changed(self)
+
+    def _tell_lost(self, reason: str) -> None:
         sinks, self._sinks = list(self._sinks.values()), {}
         error = WorkerLost(f"worker {self.key.worker_id} was lost ({reason}); a retry may succeed", retry_after_s=1.0)
         for sink in sinks:
@@ -230,6 +263,3 @@ class WorkerLink:
                 sink.on_lost(self, error)
             except Exception:  # a fault of ours in one request must not keep the others from their end
                 log.exception("a request could not be told of the loss", extra={"worker": self.key.worker_id})
-        if was_ready:
-            log.warning("worker link lost", extra={"worker": self.key.worker_id, "reason": reason})
-            self._listener.link_changed(self)

@@ -151,6 +151,11 @@ class RouterSpec(Frozen):
     max_migrations: Annotated[int, Field(ge=0)] = Field(
         3, description="How often one request is continued elsewhere after a lost worker or a failed handoff."
     )
+    worker_stall_s: Annotated[float, Field(gt=0, le=3600)] = Field(
+        5.0,
+        description="A worker with work that shows no progress for so long (longer while it computes a prompt) is left "
+        "out, and its requests go on elsewhere.",
+    )
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
     index_memory_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = Field(
         64 << 20,

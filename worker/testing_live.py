@@ -122,6 +122,11 @@ class LiveWorker:
     def processes(self) -> list[subprocess.Popen[bytes]]:
         return [*self.ranks, *self.agents, self.service]
 
+    def kill(self) -> None:
+        """kill -9, everything at once."""
+        for process in self.processes():
+            process.kill()
+
     def stop(self, signum: int = signal.SIGTERM) -> None:
         for process in self.processes():
             if process.poll() is None:
@@ -175,6 +180,12 @@ class Workers:
                 raise RuntimeError(f"{worker_id} did not start:\n{worker.log.read_text()[-4000:]}")
             await asyncio.wait([waiting], timeout=0.1)
         return waiting.result()
+
+    async def restart(self, worker_id: str) -> cluster_pb2.WorkerInfo:
+        """Its next life, as a controller would give it one."""
+        launch = self.live[worker_id].launch
+        await self.stop(worker_id, signal.SIGKILL)
+        return await self.start(worker_id, launch.role, launch.model, launch.transfer)
 
     async def stop(self, worker_id: str, signum: int = signal.SIGTERM) -> None:
         await self.directory.remove(worker_id)

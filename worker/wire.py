@@ -115,7 +115,7 @@ def parse_error(wire: worker_pb2.WorkerError) -> TandemError:
     return error_from_code(wire.code, wire.message, wire.field)
 
 
-def load_frame(load: EngineLoad) -> worker_pb2.WorkerLoad:
+def load_frame(load: EngineLoad, steps: int) -> worker_pb2.WorkerLoad:
     blocks = load.blocks
     return worker_pb2.WorkerLoad(
         waiting_requests=load.waiting_requests,
@@ -129,6 +129,7 @@ def load_frame(load: EngineLoad) -> worker_pb2.WorkerLoad:
             in_use=blocks.in_use,
             total=blocks.total,
         ),
+        steps=steps,
     )
 
 
