@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from zlib import crc32
 
 from prometheus_client import CollectorRegistry
 
@@ -16,7 +17,8 @@ from router.edge_http import HttpEdge, HttpServer, bind
 from router.edge_traces import TracesEdge
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
-from router.policies.policy import default_policy
+from router.policies.estimates import Estimates
+from router.policies.profiles import policy_profile
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
 from router.request import ServingModel
@@ -44,9 +46,9 @@ class RouterApp:
         self.metrics = RouterMetrics(CollectorRegistry(), frozenset(model.name for model in launch.models))
         self.dispatcher = Dispatcher(
             spec=spec,
-            fleet_of=lambda pump: Fleet(launch.router_id, lambda: self._on_fleet_change(pump)),
+            fleet_of=lambda pump: Fleet(launch.router_id, lambda: self._on_fleet_change(pump), Estimates(clock)),
             mirror=self.mirror,
-            policy=default_policy(spec),
+            policy=policy_profile(spec, seed=crc32(launch.router_id.encode())),
             metrics=self.metrics,
             clock=clock,
         )

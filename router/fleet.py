@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from router.policies.estimates import Estimates, WorkerEstimates
 from router.policies.types import Candidate
 from router.prefix_index.mirror import WorkerKey
 from router.worker_client import WorkerLink
@@ -31,15 +32,21 @@ class Worker:
     link: WorkerLink
     role: Role
     account: Account
+    estimates: WorkerEstimates
     listed: bool = True  # in the directory; otherwise it takes nothing new
 
     @property
     def key(self) -> WorkerKey:
         return self.link.key
 
+    @property
+    def running_requests(self) -> int:
+        """Running or about to, as far as we know."""
+        load = self.link.load
+        return max(self.account.requests, 0 if load is None else load.running_requests + load.waiting_requests)
+
     def candidate(self, cached_tokens: int) -> Candidate:
         load, info = self.link.load, self.link.info
-        running = load.running_requests + load.waiting_requests if load is not None else 0
         total = load.blocks.total if load is not None else info.total_blocks
         free = load.blocks.free + load.blocks.cached if load is not None else total
         waiting_tokens = load.waiting_tokens if load is not None else 0
@@ -50,17 +57,20 @@ class Worker:
             dispatched_tokens=self.account.prefill_tokens,
             # Several routers may use it: its own report counts where it is more than ours.
             outstanding_tokens=max(self.account.prefill_tokens, waiting_tokens),
-            running_requests=max(self.account.requests, running),
+            running_requests=self.running_requests,
             free_blocks=free,
             total_blocks=total,
             reaches=self.link.reaches,
+            pace=self.estimates.pace(),
+            transfer_to=self.estimates.transfer_to,
         )
 
 
 class Fleet:
     """Reconciles links with the directory. `on_change` is called when a worker comes, goes, or reports room."""
 
-    def __init__(self, router_id: str, on_change: Callable[[], None]) -> None:
+    def __init__(self, router_id: str, on_change: Callable[[], None], estimates: Estimates) -> None:
+        self.estimates = estimates
         self._router_id = router_id
         self._on_change = on_change
         self._workers: dict[WorkerKey, Worker] = {}
@@ -76,7 +86,7 @@ class Fleet:
                 log.warning("worker of unknown role left out", extra={"worker": info.worker_id})
             else:
                 link = WorkerLink(info, self._router_id, self)
-                self._workers[key] = Worker(link, role, Account())
+                self._workers[key] = Worker(link, role, Account(), self.estimates.worker(info.model, role))
                 link.start()
         for key, worker in self._workers.items():
             worker.listed = key in listed
