@@ -30,10 +30,10 @@ class Pace:
     tpot_s: tuple[float, ...] = _start_tpots()  # at each of BATCH_SIZES
 
     def tpot_at_s(self, batch: int) -> float:
-        """Between two measured sizes on a straight line; beyond the last in proportion."""
+        """Between two measured sizes on a straight line; beyond the last by `batch_shape`."""
         power = max(1, batch).bit_length() - 1
         if power >= len(BATCH_SIZES) - 1:
-            return self.tpot_s[-1] * batch / BATCH_SIZES[-1]
+            return self.tpot_s[-1] * batch_shape(batch) / batch_shape(BATCH_SIZES[-1])
         low = BATCH_SIZES[power]
         part = (batch - low) / low if batch > low else 0.0
         return self.tpot_s[power] + part * (self.tpot_s[power + 1] - self.tpot_s[power])
