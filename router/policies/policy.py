@@ -60,8 +60,14 @@ class PlacementPolicy:
         decode = self.decode.choose(ask, decode_workers)
         if decode is None:
             return WaitReason.DECODE_REFUSED
-        prefill_workers = [each for each in prefill_workers if each.can_reach(decode)]
-        ask = self._with_prefill_time(replace(ask, decode=decode), prefill_workers)
+        reachable = [each for each in prefill_workers if each.can_reach(decode)]
+        if len(reachable) < len(prefill_workers):
+            ask = self._with_prefill_time(ask, reachable)
+        return self._place_prefill(replace(ask, decode=decode), decode, reachable)
+
+    def _place_prefill(
+        self, ask: Ask, decode: Candidate, prefill_workers: Sequence[Candidate]
+    ) -> Placement | WaitReason:
         local = self._local_reason(ask, decode, prefill_workers)
         if local is not None:
             if not self.prefill_room.keep(ask, decode):
