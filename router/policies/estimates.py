@@ -34,6 +34,9 @@ PEER_TRANSFER_TOKENS = 1024
 PEER_RESERVATIONS = 4
 PEER_DECODE_TOKENS = 64
 START_ANSWER_TOKENS = 128
+# With fewer tokens an observation shows what a step or a handoff costs in any case, not a rate.
+LEAST_PREFILL_TOKENS = 64
+LEAST_TRANSFER_TOKENS = 256
 MAX_PAIRS = 256
 MAX_OBSERVED_S = 300.0  # reports come over the wire; more is no measurement
 _LEAST_S = 1e-9  # per token: a rate is divided by
@@ -114,7 +117,8 @@ class WorkerEstimates:
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Dispatch to first token; `tokens` are those ahead of it and its own uncached ones."""
-        self._observe(self._own.prefill, self._pool.prefill, seconds, tokens)
+        if tokens >= LEAST_PREFILL_TOKENS:
+            self._observe(self._own.prefill, self._pool.prefill, seconds, tokens)
 
     def reserved(self, seconds: float) -> None:
         """As a decode worker: Reserve to Reserved."""
@@ -122,11 +126,12 @@ class WorkerEstimates:
 
     def received(self, tokens: int, seconds: float) -> None:
         """As a decode worker: first token to joined, of a handoff that moved so many tokens."""
-        self._observe(self._own.transfer, self._pool.transfer, seconds, tokens)
+        if tokens >= LEAST_TRANSFER_TOKENS:
+            self._observe(self._own.transfer, self._pool.transfer, seconds, tokens)
 
     def sent(self, to: Life, tokens: int, seconds: float) -> None:
         """As a prefill worker: the same handoff, of this pair of workers."""
-        if self._sane(seconds, tokens):
+        if tokens >= LEAST_TRANSFER_TOKENS and self._sane(seconds, tokens):
             now_s = self._clock.now_s()
             pair = self._pairs.pop(to, None) or _Ratio()
             pair.add(seconds, tokens, now_s)

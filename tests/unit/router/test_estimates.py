@@ -99,10 +99,23 @@ def test_an_idle_night_changes_nothing(pools: Pools) -> None:
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, 1e9])
 def test_nonsense_from_the_wire_is_dropped(pools: Pools, seconds: float) -> None:
-    pools.d0.received(100, seconds)
-    pools.p0.sent(D0, 100, seconds)
-    pools.p0.prefilled(0, 1.0)
+    pools.d0.received(1000, seconds)
+    pools.p0.sent(D0, 1000, seconds)
+    pools.d0.decoded(1, 0, 1.0)
     assert pools.pace(pools.d0) == START_PACE
+    assert pools.p0.transfer_to == {}
+
+
+def test_short_prompts_do_not_make_a_worker_slow(pools: Pools) -> None:
+    """A step costs 30 ms however few tokens it computes, a handoff 5 ms however few it moves."""
+    pools.p0.prefilled(10_000, 1.0)
+    pools.d0.received(10_000, 1.0)
+    for _ in range(100):
+        pools.d0.prefilled(20, 0.03)
+        pools.d0.received(32, 0.005)
+        pools.p0.sent(D0, 32, 0.005)
+    assert pools.prefill_us(pools.d0) == pytest.approx(100)
+    assert pools.pace(pools.d0).transfer_s_per_token == pytest.approx(100e-6, rel=0.1)
     assert pools.p0.transfer_to == {}
 
 
@@ -127,7 +140,7 @@ def test_transfer_and_reservation(pools: Pools) -> None:
 
 def test_lives_that_ended_long_ago_are_forgotten(pools: Pools) -> None:
     for epoch in range(1000):
-        pools.p0.sent(("d0", epoch), 100, 0.01)
+        pools.p0.sent(("d0", epoch), 1000, 0.01)
     assert len(pools.p0.transfer_to) == 256
     assert ("d0", 999) in pools.p0.transfer_to
 

@@ -35,10 +35,10 @@ async def test_a_handoff_shows_the_pace_of_both_workers(cluster: Any) -> None:
     cluster.prefill.behaviour.token_delay_s = 20 * TOKEN_DELAY_S
     cluster.decode.behaviour.token_delay_s = TOKEN_DELAY_S
     prefill, decode = (cluster.app.dispatcher.fleet.worker(name, 1).estimates for name in ("p0", "d0"))
-    await cluster.openai.completions.create(model=MODEL, prompt=[70] * 64)
+    await cluster.openai.completions.create(model=MODEL, prompt=[70] * 256)
     await cluster.settled()
     await until(lambda: prefill.pace() != START_PACE and decode.pace().tpot_s != START_PACE.tpot_s)
-    assert prefill.pace().prefill_s_per_token == pytest.approx(20 * TOKEN_DELAY_S / 64, rel=0.3)
+    assert prefill.pace().prefill_s_per_token == pytest.approx(20 * TOKEN_DELAY_S / 256, rel=0.3)
     assert decode.pace().tpot_at_s(1) == pytest.approx(TOKEN_DELAY_S, rel=0.3)
     assert decode.pace().transfer_s_per_token != START_PACE.transfer_s_per_token
     assert decode.pace().reserve_s != START_PACE.reserve_s
@@ -47,13 +47,13 @@ async def test_a_handoff_shows_the_pace_of_both_workers(cluster: Any) -> None:
 
 
 async def test_what_a_worker_had_cached_is_no_work_of_it(cluster: Any) -> None:
-    cluster.prefill.behaviour.cached_tokens = 48
+    cluster.prefill.behaviour.cached_tokens = 160
     cluster.prefill.behaviour.token_delay_s = 0.1
-    await cluster.openai.completions.create(model=MODEL, prompt=[70] * 64, max_tokens=1)
+    await cluster.openai.completions.create(model=MODEL, prompt=[70] * 256, max_tokens=1)
     await cluster.settled()
     estimates = cluster.app.dispatcher.fleet.worker("p0", 1).estimates
     await until(lambda: estimates.pace() != START_PACE)
-    assert estimates.pace().prefill_s_per_token == pytest.approx(0.1 / 16, rel=0.3)
+    assert estimates.pace().prefill_s_per_token == pytest.approx(0.1 / 96, rel=0.3)
 
 
 class TestSecondWorker:
