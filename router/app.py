@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from zlib import crc32
 
 from prometheus_client import CollectorRegistry
 
@@ -18,7 +20,8 @@ from router.fleet import Fleet
 from router.health_metrics import HealthMetrics
 from router.health_watch import HealthWatch
 from router.metrics import RouterMetrics
-from router.policies.policy import default_policy
+from router.policies.estimates import Estimates
+from router.policies.profiles import policy_profile
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
 from router.readiness import Readiness
@@ -49,9 +52,9 @@ class RouterApp:
         self.metrics = RouterMetrics(registry, frozenset(model.name for model in launch.models))
         self.dispatcher = Dispatcher(
             spec=spec,
-            fleet_of=self._new_fleet,
+            fleet_of=partial(self._new_fleet, Estimates(clock)),
             mirror=self.mirror,
-            policy=default_policy(spec),
+            policy=policy_profile(spec, seed=crc32(launch.router_id.encode())),
             metrics=self.metrics,
             clock=clock,
         )
@@ -122,9 +125,10 @@ class RouterApp:
         if self._follower is not None:
             self._follower.set_workers(fleet.keys())
 
-    def _new_fleet(self, pump: Callable[[], None]) -> Fleet:
+    def _new_fleet(self, estimates: Estimates, pump: Callable[[], None]) -> Fleet:
         return Fleet(
             self._router_id,
+            estimates,
             on_change=lambda: self._on_fleet_change(pump),
             on_work=lambda: self._watch.wake(),
         )

@@ -13,6 +13,7 @@ from router.admission import Admission
 from router.fleet import Fleet, Worker
 from router.metrics import RouterMetrics
 from router.output import OutputAssembler, ResponseStream
+from router.pace_meter import observe_decode, observe_handoff, observe_prefill
 from router.policies.policy import PlacementPolicy
 from router.policies.types import Ask, Candidate, Placement, WaitReason
 from router.prefix_index.mirror import PrefixMirror, WorkerKey
@@ -55,6 +56,7 @@ class Dispatcher:
         self._running: dict[RequestRun, list[tuple[Worker, Charge]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+        self._placed = 0
         self.fleet = fleet_of(self.pump)
 
     def submit(self, model: ServingModel, request: ValidRequest) -> ResponseStream:
@@ -124,7 +126,9 @@ class Dispatcher:
             return False  # gone between two lines; the directory's next change calls again
         self._metrics.placed(run.request.model, placement.reason)
         self._charge(run, decode, prefill, placement.prefiller.uncached_tokens(self._ask(run)))
+        self._placed += 1
         run.credited_tokens = placement.prefiller.cached_tokens
+        run.tokens_ahead = placement.prefiller.outstanding_tokens
         run.start(decode, prefill)
         return True
 
@@ -155,7 +159,10 @@ class Dispatcher:
         return [view for view in views if view.total_blocks >= needed or not view.total_blocks]
 
     def _ask(self, run: RequestRun) -> Ask:
-        return Ask(run.prefill_tokens, run.excluded)
+        request = run.request
+        left = request.sampling.max_tokens - run.answer_tokens
+        expected = min(left, self.fleet.estimates.answer_tokens(request.model))
+        return Ask(run.prefill_tokens, run.excluded, expected, request.session, self._placed)
 
     def _workers_of(self, placement: Placement) -> tuple[Worker | None, Worker | None]:
         decode, prefill = placement.decode, placement.prefill
@@ -176,9 +183,10 @@ class Dispatcher:
         model = run.request.model
         cached = self._mirror.match(run.request.block_hashes)
         others = self._views(run, self.fleet.ready(model, Role.DECODE), cached)
+        choice = None
         if prefill is not None:
-            others = [each for each in others if prefill.candidate(0).can_reach(each)]
-        choice = self._policy.decode.choose(self._ask(run), others)
+            sender = prefill.candidate(run.credited_tokens)
+            choice = self._policy.another_decode(self._ask(run), others, sender)
         decode = None if choice is None else self.fleet.worker(choice.worker_id, choice.epoch)
         if decode is not None and prefill is not None:
             tokens = sum(charge.prefill_tokens for _, charge in self._running.get(run, []))
@@ -196,6 +204,7 @@ class Dispatcher:
 
     def prefilled(self, run: RequestRun) -> None:
         if not run.answer_tokens:  # else it is continued, and its prompt was longer
+            observe_prefill(run)
             self._metrics.credited(run.request.model, run.credited_tokens, run.wrong_credit_tokens)
         for worker, charge in self._running.get(run, []):
             if worker is run.prefill:
@@ -204,10 +213,14 @@ class Dispatcher:
         self._pump_soon()
 
     def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
+        observe_handoff(run, attempt, done)
         self._metrics.handed_off(run.request.model, attempt, done)
 
     def blamed(self, run: RequestRun, worker_ids: Sequence[str]) -> None:
         health_facts.blamed(self.fleet.health, run, worker_ids, self._clock.now_s())
+
+    def paced(self, run: RequestRun, seconds: float) -> None:
+        observe_decode(run, seconds)
 
     def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None:
         self._metrics.handoff_failed(run.request.model, fault.cause)
@@ -220,6 +233,7 @@ class Dispatcher:
         if run.stream.final is not None:
             self._metrics.finished(model, run.stream.final)
             health_facts.finished(self.fleet.health, run, run.stream.final, self._clock.now_s())
+            self.fleet.estimates.answered(model, run.stream.final.usage.completion_tokens)
         else:
             self._metrics.ended(model, run.lifecycle.state, None if error is None else error.code)
         if error is not None and error.code is ErrorCode.INTERNAL:

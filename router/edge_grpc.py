@@ -108,7 +108,7 @@ class InferenceEdge(InferenceServicer):
 
     def _parse(self, request: pb.GenerateRequest) -> RawRequest:
         try:
-            return RawRequest(request.model, _prompt(request), _sampling(request.sampling))
+            return RawRequest(request.model, _prompt(request), _sampling(request.sampling), request.user)
         except InputError as error:
             self._service.rejected(request.model, error)
             raise

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from router.account import Account
 from router.health import HealthBoard
+from router.policies.estimates import Estimates, WorkerEstimates
 from router.policies.types import Candidate
 from router.prefix_index.mirror import WorkerKey
 from router.worker_client import WorkerLink
@@ -25,6 +26,7 @@ class Worker:
     link: WorkerLink
     role: Role
     account: Account
+    estimates: WorkerEstimates
     last_prefill_s: float = 0.0  # when it was last done with a prompt of ours
     listed: bool = True  # in the directory; otherwise it takes nothing new
 
@@ -36,10 +38,17 @@ class Worker:
         reaches = self.link.reaches  # None: it has not said
         return reaches is None or (other.key.worker_id, other.key.epoch) in reaches
 
+    @property
+    def running_requests(self) -> int:
+        """Running or about to, whichever router they came from: its report, and what of ours it cannot know of yet."""
+        self.account.seen(self.link.seen_frames)
+        load = self.link.load or worker_pb2.WorkerLoad()
+        reported = load.running_requests + load.waiting_requests + load.reserved_requests
+        return reported + self.account.unreported_requests
+
     def candidate(self, cached_tokens: int) -> Candidate:
-        """The worker's report, which counts what every router gave it, and what of ours it cannot know of yet."""
         load, account = self.link.load or worker_pb2.WorkerLoad(), self.account
-        account.seen(self.link.seen_frames)
+        running = self.running_requests  # first: it takes note of what the report knows
         total = load.blocks.total or self.link.info.total_blocks
         free = load.blocks.free + load.blocks.cached if load.HasField("blocks") else total
         return Candidate(
@@ -48,13 +57,12 @@ class Worker:
             cached_tokens=cached_tokens,
             dispatched_tokens=account.prefill_tokens,
             outstanding_tokens=load.waiting_tokens + account.unreported_tokens,
-            running_requests=load.running_requests
-            + load.waiting_requests
-            + load.reserved_requests
-            + account.unreported_requests,
+            running_requests=running,
             free_blocks=max(0, free - account.unreported_blocks),
             total_blocks=total,
             reaches=self.link.reaches,
+            pace=self.estimates.pace(),
+            transfer_to=self.estimates.transfer_to,
         )
 
 
@@ -64,11 +72,13 @@ class Fleet:
     def __init__(
         self,
         router_id: str,
+        estimates: Estimates,
         on_change: Callable[[], None],
         health: HealthBoard | None = None,
         on_work: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_work` is called when a worker that had nothing of ours to do gets something."""
+        self.estimates = estimates
         self.health = health or HealthBoard()
         self._router_id = router_id
         self._on_change = on_change
@@ -86,7 +96,7 @@ class Fleet:
                 log.warning("worker of unknown role left out", extra={"worker": info.worker_id})
             else:
                 link = WorkerLink(info, self._router_id, self)
-                self._workers[key] = Worker(link, role, Account())
+                self._workers[key] = Worker(link, role, Account(), self.estimates.worker(info.model, role))
                 self.health.add(key, info.model, role)
                 link.start()
         for key, worker in self._workers.items():

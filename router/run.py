@@ -16,6 +16,7 @@ from dataclasses import replace
 from kvtransfer.causes import HandoffFault
 from router.fleet import Worker
 from router.output import Final, OutputAssembler, ResponseStream, Timeline, Usage
+from router.pace_meter import PaceMeter
 from router.policies.types import WaitReason
 from router.request import ValidRequest
 from router.run_host import RunHost
@@ -52,6 +53,7 @@ class RequestRun:
         self.prefill: Worker | None = None  # None: local prefill
         self.waiting_for: WaitReason | None = None
         self.credited_tokens = 0  # what the prefix index said whoever prefills has cached
+        self.tokens_ahead = 0  # prompt tokens that whoever prefills had to compute before it
         self._attempts = 0
         self._migrations = 0
         self._max_migrations = max_migrations
@@ -61,6 +63,7 @@ class RequestRun:
         self._assembler = assembler
         self._clock = clock
         self._host = host
+        self._meter = PaceMeter()
         self._wire_id = ""
         self._on: list[Worker] = []  # workers that may know the current attempt
         self._dispatched_s = self._first_token_s = self._last_token_s = self.received_s
@@ -79,13 +82,17 @@ class RequestRun:
         return self.request.prompt_tokens + len(self._answer)
 
     @property
+    def cached_tokens(self) -> int:
+        """At the answer's first token: what whoever prefilled had cached."""
+        return self._cached_decode if self.prefill is None else self._cached_prefill
+
+    @property
     def wrong_credit_tokens(self) -> int:
         """At the answer's first token: credited tokens that had to be computed after all. The last block of a prompt
         is never asked of a cache, for its last token is computed in any case."""
         block_tokens = self.request.block_tokens
         most = (self.request.prompt_tokens - 1) // block_tokens * block_tokens
-        cached = self._cached_decode if self.prefill is None else self._cached_prefill
-        return max(0, min(self.credited_tokens, most) - cached)
+        return max(0, min(self.credited_tokens, most) - self.cached_tokens)
 
     # ---- on its way
 
@@ -95,6 +102,7 @@ class RequestRun:
         self._wire_id = f"{self.request.request_id}.{self._attempts}"
         self.decode, self.prefill = decode, prefill
         self._resumed_at = len(self._answer)
+        self._meter.reset()
         if not self._answer:
             self._dispatched_s = self._clock.now_s()
             self._prompt_scores.clear()
@@ -175,6 +183,8 @@ class RequestRun:
             self._on_first_token(token, now_s)
         elif self.lifecycle.state is RequestState.HANDOFF and self._is_decode(link):
             self._joined()
+        if self.lifecycle.state is RequestState.DECODING and (seconds := self._meter.token(now_s)) is not None:
+            self._host.paced(self, seconds)
         self._answer.append(token.token_id)
         if not self.stream.put(self._assembler.push(token)):
             self._end_cancelled(RequestCancelled("the client left too much of the answer unread"))

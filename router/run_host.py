@@ -28,6 +28,9 @@ class RunHost(Protocol):
     def prefilled(self, run: RequestRun) -> None:
         """Its prompt (and answer so far) is computed: the prefill worker has room again."""
 
+    def paced(self, run: RequestRun, seconds: float) -> None:
+        """Its last PACE_TOKENS tokens in the decode batch took so long."""
+
     def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
         """A worker reported its side of a handoff; the prefill worker perhaps after the request's end."""
 

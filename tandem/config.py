@@ -125,8 +125,18 @@ class TransferSpec(Frozen):
 
 class Disaggregation(StrEnum):
     ALWAYS = "always"  # every request goes through a handoff while there is a prefill worker
-    AUTO = "auto"      # short uncached suffixes are prefilled on the decode worker
+    AUTO = "auto"      # prefilled on the decode worker where that is clearly sooner and spares those that decode
     NEVER = "never"
+
+
+class PolicyName(StrEnum):
+    """How workers are chosen (docs/routing.md). All but the first are baselines."""
+
+    EXPECTED_TTFT = "expected_ttft"
+    RANDOM = "random"
+    ROUND_ROBIN = "round_robin"
+    LEAST_LOADED = "least_loaded"
+    CACHE_ONLY = "cache_only"
 
 
 class RouterSpec(Frozen):
@@ -144,9 +154,19 @@ class RouterSpec(Frozen):
     max_prefill_tokens_in_flight: Annotated[int, Field(ge=1)] = Field(
         2048, description="Prompt tokens dispatched to one prefill worker before requests wait in the router."
     )
-    disaggregation: Disaggregation = Disaggregation.AUTO
+    policy: PolicyName = Field(
+        PolicyName.EXPECTED_TTFT, description="How workers are chosen; the others are baselines to compare with."
+    )
+    disaggregation: Disaggregation = Field(
+        Disaggregation.AUTO, description="auto: prefilled on the decode worker where the router predicts a gain."
+    )
     local_prefill_max_tokens: Annotated[int, Field(ge=0)] = Field(
-        32, description="auto: at most this many uncached tokens are prefilled on the decode worker."
+        32, description="auto: up to this many uncached tokens are always prefilled on the decode worker."
+    )
+    local_prefill_busy_max_tokens: Annotated[int, Field(ge=0)] = Field(
+        256,
+        description="auto: while others decode there, a predicted gain puts at most this many prompt tokens at a time "
+        "on a decode worker.",
     )
     max_migrations: Annotated[int, Field(ge=0)] = Field(
         3, description="How often one request is continued elsewhere after a lost worker or a failed handoff."

@@ -190,7 +190,8 @@ def golden() -> list[Golden]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    running = start_cluster(tmp_path_factory.mktemp("cluster"))
+    # Handoffs are what these tests look at; which requests get one by default depends on how fast the machine is now.
+    running = start_cluster(tmp_path_factory.mktemp("cluster"), spec={"router": {"disaggregation": "always"}})
     yield running
     code = running.stop()
     assert code == 0, running.log.read_text()[-4000:]
