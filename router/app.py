@@ -21,6 +21,7 @@ from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
 from router.request import ServingModel
 from router.service import RouterService
+from router.terms import TermsParser
 from tandem.clock import Clock, SystemClock
 from tandem.config import Role
 from tandem.launch import RouterLaunch
@@ -57,6 +58,7 @@ class RouterApp:
             dispatcher=self.dispatcher,
             metrics=self.metrics,
             executor=self._executor,
+            terms=TermsParser(spec.classes, clock),
         )
         self._follower = (
             PrefixFollower(launch.redis_url, launch.cluster, self.mirror, clock) if launch.redis_url else None

@@ -19,10 +19,11 @@ from router.output import Final, OutputAssembler, ResponseStream, Timeline, Usag
 from router.policies.types import WaitReason
 from router.request import ValidRequest
 from router.run_host import RunHost
+from router.terms import Terms
 from router.trace import Trace
 from router.worker_client import WorkerLink
 from tandem.clock import Clock
-from tandem.errors import ErrorCode, InternalError, RequestCancelled, TandemError, WorkerLost
+from tandem.errors import DeadlineExceeded, ErrorCode, InternalError, RequestCancelled, TandemError, WorkerLost
 from tandem.request import FinishReason, Lifecycle, RequestState
 from tandem.v1 import inference_pb2, worker_pb2
 from worker.wire import parse_error, sampling_frame
@@ -31,6 +32,8 @@ from worker.wire import parse_error, sampling_frame
 _REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
 _HANDOFF_FAULTS = frozenset({ErrorCode.HANDOFF_FAILED, ErrorCode.DEADLINE_EXCEEDED})
 _RETRIED = _HANDOFF_FAULTS | _REFUSALS | {ErrorCode.WORKER_LOST}
+DEADLINE_SLACK_S = 0.05  # a client that leaves so shortly before its deadline left because of it
+
 _REASONS = {
     inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
@@ -39,9 +42,16 @@ _REASONS = {
 
 class RequestRun:
     def __init__(
-        self, request: ValidRequest, assembler: OutputAssembler, clock: Clock, host: RunHost, max_migrations: int
+        self,
+        request: ValidRequest,
+        assembler: OutputAssembler,
+        clock: Clock,
+        host: RunHost,
+        max_migrations: int,
+        terms: Terms,
     ) -> None:
         self.request = request
+        self.terms = terms
         self.lifecycle = Lifecycle()
         self.stream = ResponseStream(request.request_id, self.cancel)
         self.excluded: frozenset[str] = frozenset()
@@ -263,9 +273,24 @@ class RequestRun:
     # ---- ends
 
     def cancel(self) -> None:
-        """The client went away or its deadline passed."""
-        if not self.lifecycle.state.is_end:
+        """The client went away, perhaps because its deadline passed: it may know of that before we do."""
+        deadline_s = self.terms.deadline_s
+        if deadline_s is not None and self._clock.now_s() >= deadline_s - DEADLINE_SLACK_S:
+            self.expire()
+        elif not self.lifecycle.state.is_end:
             self._end_cancelled(RequestCancelled("cancelled by the client"))
+
+    def expire(self) -> None:
+        """The client's deadline passed."""
+        state = self.lifecycle.state
+        if state.is_end:
+            return
+        error = DeadlineExceeded(f"the request's deadline passed after {len(self._answer)} tokens of its answer")
+        if state in (RequestState.ADMITTED, RequestState.QUEUED):
+            self.reject(error)
+        else:
+            self.lifecycle.fail()
+            self._end(error)
 
     def reject(self, error: TandemError) -> None:
         """ADMITTED or QUEUED: refused by the router. An answer that cannot go on has failed."""
