@@ -139,6 +139,14 @@ class Admission(Generic[Item]):
             # Without a worker nothing moves, and that is no pace.
             line.rate.set_waiting(now_s, bool(line.first) and seen_s is not None and seen_s >= now_s)
 
+    def in_the_way(self) -> list[Item]:
+        """Batch prompts longer than a dispatch budget that are being prefilled while others wait."""
+        return [
+            item
+            for item, each in self._prefilling.items()
+            if each.batch and each.tokens > self._budget_tokens and each.line.first
+        ]
+
     def first_token(self, item: Item, now_s: float) -> None:
         """A dispatched request's prompt is computed."""
         if (done := self._stop(item)) is not None:

@@ -72,7 +72,7 @@ class Dispatcher:
         assembler = OutputAssembler(
             model.tokenizer, request.prompt, request.stop, request.sampling.stop_token_ids
         )
-        run = RequestRun(request, assembler, self._clock, self, self._max_migrations, terms)
+        run = RequestRun(request, assembler, terms, self._clock, self, self._max_migrations)
         run.lifecycle.admit()
         try:
             if self._closed:
@@ -96,6 +96,8 @@ class Dispatcher:
         self._admission.dispatch(now_s, self._place)
         for run, error in self._admission.expire(now_s):
             run.reject(error)
+        for run in self._admission.in_the_way():
+            run.step_back(UnavailableError("gave way to requests that are not of a batch class"))
         self._metrics.set_load(queued=len(self._admission), running=len(self._running))
         self._set_timer(now_s)
 

@@ -1,7 +1,7 @@
 """Whose turn it is: start-time fair queueing (Goyal, Vin, Cheng: SIGCOMM 1996) of classes, and of tenants in each.
 
-Work is counted in prompt tokens. While two keys both wait, the tokens they were served, divided by their weights, differ
-by no more than one request of each. A key that had nothing waiting gains nothing by it. Pure.
+Work is counted in prompt tokens. While two keys both wait, the tokens they were served, divided by their weights,
+differ by no more than one request of each. A key that had nothing waiting gains nothing by it. Pure.
 """
 
 from __future__ import annotations

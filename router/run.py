@@ -28,12 +28,11 @@ from tandem.request import FinishReason, Lifecycle, RequestState
 from tandem.v1 import inference_pb2, worker_pb2
 from worker.wire import parse_error, sampling_frame
 
+DEADLINE_SLACK_S = 0.05  # a client that leaves so shortly before its deadline left because of it
 # The worker is well but cannot take the request now (no KV blocks, a transfer agent being replaced).
 _REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
 _HANDOFF_FAULTS = frozenset({ErrorCode.HANDOFF_FAILED, ErrorCode.DEADLINE_EXCEEDED})
 _RETRIED = _HANDOFF_FAULTS | _REFUSALS | {ErrorCode.WORKER_LOST}
-DEADLINE_SLACK_S = 0.05  # a client that leaves so shortly before its deadline left because of it
-
 _REASONS = {
     inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
@@ -42,14 +41,9 @@ _REASONS = {
 
 class RequestRun:
     def __init__(
-        self,
-        request: ValidRequest,
-        assembler: OutputAssembler,
-        clock: Clock,
-        host: RunHost,
-        max_migrations: int,
-        terms: Terms,
+        self, request: ValidRequest, output: OutputAssembler, terms: Terms, clock: Clock, host: RunHost, migrations: int
     ) -> None:
+        """`migrations`: how many there may be."""
         self.request = request
         self.terms = terms
         self.lifecycle = Lifecycle()
@@ -63,11 +57,11 @@ class RequestRun:
         self.credited_tokens = 0  # what the prefix index said whoever prefills has cached
         self._attempts = 0
         self._migrations = 0
-        self._max_migrations = max_migrations
+        self._max_migrations = migrations
         self._answer: list[int] = []  # the tokens given out
         self._prompt_scores: list[inference_pb2.TokenLogprobs] = []  # of the current attempt
         self._resumed_at = 0  # so many of them before the current attempt
-        self._assembler = assembler
+        self._assembler = output
         self._clock = clock
         self._host = host
         self._wire_id = ""
@@ -274,27 +268,24 @@ class RequestRun:
 
     def cancel(self) -> None:
         """The client went away, perhaps because its deadline passed: it may know of that before we do."""
-        deadline_s = self.terms.deadline_s
-        if deadline_s is not None and self._clock.now_s() >= deadline_s - DEADLINE_SLACK_S:
+        if (at_s := self.terms.deadline_s) is not None and self._clock.now_s() >= at_s - DEADLINE_SLACK_S:
             self.expire()
         elif not self.lifecycle.state.is_end:
             self._end_cancelled(RequestCancelled("cancelled by the client"))
 
+    def step_back(self, cause: TandemError) -> None:
+        """Gives its place on the workers to others and waits again, unless it has its first token."""
+        if self._on and self.lifecycle.state in (RequestState.QUEUED, RequestState.PREFILLING):
+            self._fail_or_retry(cause)
+
     def expire(self) -> None:
         """The client's deadline passed."""
-        state = self.lifecycle.state
-        if state.is_end:
-            return
-        error = DeadlineExceeded(f"the request's deadline passed after {len(self._answer)} tokens of its answer")
-        if state in (RequestState.ADMITTED, RequestState.QUEUED):
-            self.reject(error)
-        else:
-            self.lifecycle.fail()
-            self._end(error)
+        if not self.lifecycle.state.is_end:
+            self.reject(DeadlineExceeded(f"its deadline passed after {len(self._answer)} tokens of the answer"))
 
     def reject(self, error: TandemError) -> None:
-        """ADMITTED or QUEUED: refused by the router. An answer that cannot go on has failed."""
-        if self._answer:
+        """Ended by the router: refused, or, if it is on its way or has a part of its answer, failed."""
+        if self._answer or self.lifecycle.state not in (RequestState.ADMITTED, RequestState.QUEUED):
             self.lifecycle.fail()
         else:
             self.lifecycle.reject()

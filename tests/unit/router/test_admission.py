@@ -36,9 +36,9 @@ def take(admission: Admission[str], now_s: float, room: int = 100) -> list[str]:
     return taken
 
 
-def offer(admission: Admission[str], items: str, terms: Terms = TERMS, *, tokens: int = 100, now_s: float = 0.0) -> None:
+def offer(queue: Admission[str], items: str, terms: Terms = TERMS, *, tokens: int = 100, now_s: float = 0.0) -> None:
     for item in items:
-        assert admission.offer("m", item, terms, tokens, now_s) == []
+        assert queue.offer("m", item, terms, tokens, now_s) == []
 
 
 def paced(admission: Admission[str], tokens_per_s: int = 100) -> Admission[str]:
@@ -246,6 +246,21 @@ def test_a_batch_prompt_longer_than_that_goes_alone() -> None:
     assert take(admission, 0.0) == ["X"]
     admission.over("X")
     assert take(admission, 0.0) == ["Y"]
+
+
+def test_a_batch_prompt_longer_than_the_budget_is_in_the_way_of_others_that_wait() -> None:
+    admission = queue(limit=100)
+    admission.worker_seen("m", 0.0)
+    offer(admission, "X", BATCH, tokens=BUDGET + 1)
+    assert take(admission, 0.0) == ["X"]
+    assert admission.in_the_way() == []
+    offer(admission, "Y", BATCH)
+    assert admission.in_the_way() == []
+    offer(admission, "a")
+    assert admission.in_the_way() == ["X"]
+    admission.put_back("m", "X", BATCH, BUDGET + 1, since_s=0.0, now_s=1.0, refusal=None)
+    assert admission.in_the_way() == []
+    assert take(admission, 1.0) == ["a", "X"], "first of its tier only"
 
 
 # ---- predictions
