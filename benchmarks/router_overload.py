@@ -36,7 +36,7 @@ OVERLOAD = 10.0
 @dataclass(frozen=True, slots=True)
 class Sizes:
     prefill_workers: int = 2
-    prefill_tokens_per_s: int = 1000  # of each worker
+    prefill_tokens_per_s: int = 500  # of each worker
     prompt_tokens: int = 64
     answer_tokens: int = 8
     token_s: float = 0.01
@@ -51,7 +51,7 @@ class Sizes:
         return self.prefill_workers * self.prefill_tokens_per_s / self.prompt_tokens
 
 
-QUICK = Sizes(prefill_tokens_per_s=1000, ttft_slo_s=1.0, peak_s=1.5, overload_s=3.0)
+QUICK = Sizes(ttft_slo_s=1.0, peak_s=2.0, overload_s=4.0)
 
 
 class PacedWorker(StubWorker):

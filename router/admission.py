@@ -75,6 +75,10 @@ class Admission(Generic[Item]):
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, item: Item) -> bool:
+        """It waits."""
+        return item in self._waiting
+
     def items(self) -> list[Item]:
         return list(self._waiting)
 

@@ -223,6 +223,7 @@ class Dispatcher:
 
     def ended(self, run: RequestRun, error: TandemError | None) -> None:
         self.traces.add(run.trace)
+        had_place = run in self._running or run in self._admission
         self._release(run)
         self._admission.over(run)
         self._deadlines.over(run)
@@ -233,7 +234,8 @@ class Dispatcher:
             self._metrics.ended(model, run.lifecycle.state, None if error is None else error.code)
         if error is not None and error.code is ErrorCode.INTERNAL:
             log.error("request failed", extra={"request": run.request.request_id, "error": str(error)})
-        self._pump_soon()
+        if had_place:  # what was refused at once leaves nothing to others
+            self._pump_soon()
 
     # ---- accounts
 
