@@ -126,22 +126,22 @@ class Admission(Generic[Item]):
 
     # ---- out
 
-    def worker_seen(self, model: str, now_s: float, prefillers: int = 1) -> None:
-        """A decode worker of the model is there, and so many that prefill."""
-        line = self._line(model)
-        line.worker_seen_s = now_s
-        line.batch_budget_tokens = prefillers * self._budget_tokens // 2
+    def dispatch(self, now_s: float, place: Callable[[Item], bool], prefillers: Callable[[str], int]) -> None:
+        """Offers the next of each line to `place`, and the one after it as long as that says it took one.
 
-    def dispatch(self, now_s: float, place: Callable[[Item], bool]) -> None:
-        """Offers the next of each line to `place`, and the one after it as long as that says it took one."""
+        `prefillers` gives how many workers prefill for a model; 0: none of its workers can take a request.
+        """
         for line in self._lines.values():
+            workers = prefillers(line.model) if len(line) else 0
+            if workers:
+                line.worker_seen_s = now_s
+                line.batch_budget_tokens = workers * self._budget_tokens // 2
             for tier in line.tiers:
                 self._dispatch_tier(line, tier, now_s, place)
                 if tier:
                     break
-            seen_s = line.worker_seen_s
             # Without a worker nothing moves, and that is no pace.
-            line.rate.set_waiting(now_s, bool(line.first) and seen_s is not None and seen_s >= now_s)
+            line.rate.set_waiting(now_s, bool(workers and line.first))
 
     def in_the_way(self) -> list[Item]:
         """Batch prompts longer than a dispatch budget that are being prefilled while others wait."""

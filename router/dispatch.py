@@ -93,7 +93,7 @@ class Dispatcher:
         """Places what can be placed now. Called whenever a worker, a request or the clock has changed something."""
         now_s = self._clock.now_s()
         self.fleet.sweep()
-        self._admission.dispatch(now_s, self._place)
+        self._admission.dispatch(now_s, self._place, self._prefillers)
         for run, error in self._admission.expire(now_s):
             run.reject(error)
         for run in self._admission.in_the_way():
@@ -144,11 +144,14 @@ class Dispatcher:
         run.start(decode, prefill)
         return True
 
+    def _prefillers(self, model: str) -> int:
+        """Workers that prefill for a model; 0 without a decode worker."""
+        decode = len(self.fleet.ready(model, Role.DECODE))
+        return decode and (len(self.fleet.ready(model, Role.PREFILL)) or decode)
+
     def _decide(self, run: RequestRun) -> Placement | WaitReason:
         model = run.request.model
         decode, prefill = self.fleet.ready(model, Role.DECODE), self.fleet.ready(model, Role.PREFILL)
-        if decode:
-            self._admission.worker_seen(model, self._clock.now_s(), len(prefill) or len(decode))
         cached = self._mirror.match(run.request.block_hashes)
         return self._policy.place(self._ask(run), self._views(run, decode, cached), self._views(run, prefill, cached))
 

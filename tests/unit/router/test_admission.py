@@ -26,14 +26,17 @@ def take(admission: Admission[str], now_s: float, room: int = 100) -> list[str]:
     taken: list[str] = []
 
     def place(item: str) -> bool:
-        admission.worker_seen("m", now_s)
         if len(taken) == room:
             return False
         taken.append(item)
         return True
 
-    admission.dispatch(now_s, place)
+    admission.dispatch(now_s, place, one_worker)
     return taken
+
+
+def one_worker(model: str) -> int:
+    return 1
 
 
 def offer(queue: Admission[str], items: str, terms: Terms = TERMS, *, tokens: int = 100, now_s: float = 0.0) -> None:
@@ -79,15 +82,15 @@ def test_one_model_without_room_does_not_hold_up_another() -> None:
     admission.offer("m", "a", TERMS, 1, 0.0)
     admission.offer("n", "b", TERMS, 1, 0.0)
     taken: list[str] = []
-    admission.dispatch(0.0, lambda item: item == "b" and not taken.append(item))
+    admission.dispatch(0.0, lambda item: item == "b" and not taken.append(item), one_worker)
     assert taken == ["b"]
     assert admission.items() == ["a"]
 
 
 def test_wait_without_any_worker_ends_with_no_worker() -> None:
     admission = queue(timeout_s=10.0)
-    admission.worker_seen("m", 0.5)
     offer(admission, "a", now_s=1.0)
+    admission.dispatch(1.5, lambda _: False, lambda _: 0)
     assert admission.next_due_s(1.0) == 11.0
     assert admission.expire(10.9) == []
     [(item, error)] = admission.expire(11.0)
@@ -99,7 +102,7 @@ def test_wait_without_any_worker_ends_with_no_worker() -> None:
 def test_wait_beside_busy_workers_ends_with_overloaded() -> None:
     admission = queue(timeout_s=10.0)
     offer(admission, "a", now_s=1.0)
-    admission.worker_seen("m", 5.0)
+    assert take(admission, 5.0, room=0) == []
     [(_, error)] = admission.expire(11.0)
     assert isinstance(error, OverloadedError)
     assert admission.next_due_s(11.0) is None
@@ -119,7 +122,6 @@ def test_refused_request_waits_first_in_line_and_keeps_its_wait() -> None:
     admission.put_back("m", "a", TERMS, 100, since_s=0.0, now_s=2.0, refusal=refusal)
     assert take(admission, 2.0) == []
     assert admission.next_due_s(2.0) == pytest.approx(2.0 + REFUSED_HOLD_S)
-    admission.worker_seen("m", 2.0)
     [(item, error)] = admission.expire(10.0)
     assert item == "a"
     assert isinstance(error, KvExhausted)
@@ -154,7 +156,7 @@ def test_request_that_ends_while_it_is_placed_leaves_the_others_their_turn() -> 
             taken.append(item)
         return True
 
-    admission.dispatch(0.0, place)
+    admission.dispatch(0.0, place, one_worker)
     assert taken == ["b"]
     assert len(admission) == 0
 
@@ -228,7 +230,6 @@ def test_batch_is_dispatched_only_while_nobody_else_waits() -> None:
 
 def test_batch_takes_half_of_the_dispatch_budget_at_most() -> None:
     admission = queue(limit=100)
-    admission.worker_seen("m", 0.0)
     offer(admission, "XYZ", BATCH)
     offer(admission, "a")
     assert take(admission, 0.0) == ["a", "X", "Y"]
@@ -240,7 +241,6 @@ def test_batch_takes_half_of_the_dispatch_budget_at_most() -> None:
 
 def test_a_batch_prompt_longer_than_that_goes_alone() -> None:
     admission = queue(limit=100)
-    admission.worker_seen("m", 0.0)
     offer(admission, "X", BATCH, tokens=10 * BUDGET)
     offer(admission, "Y", BATCH)
     assert take(admission, 0.0) == ["X"]
@@ -250,7 +250,6 @@ def test_a_batch_prompt_longer_than_that_goes_alone() -> None:
 
 def test_a_batch_prompt_longer_than_the_budget_is_in_the_way_of_others_that_wait() -> None:
     admission = queue(limit=100)
-    admission.worker_seen("m", 0.0)
     offer(admission, "X", BATCH, tokens=BUDGET + 1)
     assert take(admission, 0.0) == ["X"]
     assert admission.in_the_way() == []
@@ -319,11 +318,20 @@ def test_batch_that_waits_does_not_count_against_others() -> None:
     offer(admission, "a", URGENT, tokens=50, now_s=4.0)
 
 
+def test_the_time_in_which_workers_refuse_counts() -> None:
+    admission = paced(queue(limit=100, timeout_s=1000.0))
+    offer(admission, "a", now_s=4.0)
+    admission.put_back("m", "b", TERMS, 1, since_s=4.0, now_s=4.0, refusal=KvExhausted("no blocks"))
+    take(admission, 4.0)
+    admission.dispatch(8.0, lambda _: False, one_worker)
+    assert admission.rates()["m"] < 70
+
+
 def test_a_pause_without_workers_is_no_pace() -> None:
     admission = paced(queue(limit=100, timeout_s=1000.0))
     offer(admission, "a", now_s=4.0)
-    admission.dispatch(4.5, lambda _: False)
-    admission.dispatch(500.0, lambda _: False)
+    admission.dispatch(4.5, lambda _: False, lambda _: 0)
+    admission.dispatch(500.0, lambda _: False, lambda _: 0)
     assert admission.rates() == {"m": pytest.approx(100, rel=0.01)}
 
 
