@@ -14,11 +14,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
-from benchmarks import router_index
+from benchmarks import router_index, router_overload
 from benchmarks.handoff_figures import Figure
 
 FIGURES: dict[str, Callable[[bool], Iterator[Figure]]] = {  # called with: whether to be quick
     "index": lambda quick: router_index.figures(router_index.QUICK if quick else router_index.Sizes()),
+    "overload": lambda quick: router_overload.figures(router_overload.QUICK if quick else router_overload.Sizes()),
 }
 
 

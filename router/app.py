@@ -27,6 +27,7 @@ from router.prefix_index.mirror import PrefixMirror
 from router.readiness import Readiness
 from router.request import ServingModel
 from router.service import RouterService
+from router.terms import TermsParser
 from tandem.clock import Clock, SystemClock
 from tandem.config import Role
 from tandem.launch import RouterLaunch
@@ -70,6 +71,7 @@ class RouterApp:
             metrics=self.metrics,
             executor=self._executor,
             readiness=self._readiness,
+            terms=TermsParser(spec.classes, clock),
         )
         self._follower = (
             PrefixFollower(launch.redis_url, launch.cluster, self.mirror, clock) if launch.redis_url else None

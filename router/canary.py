@@ -15,6 +15,7 @@ from router.fleet import Worker
 from router.output import OutputAssembler
 from router.request import ValidRequest
 from router.run import RequestRun
+from router.terms import Terms
 from router.trace import Attempt
 from tandem.clock import Clock
 from tandem.errors import TandemError
@@ -57,9 +58,10 @@ class Canary:
                 block_tokens=1,
             ),
             OutputAssembler(_NoText(), PROMPT, (), frozenset()),
+            Terms(priority=""),  # it never waits
             clock,
             self,
-            max_migrations=0,
+            migrations=0,
         )
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._run.cancel)
 

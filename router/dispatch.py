@@ -10,6 +10,7 @@ from kvtransfer.causes import HandoffFault
 from router import health_facts
 from router.account import Charge
 from router.admission import Admission
+from router.deadlines import Deadlines
 from router.fleet import Fleet, Worker
 from router.metrics import RouterMetrics
 from router.output import OutputAssembler, ResponseStream
@@ -19,6 +20,7 @@ from router.policies.types import Ask, Candidate, Placement, WaitReason
 from router.prefix_index.mirror import PrefixMirror, WorkerKey
 from router.request import ServingModel, ValidRequest
 from router.run import RequestRun
+from router.terms import Terms
 from router.trace import Attempt, TraceStore
 from tandem.clock import Clock
 from tandem.config import Role, RouterSpec
@@ -51,29 +53,43 @@ class Dispatcher:
         self._clock = clock
         self._max_migrations = spec.max_migrations
         self._admission: Admission[RequestRun] = Admission(
-            max_queued_requests=spec.max_queued_requests, queue_timeout_s=spec.queue_timeout_s
+            spec.classes,
+            max_queued_requests=spec.max_queued_requests,
+            queue_timeout_s=spec.queue_timeout_s,
+            budget_tokens=spec.max_prefill_tokens_in_flight,
         )
+        metrics.watch_admission(self._admission)
+        self._default_terms = Terms(spec.classes[0].name)
+        self._deadlines = Deadlines(clock)
         self._running: dict[RequestRun, list[tuple[Worker, Charge]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._placed = 0
         self.fleet = fleet_of(self.pump)
 
-    def submit(self, model: ServingModel, request: ValidRequest) -> ResponseStream:
-        """Queues a request and returns what will come of it. Raises OverloadedError, UnavailableError."""
+    def submit(self, model: ServingModel, request: ValidRequest, terms: Terms | None = None) -> ResponseStream:
+        """Queues a request and returns what will come of it.
+
+        Raises OverloadedError, UnavailableError, DeadlineExceeded.
+        """
+        terms = terms or self._default_terms
         assembler = OutputAssembler(
             model.tokenizer, request.prompt, request.stop, request.sampling.stop_token_ids
         )
-        run = RequestRun(request, assembler, self._clock, self, self._max_migrations)
+        run = RequestRun(request, assembler, terms, self._clock, self, self._max_migrations)
         run.lifecycle.admit()
         try:
             if self._closed:
                 raise UnavailableError("the router is shutting down; retry elsewhere", retry_after_s=1.0)
-            self._admission.offer(request.model, run, self._clock.now_s())
+            now_s = self._clock.now_s()
+            pushed_out = self._admission.offer(request.model, run, terms, run.prefill_tokens, now_s)
         except TandemError as error:
             run.reject(error)
             raise
         run.lifecycle.enqueue()
+        self._deadlines.watch(run, terms.deadline_s)
+        for other, reason in pushed_out:
+            other.reject(reason)
         self.pump()
         return run.stream
 
@@ -81,9 +97,11 @@ class Dispatcher:
         """Places what can be placed now. Called whenever a worker, a request or the clock has changed something."""
         now_s = self._clock.now_s()
         self.fleet.sweep()
+        self._admission.dispatch(now_s, self._place, self._prefillers)
         for run, error in self._admission.expire(now_s):
             run.reject(error)
-        self._admission.dispatch(now_s, self._place)
+        for run in self._admission.in_the_way():
+            run.step_back(UnavailableError("gave way to requests that are not of a batch class"))
         self._metrics.set_load(queued=len(self._admission), running=len(self._running))
         self._set_timer(now_s)
 
@@ -132,11 +150,14 @@ class Dispatcher:
         run.start(decode, prefill)
         return True
 
+    def _prefillers(self, model: str) -> int:
+        """Workers that prefill for a model; 0 without a decode worker."""
+        decode = len(self.fleet.ready(model, Role.DECODE))
+        return decode and (len(self.fleet.ready(model, Role.PREFILL)) or decode)
+
     def _decide(self, run: RequestRun) -> Placement | WaitReason:
         model = run.request.model
         decode, prefill = self.fleet.ready(model, Role.DECODE), self.fleet.ready(model, Role.PREFILL)
-        if decode:
-            self._admission.worker_seen(model, self._clock.now_s())
         cached = self._mirror.match(run.request.block_hashes)
         return self._policy.place(self._ask(run), self._views(run, decode, cached), self._views(run, prefill, cached))
 
@@ -206,6 +227,7 @@ class Dispatcher:
         if not run.answer_tokens:  # else it is continued, and its prompt was longer
             observe_prefill(run)
             self._metrics.credited(run.request.model, run.credited_tokens, run.wrong_credit_tokens)
+        self._admission.first_token(run, self._clock.now_s())
         for worker, charge in self._running.get(run, []):
             if worker is run.prefill:
                 health_facts.prefilled(self.fleet.health, run, worker, charge.prefill_tokens, self._clock.now_s())
@@ -227,8 +249,10 @@ class Dispatcher:
 
     def ended(self, run: RequestRun, error: TandemError | None) -> None:
         self.traces.add(run.trace)
+        had_place = run in self._running or run in self._admission
         self._release(run)
-        self._admission.withdraw(run.request.model, run)
+        self._admission.over(run)
+        self._deadlines.over(run)
         model = run.request.model
         if run.stream.final is not None:
             self._metrics.finished(model, run.stream.final)
@@ -238,7 +262,8 @@ class Dispatcher:
             self._metrics.ended(model, run.lifecycle.state, None if error is None else error.code)
         if error is not None and error.code is ErrorCode.INTERNAL:
             log.error("request failed", extra={"request": run.request.request_id, "error": str(error)})
-        self._pump_soon()
+        if had_place:  # what was refused at once leaves nothing to others
+            self._pump_soon()
 
     # ---- accounts
 
@@ -258,7 +283,13 @@ class Dispatcher:
     def _put_back(self, run: RequestRun, refusal: TandemError | None) -> None:
         self._release(run)
         self._admission.put_back(
-            run.request.model, run, since_s=run.waiting_since_s, now_s=self._clock.now_s(), refusal=refusal
+            run.request.model,
+            run,
+            run.terms,
+            run.prefill_tokens,
+            since_s=run.waiting_since_s,
+            now_s=self._clock.now_s(),
+            refusal=refusal,
         )
         self._pump_soon()
 

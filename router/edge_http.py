@@ -73,16 +73,18 @@ class HttpEdge:
         return RequestIds(app)
 
     async def chat(self, request: Request) -> Response:
+        terms = self._service.terms(request.headers.get)
         parsed = await self._body(request, lambda body: parse_body(ChatCompletionRequest, body))
         raw = self._counted(parsed.model, parsed.parse)
-        answers = await self._service.submit_all([raw], parsed.n or 1, request.scope["request_id"])
+        answers = await self._service.submit_all([raw], parsed.n or 1, request.scope["request_id"], terms)
         form = ChatFormat(answers, include_usage=parsed.include_usage, logprobs=bool(parsed.logprobs))
         return await answer(request, answers, form, stream=bool(parsed.stream))
 
     async def completions(self, request: Request) -> Response:
+        terms = self._service.terms(request.headers.get)
         parsed = await self._body(request, lambda body: parse_body(CompletionRequest, body))
         raws = self._counted(parsed.model, parsed.parse)
-        answers = await self._service.submit_all(raws, parsed.n or 1, request.scope["request_id"])
+        answers = await self._service.submit_all(raws, parsed.n or 1, request.scope["request_id"], terms)
         form = CompletionFormat(
             answers,
             include_usage=parsed.include_usage,
@@ -92,9 +94,10 @@ class HttpEdge:
         return await answer(request, answers, form, stream=bool(parsed.stream))
 
     async def responses(self, request: Request) -> Response:
+        terms = self._service.terms(request.headers.get)
         parsed = await self._body(request, lambda body: parse_body(ResponsesRequest, body))
         raw = self._counted(parsed.model, parsed.parse)
-        answers = await self._service.submit_all([raw], 1, request.scope["request_id"])
+        answers = await self._service.submit_all([raw], 1, request.scope["request_id"], terms)
         return await answer(request, answers, ResponsesFormat(answers, parsed), stream=bool(parsed.stream))
 
     async def tokenize(self, request: Request) -> Response:

@@ -20,14 +20,16 @@ from router.pace_meter import PaceMeter
 from router.policies.types import WaitReason
 from router.request import ValidRequest
 from router.run_host import RunHost
+from router.terms import Terms
 from router.trace import Trace
 from router.worker_client import WorkerLink
 from tandem.clock import Clock
-from tandem.errors import ErrorCode, InternalError, RequestCancelled, TandemError, WorkerLost
+from tandem.errors import DeadlineExceeded, ErrorCode, InternalError, RequestCancelled, TandemError, WorkerLost
 from tandem.request import FinishReason, Lifecycle, RequestState
 from tandem.v1 import inference_pb2, worker_pb2
 from worker.wire import parse_error, sampling_frame
 
+DEADLINE_SLACK_S = 0.05  # a client that leaves so shortly before its deadline left because of it
 # The worker is well but cannot take the request now (no KV blocks, a transfer agent being replaced).
 _REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
 _HANDOFF_FAULTS = frozenset({ErrorCode.HANDOFF_FAILED, ErrorCode.DEADLINE_EXCEEDED})
@@ -41,9 +43,11 @@ _REASONS = {
 
 class RequestRun:
     def __init__(
-        self, request: ValidRequest, assembler: OutputAssembler, clock: Clock, host: RunHost, max_migrations: int
+        self, request: ValidRequest, output: OutputAssembler, terms: Terms, clock: Clock, host: RunHost, migrations: int
     ) -> None:
+        """`migrations`: how many there may be."""
         self.request = request
+        self.terms = terms
         self.lifecycle = Lifecycle()
         self.stream = ResponseStream(request.request_id, self.cancel)
         self.excluded: frozenset[str] = frozenset()
@@ -56,11 +60,11 @@ class RequestRun:
         self.tokens_ahead = 0  # prompt tokens that whoever prefills had to compute before it
         self._attempts = 0
         self._migrations = 0
-        self._max_migrations = max_migrations
+        self._max_migrations = migrations
         self._answer: list[int] = []  # the tokens given out
         self._prompt_scores: list[inference_pb2.TokenLogprobs] = []  # of the current attempt
         self._resumed_at = 0  # so many of them before the current attempt
-        self._assembler = assembler
+        self._assembler = output
         self._clock = clock
         self._host = host
         self._meter = PaceMeter()
@@ -277,13 +281,25 @@ class RequestRun:
     # ---- ends
 
     def cancel(self) -> None:
-        """The client went away or its deadline passed."""
-        if not self.lifecycle.state.is_end:
+        """The client went away, perhaps because its deadline passed: it may know of that before we do."""
+        if (at_s := self.terms.deadline_s) is not None and self._clock.now_s() >= at_s - DEADLINE_SLACK_S:
+            self.expire()
+        elif not self.lifecycle.state.is_end:
             self._end_cancelled(RequestCancelled("cancelled by the client"))
 
+    def step_back(self, cause: TandemError) -> None:
+        """Gives its place on the workers to others and waits again, unless it has its first token."""
+        if self._on and self.lifecycle.state in (RequestState.QUEUED, RequestState.PREFILLING):
+            self._fail_or_retry(cause)
+
+    def expire(self) -> None:
+        """The client's deadline passed."""
+        if not self.lifecycle.state.is_end:
+            self.reject(DeadlineExceeded(f"its deadline passed after {len(self._answer)} tokens of the answer"))
+
     def reject(self, error: TandemError) -> None:
-        """ADMITTED or QUEUED: refused by the router. An answer that cannot go on has failed."""
-        if self._answer:
+        """Ended by the router: refused, or, if it is on its way or has a part of its answer, failed."""
+        if self._answer or self.lifecycle.state not in (RequestState.ADMITTED, RequestState.QUEUED):
             self.lifecycle.fail()
         else:
             self.lifecycle.reject()

@@ -139,6 +139,22 @@ class PolicyName(StrEnum):
     CACHE_ONLY = "cache_only"
 
 
+class ClassSpec(Frozen):
+    """One priority class of requests: clients name it in `x-tandem-priority`."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
+    weight: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = Field(
+        1.0, description="Its share of the prompt tokens dispatched while several classes wait."
+    )
+    ttft_slo_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Time to first token beyond which a request is refused at once; unset: it may wait."
+    )
+    queue_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Longest wait; unset: router.queue_timeout_s."
+    )
+    batch: bool = Field(False, description="Dispatched only while no request of another class waits.")
+
+
 class RouterSpec(Frozen):
     replicas: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
@@ -153,6 +169,13 @@ class RouterSpec(Frozen):
     queue_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     max_prefill_tokens_in_flight: Annotated[int, Field(ge=1)] = Field(
         2048, description="Prompt tokens dispatched to one prefill worker before requests wait in the router."
+    )
+    classes: Annotated[tuple[ClassSpec, ...], Field(min_length=1, max_length=16)] = Field(
+        (
+            ClassSpec(name="interactive", ttft_slo_s=30.0),
+            ClassSpec(name="batch", batch=True, queue_timeout_s=600.0),
+        ),
+        description="The first is that of requests that name none.",
     )
     policy: PolicyName = Field(
         PolicyName.EXPECTED_TTFT, description="How workers are chosen; the others are baselines to compare with."
@@ -182,6 +205,13 @@ class RouterSpec(Frozen):
         description="Memory of the prefix index: 20 bytes for each cached block of the cluster are enough. Blocks "
         "beyond give no cache hits (metric `tandem_index_lost_blocks_total`).",
     )
+
+    @model_validator(mode="after")
+    def _classes_differ(self) -> RouterSpec:
+        names = [each.name for each in self.classes]
+        if len(set(names)) != len(names):
+            raise ValueError(f"classes: expected different names, got {names}")
+        return self
 
 
 class RedisSpec(Frozen):

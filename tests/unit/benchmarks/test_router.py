@@ -8,6 +8,7 @@ from typing import Any
 Figures = Callable[..., dict[str, dict[str, Any]]]
 INDEX = {"index.bytes_per_block": "B", "index.events_per_s": "events/s", "index.lookup_256_us": "us"}
 PEERS = {"index.peer": "look-ups/s", "index.peer_events_per_s": "events/s"}  # only where the peer is installed
+OVERLOAD = {"router.overload_goodput": "requests/s", "router.refuse_p99_ms": "ms"}
 
 
 def test_every_figure_of_the_index_is_one_line(figures: Figures) -> None:
@@ -17,3 +18,9 @@ def test_every_figure_of_the_index_is_one_line(figures: Figures) -> None:
         assert list(line) == ["figure", "value", "unit", "reference", "ratio"]
         assert line["unit"] == (INDEX | PEERS)[name]
         assert line["value"] > 0
+
+
+def test_most_of_the_peak_is_kept_under_overload(figures: Figures) -> None:
+    lines = figures("benchmarks.router", "--figure", "overload")
+    assert {name: line["unit"] for name, line in lines.items()} == OVERLOAD
+    assert lines["router.overload_goodput"]["ratio"] > 0.5

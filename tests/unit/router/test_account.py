@@ -6,7 +6,9 @@ import pytest
 
 from router.account import Account, Charge
 from router.fleet import Worker
+from router.policies.estimates import Estimates
 from router.worker_client import WorkerLink
+from tandem.clock import SystemClock
 from tandem.config import Role
 from tandem.v1 import cluster_pb2, worker_pb2
 
@@ -16,12 +18,14 @@ class Listener:
 
     def load_changed(self, link: WorkerLink) -> None: ...
 
+    def work_began(self, link: WorkerLink) -> None: ...
+
 
 def worker(**load: int) -> Worker:
     """Its last report: `load`, and 40 of 100 blocks free or evictable."""
     link = WorkerLink(cluster_pb2.WorkerInfo(worker_id="w", epoch=1, total_blocks=100), "router-0", Listener())
     link.load = worker_pb2.WorkerLoad(blocks=worker_pb2.BlockCounts(free=30, cached=10, total=100), **load)
-    return Worker(link, Role.PREFILL, Account())
+    return Worker(link, Role.PREFILL, Account(), Estimates(SystemClock()).worker("tiny", Role.PREFILL))
 
 
 def seen(worker: Worker) -> tuple[int, int, int]:
