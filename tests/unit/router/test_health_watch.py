@@ -11,7 +11,7 @@ import pytest
 from router.health import HealthState
 from router.request import RawRequest, RawSampling
 from router.testing import StubWorker, script, until
-from tandem.config import Disaggregation, Role, RouterSpec
+from tandem.config import Disaggregation, PolicyName, Role, RouterSpec
 
 MODEL = "tiny"
 STALL_S = 0.8
@@ -129,6 +129,13 @@ async def test_a_suspect_whose_canary_fails_is_out(cluster: Any, four: dict[str,
     assert cluster.metric('tandem_canaries_total{purpose="worker",result="failed"}') == 1
 
 
+# A policy that looks at nothing: the default one would see how slow it is, and soon leave it alone.
+BLIND = RouterSpec(
+    http_port=0, grpc_port=0, disaggregation=Disaggregation.ALWAYS, policy=PolicyName.ROUND_ROBIN, worker_stall_s=STALL_S
+)
+
+
+@pytest.mark.parametrize("spec", [BLIND], ids=["round robin"])
 async def test_a_worker_that_crawls_beside_a_quick_peer_is_left_out(cluster: Any, four: dict[str, StubWorker]) -> None:
     tokens = says(cluster, four)
     four["d0"].behaviour.token_delay_s = 0.03

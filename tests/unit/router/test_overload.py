@@ -219,7 +219,8 @@ async def test_deadline_ends_a_request_wherever_it_is(bare: Any, stage: str) -> 
     assert bare.metric('tandem_requests_total{code="deadline_exceeded"') == 1
     if stage != "queue":
         await until(lambda: bool(bare.decode.cancelled))
-        assert bool(bare.prefill.cancelled) == (stage in ("prefill", "handoff"))
+        if stage in ("prefill", "handoff"):
+            await until(lambda: bool(bare.prefill.cancelled))
     await at_rest(bare)
 
 
