@@ -149,11 +149,16 @@ class ServingModel:
             return tuple(self.tokenizer.encode(prompt, add_special_tokens=special_tokens))
         if _is_chat(prompt):
             return self._chat_tokens([each for each in prompt if isinstance(each, Message)], limit)
-        if len(prompt) > limit:  # before looking at each of them
-            raise _too_long("prompt", len(prompt), limit)
+        self.check_tokens("prompt", len(prompt), limit)
         ids = tuple(each for each in prompt if isinstance(each, int))
         self._check_ids("prompt", ids)
         return ids
+
+    def check_tokens(self, field: str, count: int, limit: int | None = None) -> None:
+        """Before each of them is looked at. Raises ContextExceeded."""
+        limit = self.max_model_tokens if limit is None else limit
+        if count > limit:
+            raise _too_long(field, count, limit)
 
     def _chat_tokens(self, messages: Sequence[Message], limit: int) -> tuple[int, ...]:
         if self._template is None:

@@ -42,6 +42,10 @@ class RouterService:
             raise ModelNotFound(f"model: expected one of {served}, got {name!r}", field="model")
         return found
 
+    def check_tokens(self, name: str, count: int) -> None:
+        """Before `count` token ids are looked at. Raises ModelNotFound, ContextExceeded."""
+        self.model(name, required=False).check_tokens("prompt", count)
+
     async def submit(self, raw: RawRequest, *, model_required: bool = True) -> Submitted:
         """Raises InputError, OverloadedError, UnavailableError; what fails later comes out of the stream."""
         model, request = await self._parse(raw, model_required)

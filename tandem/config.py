@@ -147,6 +147,17 @@ class RouterSpec(Frozen):
         3, description="How often one request is continued elsewhere after a lost worker or a failed handoff."
     )
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
+    max_connections: Annotated[int, Field(ge=1, le=1 << 16)] = Field(
+        8192, description="On the HTTP port, and as many on the gRPC port; further ones are refused."
+    )
+    client_timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
+        30.0,
+        description="A client that keeps the router waiting for the rest of a request, or that leaves its answer "
+        "unread, is cut off after this.",
+    )
+    keep_alive_s: Annotated[float, Field(gt=0, le=3600)] = Field(
+        75.0, description="An HTTP connection without a request is closed after this."
+    )
     index_memory_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = Field(
         64 << 20,
         description="Memory of the prefix index: 20 bytes for each cached block of the cluster are enough. Blocks "
