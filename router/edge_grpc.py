@@ -32,6 +32,7 @@ from tandem.version import tandem_version
 SERVICE = "tandem.v1.Inference"
 MAX_GENERATE_CALLS = 256  # beyond this grpc.aio was seen to cancel calls by itself
 MAX_CALLS = 512
+MAX_OPEN_CALLS = 8192  # those that are over count until their clients have read the end
 SHUTDOWN_GRACE_S = 5.0
 MAX_IDLE_MS = 600_000  # a client's channel connects again by itself
 
@@ -217,10 +218,10 @@ class GrpcServer:
                 ("grpc.server_handshake_timeout_ms", round(client_timeout_s * 1000)),
                 ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
             ),
-            maximum_concurrent_rpcs=MAX_CALLS,
+            maximum_concurrent_rpcs=MAX_OPEN_CALLS,
         )
         limit = CallLimit(MAX_GENERATE_CALLS)
-        guarded = cast(grpc.aio.Server, GuardedServer(self._server, client_timeout_s))
+        guarded = cast(grpc.aio.Server, GuardedServer(self._server, MAX_CALLS, client_timeout_s))
         add_InferenceServicer_to_server(InferenceEdge(service, limit), guarded)
         add_GRPCInferenceServiceServicer_to_server(OipEdge(service, limit), guarded)
         add_TracesServicer_to_server(traces, self._server)

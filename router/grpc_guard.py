@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from router.call_limit import CallLimit
 from router.proto_limits import decoder
 from router.request_ids import echoed
 from tandem.errors import RequestCancelled, TandemError
@@ -18,13 +19,18 @@ from tandem.grpc_errors import abort
 
 Decode = Callable[[bytes], Message]
 Method = Callable[[Any, Any], Any]
+_LAST_WORDS_S = 0.1
 
 
 class GuardedServer:
-    """Stands before `server` when generated code adds a servicer to it."""
+    """Stands before `server` when generated code adds a servicer to it.
 
-    def __init__(self, server: grpc.aio.Server, client_timeout_s: float) -> None:
+    Args: `max_calls` run at a time. The library's own count keeps the place of a call whose client reads nothing.
+    """
+
+    def __init__(self, server: grpc.aio.Server, max_calls: int, client_timeout_s: float) -> None:
         self._server = server
+        self._calls = CallLimit(max_calls)
         self._client_timeout_s = client_timeout_s
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
@@ -39,49 +45,46 @@ class GuardedServer:
         decode = decoder(handler.request_deserializer.__self__)
         serializer = handler.response_serializer
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(
-                _unary(handler.unary_unary, decode), response_serializer=serializer
-            )
+            call = self._unary(handler.unary_unary, decode)
+            return grpc.unary_unary_rpc_method_handler(call, response_serializer=serializer)
         if handler.unary_stream is not None:
-            call = _unary_stream(handler.unary_stream, decode, self._client_timeout_s)
+            call = self._unary_stream(handler.unary_stream, decode)
             return grpc.unary_stream_rpc_method_handler(call, response_serializer=serializer)
-        call = _stream_stream(handler.stream_stream, decode, self._client_timeout_s)
+        call = self._stream_stream(handler.stream_stream, decode)
         return grpc.stream_stream_rpc_method_handler(call, response_serializer=serializer)
 
+    def _unary(self, method: Method, decode: Decode) -> Method:
+        async def call(data: bytes, context: Any) -> Any:
+            async with self._begun(context):
+                request = decode(data)
+                return await method(request, context)
 
-def _unary(method: Method, decode: Decode) -> Method:
-    async def call(data: bytes, context: Any) -> Any:
+        return call
+
+    def _unary_stream(self, method: Method, decode: Decode) -> Method:
+        async def call(data: bytes, context: Any) -> None:
+            async with self._begun(context):
+                request = decode(data)
+                await _write_all(method(request, context), context, self._client_timeout_s)
+
+        return call
+
+    def _stream_stream(self, method: Method, decode: Decode) -> Method:
+        async def call(arriving: AsyncIterator[bytes], context: Any) -> None:
+            async with self._begun(context):
+                requests = (decode(data) async for data in arriving)
+                await _write_all(method(requests, context), context, self._client_timeout_s)
+
+        return call
+
+    @contextlib.asynccontextmanager
+    async def _begun(self, context: Any) -> AsyncIterator[None]:
         await _echo(context)
-        return await method(await _decoded(data, context, decode), context)
-
-    return call
-
-
-def _unary_stream(method: Method, decode: Decode, client_timeout_s: float) -> Method:
-    async def call(data: bytes, context: Any) -> None:
-        await _echo(context)
-        await _write_all(method(await _decoded(data, context, decode), context), context, client_timeout_s)
-
-    return call
-
-
-def _stream_stream(method: Method, decode: Decode, client_timeout_s: float) -> Method:
-    async def call(arriving: AsyncIterator[bytes], context: Any) -> None:
-        async def requests() -> AsyncIterator[Message]:
-            async for data in arriving:
-                yield await _decoded(data, context, decode)
-
-        await _echo(context)
-        await _write_all(method(requests(), context), context, client_timeout_s)
-
-    return call
-
-
-async def _decoded(data: bytes, context: Any, decode: Decode) -> Message:
-    try:
-        return decode(data)
-    except TandemError as error:
-        await abort(context, error)
+        try:
+            with self._calls:
+                yield
+        except TandemError as error:
+            await abort(context, error)
 
 
 async def _echo(context: Any) -> None:
@@ -102,7 +105,11 @@ async def _write_all(responses: AsyncGenerator[Any, None], context: Any, client_
     except asyncio.CancelledError:
         if not patience.ended:
             raise
-        await abort(context, RequestCancelled(f"expected the answer to be read within {client_timeout_s:g} s"))
+        # The status waits behind what is unread. As cancelled, the call ends without it, and its place is free.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await abort(context, RequestCancelled(f"expected the answer to be read within {client_timeout_s:g} s"))
+        raise
     finally:
         patience.close()
 

@@ -69,7 +69,10 @@ def parse_infer(request: oip.ModelInferRequest, check_tokens: Callable[[int], No
     prompt: str | list[int]
     if ("text_input" in tensors) == ("input_ids" in tensors):
         raise InputError("inputs: expected either text_input or input_ids", field="inputs")
-    prompt = _text("text_input", *tensors["text_input"]) if "text_input" in tensors else _ids(*tensors["input_ids"], check_tokens)
+    if "text_input" in tensors:
+        prompt = _text("text_input", *tensors["text_input"])
+    else:
+        prompt = _ids(*tensors["input_ids"], check_tokens)
     parsed = parse_fields(CompletionRequest, fields | {"model": request.model_name, "prompt": prompt})
     [raw] = parsed.parse()
     return Ask(raw, request.id, _wanted(request), bool(raws))

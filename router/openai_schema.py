@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Literal, TypeVar, cast
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic import ValidatorFunctionWrapHandler as Handler
@@ -237,7 +237,7 @@ class CompletionRequest(_Common):
         if not prompt:
             raise InputError("prompt: expected a text or token ids, got an empty list", field="prompt")
         if isinstance(prompt[0], int):
-            return [tuple(cast(list[int], prompt))]
+            return [tuple(prompt)]
         return [each if isinstance(each, str) else tuple(each) for each in prompt if not isinstance(each, int)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import IntEnum
 from functools import cache
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -33,7 +33,7 @@ def decoder(kind: type[Decoded]) -> Callable[[bytes], Decoded]:
 
     def decode(data: bytes) -> Decoded:
         if len(data) > _SMALL_BYTES:
-            _Walk(data).message(0, len(data), kind.DESCRIPTOR)
+            _Walk(data).message(0, len(data), cast(Descriptor, kind.DESCRIPTOR))
         try:
             return kind.FromString(data)
         except DecodeError as error:

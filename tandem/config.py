@@ -167,7 +167,11 @@ class RouterSpec(Frozen):
 
 class RedisSpec(Frozen):
     mode: Literal["embedded", "external", "none"] = "embedded"
-    url: str | None = Field(None, description="external: redis://, rediss:// or unix:// URL.")
+    url: str | None = Field(
+        None,
+        description="external: redis://, rediss:// (TLS; ?ssl_ca_certs=FILE) or unix:// URL; redis+sentinel://HOST:PORT,"
+        "HOST:PORT/SERVICE or redis+cluster://HOST:PORT,HOST:PORT.",
+    )
 
     @model_validator(mode="after")
     def _url_matches_mode(self) -> RedisSpec:
