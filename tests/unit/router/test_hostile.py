@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from router.testing import StubController, StubWorker, until
+from router.testing_bodies import multiplying_bodies
 from tandem.config import Disaggregation, Role, RouterSpec
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.tokenizer import Tokenizer
@@ -207,3 +208,26 @@ async def test_hostile_clients_harm_nobody_and_leave_nothing(
     assert max(under_s) < 2.0
     assert grown[-1] - grown[-2] < 10 * MIB
     assert "Traceback" not in site.log()
+
+
+async def test_bodies_that_multiply_are_refused_fast_and_do_not_hold_up_others(site: Site) -> None:
+    for worker in site.workers:
+        worker.behaviour.token_delay_s = 0.001
+    slowest: list[tuple[float, str]] = []
+    lags_s: list[float] = []
+    for path, body in multiplying_bodies():
+        took_s: list[float] = []
+        for _ in range(3):
+            refused = asyncio.create_task(site.http.post(f"/v1/{path}", content=body))
+            started_s = time.monotonic()
+            while not refused.done():
+                asked_s = time.monotonic()
+                assert (await site.http.get("/health")).status_code == 200
+                lags_s.append(time.monotonic() - asked_s)
+            reply = await refused
+            took_s.append(time.monotonic() - started_s)
+            assert reply.status_code == 400, (body[:60], reply.text)
+        slowest.append((min(took_s), f"{path} {body[:50]!r}"))
+    print(f"slowest refusal {max(slowest)[0] * 1000:.0f} ms ({max(slowest)[1]}), lag p99 {p99_ms(lags_s):.0f} ms")
+    assert max(slowest)[0] < 0.2
+    assert p99_ms(lags_s) < 200
