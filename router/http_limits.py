@@ -85,7 +85,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         elif self.flow.read_paused:
             self._asked_since_s = now_s  # it is we who do not read
         elif now_s - self._asked_since_s > self.client_timeout_s:
-            self._refuse(b"" if self.cycle is not None and self.cycle.response_started else _TOO_LATE)
+            self._refuse(_TOO_LATE if self._may_speak() else b"")
+
+    def _may_speak(self) -> bool:
+        """No answer is on its way, and the one that is due has not been given."""
+        if self.cycle is None:
+            return True
+        return bool(self.cycle.response_complete if self._header_bytes is not None else not self.cycle.response_started)
 
     def _refuse(self, answer: bytes) -> None:
         if not self.transport.is_closing():
