@@ -21,6 +21,7 @@ from tandem.v1.inference_pb2_grpc import InferenceStub
 
 HOST = "127.0.0.1"
 AT_ONCE = 48
+STORM_AT_ONCE = 16  # about a hundred requests each second
 LONG_S = 0.3  # an answer of the stub workers takes longer
 STREAM = {"model": "tiny", "prompt": "x", "stream": True, "max_tokens": 1500}
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -33,7 +34,7 @@ def http_request(body: dict[str, object]) -> bytes:
 
 async def cancel_storm(http_port: int, grpc_port: int, count: int) -> list[Connection]:
     """Requests that are dropped at random moments: in the head, the body, the queue, the prefill, the answer."""
-    room, dice = asyncio.Semaphore(AT_ONCE), random.Random(0)
+    room, dice = asyncio.Semaphore(STORM_AT_ONCE), random.Random(0)
     channel = grpc.aio.insecure_channel(f"{HOST}:{grpc_port}")
     stub = InferenceStub(channel)
 
@@ -187,9 +188,9 @@ async def _all(one: Callable[[], Awaitable[Connection]], count: int) -> list[Con
 
 async def _is_closed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
     """Reads all that came before."""
-    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
-    writer.transport.resume_reading()  # type: ignore[attr-defined]
     try:
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
         while True:
             async with asyncio.timeout(1.0):
                 if not await reader.read(1 << 16):
