@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 from redis.exceptions import RedisError
@@ -14,10 +15,10 @@ TIMEOUT_S = 2.0
 
 
 def check_redis(url: str, timeout_s: float = TIMEOUT_S) -> str:
-    """Its version. Raises ConfigError when the URL is none or nothing answers there; passwords are not shown. Not for
-    a thread with an event loop."""
+    """Its version. Raises ConfigError when the URL is none or nothing answers there; passwords are not shown."""
     try:
-        return asyncio.run(_version(url, timeout_s))
+        with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop already
+            return thread.submit(lambda: asyncio.run(_version(url, timeout_s))).result()
     except ValueError as error:
         raise ConfigError(
             f"redis.url: expected a redis://, rediss:// or unix:// URL, or one of redis+sentinel:// or "

@@ -14,15 +14,14 @@ from tandem.errors import InputError
 
 _STRETCH_BYTES = 64 << 10  # counted at a time: fits a core's cache
 _NO_MARKS = bytes(set(range(256)) - set(b'[{:,"'))
-_LISTS, _OBJECTS, _COLONS, _COMMAS = (ord(each) for each in "[{:,")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     containers: int = 1 << 15  # objects and lists: of 4096 messages, eight each
-    keys: int = 1 << 16
-    strings: int = 1 << 17  # keys among them
-    values: int = 1 << 20  # token ids, mostly
+    keys: int = 1 << 15
+    strings: int = 1 << 16  # keys among them
+    values: int = 1 << 19  # token ids, mostly
 
 
 DEFAULT_LIMITS = Limits()
@@ -48,14 +47,17 @@ def _check_outside_text(body: bytes, limits: Limits) -> None:
         if (len(stretch) - len(stretch.rstrip(b"\\"))) % 2:
             stretch += body[at + len(stretch) : at + len(stretch) + 1]  # what the last backslash escapes
         at += len(stretch)
-        # Pairs of backslashes first: what is left before a quote escapes it.
-        plain = np.frombuffer(stretch.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
-        is_quote = plain == ord('"')
-        in_text = np.logical_xor.accumulate(is_quote) if not quotes % 2 else ~np.logical_xor.accumulate(is_quote)
-        found = np.bincount(plain[~in_text], minlength=256)
-        quotes += int(np.count_nonzero(is_quote))
-        opened += int(found[_LISTS] + found[_OBJECTS])
-        colons, commas = colons + int(found[_COLONS]), commas + int(found[_COMMAS])
+        if b'"' in stretch:
+            # Pairs of backslashes first: what is left before a quote escapes it.
+            plain = np.frombuffer(stretch.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+            is_quote = plain == ord('"')
+            in_text = np.logical_xor.accumulate(is_quote) ^ bool(quotes % 2)
+            marks = plain[~in_text].tobytes()
+            quotes += int(np.count_nonzero(is_quote))
+        else:
+            marks = b"" if quotes % 2 else stretch
+        opened += marks.count(b"[") + marks.count(b"{")
+        colons, commas = colons + marks.count(b":"), commas + marks.count(b",")
         if (fault := _fault(opened, colons, quotes, commas, limits)) is not None:
             raise InputError(f"body: {fault}; send less")
 

@@ -84,7 +84,7 @@ async def test_users_need_what_the_documentation_says_and_no_more(server: Server
 
 async def test_sentinels_lead_to_the_new_master(binary: str, tmp_path: Path) -> None:
     with watched_pair(tmp_path, binary) as (place, master):
-        assert check_redis(place.url)
+        assert await asyncio.to_thread(check_redis, place.url)
         async with publishing(place) as publisher, following(place) as side:
             store(publisher, 3)
             await side.sees({A1: 3})
@@ -95,7 +95,7 @@ async def test_sentinels_lead_to_the_new_master(binary: str, tmp_path: Path) -> 
 
 async def test_a_cluster_is_one_redis(binary: str, tmp_path: Path) -> None:
     with sharded(tmp_path, binary) as (place, nodes):
-        assert check_redis(place.url)
+        assert await asyncio.to_thread(check_redis, place.url)
         async with publishing(place) as publisher, following(place) as side:
             store(publisher, 5)
             await side.sees({A1: 5})
