@@ -108,7 +108,7 @@ def sharded(folder: Path, binary: str) -> Iterator[tuple[At, list[TcpServer]]]:
             _tell(node, "CLUSTER ADDSLOTSRANGE", first, last)
             _tell(node, "CLUSTER MEET", HOST, nodes[0].port)
         for node in nodes:
-            eventually(lambda node=node: "cluster_state:ok" in _tell(node, "CLUSTER INFO"))  # type: ignore[misc]
+            eventually(lambda node=node: "'cluster_state': 'ok'" in _tell(node, "CLUSTER INFO"))  # type: ignore[misc]
         places = ",".join(f"{HOST}:{node.port}" for node in nodes)
         yield At(f"redis+cluster://{places}"), nodes
     finally:

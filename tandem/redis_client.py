@@ -61,9 +61,8 @@ def _by_sentinels(parts: SplitResult, options: dict[str, Any]) -> Redis:
     if not service:
         raise ValueError("expected /service after the sentinels")
     options |= _given(parts, db)
-    asking = {name: value for name, value in options.items() if name.startswith("ssl")}
-    timeouts = {"socket_timeout": CONNECT_TIMEOUT_S, "socket_connect_timeout": options["socket_connect_timeout"]}
-    asking |= timeouts
+    asking = {name: value for name, value in options.items() if name.startswith(("ssl", "retry", "socket_connect"))}
+    asking["socket_timeout"] = CONNECT_TIMEOUT_S
     sentinels = Sentinel(_nodes(parts, SENTINEL_PORT), sentinel_kwargs=asking, **options)  # type: ignore[no-untyped-call]
     return cast(Redis, sentinels.master_for(unquote(service)))
 

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from redis import Redis
 
 from cluster.redis_probe import check_redis
-from router.prefix_index.follower import IndexFault
 from router.testing import until
-from router.testing_index import A1, BINARIES, CHAIN, Hand, Place, Server, Side, publishing, store
+from router.testing_index import A1, BINARIES, CHAIN, Place, Server, Side, publishing, store
 from router.testing_redis import HOST, At, behind_tls, sharded, watched_pair
 from tandem.errors import ConfigError
-from tandem.prefix_events import snapshot_key, stream_key
-
-ROUTING = Path(__file__).parents[3] / "docs" / "routing.md"
 
 
 @pytest.fixture(params=BINARIES, ids=lambda binary: Path(binary).name)
@@ -55,31 +49,6 @@ async def test_over_tls_with_the_authority_that_the_url_names(
             assert stranger.mirror.match(CHAIN) == {}
             assert not stranger.follower.connected
             await stranger.follower.close()
-
-
-def documented(user: str) -> list[str]:
-    found = re.search(rf"{user}'s(?: user needs)?\s+`([^`]+)`", ROUTING.read_text())
-    assert found is not None
-    return found.group(1).split()
-
-
-async def test_users_need_what_the_documentation_says_and_no_more(server: Server) -> None:
-    redis = Redis.from_url(server.url)
-    for name in ("worker", "router"):
-        redis.execute_command("ACL", "SETUSER", name, "on", ">pw", "~tandem:*", "-@all", *documented(name))
-    socket = server.url.removeprefix("unix://")
-    worker, router = (At(f"unix://{name}:pw@{socket}") for name in ("worker", "router"))
-    async with publishing(worker) as publisher, following(router) as side:
-        store(publisher, 5)
-        await side.sees({A1: 5})
-        redis.flushall()
-        await until(lambda: bool(redis.exists(snapshot_key("c", "a"))))
-        Hand(server).event(1 << 50, 1)  # a gap, so that the router asks for a snapshot
-        await until(lambda: side.follower.faults[IndexFault.GAP] == 1)
-        await side.sees({A1: 5})
-    assert not redis.exists(snapshot_key("c", "a"), stream_key("c", "a"))
-    refused = {entry["object"] for entry in redis.acl_log()}
-    assert refused <= {"client|setinfo"}, "the library says what it is, and goes on without"
 
 
 async def test_sentinels_lead_to_the_new_master(binary: str, tmp_path: Path) -> None:
