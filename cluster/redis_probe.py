@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
-from redis import Redis
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
-from redis.retry import Retry
 
 from tandem.errors import ConfigError
+from tandem.redis_client import answer, connect
 
 TIMEOUT_S = 2.0
 
@@ -17,24 +17,29 @@ TIMEOUT_S = 2.0
 def check_redis(url: str, timeout_s: float = TIMEOUT_S) -> str:
     """Its version. Raises ConfigError when the URL is none or nothing answers there; passwords are not shown."""
     try:
-        client = Redis.from_url(
-            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
-        )
+        with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop already
+            return thread.submit(lambda: asyncio.run(_version(url, timeout_s))).result()
     except ValueError as error:
         raise ConfigError(
-            f"redis.url: expected a redis://, rediss:// or unix:// URL: {error}", field="redis.url"
+            f"redis.url: expected a redis://, rediss:// or unix:// URL, or one of redis+sentinel:// or "
+            f"redis+cluster://: {error}",
+            field="redis.url",
         ) from None
-    try:
-        info = client.info("server")
     except (RedisError, OSError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
+        reason = " ".join(str(error).split()).rstrip(".") or "no answer in time"
         raise ConfigError(
             f"redis.url: expected a Redis or Valkey at {without_password(url)}, got: {reason}; start it, correct the "
             "URL, or leave --redis-url out for the embedded one",
             field="redis.url",
         ) from None
+
+
+async def _version(url: str, timeout_s: float) -> str:
+    client = connect(url, timeout_s)
+    try:
+        info = await answer(client.info("server"), timeout_s)
     finally:
-        client.close()
+        await client.aclose()
     return str(info.get("redis_version", "unknown")) if isinstance(info, dict) else "unknown"
 
 

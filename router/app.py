@@ -19,6 +19,7 @@ from router.edge_traces import TracesEdge
 from router.fleet import Fleet
 from router.health_metrics import HealthMetrics
 from router.health_watch import HealthWatch
+from router.http_limits import connections_for
 from router.metrics import RouterMetrics
 from router.policies.estimates import Estimates
 from router.policies.profiles import policy_profile
@@ -80,13 +81,22 @@ class RouterApp:
         self._directory = DirectoryFollower(launch.controller_address, launch.router_id, self._on_directory)
         sock = bind(spec.http_host, spec.http_port)
         self.http_port: int = sock.getsockname()[1]
-        self._http = HttpServer(HttpEdge(self.service, max_body_bytes=spec.max_body_bytes), sock)
+        connections = connections_for(spec.max_connections)
+        self._http = HttpServer(
+            HttpEdge(self.service, max_body_bytes=spec.max_body_bytes),
+            sock,
+            max_connections=connections,
+            client_timeout_s=spec.client_timeout_s,
+            keep_alive_s=spec.keep_alive_s,
+        )
         self._grpc = GrpcServer(
             self.service,
             TracesEdge(self.dispatcher.traces, launch.controller_secret),
             host=spec.grpc_host,
             port=spec.grpc_port,
             max_message_bytes=spec.max_body_bytes,
+            max_connections=connections,
+            client_timeout_s=spec.client_timeout_s,
         )
         self.grpc_port = self._grpc.port
         self._hosts = (spec.http_host, spec.grpc_host)

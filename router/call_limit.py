@@ -1,4 +1,4 @@
-"""How many gRPC calls may generate at a time, over all services of the port."""
+"""How many gRPC calls may run at a time, over all services of the port."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class CallLimit:
     def __enter__(self) -> None:
         if self._calls >= self._most:
             raise OverloadedError(
-                f"expected at most {self._most} concurrent calls that generate; retry later", retry_after_s=1.0
+                f"expected at most {self._most} concurrent calls; retry later", retry_after_s=1.0
             )
         self._calls += 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,6 +15,8 @@ from router.call_terms import call_terms
 from router.edge_oip import SERVICE as OIP_SERVICE
 from router.edge_oip import OipEdge
 from router.edge_traces import TracesEdge
+from router.grpc_guard import GuardedServer
+from router.openai_schema import MAX_MESSAGES
 from router.output import Final, OutToken, Piece
 from router.request import Message, RawRequest, RawSampling
 from router.service import RouterService
@@ -23,7 +25,7 @@ from tandem.config import Role
 from tandem.errors import InputError, PortInUse, TandemError
 from tandem.grpc_errors import abort
 from tandem.oip.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
-from tandem.request import FinishReason
+from tandem.request import FinishReason, check_length
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from tandem.v1.trace_pb2_grpc import add_TracesServicer_to_server
@@ -32,7 +34,9 @@ from tandem.version import tandem_version
 SERVICE = "tandem.v1.Inference"
 MAX_GENERATE_CALLS = 256  # beyond this grpc.aio was seen to cancel calls by itself
 MAX_CALLS = 512
+MAX_OPEN_CALLS = 8192  # those that are over count until their clients have read the end
 SHUTDOWN_GRACE_S = 5.0
+MAX_IDLE_MS = 600_000  # a client's channel connects again by itself
 
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 
@@ -112,6 +116,7 @@ class InferenceEdge(InferenceServicer):
 
     def _parse(self, request: pb.GenerateRequest) -> RawRequest:
         try:
+            self._service.check_tokens(request.model, len(request.token_ids.ids))
             return RawRequest(request.model, _prompt(request), _sampling(request.sampling), request.user)
         except InputError as error:
             self._service.rejected(request.model, error)
@@ -133,6 +138,7 @@ def _prompt(request: pb.GenerateRequest) -> str | tuple[int, ...] | tuple[Messag
 
 
 def _messages(chat: pb.ChatMessages) -> tuple[Message, ...]:
+    check_length("chat", len(chat.messages), MAX_MESSAGES)
     return tuple(Message(each.role, each.content) for each in chat.messages)
 
 
@@ -197,18 +203,31 @@ def _finished(final: Final) -> pb.Finished:
 
 class GrpcServer:
     def __init__(
-        self, service: RouterService, traces: TracesEdge, *, host: str, port: int, max_message_bytes: int
+        self,
+        service: RouterService,
+        traces: TracesEdge,
+        *,
+        host: str,
+        port: int,
+        max_message_bytes: int,
+        max_connections: int,
+        client_timeout_s: float,
     ) -> None:
         self._server = grpc.aio.server(
             options=(
                 ("grpc.so_reuseport", 0),  # a port in use is an error, not a share of the traffic
                 ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_concurrent_streams", MAX_CALLS),  # of one connection
+                ("grpc.max_allowed_incoming_connections", max_connections),
+                ("grpc.server_handshake_timeout_ms", round(client_timeout_s * 1000)),
+                ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
             ),
-            maximum_concurrent_rpcs=MAX_CALLS,
+            maximum_concurrent_rpcs=MAX_OPEN_CALLS,
         )
         limit = CallLimit(MAX_GENERATE_CALLS)
-        add_InferenceServicer_to_server(InferenceEdge(service, limit), self._server)
-        add_GRPCInferenceServiceServicer_to_server(OipEdge(service, limit), self._server)
+        guarded = cast(grpc.aio.Server, GuardedServer(self._server, MAX_CALLS, client_timeout_s))
+        add_InferenceServicer_to_server(InferenceEdge(service, limit), guarded)
+        add_GRPCInferenceServiceServicer_to_server(OipEdge(service, limit), guarded)
         add_TracesServicer_to_server(traces, self._server)
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from router.answers import Answers
 from router.http_answers import JsonResponse, answer, error_response
-from router.http_limits import MAX_CONNECTIONS, LimitedHttpProtocol
+from router.http_limits import protocol, sweep_forever
 from router.openai_format import ChatFormat, CompletionFormat
 from router.openai_schema import ChatCompletionRequest, CompletionRequest, parse_body
 from router.openapi import openapi_document
@@ -234,25 +234,28 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class HttpServer:
-    def __init__(self, edge: HttpEdge, sock: socket.socket) -> None:
+    def __init__(
+        self, edge: HttpEdge, sock: socket.socket, *, max_connections: int, client_timeout_s: float, keep_alive_s: float
+    ) -> None:
         config = uvicorn.Config(
             edge.app(),
-            http=LimitedHttpProtocol,
-            limit_concurrency=MAX_CONNECTIONS,
+            http=protocol(max_connections=max_connections, client_timeout_s=client_timeout_s),
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=75,
+            timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]  # a float is as good
             timeout_graceful_shutdown=5,
         )
         self._server = _Server(config)
         self._sock = sock
         self._task: asyncio.Task[None] | None = None
+        self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._sock]), name="http")
+        self._sweeper = asyncio.create_task(sweep_forever(self._server.server_state.connections), name="http-sweeper")
         while not self._server.started and not self._task.done():  # noqa: ASYNC110  # uvicorn offers no event
             await asyncio.sleep(0.005)
 
@@ -260,4 +263,6 @@ class HttpServer:
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         self._sock.close()

@@ -100,7 +100,7 @@ class OipEdge(GRPCInferenceServiceServicer):
     def _parse(self, request: oip.ModelInferRequest) -> Ask:
         try:
             _check_version(request.model_version)
-            return parse_infer(request)
+            return parse_infer(request, lambda count: self._service.check_tokens(request.model_name, count))
         except InputError as error:
             self._service.rejected(request.model_name, error)
             raise

@@ -8,22 +8,25 @@ as request parameters or in the optional `sampling_parameters` (BYTES [1], a JSO
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
+from router.json_limits import check_body
 from router.openai_schema import CompletionRequest, parse_fields, unsupported
 from router.request import RawRequest
 from tandem.errors import InputError
 from tandem.oip import grpc_predict_v2_pb2 as oip
+from tandem.request import check_length
 
 VERSION = "1"
 INPUTS = (("text_input", "BYTES", (1,)), ("input_ids", "INT64", (-1,)), ("sampling_parameters", "BYTES", (1,)))
 OUTPUTS = (("text_output", "BYTES", (1,)), ("output_ids", "INT32", (-1,)), ("finish_reason", "BYTES", (1,)))
 # Of the completions API: what shapes an HTTP answer has no meaning here.
 _NOT_HERE = frozenset({"model", "prompt", "stream", "stream_options", "n", "best_of", "echo", "suffix", "logprobs"})
+_MAX_PARAMETERS = 64
 _OF_THE_PROTOCOL = "triton_"  # how clients ask for what our streams do anyway
 _INTEGERS = {"INT32": "<i4", "INT64": "<i8", "UINT32": "<u4"}
 
@@ -40,8 +43,12 @@ class Ask:
     is_raw: bool
 
 
-def parse_infer(request: oip.ModelInferRequest) -> Ask:
-    """Raises InputError, UnsupportedField."""
+def parse_infer(request: oip.ModelInferRequest, check_tokens: Callable[[int], None]) -> Ask:
+    """`check_tokens` is told how many token ids there are, before they are looked at. Raises InputError,
+    UnsupportedField, and what that raises."""
+    check_length("inputs", len(request.inputs), len(INPUTS))
+    check_length("outputs", len(request.outputs), len(OUTPUTS))
+    check_length("parameters", len(request.parameters), _MAX_PARAMETERS)
     raws = request.raw_input_contents
     if raws and len(raws) != len(request.inputs):
         raise InputError(
@@ -62,7 +69,10 @@ def parse_infer(request: oip.ModelInferRequest) -> Ask:
     prompt: str | list[int]
     if ("text_input" in tensors) == ("input_ids" in tensors):
         raise InputError("inputs: expected either text_input or input_ids", field="inputs")
-    prompt = _text("text_input", *tensors["text_input"]) if "text_input" in tensors else _ids(*tensors["input_ids"])
+    if "text_input" in tensors:
+        prompt = _text("text_input", *tensors["text_input"])
+    else:
+        prompt = _ids(*tensors["input_ids"], check_tokens)
     parsed = parse_fields(CompletionRequest, fields | {"model": request.model_name, "prompt": prompt})
     [raw] = parsed.parse()
     return Ask(raw, request.id, _wanted(request), bool(raws))
@@ -89,6 +99,7 @@ def _parameters(given: Mapping[str, oip.InferParameter]) -> dict[str, object]:
 
 
 def _json_object(text: str) -> dict[str, object]:
+    check_body(text.encode())
     try:
         return msgspec.json.decode(text, type=dict[str, object])
     except (msgspec.DecodeError, RecursionError) as error:
@@ -97,8 +108,8 @@ def _json_object(text: str) -> dict[str, object]:
 
 def _text(name: str, tensor: _Tensor, raw: bytes | None) -> str:
     """The one element of a BYTES tensor."""
-    if tensor.datatype != "BYTES" or any(size != 1 for size in tensor.shape):
-        shape = list(tensor.shape)[:8]
+    if tensor.datatype != "BYTES" or len(tensor.shape) > 1 or any(size != 1 for size in tensor.shape):
+        shape = list(tensor.shape[:8])
         raise InputError(f"{name}: expected BYTES of shape [1], got {tensor.datatype[:20]} of {shape}", field=name)
     if raw is None:
         elements = tensor.contents.bytes_contents
@@ -113,24 +124,22 @@ def _text(name: str, tensor: _Tensor, raw: bytes | None) -> str:
         raise InputError(f"{name}: expected UTF-8: {error.reason} at byte {error.start}", field=name) from None
 
 
-def _ids(tensor: _Tensor, raw: bytes | None) -> list[int]:
+def _ids(tensor: _Tensor, raw: bytes | None, check_tokens: Callable[[int], None]) -> list[int]:
     dtype = _INTEGERS.get(tensor.datatype)
     if dtype is None or len(tensor.shape) not in (1, 2) or (len(tensor.shape) == 2 and tensor.shape[0] != 1):
         raise InputError(
             f"input_ids: expected INT32, INT64 or UINT32 of shape [n] or [1, n], got {tensor.datatype[:20]} of "
-            f"{list(tensor.shape)[:8]}",
+            f"{list(tensor.shape[:8])}",
             field="input_ids",
         )
     count = tensor.shape[-1]
     contents = tensor.contents
-    if raw is None:
-        typed = {"INT32": contents.int_contents, "INT64": contents.int64_contents, "UINT32": contents.uint_contents}
-        ids = list(typed[tensor.datatype])
-    else:
-        ids = np.frombuffer(raw, dtype).tolist() if len(raw) == count * np.dtype(dtype).itemsize else []
-    if len(ids) != count:
+    typed = {"INT32": contents.int_contents, "INT64": contents.int64_contents, "UINT32": contents.uint_contents}
+    found = len(typed[tensor.datatype]) if raw is None else len(raw) / np.dtype(dtype).itemsize
+    if found != count:
         raise InputError(f"input_ids: expected {count} elements, as its shape says", field="input_ids")
-    return ids
+    check_tokens(count)
+    return list(typed[tensor.datatype]) if raw is None else np.frombuffer(raw, dtype).tolist()
 
 
 def response(

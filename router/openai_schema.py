@@ -7,9 +7,11 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import ValidatorFunctionWrapHandler as Handler
 from pydantic_core import from_json
 
+from router.json_limits import check_body
 from router.request import Message, RawRequest, RawSampling
 from tandem.errors import InputError, UnsupportedField
 from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
@@ -25,6 +27,17 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 Item = TypeVar("Item")
 # Faults are noted up to the first: a list of a million wrong items costs no more than one.
 Items = Annotated[list[Item], Field(fail_fast=True)]
+
+
+def at_most(most: int, field: str) -> BeforeValidator:
+    """Of a list, before its items are looked at."""
+
+    def check(given: object) -> object:
+        if isinstance(given, list) and len(given) > most:
+            raise InputError(f"{field}: expected at most {most}, got {len(given)}", field=field)
+        return given
+
+    return BeforeValidator(check)
 
 
 class Strict(BaseModel):
@@ -65,6 +78,11 @@ class ChatMessage(Strict):
             )
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return Message("system" if self.role == "developer" else self.role, text)
+
+
+Messages = Annotated[
+    Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), at_most(MAX_MESSAGES, "messages")
+]
 
 
 class _Common(Strict):
@@ -129,7 +147,7 @@ class _Common(Strict):
 
 
 class ChatCompletionRequest(_Common):
-    messages: Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -171,21 +189,23 @@ class ChatCompletionRequest(_Common):
         return RawRequest(self.model, messages, self._sampling(next(iter(limits), None), logprobs), self.user or "")
 
 
+def _prompt(given: object, check: Handler) -> object:
+    """Long lists are judged before each of their items is, by each branch of the union."""
+    if isinstance(given, list) and given:
+        if set(map(type, given)) == {int}:
+            return given
+        if len(given) > MAX_CHOICES and not isinstance(given[0], int):
+            raise InputError(f"prompt: expected at most {MAX_CHOICES} prompts, got {len(given)}", field="prompt")
+    return check(given)
+
+
 class CompletionRequest(_Common):
-    prompt: str | Items[int] | Items[str] | Items[Items[int]]
+    prompt: Annotated[str | Items[int] | Items[str] | Items[Items[int]], WrapValidator(_prompt)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _few_prompts(cls, given: object) -> object:
-        """Before each of them is looked at."""
-        if isinstance(given, list) and len(given) > MAX_CHOICES and not isinstance(given[0], int):
-            raise InputError(f"prompt: expected at most {MAX_CHOICES} prompts, got {len(given)}", field="prompt")
-        return given
 
     @property
     def is_prompt_only(self) -> bool:
@@ -217,7 +237,7 @@ class CompletionRequest(_Common):
         if not prompt:
             raise InputError("prompt: expected a text or token ids, got an empty list", field="prompt")
         if isinstance(prompt[0], int):
-            return [tuple(each for each in prompt if isinstance(each, int))]
+            return [tuple(prompt)]
         return [each if isinstance(each, str) else tuple(each) for each in prompt if not isinstance(each, int)]
 
 
@@ -259,6 +279,7 @@ Request = TypeVar("Request", bound=BaseModel)
 
 def parse_body(kind: type[Request], body: bytes) -> Request:
     """Raises InputError naming the field, with the first thing that is wrong."""
+    check_body(body)
     try:
         value = from_json(body)
     except ValueError as error:

@@ -27,6 +27,7 @@ MAX_STOP_STRING_CHARS = 256
 INLINE_PROMPT_CHARS = 2048  # shorter prompts are tokenized on the event loop
 INLINE_PROMPT_TOKENS = 512
 MAX_PROMPT_SCORES = 1 << 18  # logprobs of one prompt: its tokens, times one and the alternatives of each
+CHARS_PER_TOKEN_OFTEN = 8  # most texts have fewer
 CHARS_PER_TOKEN_LIMIT = 64  # longest run of text one token may stand for, generously
 
 
@@ -148,15 +149,20 @@ class ServingModel:
         """Token ids of a prompt, at most `limit` of them. `special_tokens`: also what the checkpoint puts around a
         text. Raises InputError, ContextExceeded."""
         if isinstance(prompt, str):
-            self._check_chars(len(prompt), limit)
+            self._check_chars("prompt", prompt, limit)
             return tuple(self.tokenizer.encode(prompt, add_special_tokens=special_tokens))
         if _is_chat(prompt):
             return self._chat_tokens([each for each in prompt if isinstance(each, Message)], limit)
-        if len(prompt) > limit:  # before looking at each of them
-            raise _too_long("prompt", len(prompt), limit)
+        self.check_tokens("prompt", len(prompt), limit)
         ids = tuple(each for each in prompt if isinstance(each, int))
         self._check_ids("prompt", ids)
         return ids
+
+    def check_tokens(self, field: str, count: int, limit: int | None = None) -> None:
+        """Before each of them is looked at. Raises ContextExceeded."""
+        limit = self.max_model_tokens if limit is None else limit
+        if count > limit:
+            raise _too_long(field, count, limit)
 
     def _chat_tokens(self, messages: Sequence[Message], limit: int) -> tuple[int, ...]:
         if self._template is None:
@@ -164,16 +170,20 @@ class ServingModel:
                 f"messages: model {self.name!r} has no chat template; use completions instead", field="messages"
             )
         text = self._template.render([{"role": each.role, "content": each.content} for each in messages])
-        self._check_chars(len(text), limit)
+        self._check_chars("messages", text, limit)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _check_chars(self, chars: int, limit: int) -> None:
-        """Refuses, before the work of tokenizing, what cannot fit."""
-        if chars > limit * CHARS_PER_TOKEN_LIMIT:
+    def _check_chars(self, field: str, text: str, limit: int) -> None:
+        """Refuses, before the work of tokenizing the whole of it, what cannot fit."""
+        if len(text) > limit * CHARS_PER_TOKEN_LIMIT:
             raise ContextExceeded(
-                f"prompt: the model's context is {limit} tokens, and {chars} characters are more; shorten it",
-                field="prompt",
+                f"{field}: the model's context is {limit} tokens, and {len(text)} characters are more; shorten it",
+                field=field,
             )
+        if len(text) > limit * CHARS_PER_TOKEN_OFTEN:
+            begin = self.tokenizer.encode(text[: limit * CHARS_PER_TOKEN_OFTEN], add_special_tokens=False)
+            if len(begin) > limit + limit // 4:  # where it was cut, a few tokens may differ
+                raise _too_long(field, f"more than {limit}", limit)
 
     def _parse(self, raw: RawRequest, limit: int, request_id: str) -> ValidRequest:
         field = "messages" if not isinstance(raw.prompt, str) and _is_chat(raw.prompt) else "prompt"
@@ -239,7 +249,7 @@ def new_request_id() -> str:
     return secrets.token_hex(12)
 
 
-def _too_long(field: str, tokens: int, limit: int) -> ContextExceeded:
+def _too_long(field: str, tokens: int | str, limit: int) -> ContextExceeded:
     return ContextExceeded(
         f"{field}: the model's context is {limit} tokens; the prompt has {tokens} and leaves no room for an answer; "
         f"shorten it to at most {limit - 1}",

@@ -1,19 +1,38 @@
-"""Every HTTP answer carries `x-request-id`: the client's own where it sent one, else ours."""
+"""`x-request-id` and W3C `traceparent`: what a client sends of them comes back with its answer, over HTTP and gRPC.
+
+They are for the client's own books and go no further. Every HTTP answer has a request id: ours, where none came.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.request import new_request_id
 
 HEADER = b"x-request-id"
-_SHAPE = re.compile(rb"[\w.:-]{1,128}", re.ASCII)  # anything else is not repeated
+# Anything of another shape is not repeated. https://www.w3.org/TR/trace-context/#traceparent-header
+_SHAPES = {
+    HEADER: re.compile(rb"[\w.:-]{1,128}", re.ASCII),
+    b"traceparent": re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"),
+}
+
+Headers = list[tuple[bytes, bytes]]
+
+
+def echoed(given: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """What of a request's headers or metadata goes into the answer's; the first of each name."""
+    found: dict[bytes, bytes] = {}
+    for name, value in given:
+        if (shape := _SHAPES.get(name)) is not None and name not in found and shape.fullmatch(value):
+            found[name] = value
+    return list(found.items())
 
 
 class RequestIds:
-    """Puts the id that we made into `scope["request_id"]`. A client's id is for its own books and goes no further."""
+    """Puts the id that we made into `scope["request_id"]`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -24,12 +43,13 @@ class RequestIds:
             return
         ours = new_request_id()
         scope["request_id"] = ours
-        given: bytes = next((value for name, value in scope["headers"] if name == HEADER), b"")
-        shown = given if _SHAPE.fullmatch(given) else ours.encode()
+        shown = echoed(scope["headers"])
+        if all(name != HEADER for name, _ in shown):
+            shown.append((HEADER, ours.encode()))
 
-        async def send_with_id(message: Message) -> None:
+        async def send_with_ids(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (HEADER, shown)]
+                message["headers"] = [*message["headers"], *shown]
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        await self._app(scope, receive, send_with_ids)

@@ -12,6 +12,7 @@ from router.openai_schema import (
     Items,
     StreamOptions,
     Strict,
+    at_most,
     equals,
     is_empty,
     never,
@@ -64,7 +65,9 @@ class InputItem(Strict):
 
 class ResponsesRequest(Strict):
     model: str
-    input: str | Annotated[Items[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: Annotated[
+        str | Annotated[Items[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)], at_most(MAX_MESSAGES, "input")
+    ]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None

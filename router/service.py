@@ -47,6 +47,10 @@ class RouterService:
             raise ModelNotFound(f"model: expected one of {served}, got {name!r}", field="model")
         return found
 
+    def check_tokens(self, name: str, count: int) -> None:
+        """Before `count` token ids are looked at. Raises ModelNotFound, ContextExceeded."""
+        self.model(name, required=False).check_tokens("prompt", count)
+
     def terms(self, header: Callable[[str], str | None], remaining_s: float | None = None) -> Terms:
         """On what terms a request comes. To be asked when it arrives. Raises InputError as TermsParser.parse does."""
         try:

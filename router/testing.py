@@ -80,11 +80,14 @@ class _Session:
 class StubWorker(WorkerServicer):
     """One worker life. `received` and `cancelled` tell what the router asked of it (wire ids)."""
 
-    def __init__(self, worker_id: str, role: Role, model: str, *, epoch: int = 1) -> None:
+    def __init__(
+        self, worker_id: str, role: Role, model: str, *, epoch: int = 1, total_blocks: int = TOTAL_BLOCKS
+    ) -> None:
         self.worker_id = worker_id
         self.role = role
         self.model = model
         self.epoch = epoch
+        self.total_blocks = total_blocks
         self.behaviour = StubBehaviour()
         self.received: list[tuple[str, str]] = []  # (frame, wire id)
         self.works: dict[str, worker_pb2.Work] = {}
@@ -112,7 +115,7 @@ class StubWorker(WorkerServicer):
             model=self.model,
             role=role,
             address=f"127.0.0.1:{self._port}",
-            total_blocks=TOTAL_BLOCKS,
+            total_blocks=self.total_blocks,
         )
 
     def frames(self, kind: str) -> list[str]:
@@ -320,8 +323,8 @@ class StubWorker(WorkerServicer):
         session.tasks[wire_id] = asyncio.create_task(job)
 
     def _load(self) -> worker_pb2.WorkerLoad:
-        free = TOTAL_BLOCKS - len(self.known)
-        blocks = worker_pb2.BlockCounts(free=free, in_use=len(self.known), total=TOTAL_BLOCKS)
+        free = self.total_blocks - len(self.known)
+        blocks = worker_pb2.BlockCounts(free=free, in_use=len(self.known), total=self.total_blocks)
         steps = self.steps if self.behaviour.reports_steps else None
         return worker_pb2.WorkerLoad(running_requests=len(self.known), blocks=blocks, steps=steps)
 

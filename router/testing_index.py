@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
 from redis import Redis
 from redis.exceptions import RedisError
@@ -36,6 +37,10 @@ A1, A2 = WorkerKey("a", 1), WorkerKey("a", 2)
 
 # Any other compatible server that is installed here is tried too.
 BINARIES = [str(get_binary_path()), *filter(None, [shutil.which("redis-server")])]
+
+
+class Place(Protocol):
+    url: str
 
 
 class Server:
@@ -68,7 +73,7 @@ class Server:
 class Side:
     """One router's view."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Place) -> None:
         self.clock = FakeClock()
         self.mirror = PrefixMirror()
         self.follower = PrefixFollower(server.url, "c", self.mirror, self.clock)
@@ -78,7 +83,7 @@ class Side:
 
 
 @asynccontextmanager
-async def publishing(server: Server, epoch: int = 1, stream_entries: int = 64) -> AsyncIterator[EventPublisher]:
+async def publishing(server: Place, epoch: int = 1, stream_entries: int = 64) -> AsyncIterator[EventPublisher]:
     publisher = EventPublisher(
         cluster="c",
         worker_id="a",

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.openai_schema import MAX_MESSAGES, ChatMessage, Items, Strict
+from router.openai_schema import Items, Messages, Strict, at_most
 from router.request import Message
 from tandem.errors import InputError
 
@@ -19,7 +19,7 @@ class TokenizeRequest(Strict):
     model: str = ""  # may be left out where only one is served
     prompt: str | None = None
     add_special_tokens: bool | None = None  # of a prompt: what the checkpoint puts around it; absent: true
-    messages: Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Messages | None = None
 
     def parse(self) -> str | tuple[Message, ...]:
         """Raises InputError, UnsupportedField."""
@@ -37,4 +37,4 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: str = ""
-    tokens: Annotated[Items[int], Field(max_length=MAX_DETOKENIZED)]
+    tokens: Annotated[Items[int], Field(max_length=MAX_DETOKENIZED), at_most(MAX_DETOKENIZED, "tokens")]

@@ -200,6 +200,17 @@ class RouterSpec(Frozen):
         "out, and its requests go on elsewhere.",
     )
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
+    max_connections: Annotated[int, Field(ge=1, le=1 << 16)] = Field(
+        8192, description="On the HTTP port, and as many on the gRPC port; further ones are refused."
+    )
+    client_timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
+        30.0,
+        description="A client that keeps the router waiting for the rest of a request, or that leaves its answer "
+        "unread, is cut off after this.",
+    )
+    keep_alive_s: Annotated[float, Field(gt=0, le=3600)] = Field(
+        75.0, description="An HTTP connection without a request is closed after this."
+    )
     index_memory_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = Field(
         64 << 20,
         description="Memory of the prefix index: 20 bytes for each cached block of the cluster are enough. Blocks "
@@ -216,7 +227,11 @@ class RouterSpec(Frozen):
 
 class RedisSpec(Frozen):
     mode: Literal["embedded", "external", "none"] = "embedded"
-    url: str | None = Field(None, description="external: redis://, rediss:// or unix:// URL.")
+    url: str | None = Field(
+        None,
+        description="external: redis://, rediss:// (TLS; ?ssl_ca_certs=FILE) or unix:// URL; redis+sentinel://HOST:PORT,"
+        "HOST:PORT/SERVICE or redis+cluster://HOST:PORT,HOST:PORT.",
+    )
 
     @model_validator(mode="after")
     def _url_matches_mode(self) -> RedisSpec:

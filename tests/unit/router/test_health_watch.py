@@ -131,7 +131,11 @@ async def test_a_suspect_whose_canary_fails_is_out(cluster: Any, four: dict[str,
 
 # A policy that looks at nothing: the default one would see how slow it is, and soon leave it alone.
 BLIND = RouterSpec(
-    http_port=0, grpc_port=0, disaggregation=Disaggregation.ALWAYS, policy=PolicyName.ROUND_ROBIN, worker_stall_s=STALL_S
+    http_port=0,
+    grpc_port=0,
+    disaggregation=Disaggregation.ALWAYS,
+    policy=PolicyName.ROUND_ROBIN,
+    worker_stall_s=STALL_S,
 )
 
 

@@ -11,6 +11,7 @@ import grpc
 import psutil
 import pytest
 
+from router.testing_bodies import CHAT_HEAD, HEAD, items, multiplying_bodies
 from tandem.config import RouterSpec
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
@@ -18,8 +19,6 @@ from tandem.v1 import inference_pb2 as pb
 
 MODEL = "tiny"
 MIB = 1 << 20
-HEAD = b'{"model":"tiny","prompt":'
-CHAT_HEAD = b'{"model":"tiny","messages":'
 FAST_S = 0.05
 GROWTH_BYTES = 10 * MIB
 
@@ -31,14 +30,6 @@ def spec() -> RouterSpec:
 
 def completion(**fields: object) -> bytes:
     return json.dumps({"model": MODEL, "prompt": "x"} | fields).encode()
-
-
-def items(one: bytes, count: int, last: bytes = b"null") -> bytes:
-    return b"[" + (one + b",") * count + last + b"]"
-
-
-def keys(count: int) -> bytes:
-    return b",".join(b'"a%d":1' % number for number in range(count))
 
 
 # Path, body, and the field that the error names.
@@ -65,25 +56,55 @@ SMALL: list[tuple[str, bytes, str | None]] = [
     ("completions", completion(max_tokens=-(2**63)), "max_tokens"),
     ("completions", completion(prompt=[2**40]), "prompt"),
     ("completions", completion(prompt=[-1]), "prompt"),
+    ("completions", completion(prompt="word " * 6000), "prompt"),
+    ("completions", completion(prompt="x" * 100_000), "prompt"),
     ("completions", completion(prompt=[[0]] * 10_000), "prompt"),
     ("completions", completion(logit_bias={str(number): 1 for number in range(5000)}), None),
     ("completions", completion(logit_bias={"9" * 5000: 1}), "logit_bias"),
-    ("chat/completions", CHAT_HEAD + items(b"{}", 10_000) + b"}", "messages.0.role"),
-    ("responses", b'{"model":"tiny","input":' + items(b"5", 10_000) + b"}", "input.0"),
+    ("chat/completions", CHAT_HEAD + items(b"{}", 4_000) + b"}", "messages.0.role"),
+    ("chat/completions", CHAT_HEAD + items(b"{}", 10_000) + b"}", "messages"),
+    ("responses", b'{"model":"tiny","input":' + items(b"5", 4_000) + b"}", "input.0"),
+    ("responses", b'{"model":"tiny","input":' + items(b"5", 10_000) + b"}", "input"),
 ]
-LARGE: list[tuple[str, bytes]] = [
-    ("completions", HEAD + items(b'"a"', MIB - 100) + b"}"),
-    ("completions", HEAD + items(b"1", 2 * MIB - 100, b"1") + b"}"),
-    ("completions", HEAD + items(b"[]", MIB) + b"}"),
-    ("completions", HEAD + b'"x",' + keys(300_000) + b"}"),
-    ("completions", HEAD + b'"x","logit_bias":{' + keys(300_000) + b"}}"),
-    ("completions", HEAD + b'"x","stop":' + items(b"1", MIB) + b"}"),
-    ("chat/completions", CHAT_HEAD + items(b"{}", MIB) + b"}"),
-    ("chat/completions", CHAT_HEAD + b'[{"role":"user","content":"x",' + keys(300_000) + b"}]}"),
-    ("chat/completions", CHAT_HEAD + b'[{"role":"user","content":' + items(b"{}", MIB) + b"}]}"),
-    ("responses", b'{"model":"tiny","input":[{"role":"user","content":' + items(b"{}", MIB) + b"}]}"),
-    ("responses", b'{"model":"tiny","input":[{' + keys(300_000) + b"}]}"),
-]
+
+
+def field(number: int, content: bytes) -> bytes:
+    """One length-delimited field of a protobuf message."""
+    size, head = len(content), b""
+    while size > 0x7F:
+        head, size = head + bytes([size & 0x7F | 0x80]), size >> 7
+    return bytes([number << 3 | 2]) + head + bytes([size]) + content
+
+
+def number_of(kind: Any, name: str) -> int:
+    return int(kind.DESCRIPTOR.fields_by_name[name].number)
+
+
+def inside(kind: Any, name: str, content: bytes) -> bytes:
+    return field(number_of(kind, name), content)
+
+
+_MANY = 2 * MIB - 1000
+_TENSOR = oip.ModelInferRequest.InferInputTensor
+MULTIPLYING = {
+    "/tandem.v1.Inference/Generate": [
+        inside(pb.GenerateRequest, "chat", inside(pb.ChatMessages, "messages", b"") * _MANY),
+        inside(pb.GenerateRequest, "sampling", inside(pb.SamplingParams, "stop", b"") * _MANY),
+        inside(pb.GenerateRequest, "sampling", inside(pb.SamplingParams, "logit_bias", b"") * _MANY),
+        inside(pb.GenerateRequest, "sampling", inside(pb.SamplingParams, "stop_token_ids", b"\1" * 2 * _MANY)),
+        inside(pb.GenerateRequest, "token_ids", inside(pb.TokenIds, "ids", b"\1" * 2 * _MANY)),
+        inside(pb.GenerateRequest, "prompt", b"x") + b"\x78\1" * _MANY,  # unknown
+        inside(pb.GenerateRequest, "prompt", b"x") + b"\x0b" * _MANY,  # groups in groups
+        inside(pb.GenerateRequest, "prompt", b"x") + b"\xff" * _MANY,
+    ],
+    "/inference.GRPCInferenceService/ModelInfer": [
+        inside(oip.ModelInferRequest, "inputs", b"") * _MANY,
+        inside(oip.ModelInferRequest, "outputs", b"") * _MANY,
+        inside(oip.ModelInferRequest, "parameters", b"") * _MANY,
+        inside(oip.ModelInferRequest, "raw_input_contents", b"") * _MANY,
+        inside(oip.ModelInferRequest, "inputs", inside(_TENSOR, "shape", b"\1" * 2 * _MANY)),
+    ],
+}
 
 
 async def refuse(cluster: Any, path: str, body: bytes, field: str | None = None) -> float:
@@ -118,7 +139,7 @@ async def test_large_bodies_that_multiply_in_the_parser_leave_nothing_behind(clu
     process = psutil.Process()
     in_use: list[int] = []
     for _ in range(4):  # the parser's threads keep what their largest body took, once
-        for path, body in LARGE:
+        for path, body in multiplying_bodies():
             await refuse(cluster, path, body)
         in_use.append(process.memory_info().rss)
     assert in_use[-1] - in_use[-2] < GROWTH_BYTES, in_use
@@ -173,9 +194,58 @@ async def test_grpc_refuses_the_same(cluster: Any) -> None:
     await still_serves(cluster)
 
 
+async def test_grpc_messages_that_multiply_are_refused_before_they_are_decoded(cluster: Any) -> None:
+    """On the wire as a client's library would not write them: two bytes make a submessage."""
+    for method, parts in MULTIPLYING.items():
+        for data in parts:
+            started_s = time.perf_counter()
+            call = cluster.channel.unary_stream(method)(data)  # one answer is a short stream
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, data[:20]
+            assert time.perf_counter() - started_s < 10 * FAST_S
+    await still_serves(cluster)
+
+
+async def test_ids_of_the_client_come_back_over_grpc_as_over_http(cluster: Any) -> None:
+    cluster.says("fine")
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    given = (("x-request-id", "mine.1"), ("traceparent", trace))
+    stub = GRPCInferenceServiceStub(cluster.channel)
+    calls = [
+        cluster.inference.Generate(pb.GenerateRequest(prompt="x"), metadata=given),
+        cluster.inference.ListModels(pb.ListModelsRequest(), metadata=given),
+        stub.ServerLive(oip.ServerLiveRequest(), metadata=given),
+        cluster.inference.Generate(pb.GenerateRequest(), metadata=given),  # an error has them, too
+    ]
+    for call in calls:
+        assert set(given) <= set(await call.initial_metadata())
+    reply = await cluster.http.get("/health", headers=dict(given))
+    assert (reply.headers["x-request-id"], reply.headers["traceparent"]) == ("mine.1", trace)
+    await cluster.settled()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("x-request-id", "a" * 129),
+        ("x-request-id", "a b"),
+        ("traceparent", "00-" + "0" * 32 + "-b7ad6b7169203331-01"),
+        ("traceparent", "ff-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
+        ("traceparent", "00-0AF7651916CD43DD8448EB211C80319C-b7ad6b7169203331-01"),
+        ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01" + "0" * 400),
+    ],
+)
+async def test_ids_of_another_shape_are_not_repeated(cluster: Any, name: str, value: str) -> None:
+    call = cluster.inference.ListModels(pb.ListModelsRequest(), metadata=((name, value),))
+    assert name not in dict(await call.initial_metadata())
+    reply = await cluster.http.get("/health", headers={name: value})
+    assert reply.headers.get(name) != value
+
+
 async def test_the_open_inference_protocol_refuses_bytes_that_are_no_message(cluster: Any) -> None:
     call = cluster.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-    with pytest.raises(grpc.aio.AioRpcError, match="DecodeError"):
+    with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT"):
         await call(b"\xff" * 100)
     stub = GRPCInferenceServiceStub(cluster.channel)
     tensor = oip.ModelInferRequest.InferInputTensor(name="input_ids", datatype="INT64", shape=[2**62])

@@ -1,0 +1,142 @@
+"""The ways a Redis may be set up, from real servers: behind TLS, with a restricted user, watched by a sentinel, a
+cluster. For tests of what speaks to Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+HOST = "127.0.0.1"
+START_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    url: str
+
+
+class TcpServer:
+    """A server on a port of its own; `lines` are of its configuration file."""
+
+    def __init__(self, folder: Path, binary: str, *lines: str, sentinel: bool = False) -> None:
+        folder.mkdir()
+        self.port = free_port()
+        config = folder / "redis.conf"
+        base = (f"port {self.port}", f"bind {HOST}", f"dir {folder}", "protected-mode no")
+        stored = () if sentinel else ('save ""', "appendonly no")
+        config.write_text("\n".join((*base, *stored, *lines, "")))
+        command = [binary, str(config), *(["--sentinel"] if sentinel else [])]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        self.redis = Redis(host=HOST, port=self.port, decode_responses=True)
+        eventually(self.redis.ping)
+
+    @property
+    def url(self) -> str:
+        return f"redis://{HOST}:{self.port}"
+
+    def kill(self) -> None:
+        self.redis.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def eventually(condition: Callable[[], object], timeout_s: float = START_S) -> None:
+    """Until it says something true. Raises TimeoutError."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if condition():
+                return
+        except RedisError:
+            pass
+        time.sleep(0.05)
+    raise TimeoutError("the servers did not come together")
+
+
+def free_port() -> int:
+    """Far below where the port of a cluster's bus, 10,000 above, would end."""
+    while True:
+        with socket.socket() as sock:
+            sock.bind((HOST, 0))
+            port: int = sock.getsockname()[1]
+        if port < 55_000:
+            return port
+
+
+@contextlib.contextmanager
+def watched_pair(folder: Path, binary: str) -> Iterator[tuple[At, TcpServer]]:
+    """A master, its replica and a sentinel; what is given is the place and the master."""
+    master = TcpServer(folder / "master", binary)
+    replica = TcpServer(folder / "replica", binary, f"replicaof {HOST} {master.port}", "repl-diskless-sync-delay 0")
+    lines = (
+        f"sentinel monitor ours {HOST} {master.port} 1",
+        "sentinel down-after-milliseconds ours 300",
+        "sentinel failover-timeout ours 2000",
+    )
+    eventually(lambda: replica.redis.info("replication")["master_link_status"] == "up")
+    sentinel = TcpServer(folder / "sentinel", binary, *lines, sentinel=True)
+    try:
+        eventually(lambda: sentinel.redis.sentinel_slaves("ours"))
+        yield At(f"redis+sentinel://{HOST}:{free_port()},{HOST}:{sentinel.port}/ours"), master
+    finally:
+        for each in (sentinel, replica, master):
+            each.kill()
+
+
+def _tell(node: TcpServer, *command: str | int) -> str:
+    return str(node.redis.execute_command(*command))  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def sharded(folder: Path, binary: str) -> Iterator[tuple[At, list[TcpServer]]]:
+    """Three masters that share the slots."""
+    lines = ("cluster-enabled yes", "cluster-node-timeout 1000")
+    nodes = [TcpServer(folder / f"node-{number}", binary, *lines) for number in range(3)]
+    try:
+        for number, node in enumerate(nodes):
+            first, last = number * 16384 // 3, (number + 1) * 16384 // 3 - 1
+            _tell(node, "CLUSTER ADDSLOTSRANGE", first, last)
+            _tell(node, "CLUSTER MEET", HOST, nodes[0].port)
+        for node in nodes:
+            eventually(lambda node=node: "'cluster_state': 'ok'" in _tell(node, "CLUSTER INFO"))  # type: ignore[misc]
+        places = ",".join(f"{HOST}:{node.port}" for node in nodes)
+        yield At(f"redis+cluster://{places}"), nodes
+    finally:
+        for node in nodes:
+            node.kill()
+
+
+@contextlib.asynccontextmanager
+async def behind_tls(socket_path: Path, certificate: Mapping[str, str]) -> AsyncIterator[int]:
+    """A port that takes TLS for a server on a unix socket: not every build of a server has it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate["cert"], certificate["key"])
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            pass
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_unix_connection(socket_path)
+        await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer))
+
+    server = await asyncio.start_server(serve, HOST, 0, ssl=context)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()

@@ -1,0 +1,245 @@
+"""Hostile clients against a router process, from a process of their own, beside healthy traffic.
+
+What is asserted holds on any machine: healthy requests are answered, right and in time, and nothing is left behind.
+How their times compare is printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from router.testing import StubController, StubWorker, until
+from router.testing_bodies import multiplying_bodies
+from tandem.config import Disaggregation, Role, RouterSpec
+from tandem.launch import RouterLaunch, ServedModel
+from tandem.tokenizer import Tokenizer
+
+MODEL = "tiny"
+TIMEOUT_S = 30.0
+MIB = 1 << 20
+HEALTHY_AT_ONCE = 4
+CLIENT_TIMEOUT_S = 2.0
+SOAK = bool(os.environ.get("TANDEM_SOAK"))
+
+
+class Site:
+    """A router process with stub workers, and one healthy client."""
+
+    patience_s = 10 * TIMEOUT_S if SOAK else TIMEOUT_S
+
+    def __init__(self, folder: Path, model_dir: Path) -> None:
+        self._launch = folder / "router.json"
+        self._model_dir = model_dir
+        self._controller = StubController()
+        self.workers = [StubWorker(name, role, MODEL, total_blocks=4096) for name, role in (
+            ("p0", Role.PREFILL), ("d0", Role.DECODE))]  # fmt: skip
+        tokenizer = Tokenizer.load(model_dir)
+        fine = tokenizer.encode("fine", add_special_tokens=False)
+        for worker in self.workers:
+            worker.behaviour.answer = lambda prompt: fine if len(prompt) > 8 else [70] * 1500
+        self.http: httpx.AsyncClient
+
+    async def start(self) -> None:
+        await self._controller.start()
+        for worker in self.workers:
+            await worker.start()
+        await self._controller.set_workers(*self.workers)
+        spec = RouterSpec(
+            http_port=0,
+            grpc_port=0,
+            disaggregation=Disaggregation.ALWAYS,
+            client_timeout_s=CLIENT_TIMEOUT_S,
+            keep_alive_s=CLIENT_TIMEOUT_S,
+        )
+        served = ServedModel(name=MODEL, model_dir=str(self._model_dir), model_fingerprint="f", block_tokens=16)
+        launch = RouterLaunch(
+            cluster="test",
+            router_id="router-0",
+            router=spec,
+            models=(served,),
+            controller_address=self._controller.address,
+            redis_url=None,
+        )
+        self._launch.write_text(launch.model_dump_json())
+        command = [sys.executable, "-m", "router", "--launch", str(self._launch)]
+        with self._launch.with_suffix(".log").open("wb") as log:
+            self._router = await asyncio.create_subprocess_exec(*command, stderr=log)
+        self.process = psutil.Process(self._router.pid)
+        await until(lambda: "router ready" in self.log(), TIMEOUT_S)
+        ports = [re.search(rf"{name}=127.0.0.1:(\d+)", self.log()) for name in ("http", "grpc")]
+        self.http_port, self.grpc_port = (int(found.group(1)) if found else 0 for found in ports)
+        self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.http_port}", timeout=TIMEOUT_S)
+
+    def log(self) -> str:
+        return self._launch.with_suffix(".log").read_text()
+
+    async def stop(self) -> None:
+        await self.http.aclose()
+        self._router.terminate()
+        assert await self._router.wait() == 0
+        for worker in self.workers:
+            await worker.kill()
+        await self._controller.stop()
+
+    async def healthy(self, until_s: float) -> list[float]:
+        """Times of requests one after the other, each answered right."""
+        took: list[float] = []
+        while time.monotonic() < until_s or not took:
+            started_s = time.monotonic()
+            body = {"model": MODEL, "prompt": "a healthy request of some length"}
+            reply = await self.http.post("/v1/completions", json=body)
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["choices"][0]["text"] == "fine"
+            took.append(time.monotonic() - started_s)
+            await asyncio.sleep(0.01)
+        return took
+
+    async def traffic(self, seconds: float) -> list[float]:
+        until_s = time.monotonic() + seconds
+        each = await asyncio.gather(*(self.healthy(until_s) for _ in range(HEALTHY_AT_ONCE)))
+        return [took_s for times_s in each for took_s in times_s]
+
+    async def metric(self, name: str) -> float:
+        lines = (await self.http.get("/metrics")).text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    async def at_rest(self, descriptors: int) -> None:
+        """Until nothing is on its way and nothing is open that was not before."""
+        async with asyncio.timeout(self.patience_s):
+            while (
+                await self.metric("tandem_running_requests") + await self.metric("tandem_queued_requests")
+                or any(worker.known for worker in self.workers)
+                or self.process.num_fds() > descriptors
+            ):
+                await asyncio.sleep(0.1)
+
+
+class Attack:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def begin(cls, site: Site, name: str, count: int) -> Attack:
+        command = ["-m", "router.testing_hostile", name, str(site.http_port), str(site.grpc_port), str(count)]
+        pipe = asyncio.subprocess.PIPE
+        return cls(await asyncio.create_subprocess_exec(sys.executable, *command, stdin=pipe, stdout=pipe))
+
+    async def says(self, word: str) -> int:
+        assert self._process.stdout is not None
+        async with asyncio.timeout(10 * TIMEOUT_S):
+            line = await self._process.stdout.readline()
+        return int(json.loads(line)[word])
+
+    async def end(self) -> int:
+        """How many of its connections the router had closed."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+        closed = await self.says("closed")
+        await self._process.wait()
+        return closed
+
+
+@pytest.fixture
+async def site(tmp_path: Path, model_dir: Path) -> AsyncIterator[Site]:
+    site = Site(tmp_path, model_dir)
+    await site.start()
+    yield site
+    await site.stop()
+
+
+@dataclass(frozen=True)
+class Case:
+    """`left_open`: so many connections the router leaves open while the clients hold them (None: they do not). A gRPC
+    connection stays, its calls end. `rounds`: what the first made room for, the last may use."""
+
+    name: str
+    short: int
+    long: int
+    left_open: int | None
+    pace_s: float = 0.02
+    rounds: int = 2
+
+
+CASES = [
+    Case("cancel_storm", short=300, long=5000, left_open=None),
+    Case("slow_readers", short=12, long=500, left_open=1, pace_s=0.004),
+    Case("idle", short=1000, long=5000, left_open=0),
+    Case("slowloris", short=200, long=1000, left_open=0),
+    Case("rapid_reset", short=2000, long=20000, left_open=None, rounds=6),
+]
+
+
+def ms(times_s: list[float], percent: int) -> float:
+    return float(np.percentile(times_s, percent) * 1000)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+async def test_hostile_clients_harm_nobody_and_leave_nothing(site: Site, case: Case) -> None:
+    count = case.long if SOAK else case.short
+    for worker in site.workers:
+        # Slow readers take as much work as others: for more of them the workers, here in our process, go slower.
+        worker.behaviour.token_delay_s = case.pace_s * (count / case.short if case.name == "slow_readers" else 1)
+    calm_s = await site.traffic(1.0)
+    descriptors = site.process.num_fds()
+    grown: list[int] = []
+    under_s: list[float] = []
+    for _ in range(case.rounds):
+        attack = await Attack.begin(site, case.name, count)
+        made = asyncio.create_task(attack.says("made"))
+        while not made.done():
+            under_s += await site.traffic(0.5)
+        if case.left_open is not None:
+            deadline_s = time.monotonic() + site.patience_s
+            while site.process.num_fds() > descriptors + case.left_open:
+                assert time.monotonic() < deadline_s, "they are cut off while they hold their ends"
+                under_s += await site.traffic(0.5)
+        closed = await attack.end()
+        assert case.left_open is None or closed == await made - case.left_open
+        await site.at_rest(descriptors)
+        grown.append(site.process.memory_info().rss)
+    assert await site.traffic(0.5), "it serves as before"
+    print(
+        f"{case.name} × {count}: healthy p50/p99 {ms(calm_s, 50):.0f}/{ms(calm_s, 99):.0f} ms before, "
+        f"{ms(under_s, 50):.0f}/{ms(under_s, 99):.0f} ms meanwhile ({len(under_s)} requests), "
+        f"MiB after each round {[size // MIB for size in grown]}"
+    )
+    assert ms(under_s, 50) < 1000
+    assert grown[-1] - grown[-2] < 10 * MIB
+    assert "Traceback" not in site.log()
+
+
+async def test_bodies_that_multiply_are_refused_fast_and_do_not_hold_up_others(site: Site) -> None:
+    for worker in site.workers:
+        worker.behaviour.token_delay_s = 0.001
+    slowest: list[tuple[float, str]] = []
+    lags_s: list[float] = []
+    for path, body in multiplying_bodies():
+        took_s: list[float] = []
+        for _ in range(3):
+            refused = asyncio.create_task(site.http.post(f"/v1/{path}", content=body))
+            started_s = time.monotonic()
+            while not refused.done():
+                asked_s = time.monotonic()
+                assert (await site.http.get("/health")).status_code == 200
+                lags_s.append(time.monotonic() - asked_s)
+            reply = await refused
+            took_s.append(time.monotonic() - started_s)
+            assert reply.status_code == 400, (body[:60], reply.text)
+        slowest.append((min(took_s), f"{path} {body[:50]!r}"))
+    print(f"slowest refusal {max(slowest)[0] * 1000:.0f} ms ({max(slowest)[1]}), lag p99 {ms(lags_s, 99):.0f} ms")
+    assert max(slowest)[0] < 0.2
+    assert ms(lags_s, 99) < 200

@@ -1,0 +1,89 @@
+"""How long an HTTP client may keep the router waiting, and how many there may be."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tandem.config import RouterSpec
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture
+def spec() -> RouterSpec:
+    return RouterSpec(http_port=0, grpc_port=0, max_connections=4, client_timeout_s=0.4, keep_alive_s=0.4)
+
+
+async def connect(cluster: Any, *said: bytes) -> Connection:
+    reader, writer = await asyncio.open_connection("127.0.0.1", cluster.app.http_port)
+    for part in said:
+        writer.write(part)
+        await asyncio.sleep(0.01)
+    return reader, writer
+
+
+async def rest(reader: asyncio.StreamReader) -> bytes:
+    async with asyncio.timeout(5):
+        return await reader.read()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [],
+        [HEAD],
+        [HEAD + b"content-length: 100\r\n\r\n{"],
+        [HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"],
+        [b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /health HTTP/1.1\r\n"],
+    ],
+    ids=["nothing", "head", "body", "chunks", "the second head"],
+)
+async def test_a_request_that_does_not_end_is_answered_408(cluster: Any, said: list[bytes]) -> None:
+    reader, writer = await connect(cluster, *said)
+    answers = await rest(reader)
+    assert answers.rpartition(b"HTTP/1.1")[2].startswith(b" 408 ")
+    writer.close()
+
+
+async def test_dripping_does_not_help(cluster: Any) -> None:
+    reader, writer = await connect(cluster, HEAD)
+
+    async def drip() -> None:
+        while not reader.at_eof():
+            writer.write(b"a: b\r\n")
+            await asyncio.sleep(0.05)
+
+    dripping = asyncio.create_task(drip())
+    assert (await rest(reader)).startswith(b"HTTP/1.1 408 ")
+    await dripping
+
+
+async def test_a_connection_without_a_request_is_closed(cluster: Any) -> None:
+    reader, writer = await connect(cluster, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert (await rest(reader)).endswith(b'{"status":"ok"}')
+    writer.close()
+
+
+async def test_an_answer_may_take_longer_than_clients_may(cluster: Any) -> None:
+    cluster.says("slowly")
+    cluster.decode.behaviour.token_delay_s = 0.3
+    assert (await cluster.openai.completions.create(model="tiny", prompt="x")).choices[0].text == "slowly"
+    await cluster.settled()
+
+
+async def test_one_connection_too_many_is_refused_and_the_others_serve(cluster: Any) -> None:
+    held = [await connect(cluster, HEAD) for _ in range(4)]
+    reader, writer = await connect(cluster)
+    answer = await rest(reader)
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b"retry-after: 1" in answer
+    writer.close()
+    for _, each in held:
+        each.close()
+    async with asyncio.timeout(5):
+        while (await cluster.http.get("/health")).status_code != 200:
+            await asyncio.sleep(0.05)

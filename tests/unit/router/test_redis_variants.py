@@ -1,0 +1,92 @@
+"""The prefix index through each way of setting up Redis: a worker's events reach a router, and a loss is made good."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.redis_probe import check_redis
+from router.testing import until
+from router.testing_index import A1, BINARIES, CHAIN, Place, Server, Side, publishing, store
+from router.testing_redis import HOST, At, behind_tls, sharded, watched_pair
+from tandem.errors import ConfigError
+
+
+@pytest.fixture(params=BINARIES, ids=lambda binary: Path(binary).name)
+def binary(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@asynccontextmanager
+async def following(place: Place) -> AsyncIterator[Side]:
+    side = Side(place)
+    side.follower.start()
+    side.follower.set_workers([A1])
+    yield side
+    await side.follower.close()
+
+
+async def test_over_tls_with_the_authority_that_the_url_names(
+    server: Server, tmp_path: Path, authority: Callable[[str], Any]
+) -> None:
+    ours, other = authority("ours"), authority("theirs")
+    async with behind_tls(tmp_path / "redis.sock", ours.issue("server")) as port:
+        url = f"rediss://{HOST}:{port}/0?ssl_check_hostname=false&ssl_ca_certs="
+        place = At(f"{url}{ours.ca}")
+        async with publishing(place) as publisher, following(place) as side:
+            store(publisher, 5)
+            await side.sees({A1: 5})
+            stranger = Side(At(f"{url}{other.ca}"))
+            stranger.follower.start()
+            stranger.follower.set_workers([A1])
+            async with following(place) as late:
+                await late.sees({A1: 5})
+            assert stranger.mirror.match(CHAIN) == {}
+            assert not stranger.follower.connected
+            await stranger.follower.close()
+
+
+async def test_sentinels_lead_to_the_new_master(binary: str, tmp_path: Path) -> None:
+    with watched_pair(tmp_path, binary) as (place, master):
+        assert await asyncio.to_thread(check_redis, place.url)
+        async with publishing(place) as publisher, following(place) as side:
+            store(publisher, 3)
+            await side.sees({A1: 3})
+            await asyncio.to_thread(master.kill)
+            store(publisher, 6)
+            await until(lambda: side.mirror.match(CHAIN) == {A1: 6}, 20.0)
+
+
+async def test_a_cluster_is_one_redis(binary: str, tmp_path: Path) -> None:
+    with sharded(tmp_path, binary) as (place, nodes):
+        assert await asyncio.to_thread(check_redis, place.url)
+        async with publishing(place) as publisher, following(place) as side:
+            store(publisher, 5)
+            await side.sees({A1: 5})
+            for node in nodes:
+                node.redis.flushall()
+            store(publisher, 7)
+            await side.sees({A1: 7})
+            async with following(place) as late:
+                await late.sees({A1: 7})
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://x", "redis+sentinel://x:1", "redis+sentinel:///ours", "redis+cluster://", "redis+cluster://x:word"],
+)
+def test_what_is_no_url_of_ours_is_refused_by_the_field_s_name(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"redis\.url: expected"):
+        check_redis(url, timeout_s=0.5)
+
+
+def test_passwords_are_not_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_redis("redis+sentinel://user:hunter2@127.0.0.1:1,127.0.0.1:2/ours", timeout_s=0.5)
+    assert "hunter2" not in caught.value.message
+    assert "127.0.0.1:1,127.0.0.1:2" in caught.value.message
