@@ -105,8 +105,9 @@ async def _write_all(responses: AsyncGenerator[Any, None], context: Any, client_
     except asyncio.CancelledError:
         if not patience.ended:
             raise
-        # The status waits behind what is unread. As cancelled, the call ends without it, and its place is free.
-        with contextlib.suppress(TimeoutError):
+        # The status waits behind what is unread, or the library refuses it as one operation too many (an exception of
+        # its own). As cancelled, the call ends without it, and its place is free.
+        with contextlib.suppress(Exception):
             async with asyncio.timeout(_LAST_WORDS_S):
                 await abort(context, RequestCancelled(f"expected the answer to be read within {client_timeout_s:g} s"))
         raise
