@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from router.sse import SCOPE_KEY
 
 MAX_CONNECTIONS = 8192
 MAX_HEADER_BYTES = 64 << 10
@@ -29,3 +31,23 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_headers = False
         super().on_headers_complete()
+        self.cycle.scope[SCOPE_KEY] = _Body(self.cycle)  # type: ignore[typeddict-unknown-key]
+
+
+class _Body:
+    """router.sse.Connection: chunks go into the transport as uvicorn's `send` would write them."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._write = cycle.transport.write
+
+    @property
+    def write_paused(self) -> bool:
+        return self._cycle.flow.write_paused and not self._cycle.disconnected
+
+    async def drained(self) -> None:
+        await self._cycle.flow.drain()
+
+    def write_chunk(self, data: bytes) -> None:
+        if not self._cycle.disconnected:
+            self._write(b"%x\r\n%b\r\n" % (len(data), data))

@@ -115,12 +115,12 @@ class ResponseStream:
         self._on_cancel = on_cancel
         self._pieces: list[Piece] = []
         self._error: TandemError | None = None
-        self._wake = asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._wake: Callable[[], None] = self._arrived.set
 
-    def wake_with(self, event: asyncio.Event) -> None:
-        """Sets `event` from now on when something has come: one reader can then wait for several streams."""
-        self._wake = event
-        event.set()
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """Calls `wake` from now on when something has come: one reader can then wait for several streams."""
+        self._wake = wake
 
     def take(self) -> list[Piece]:
         """What has come since the last call. Raises the TandemError that ended the request, after all else."""
@@ -139,16 +139,16 @@ class ResponseStream:
     def put(self, piece: Piece) -> bool:
         """False when the reader has left too much unread."""
         self._pieces.append(piece)
-        self._wake.set()
+        self._wake()
         return len(self._pieces) <= MAX_UNREAD_PIECES
 
     def finish(self, final: Final) -> None:
         self.final = final
-        self._wake.set()
+        self._wake()
 
     def fail(self, error: TandemError) -> None:
         self._error = error
-        self._wake.set()
+        self._wake()
 
     def cancel(self) -> None:
         """The reader wants no more. Idempotent; nothing happens after the end."""
@@ -163,5 +163,5 @@ class ResponseStream:
                 continue
             if self.final is not None:
                 return
-            self._wake.clear()
-            await self._wake.wait()
+            self._arrived.clear()
+            await self._arrived.wait()
