@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from router.output import Final, Piece, ResponseStream, Usage
 from router.request import ServingModel, ValidRequest
 from tandem.errors import TandemError
@@ -18,8 +20,7 @@ class Submitted:
     stream: ResponseStream
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True):
     """What came of the answer `index`; `final` set: it was the last."""
 
     index: int

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from kvtransfer.causes import HandoffCause
 from router.index_metrics import IndexCollector
+from router.labelled import Counter, Gauge, Histogram
 from router.output import Final
 from router.policies.types import PlacementReason, WaitReason
 from router.prefix_index.follower import PrefixFollower
