@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ MODEL = "bench"
 
 BLOCK_TOKENS = 16
 START_TIMEOUT_S = 30.0
+CORES = os.sched_getaffinity(0)
+ROUTER_CORE = {max(CORES)}
+OTHER_CORES = CORES - ROUTER_CORE or CORES
 WORDS = """time year people way day man thing woman life child world school state family student group country problem
 hand part place case week company system program question work government number night point home water room mother
 area money story fact month lot right study book eye job word business issue side kind head house service friend father
@@ -146,6 +149,17 @@ def _model_dir(folder: Path, *, demo: bool) -> Path:
     return write_tiny_llama(folder / "model", vocab=4096, max_positions=4096)
 
 
+@contextmanager
+def _on(cores: set[int]) -> Iterator[None]:
+    """What is started meanwhile runs on these cores, with all its threads."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def _start_stubs(folder: Path, sizes: Sizes) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.router_stubs", "--model", MODEL, "--answer", f"{folder}/answer.json"]
     command += ["--prefill", str(sizes.prefill_workers), "--decode", str(sizes.decode_workers)]
@@ -162,6 +176,7 @@ def _start_router(
         grpc_port=ports[1],
         disaggregation=Disaggregation.ALWAYS,  # the same way for every request
         max_queued_requests=4096,
+        max_prefill_tokens_in_flight=1 << 17,  # the router is measured, not the pace of the stubs
     )
     served = ServedModel(
         name=MODEL, model_dir=str(model_dir), model_fingerprint="bench", block_tokens=BLOCK_TOKENS
@@ -177,12 +192,8 @@ def _start_router(
     )
     path = folder / "router.json"
     path.write_text(launch.model_dump_json())
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(cores)})  # inherited by the router, and by all its threads
-    try:
+    with _on(ROUTER_CORE):
         return subprocess.Popen([sys.executable, "-m", "router", "--launch", str(path)])
-    finally:
-        os.sched_setaffinity(0, cores)
 
 
 def _free_port() -> int:
@@ -235,6 +246,11 @@ async def _round(bench: Bench, client: Client, load: Any) -> Round:
 
 
 async def _figures(sizes: Sizes) -> list[Figure]:
+    with _on(OTHER_CORES):  # the stubs and the clients
+        return await _beside(sizes)
+
+
+async def _beside(sizes: Sizes) -> list[Figure]:
     async with bench(sizes) as running:
         http = HttpClient(running.http_port, MODEL, sizes.answer_tokens)
         grpc = GrpcClient(running.grpc_port, MODEL, sizes.answer_tokens)

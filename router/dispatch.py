@@ -83,6 +83,11 @@ class Dispatcher:
         self._metrics.set_load(queued=len(self._admission), running=len(self._running))
         self._set_timer(now_s)
 
+    def pump_waiting(self) -> None:
+        """A worker may have room now: of no interest while nobody waits."""
+        if len(self._admission):
+            self.pump()
+
     async def close(self) -> None:
         """Refuses new requests and cancels those there are."""
         self._closed = True
