@@ -52,12 +52,20 @@ class Answers:
     def take(self) -> list[Arrival]:
         """What has come since the last call. Raises the TandemError of the first answer that fails, and cancels the
         rest."""
+        arrivals: list[Arrival] = []
+        has_final = False
         try:
-            arrivals = [arrival for index in self._waiting if (arrival := self._take(index)) is not None]
+            for index in self._waiting:
+                stream = self.submitted[index].stream
+                pieces = stream.take()
+                final = self._finals[index] = stream.final if stream.has_ended else None
+                if pieces or final is not None:
+                    arrivals.append(Arrival(index, pieces, final))
+                    has_final = has_final or final is not None
         except TandemError:
             self.cancel()
             raise
-        if any(arrival.final is not None for arrival in arrivals):
+        if has_final:
             self._waiting = [index for index in self._waiting if self._finals[index] is None]
         return arrivals
 
@@ -69,14 +77,6 @@ class Answers:
             wake.clear()
             await wake.wait()
         return arrivals
-
-    def _take(self, index: int) -> Arrival | None:
-        stream = self.submitted[index].stream
-        pieces = stream.take()
-        if stream.has_ended:
-            self._finals[index] = stream.final
-        final = self._finals[index]
-        return Arrival(index, pieces, final) if pieces or final is not None else None
 
     def cancel(self) -> None:
         """The reader wants no more. Idempotent."""

@@ -163,7 +163,8 @@ class RequestRun:
 
     def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None:
         now_s = self._last_token_s = self._clock.now_s()
-        if self.lifecycle.state is not RequestState.DECODING:  # else there is nothing but the token
+        decoding = self.lifecycle.state is RequestState.DECODING  # and there is nothing but the token
+        if not decoding:
             if not self._answer and not self._take_prompt_scores():
                 worker = link.key.worker_id
                 self._fail_or_retry(InternalError(f"worker {worker} left out logprobs of the prompt"))
@@ -177,7 +178,7 @@ class RequestRun:
             self._end_cancelled(RequestCancelled("the client left too much of the answer unread"))
         elif self._assembler.stopped:
             self._finish(FinishReason.STOP)
-        elif self.lifecycle.state is RequestState.PREFILLING:
+        elif not decoding and self.lifecycle.state is RequestState.PREFILLING:
             self._after_first_token(token.token_id)
 
     def on_ended(self, link: WorkerLink, ended: worker_pb2.Ended) -> None:

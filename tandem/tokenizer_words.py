@@ -19,6 +19,7 @@ MAX_WORDS = 1 << 16
 MAX_LEARNT = 64  # words of one text; one that has more unknown ones is encoded whole
 
 _CUT = re.compile(r"(?<=[!-~])(?= [A-Za-z])")
+_VISIBLE, _LETTER, _BETWEEN = re.compile("[!-~]"), re.compile("[A-Za-z]"), re.compile("(?s) [A-Za-z]([^ ]*[!-~])?")
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS = frozenset(
@@ -32,7 +33,8 @@ class WordMemory:
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
-        self._known: dict[str, tuple[int, ...]] = {}
+        self._known: dict[str, tuple[int, ...]] = {}  # as they are cut, most with a space before them
+        self._between: dict[str, tuple[int, ...]] = {}  # without it: those that are cut off on both sides anywhere
 
     @classmethod
     def of(cls, inner: tokenizers.Tokenizer) -> WordMemory | None:
@@ -43,14 +45,21 @@ class WordMemory:
         """As the library does without special tokens; None for a text that it should encode whole."""
         if len(text) > MAX_TEXT_CHARS:
             return None
-        words = _CUT.split(text)
-        ids: list[int] = []
-        known = self._known
+        return self._recall(text.split(" ")) or self._learn(_CUT.split(text))
+
+    def _recall(self, parts: list[str]) -> list[int] | None:
+        """Of a text of known words with single spaces between them, which most texts are."""
+        first, last = parts[0], parts[-1]
+        if len(parts) < 2 or not _VISIBLE.fullmatch(first[-1:]) or not _LETTER.fullmatch(last[:1]):
+            return None
+        between = self._between
         try:
-            for word in words:
-                ids += known[word]
+            ids = list(self._known[first])
+            for part in parts[1:-1]:
+                ids += between[part]
+            ids += self._known[" " + last]
         except KeyError:
-            return self._learn(words)
+            return None
         return ids
 
     def _learn(self, words: list[str]) -> list[int] | None:
@@ -59,7 +68,12 @@ class WordMemory:
         fresh = {word: self._tokens(word) for word in unknown[:MAX_LEARNT]}
         if len(known) > MAX_WORDS:
             known.clear()
-        known.update((word, tokens) for word, tokens in fresh.items() if len(word) <= MAX_WORD_CHARS)
+            self._between.clear()
+        for word, tokens in fresh.items():
+            if len(word) <= MAX_WORD_CHARS:
+                known[word] = tokens
+                if _BETWEEN.fullmatch(word):
+                    self._between[word[1:]] = tokens
         found = [fresh.get(word) or known.get(word) for word in words]
         if None in found:
             return None
