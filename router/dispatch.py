@@ -109,14 +109,14 @@ class Dispatcher:
     def _place(self, run: RequestRun) -> bool:
         if self._too_long(run):
             return True
-        placement = self._decide(run)
+        placement = self.decide(run)
         if isinstance(placement, WaitReason) and run.excluded:
             # Nobody else can take it: decode workers that failed or refused are asked again,
             run.excluded -= {worker.key.worker_id for worker in self.fleet.ready(run.request.model, Role.DECODE)}
-            placement = self._decide(run)
+            placement = self.decide(run)
         if isinstance(placement, WaitReason) and run.excluded:
             run.excluded = frozenset()  # and then all.
-            placement = self._decide(run)
+            placement = self.decide(run)
         if isinstance(placement, WaitReason):
             if run.waiting_for is not placement:
                 self._metrics.waited(run.request.model, placement)
@@ -131,7 +131,8 @@ class Dispatcher:
         run.start(decode, prefill)
         return True
 
-    def _decide(self, run: RequestRun) -> Placement | WaitReason:
+    def decide(self, run: RequestRun) -> Placement | WaitReason:
+        """Where it would go now, or why it would wait. Changes nothing."""
         model = run.request.model
         decode, prefill = self.fleet.ready(model, Role.DECODE), self.fleet.ready(model, Role.PREFILL)
         if decode:
