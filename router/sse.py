@@ -111,19 +111,19 @@ class _Pump:
             self.ended.set_exception(error)
 
     def _move(self) -> None:
+        """All that has come, and the end when that has come too: an error is told only after what came before it."""
+        events: list[bytes] = []
         try:
-            arrivals = self._answers.take()
-            if not arrivals:
-                return
-            events = self._form.events(arrivals)
+            while not self._answers.ended and (arrivals := self._answers.take()):
+                events += self._form.events(arrivals)
             if self._answers.ended:
                 events += self._form.end()
                 self.ended.set_result(None)
-            self._write(events)
         except TandemError as error:
             if error.code is not ErrorCode.CANCELLED:
-                self._write(self._form.failed(error))
+                events += self._form.failed(error)
             self.ended.set_result(None)
+        self._write(events)
 
     def _write(self, events: list[bytes]) -> None:
         if events:
