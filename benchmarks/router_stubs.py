@@ -22,21 +22,27 @@ import grpc
 import uvloop
 
 from router.testing import RECEIVED, SENT, StubController
+from tandem.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.config import Role
 from tandem.kvcache.layout import blocks_for
+from tandem.prefix_events import join_hashes
 from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
 from tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from worker.event_publisher import EventPublisher
 from worker.wire import PROTOCOL_VERSION
 
+CLUSTER = "bench"
+FINGERPRINT = "bench"
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 9 << 10
-TOTAL_BLOCKS = 1 << 16
+TOTAL_BLOCKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
     step_s: float  # a decode worker's step: one token for each of its requests
     prefill_s: float  # from a prompt's arrival to its first token
+    prefill_tokens_per_s: float | None = None  # instead: prompts one after the other, and what is cached is spared
 
 
 @dataclass(slots=True)
@@ -60,19 +66,49 @@ class Sent:
     """Of one request, on this worker."""
 
     taken_s: float
+    cached_tokens: int = 0
     tokens_s: list[float] = field(default_factory=list)
+
+
+class PrefixCache:
+    """Of a worker that has memory enough for ever."""
+
+    def __init__(self, publisher: EventPublisher) -> None:
+        self._publisher = publisher
+        self._held: set[BlockHash] = set()
+
+    def take(self, prompt: Sequence[int]) -> tuple[int, list[BlockHash]]:
+        """Cached tokens of a prompt, and the blocks that will be there when it is computed."""
+        hashes = hash_blocks(prompt, BLOCK_TOKENS, HashKey(FINGERPRINT))
+        known = next((at for at, each in enumerate(hashes) if each not in self._held), len(hashes))
+        self._held.update(hashes)
+        return min(known * BLOCK_TOKENS, len(prompt) - 1), hashes[known:]
+
+    def computed(self, blocks: Sequence[BlockHash]) -> None:
+        if blocks:
+            self._publisher.publish(True, join_hashes(blocks))
 
 
 class PacedWorker(WorkerServicer):
     """Answers with `answer`, over and over, until the request's limit. Says its load whenever it changed, as real
     workers do; between steps it answers at once."""
 
-    def __init__(self, worker_id: str, role: Role, model: str, pace: Pace, answer: Sequence[int]) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        role: Role,
+        model: str,
+        pace: Pace,
+        answer: Sequence[int],
+        cache: PrefixCache | None = None,
+    ) -> None:
         self.worker_id = worker_id
         self.role = role
         self._model = model
         self._pace = pace
         self._answer = answer
+        self._cache = cache
+        self._free_at_s = 0.0  # when the prompts there are will have been computed
         self.sent: dict[str, Sent] = {}
         self._running: dict[str, _Running] = {}
         self._prefilling: dict[str, asyncio.TimerHandle] = {}
@@ -168,15 +204,30 @@ class PacedWorker(WorkerServicer):
         self._flush({session: worker_pb2.WorkerFrame(reserved=[reserved])})
 
     def _begin(self, session: _Session, work: worker_pb2.Work) -> None:
-        self.sent[work.request_id] = Sent(time.monotonic())
+        now_s = time.monotonic()
+        sent = self.sent[work.request_id] = Sent(now_s)
+        fresh: list[BlockHash] = []
+        done_s = now_s + self._pace.prefill_s
+        if self._cache is not None and self._pace.prefill_tokens_per_s is not None:
+            sent.cached_tokens, fresh = self._cache.take(work.prompt)
+            took_s = (len(work.prompt) - sent.cached_tokens) / self._pace.prefill_tokens_per_s
+            done_s = self._free_at_s = max(now_s, self._free_at_s) + took_s
         loop = asyncio.get_running_loop()
-        self._prefilling[work.request_id] = loop.call_later(self._pace.prefill_s, self._prefilled, session, work)
+        timer = loop.call_later(done_s - now_s, self._prefilled, session, work, fresh)
+        self._prefilling[work.request_id] = timer
+        self._flush({})
 
-    def _prefilled(self, session: _Session, work: worker_pb2.Work) -> None:
+    def _prefilled(self, session: _Session, work: worker_pb2.Work, fresh: Sequence[BlockHash]) -> None:
         wire_id = work.request_id
         del self._prefilling[wire_id]
-        self.sent[wire_id].tokens_s.append(time.monotonic())
-        frame = worker_pb2.WorkerFrame(tokens=[worker_pb2.StepToken(request_id=wire_id, token_id=self._answer[0])])
+        if self._cache is not None:
+            self._cache.computed(fresh)
+        sent = self.sent[wire_id]
+        sent.tokens_s.append(time.monotonic())
+        first = worker_pb2.StepToken(
+            request_id=wire_id, token_id=self._answer[0], cached_tokens=sent.cached_tokens
+        )
+        frame = worker_pb2.WorkerFrame(tokens=[first])
         if self.role is Role.PREFILL:
             frame.handoffs.append(self._done(work, worker_pb2.HandoffDone(sent=SENT)))
         elif work.sampling.max_tokens > 1:
@@ -225,19 +276,23 @@ class PacedWorker(WorkerServicer):
 
     def _load(self) -> worker_pb2.WorkerLoad:
         used = sum(blocks_for(run.kept, BLOCK_TOKENS) for run in self._running.values())
+        waiting_s = max(0.0, self._free_at_s - time.monotonic())
         return worker_pb2.WorkerLoad(
             running_requests=len(self._running),
             waiting_requests=len(self._prefilling),
+            waiting_tokens=round(waiting_s * (self._pace.prefill_tokens_per_s or 0.0)),
             blocks=worker_pb2.BlockCounts(free=TOTAL_BLOCKS - used, in_use=used, total=TOTAL_BLOCKS),
         )
 
 
 async def serve(options: argparse.Namespace) -> None:
     answer = json.loads(options.answer.read_text())
-    pace = Pace(options.step_ms / 1000, options.prefill_ms / 1000)
+    pace = Pace(options.step_ms / 1000, options.prefill_ms / 1000, options.prefill_tokens_per_s)
     names = [(Role.PREFILL, f"p{number}") for number in range(options.prefill)]
     names += [(Role.DECODE, f"d{number}") for number in range(options.decode)]
-    workers = [PacedWorker(name, role, options.model, pace, answer) for role, name in names]
+    publishers = {name: _publisher(name, options.redis) for _, name in names} if options.redis else {}
+    caches = {name: PrefixCache(publisher) for name, publisher in publishers.items()}
+    workers = [PacedWorker(name, role, options.model, pace, answer, caches.get(name)) for role, name in names]
     controller = StubController()
     await controller.start()
     decoders = [worker for worker in workers if worker.role is Role.DECODE]
@@ -245,6 +300,7 @@ async def serve(options: argparse.Namespace) -> None:
         await worker.start()
     # Their steps fall apart, as those of workers that know nothing of each other.
     steps = [asyncio.create_task(each.steps(at * pace.step_s / len(decoders))) for at, each in enumerate(decoders)]
+    steps += [asyncio.create_task(publisher.run()) for publisher in publishers.values()]
     await controller.set_infos([worker.info() for worker in workers])
     print(json.dumps({"controller": controller.address}), flush=True)
     while await asyncio.to_thread(sys.stdin.readline):
@@ -253,12 +309,17 @@ async def serve(options: argparse.Namespace) -> None:
         task.cancel()
 
 
+def _publisher(worker_id: str, redis_url: str) -> EventPublisher:
+    return EventPublisher(cluster=CLUSTER, worker_id=worker_id, epoch=1, redis_url=redis_url)
+
+
 def _log(workers: Sequence[PacedWorker]) -> dict[str, dict[str, Any]]:
     """By request (not attempt): when its prompt was taken up, and its tokens' times in order."""
     log: dict[str, dict[str, Any]] = {}
     for worker in workers:  # prefill workers first
         for wire_id, sent in worker.sent.items():
-            entry = log.setdefault(wire_id.rpartition(".")[0], {"taken_s": sent.taken_s, "tokens_s": []})
+            fresh = {"taken_s": sent.taken_s, "cached_tokens": sent.cached_tokens, "tokens_s": []}
+            entry = log.setdefault(wire_id.rpartition(".")[0], fresh)
             entry["tokens_s"] += sent.tokens_s
         worker.sent.clear()
     return log
@@ -272,6 +333,8 @@ def main() -> int:
     parser.add_argument("--decode", type=int, default=4)
     parser.add_argument("--step-ms", type=float, default=20)
     parser.add_argument("--prefill-ms", type=float, default=5)
+    parser.add_argument("--prefill-tokens-per-s", type=float, help="with --redis: prompts are computed at this pace")
+    parser.add_argument("--redis", help="URL; workers cache prefixes, and publish what they cache")
     uvloop.run(serve(parser.parse_args()))
     return 0
 
