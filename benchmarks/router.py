@@ -29,7 +29,7 @@ FIGURES: dict[str, Callable[[bool], Iterator[Figure]]] = {  # called with: wheth
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.router", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figure", action="append", choices=FIGURES, help="only these (may be repeated)")
-    parser.add_argument("--trace", type=Path, help="a trace in Mooncake's format: the share of cache hits, and only that")
+    parser.add_argument("--trace", type=Path, help="in Mooncake's format: the share of cache hits, and only that")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -29,12 +29,15 @@ START_TIMEOUT_S = 60.0
 CORES = os.sched_getaffinity(0)
 ROUTER_CORE = {max(CORES)}
 OTHER_CORES = CORES - ROUTER_CORE or CORES
-WORDS = """time year people way day man thing woman life child world school state family student group country problem
-hand part place case week company system program question work government number night point home water room mother
-area money story fact month lot right study book eye job word business issue side kind head house service friend father
-power hour game line end member law car city community name president team minute idea body information back parent
-face others level office door health person art war history party result change morning reason research girl guy moment
-air teacher force education""".split()
+COMMON_WORDS = (
+    "time year people way day man thing woman life child world school state family student group country problem "
+    "hand part place case week company system program question work government number night point home water room "
+    "mother area money story fact month lot right study book eye job word business issue side kind head house "
+    "service friend father power hour game line end member law car city community name president team minute idea "
+    "body information back parent face others level office door health person art war history party result change "
+    "morning reason research girl guy moment air teacher force education"
+)
+WORDS = COMMON_WORDS.split(" ")
 
 
 @dataclass(frozen=True, slots=True)

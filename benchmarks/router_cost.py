@@ -39,8 +39,15 @@ class Sizes:
 
 
 QUICK = Sizes(
-    prompt_tokens=32, answer_tokens=4, step_ms=2, http_streams=4, grpc_streams=4, seconds=0.3, rounds=1, demo_model=False
-)  # fmt: skip
+    prompt_tokens=32,
+    answer_tokens=4,
+    step_ms=2,
+    http_streams=4,
+    grpc_streams=4,
+    seconds=0.3,
+    rounds=1,
+    demo_model=False,
+)
 
 ROUTER = RouterSpec(
     disaggregation=Disaggregation.ALWAYS,  # the same way for every request

@@ -1,4 +1,4 @@
-"""One decision about a very long prompt, in this process: the dispatcher's look-up and policy, and the hashing before."""
+"""One decision about a very long prompt, in this process: its hashing, the dispatcher's look-up and policy."""
 
 from __future__ import annotations
 
@@ -88,8 +88,9 @@ async def _decisions(prompt: list[int], sizes: Sizes) -> list[float]:
             hashes = hash_blocks(prompt, BLOCK_TOKENS, HashKey("bench"))
             dice = np.random.default_rng(1)
             for number, stub in enumerate(stubs, start=1):
-                held = join_hashes(hashes[: number * len(hashes) // len(stubs)]) + dice.bytes(HASH_BYTES * FILLER_BLOCKS)
-                app.mirror.load(stub.worker_id, PrefixSnapshot(1, 0, held))
+                held = join_hashes(hashes[: number * len(hashes) // len(stubs)])
+                filler = dice.bytes(HASH_BYTES * FILLER_BLOCKS)
+                app.mirror.load(stub.worker_id, PrefixSnapshot(1, 0, held + filler))
             return [_decide_ms(app, prompt, hashes) for _ in range(sizes.runs)]
         finally:
             await app.close()
@@ -101,9 +102,13 @@ async def _decisions(prompt: list[int], sizes: Sizes) -> list[float]:
 def _launch(folder: Path, controller: str) -> RouterLaunch:
     model_dir = write_tiny_llama(folder / "model", vocab=VOCAB, max_positions=1 << 18)
     served = ServedModel(name=MODEL, model_dir=str(model_dir), model_fingerprint="bench", block_tokens=BLOCK_TOKENS)
-    spec = RouterSpec(http_port=0, grpc_port=0)
     return RouterLaunch(
-        cluster="bench", router_id="router-0", router=spec, models=(served,), controller_address=controller, redis_url=None
+        cluster="bench",
+        router_id="router-0",
+        router=RouterSpec(http_port=0, grpc_port=0),
+        models=(served,),
+        controller_address=controller,
+        redis_url=None,
     )
 
 

@@ -12,8 +12,8 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from tandem.v1 import inference_pb2
 
 TRACE_BLOCK_TOKENS = 512  # of the trace's hash ids
 VOCAB = 4096
+START_TIMEOUT_S = 10.0
 FIRST_TOKEN = 300  # below are special tokens and bytes
 WORKERS = 8
 
@@ -99,28 +100,31 @@ def figures(sizes: Sizes, trace: Path) -> Iterator[Figure]:
     for policy in sizes.policies:
         if policy is not None and "policy" not in RouterSpec.model_fields:
             continue
-        outcome = uvloop.run(_replay(sizes, requests, policy))
+        outcome = _replay(sizes, requests, policy)
         share = outcome.cached_tokens / golden
         name = f"router.hit_share{'' if policy is None else '.' + policy}"
         yield Figure(name, round(share, 3), "1")
         yield Figure(f"{name}.ttft_mean_ms", round(statistics.fmean(outcome.ttft_ms), 1), "ms")
 
 
-async def _replay(sizes: Sizes, requests: Sequence[TracedRequest], policy: str | None) -> Outcome:
+def _replay(sizes: Sizes, requests: Sequence[TracedRequest], policy: str | None) -> Outcome:
     spec = RouterSpec(
         disaggregation=Disaggregation.NEVER,
         max_queued_requests=4096,
         max_prefill_tokens_in_flight=1 << 30,  # no request waits: what is compared is where they go
         **({} if policy is None else {"policy": policy}),
     )
-    with tempfile.TemporaryDirectory() as folder:
-        model_dir = write_tiny_llama(Path(folder) / "model", vocab=VOCAB, max_positions=1 << 18)
-        async with _redis(Path(folder)) as url:
-            pace = ("--step-ms", "5", "--prefill-tokens-per-s", str(sizes.prefill_tokens_per_s))
-            workers = ("--prefill", "0", "--decode", str(WORKERS), "--redis", url)
-            async with running(Setup(model_dir, spec, (*workers, *pace), url)) as bench:
-                ttft_ms = await _ask_all(f"127.0.0.1:{bench.grpc_port}", requests, sizes.speed)
-                cached = sum(told["cached_tokens"] for told in bench.sent().values())
+    with tempfile.TemporaryDirectory() as name, _redis(Path(name)) as url:
+        model_dir = write_tiny_llama(Path(name) / "model", vocab=VOCAB, max_positions=1 << 18)
+        pace = ("--step-ms", "5", "--prefill-tokens-per-s", str(sizes.prefill_tokens_per_s))
+        workers = ("--prefill", "0", "--decode", str(WORKERS), "--redis", url)
+        return uvloop.run(_outcome(Setup(model_dir, spec, (*workers, *pace), url), requests, sizes.speed))
+
+
+async def _outcome(setup: Setup, requests: Sequence[TracedRequest], speed: float) -> Outcome:
+    async with running(setup) as bench:
+        ttft_ms = await _ask_all(f"127.0.0.1:{bench.grpc_port}", requests, speed)
+        cached = sum(told["cached_tokens"] for told in bench.sent().values())
     return Outcome(cached, ttft_ms)
 
 
@@ -148,15 +152,17 @@ async def _ask_all(address: str, requests: Sequence[TracedRequest], speed: float
         return list(await asyncio.gather(*tasks))
 
 
-@asynccontextmanager
-async def _redis(folder: Path) -> AsyncIterator[str]:
+@contextmanager
+def _redis(folder: Path) -> Iterator[str]:
     url = f"unix://{folder}/redis.sock"
     options = ["--port", "0", "--unixsocket", f"{folder}/redis.sock", "--dir", str(folder), "--save", ""]
     process = subprocess.Popen([str(get_binary_path()), *options], stdout=subprocess.DEVNULL)
     try:
-        async with asyncio.timeout(10):
-            while not await asyncio.to_thread(_answers, url):
-                await asyncio.sleep(0.02)
+        give_up_s = time.monotonic() + START_TIMEOUT_S
+        while not _answers(url):
+            if time.monotonic() > give_up_s:
+                raise TimeoutError("the Redis-compatible server did not start")
+            time.sleep(0.02)
         yield url
     finally:
         process.kill()

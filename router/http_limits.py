@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.sse import SCOPE_KEY
@@ -31,7 +33,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_headers = False
         super().on_headers_complete()
-        self.cycle.scope[SCOPE_KEY] = _Body(self.cycle)  # type: ignore[typeddict-unknown-key]
+        cast(dict[str, object], self.cycle.scope)[SCOPE_KEY] = _Body(self.cycle)
 
 
 class _Body:

@@ -121,7 +121,7 @@ class ChatFormat:
                         events.append(self._texts[arrival.index].of(piece.text))
                     continue
                 logprobs = chat_logprobs(self._decoder, piece.tokens)
-                if piece.text or logprobs["content"]:
+                if piece.text or (logprobs is not None and logprobs["content"]):
                     events.append(self._chunk(arrival.index, {"content": piece.text}, logprobs, None))
             if arrival.final is not None:
                 events.append(self._chunk(arrival.index, {}, None, arrival.final.reason.value))

@@ -25,7 +25,7 @@ class Tokenizer:
         self._special = frozenset(number for number, token in added.items() if token.special)
         self._size = inner.get_vocab_size(with_added_tokens=True)
         self._words = WordMemory.of(inner)
-        # Whether a token stands for the same bytes wherever it stands, and the texts of those that are whole characters.
+        # Whether a token stands for the same bytes anywhere, and the texts of those that are whole characters.
         self._is_byte_level = isinstance(inner.decoder, tokenizers.decoders.ByteLevel)
         self._fixed: dict[int, str | None] = {}
 

@@ -35,7 +35,8 @@ def trained(pre_tokenizer: Any, *, normalizer: Any = None, added: Any = "<|end|>
     if normalizer is not None:
         inner.normalizer = normalizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    inner.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    inner.train_from_iterator([TEXT], trainer)
     inner.add_special_tokens([added])
     return inner
 
@@ -43,9 +44,11 @@ def trained(pre_tokenizer: Any, *, normalizer: Any = None, added: Any = "<|end|>
 INNER = {name: trained(each) for name, each in LOCAL.items()}
 INNER["nfc"] = trained(split(QWEN), normalizer=normalizers.NFC())
 SERVED = {name: Tokenizer(each) for name, each in INNER.items()}
-WORDS = st.sampled_from(["the", "cat's", "12", "hats", "'re", "re", "a", "é", "e\u0301", "<|end|>", "o'", "--", "日本", ".", ""])
+PARTS = ["the", "cat's", "12", "hats", "'re", "re", "a", "é", "e\u0301", "<|end|>", "o'", "--", "日本", ".", ""]
+WORDS = st.sampled_from(PARTS)
 GAPS = st.sampled_from([" ", " ", " ", " ", "  ", "\n", " \n", "\t", "\u00a0", ""])
-TEXTS = st.lists(st.tuples(WORDS | st.text(max_size=4), GAPS), max_size=12).map(lambda parts: "".join(map("".join, parts)))
+PAIRS = st.tuples(WORDS | st.text(max_size=4), GAPS)
+TEXTS = st.lists(PAIRS, max_size=12).map(lambda parts: "".join(map("".join, parts)))
 
 
 @pytest.mark.parametrize("name", INNER)
