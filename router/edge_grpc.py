@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -40,27 +40,26 @@ class InferenceEdge(InferenceServicer):
         self._service = service
         self._limit = limit
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
-        """Writes instead of yielding, which spares two generators for every token."""
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         try:
             with self._limit:
-                await self._generate(request, context.write)
+                async for response in self._generate(request):
+                    yield response
         except TandemError as error:
             await abort(context, error)
 
-    async def _generate(
-        self, request: pb.GenerateRequest, write: Callable[[pb.GenerateResponse], Awaitable[None]]
-    ) -> None:
+    async def _generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
         stream = None
         try:
             submitted = await self._service.submit(self._parse(request), model_required=False)
             stream = submitted.stream
-            started = pb.Started(
-                request_id=submitted.request.request_id,
-                model=submitted.model.name,
-                prompt_tokens=submitted.request.prompt_tokens,
+            yield pb.GenerateResponse(
+                started=pb.Started(
+                    request_id=submitted.request.request_id,
+                    model=submitted.model.name,
+                    prompt_tokens=submitted.request.prompt_tokens,
+                )
             )
-            await write(pb.GenerateResponse(started=started))
             prompt_told = False
             async for pieces in stream:
                 for piece in pieces:
@@ -68,9 +67,9 @@ class InferenceEdge(InferenceServicer):
                     if not prompt_told:
                         chunk.prompt_logprobs.extend(stream.prompt_scores)
                         prompt_told = True
-                    await write(pb.GenerateResponse(chunk=chunk))
+                    yield pb.GenerateResponse(chunk=chunk)
             if stream.final is not None:
-                await write(pb.GenerateResponse(finished=_finished(stream.final)))
+                yield pb.GenerateResponse(finished=_finished(stream.final))
         finally:
             if stream is not None:
                 stream.cancel()  # the client's cancellation and deadline end up here

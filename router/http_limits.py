@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-
-from router.sse import SCOPE_KEY
+from router.http_body import attach_body
 
 MAX_CONNECTIONS = 8192
 MAX_HEADER_BYTES = 64 << 10
@@ -33,23 +31,4 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_headers = False
         super().on_headers_complete()
-        cast(dict[str, object], self.cycle.scope)[SCOPE_KEY] = _Body(self.cycle)
-
-
-class _Body:
-    """router.sse.Connection: chunks go into the transport as uvicorn's `send` would write them."""
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._write = cycle.transport.write
-
-    @property
-    def write_paused(self) -> bool:
-        return self._cycle.flow.write_paused and not self._cycle.disconnected
-
-    async def drained(self) -> None:
-        await self._cycle.flow.drain()
-
-    def write_chunk(self, data: bytes) -> None:
-        if not self._cycle.disconnected:
-            self._write(b"%x\r\n%b\r\n" % (len(data), data))
+        attach_body(self.cycle)
