@@ -44,12 +44,13 @@ class RouterApp:
         self.metrics = RouterMetrics(CollectorRegistry(), frozenset(model.name for model in launch.models))
         self.dispatcher = Dispatcher(
             spec=spec,
-            fleet_of=lambda pump: Fleet(launch.router_id, lambda: self._on_fleet_change(pump), self._on_load),
+            fleet_of=lambda pump: Fleet(launch.router_id, lambda: self._on_fleet_change(pump)),
             mirror=self.mirror,
             policy=default_policy(spec),
             metrics=self.metrics,
             clock=clock,
         )
+        self.dispatcher.fleet.on_load = self.dispatcher.pump_waiting
         self.service = RouterService(
             cluster=launch.cluster,
             router_id=launch.router_id,
@@ -109,9 +110,6 @@ class RouterApp:
         fleet.set_directory(workers)
         if self._follower is not None:
             self._follower.set_workers(fleet.keys())
-
-    def _on_load(self) -> None:
-        self.dispatcher.pump_waiting()
 
     def _on_fleet_change(self, pump: Callable[[], None]) -> None:
         fleet = self.dispatcher.fleet

@@ -60,15 +60,12 @@ class Worker:
 class Fleet:
     """Reconciles links with the directory. `on_change` is called when a worker comes, goes, or reports room."""
 
-    def __init__(
-        self, router_id: str, on_change: Callable[[], None], on_load: Callable[[], None] | None = None
-    ) -> None:
-        """`on_load`: called instead of `on_change` for a report of load, which comes with every step."""
+    def __init__(self, router_id: str, on_change: Callable[[], None]) -> None:
         self._router_id = router_id
         self._on_change = on_change
-        self._on_load = on_load or on_change
         self._workers: dict[WorkerKey, Worker] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self.on_load = on_change  # called when a worker reports its load, which it does with every step
 
     def set_directory(self, infos: Sequence[cluster_pb2.WorkerInfo]) -> None:
         listed = {WorkerKey(info.worker_id, info.epoch): info for info in infos}
@@ -118,7 +115,7 @@ class Fleet:
         self._on_change()
 
     def load_changed(self, link: WorkerLink) -> None:
-        self._on_load()
+        self.on_load()
 
     async def close(self) -> None:
         workers, self._workers = list(self._workers.values()), {}
