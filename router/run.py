@@ -162,23 +162,21 @@ class RequestRun:
             self._prompt_scores += scores.tokens
 
     def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None:
+        if not self._answer and not self._take_prompt_scores():
+            worker = link.key.worker_id
+            self._fail_or_retry(InternalError(f"worker {worker} left out logprobs of the prompt"))
+            return
         now_s = self._last_token_s = self._clock.now_s()
-        decoding = self.lifecycle.state is RequestState.DECODING  # and there is nothing but the token
-        if not decoding:
-            if not self._answer and not self._take_prompt_scores():
-                worker = link.key.worker_id
-                self._fail_or_retry(InternalError(f"worker {worker} left out logprobs of the prompt"))
-                return
-            if not self._has_first_token:
-                self._on_first_token(token, now_s)
-            elif self.lifecycle.state is RequestState.HANDOFF and self._is_decode(link):
-                self._joined()
+        if not self._has_first_token:
+            self._on_first_token(token, now_s)
+        elif self.lifecycle.state is RequestState.HANDOFF and self._is_decode(link):
+            self._joined()
         self._answer.append(token.token_id)
         if not self.stream.put(self._assembler.push(token)):
             self._end_cancelled(RequestCancelled("the client left too much of the answer unread"))
         elif self._assembler.stopped:
             self._finish(FinishReason.STOP)
-        elif not decoding and self.lifecycle.state is RequestState.PREFILLING:
+        elif self.lifecycle.state is RequestState.PREFILLING:
             self._after_first_token(token.token_id)
 
     def on_ended(self, link: WorkerLink, ended: worker_pb2.Ended) -> None:
