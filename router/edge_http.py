@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from router.answers import Answers
+from router.fast_routes import FastRoutes, OnError
 from router.http_answers import JsonResponse, answer, error_response
 from router.http_limits import MAX_CONNECTIONS, LimitedHttpProtocol
 from router.openai_format import ChatFormat, CompletionFormat
@@ -61,16 +62,14 @@ class HttpEdge:
         ]
 
     def app(self) -> ASGIApp:
-        app = Starlette(
-            routes=self.routes(),
-            exception_handlers={
-                TandemError: _on_tandem_error,
-                HTTPException: _on_http_error,
-                ClientDisconnect: _on_disconnect,
-                Exception: _on_bug,
-            },
-        )
-        return RequestIds(app)
+        on_error: dict[type[Exception], OnError] = {
+            TandemError: _on_tandem_error,
+            HTTPException: _on_http_error,
+            ClientDisconnect: _on_disconnect,
+            Exception: _on_bug,
+        }
+        hot = {"/v1/chat/completions": self.chat, "/v1/completions": self.completions}
+        return RequestIds(FastRoutes(Starlette(routes=self.routes(), exception_handlers=on_error), hot, on_error))
 
     async def chat(self, request: Request) -> Response:
         parsed = await self._body(request, lambda body: parse_body(ChatCompletionRequest, body))
