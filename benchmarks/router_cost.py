@@ -33,7 +33,7 @@ class Sizes:
     prefill_ms: float = 5.0
     http_streams: int = 500  # at a time: more than the router can serve in time
     grpc_streams: int = 200
-    seconds: float = 8.0
+    seconds: float = 6.0
     rounds: int = 5
     demo_model: bool = True
 
