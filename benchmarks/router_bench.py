@@ -117,11 +117,11 @@ async def running(setup: Setup) -> AsyncIterator[Bench]:
             stubs = _start_stubs(folder, setup.stub_options)
         try:
             controller = json.loads(stubs.stdout.readline())["controller"] if stubs.stdout else ""
-            ports = _free_ports(2)
+            ports = free_ports(2)
             with on_cores(ROUTER_CORE):
                 router = _start_router(folder, setup, controller, ports)
             try:
-                await _ready(ports[0], router)
+                await answers_at(ports[0], "/ready", router)
                 yield Bench(router, stubs, ports[0], ports[1])
             finally:
                 router.terminate()
@@ -154,7 +154,7 @@ def _start_router(folder: Path, setup: Setup, controller: str, ports: Sequence[i
     return subprocess.Popen([sys.executable, "-m", "router", "--launch", str(path)])
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     socks = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports: list[int] = [sock.getsockname()[1] for sock in socks]
     for sock in socks:
@@ -162,10 +162,12 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-async def _ready(port: int, router: subprocess.Popen[bytes]) -> None:
+async def answers_at(port: int, path: str, router: subprocess.Popen[bytes]) -> None:
+    """Waits until a router answers there. Raises RuntimeError, TimeoutError."""
+
     def ask() -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=1) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=1) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False

@@ -13,6 +13,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.handoff_figures import Figure
+from benchmarks.proxy_peer import ProxyPeer, peer_running
 from benchmarks.router_bench import MODEL, OTHER_CORES, Bench, Prompts, Setup, on_cores, running
 from benchmarks.router_clients import Client, GrpcClient, Heard, HttpClient, closed_loop, open_loop
 from benchmarks.serving import percentile
@@ -85,27 +86,41 @@ def setup(sizes: Sizes, model_dir: Path) -> Setup:
 
 async def _figures(sizes: Sizes, model_dir: Path) -> list[Figure]:
     prompts = Prompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
-    async with running(setup(sizes, model_dir)) as bench:
+    async with (
+        running(setup(sizes, model_dir)) as bench,
+        peer_running(sizes.answer_tokens, sizes.step_ms) as peer,
+    ):
         http = HttpClient(bench.http_port, MODEL, sizes.answer_tokens)
         grpc = GrpcClient(bench.grpc_port, MODEL, sizes.answer_tokens)
         try:
-            return await _measure(sizes, bench, prompts, http, grpc)
+            return await _measure(sizes, bench, peer, prompts, http, grpc)
         finally:
             await http.close()
             await grpc.close()
 
 
-async def _measure(sizes: Sizes, bench: Bench, prompts: Callable[[], str], http: Client, grpc: Client) -> list[Figure]:
+async def _measure(
+    sizes: Sizes, bench: Bench, peer: ProxyPeer | None, prompts: Callable[[], str], http: Client, grpc: Client
+) -> list[Figure]:
     for client in (http, grpc):  # warms up, not counted
         await closed_loop(client, prompts, 8, min(2.0, sizes.seconds))
-    full, half, over_grpc = [], [], []
+    full, half, over_grpc, peers = [], [], [], []
     for _ in range(sizes.rounds):
+        if peer is not None:
+            through_peer = HttpClient(peer.port, MODEL, sizes.answer_tokens)
+            load = closed_loop(through_peer, prompts, sizes.http_streams, sizes.seconds)
+            peers.append((await measured(peer, load)).cpu_ms)
+            await through_peer.close()
         full.append(await measured(bench, closed_loop(http, prompts, sizes.http_streams, sizes.seconds)))
         half.append(await measured(bench, open_loop(http, prompts, full[-1].rps / 2, sizes.seconds)))
         over_grpc.append(await measured(bench, closed_loop(grpc, prompts, sizes.grpc_streams, sizes.seconds)))
     median = statistics.median
+    ours = round(median(each.cpu_ms for each in full), 2)
+    theirs = round(median(peers), 2) if peers else None
+    beside = [] if theirs is None else [Figure("router.peer", ours, "ms", theirs, round(theirs / ours, 2))]
     return [
-        Figure("router.cpu_ms_http", round(median(each.cpu_ms for each in full), 2), "ms"),
+        *beside,
+        Figure("router.cpu_ms_http", ours, "ms"),
         Figure("router.cpu_ms_grpc", round(median(each.cpu_ms for each in over_grpc), 2), "ms"),
         Figure("router.rps_one_core", round(median(each.rps for each in full)), "requests/s"),
         Figure("router.p99_added_ms", round(median(percentile(each.first_ms, 0.99) for each in half), 2), "ms"),
@@ -113,7 +128,7 @@ async def _measure(sizes: Sizes, bench: Bench, prompts: Callable[[], str], http:
     ]
 
 
-async def measured(bench: Bench, load: Awaitable[Sequence[Heard]]) -> Round:
+async def measured(bench: Bench | ProxyPeer, load: Awaitable[Sequence[Heard]]) -> Round:
     bench.sent()
     cpu_s, began_s = bench.cpu_s(), time.monotonic()
     heard = await load
@@ -121,7 +136,7 @@ async def measured(bench: Bench, load: Awaitable[Sequence[Heard]]) -> Round:
     cpu_s = bench.cpu_s() - cpu_s
     sent = bench.sent()
     first_ms, token_ms = [], []
-    for each in heard:
+    for each in heard if sent else ():  # of a peer's requests no worker tells
         told = sent[each.request_id]
         worker_s = told["tokens_s"][0] - told["taken_s"]
         first_ms.append(1000 * (each.tokens_s[0] - each.sent_s - worker_s))
