@@ -28,8 +28,8 @@ async def serve(launch: RouterLaunch) -> None:
         loop.add_signal_handler(number, stop.set)
     app = RouterApp(launch)
     await app.start()
-    # What is there now stays: a collection walks what requests have made since, and not after every few of them.
-    gc.freeze()
+    gc.collect()
+    gc.freeze()  # else each full collection looks at all modules anew, for tens of milliseconds
     gc.set_threshold(GC_ALLOCATIONS, 10, 20)
     await stop.wait()
     await app.close()
