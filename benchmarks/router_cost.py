@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvloop
@@ -93,10 +93,25 @@ async def _figures(sizes: Sizes, model_dir: Path) -> list[Figure]:
         http = HttpClient(bench.http_port, MODEL, sizes.answer_tokens)
         grpc = GrpcClient(bench.grpc_port, MODEL, sizes.answer_tokens)
         try:
-            return await _measure(sizes, bench, peer, prompts, http, grpc)
+            figures = await _measure(sizes, bench, peer, prompts, http, grpc)
         finally:
             await http.close()
             await grpc.close()
+
+
+    return [*figures, await _without_handoff(replace(sizes, prefill_workers=0), model_dir, prompts)]
+
+
+async def _without_handoff(sizes: Sizes, model_dir: Path, prompts: Callable[[], str]) -> Figure:
+    async with running(setup(sizes, model_dir)) as bench:
+        http = HttpClient(bench.http_port, MODEL, sizes.answer_tokens)
+        await closed_loop(http, prompts, 8, min(2.0, sizes.seconds))
+        rounds = [
+            await measured(bench, closed_loop(http, prompts, sizes.http_streams, sizes.seconds))
+            for _ in range(sizes.rounds)
+        ]
+        await http.close()
+    return Figure("router.cpu_ms_http_local", round(statistics.median(each.cpu_ms for each in rounds), 2), "ms")
 
 
 async def _measure(

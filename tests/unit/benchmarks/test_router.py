@@ -9,6 +9,7 @@ Figures = Callable[..., dict[str, dict[str, Any]]]
 INDEX = {"index.bytes_per_block": "B", "index.events_per_s": "events/s", "index.lookup_256_us": "us"}
 COST = {
     "router.cpu_ms_http": "ms",
+    "router.cpu_ms_http_local": "ms",
     "router.cpu_ms_grpc": "ms",
     "router.rps_one_core": "requests/s",
     "router.p99_added_ms": "ms",
