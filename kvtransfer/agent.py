@@ -47,7 +47,7 @@ from kvtransfer.outgoing import Outgoing
 from kvtransfer.pools import open_pool
 from kvtransfer.sockets import listen_tcp, listen_unix, peer_is_same_user, receive_first, serve, tcp_address
 from kvtransfer.ticket import KEY_BYTES
-from kvtransfer.tls import load_tls
+from kvtransfer.tls import RenewedTls
 from kvtransfer.transports.factory import MAPPED, Transports, offered
 from tandem.channel import Channel, ChannelError
 from tandem.clock import Clock, SystemClock
@@ -82,7 +82,7 @@ class Attachment:
             listener = listen_tcp(attach.bind_host)
             tcp = tcp_address(listener)
             self._listen(listener)
-        self.where = Attached(own.host_id, mapped_path, tcp, own.device)
+        self.where = Attached(own.host_id, mapped_path, tcp, own.device, os.getpid())
 
     def _listen(self, listener: socket.socket) -> None:
         self._tasks.append(asyncio.create_task(serve(listener, self._acceptor.accept)))
@@ -199,7 +199,7 @@ class Agent:
             raise protocol_fault(f"attach: expected a key of {KEY_BYTES} bytes")
         pool = open_pool(pool_layout(attach.layout), attach.memory, fds, writable=True)
         try:
-            tls = load_tls(attach.tls) if attach.tls is not None else None
+            tls = RenewedTls(attach.tls) if attach.tls is not None else None
         except ConfigError as error:
             raise HandoffFault(HandoffCause.TRANSPORT, f"attach: {error.message}") from error
         own = Own(attach, pool, os.dup(fds[0]) if fds else None, host_id(), tls)

@@ -15,7 +15,7 @@ from kvtransfer.control import AttachPool, DeviceMemory, Layout, Peer
 from kvtransfer.pools import Pool
 from kvtransfer.reshard import Link, check_compatible, reshard_plan
 from kvtransfer.sockets import receive_first
-from kvtransfer.tls import TlsContexts, Wire
+from kvtransfer.tls import RenewedTls, TlsContexts, Wire
 from kvtransfer.versions import common_version
 from tandem.errors import IncompatiblePools
 from tandem.kvcache.layout import DTYPE_BYTES, KvPoolLayout
@@ -85,7 +85,12 @@ class Own:
     pool: Pool
     pool_fd: int | None
     host_id: str
-    tls: TlsContexts | None = None
+    renewed_tls: RenewedTls | None = None
+
+    @property
+    def tls(self) -> TlsContexts | None:
+        """For the next connection."""
+        return None if self.renewed_tls is None else self.renewed_tls.current()
 
     @property
     def device(self) -> str:

@@ -25,7 +25,7 @@ from kvtransfer.reshard import Link
 from kvtransfer.sockets import peer_is_same_user, receive_first, send_first
 from kvtransfer.stream import FrameStream
 from kvtransfer.tls import TlsConnection, Wire
-from kvtransfer.transports.factory import MAPPED, Transports
+from kvtransfer.transports.factory import MAPPED, Transports, max_piece_bytes
 from kvtransfer.transports.protocol import INLINE_BYTES, KvReceiver, LinkThread
 from tandem.channel import encode
 from tandem.errors import IncompatiblePools
@@ -158,7 +158,9 @@ class InLink:
         self.stream.send(Header(FrameType.PROBED, digest=await self.receiver.receive_probe()))
 
     async def _take_piece(self, events: InLinkEvents, ticket_id: str, piece: Piece, body: bytes) -> None:
-        check_size(piece, self.own.layout, self.link.head_count, int8=self.hello.int8)
+        hello = self.hello
+        limit = max_piece_bytes(hello.transport, hello.protocol)
+        check_size(piece, self.own.layout, self.link.head_count, int8=hello.int8, max_bytes=limit)
         if piece.head_start < self.link.head_start or (
             piece.head_start + piece.head_count > self.link.head_start + self.link.head_count
         ):

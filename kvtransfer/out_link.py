@@ -28,7 +28,7 @@ from kvtransfer.reshard import Link
 from kvtransfer.sockets import connect_tcp, connect_unix, send_first
 from kvtransfer.stream import FrameStream
 from kvtransfer.tls import TlsConnection, Wire
-from kvtransfer.transports.factory import MAPPED, Transports, carries_int8, choose_transport
+from kvtransfer.transports.factory import MAPPED, Transports, carries_int8, choose_transport, max_piece_bytes
 from kvtransfer.transports.protocol import KvSender
 from kvtransfer.versions import many_probes
 from tandem.channel import encode
@@ -42,7 +42,7 @@ HANDSHAKE_TIMEOUT_S = 60.0  # the peer may have to load torch first
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 MIN_WINDOW_BYTES = 2 * MAX_PIECE_BYTES  # unacknowledged on one link: it stays full, and tickets take turns here
-MAX_WINDOW_BYTES = 8 * MAX_PIECE_BYTES
+MAX_WINDOW_BYTES = 16 * MAX_PIECE_BYTES
 WINDOW_S = 0.02  # what a fast link moves in this time: its agents may have to wait for a core, but not its threads
 PROBES = 5
 
@@ -92,6 +92,7 @@ class OutLink:
         self.state = LinkState.CONNECTING
         self.reason = ""
         self.moved_bytes = 0
+        self.max_piece_bytes = MAX_PIECE_BYTES
         self._meter = LinkMeter(SystemClock())
         self._own = own
         self._link = link
@@ -172,6 +173,7 @@ class OutLink:
             sender = await self._transports.sender(self._kind, self._own, peer, thread)
             stream = await self._shake_hands(sender)
             self._meter.reconnected()
+            self.max_piece_bytes = max_piece_bytes(self._kind, stream.version)
             for _ in range(PROBES if many_probes(stream.version) else 1):
                 async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                     await self._probe(sender, stream)

@@ -189,7 +189,7 @@ class Outgoing:
         for decode_rank in session.decode_ranks:
             link = self._links[entry.peer(decode_rank)]
             if link.is_ready:
-                self._do(entry, session.link_ready(decode_rank))
+                self._do(entry, session.link_ready(decode_rank, link.max_piece_bytes))
             elif link.is_refused:
                 self._do(entry, session.link_down(decode_rank, HandoffCause.TRANSPORT, link.reason, final=True))
         for ready in self._exports.open(waiting.message.export_id):
@@ -210,7 +210,7 @@ class Outgoing:
 
     def link_ready(self, link: OutLink) -> None:
         for entry, rank in self._over(link):
-            self._do(entry, entry.session.link_ready(rank))
+            self._do(entry, entry.session.link_ready(rank, link.max_piece_bytes))
 
     def link_down(self, link: OutLink, cause: HandoffCause, reason: str, *, final: bool) -> None:
         for entry, rank in self._over(link):

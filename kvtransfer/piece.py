@@ -26,6 +26,7 @@ from tandem.kvcache.layout import KvPoolLayout
 
 MAX_BODY_BYTES = 1 << 20
 MAX_PIECE_BYTES = 16 << 20  # senders cut larger requests: tickets take turns, digests and copies overlap
+MAX_MAPPED_PIECE_BYTES = 64 << 20  # copied within 10 ms
 MIN_PIECE_BYTES = 1 << 20   # layers are gathered up to this; a piece costs each side some 100 µs
 MAX_PIECE_BLOCKS = MAX_BODY_BYTES // 4
 NO_TICKET = "0" * 32
@@ -164,7 +165,9 @@ def payload_bytes(layout: KvPoolLayout, blocks: int, last_block_tokens: int, lay
     return tokens * layers * heads * 2 * layout.token_bytes
 
 
-def check_size(piece: Piece, layout: KvPoolLayout, head_count: int, *, int8: bool = False) -> None:
+def check_size(
+    piece: Piece, layout: KvPoolLayout, head_count: int, *, int8: bool = False, max_bytes: int = MAX_PIECE_BYTES
+) -> None:
     """Before anything is allocated for a piece: its size is what its rectangle says, and within the pool and limits.
 
     Raises:
@@ -187,7 +190,7 @@ def check_size(piece: Piece, layout: KvPoolLayout, head_count: int, *, int8: boo
         expected = quantised_bytes(expected, layout)
     if piece.payload_bytes != expected:
         raise protocol_fault(f"piece: expected {expected} bytes for its rectangle, got {piece.payload_bytes}")
-    limit = max(MAX_PIECE_BYTES, layout.block_bytes)
+    limit = max(max_bytes, layout.block_bytes)
     if expected > limit:
         raise protocol_fault(f"piece: expected at most {limit} bytes, got {expected}")
 

@@ -87,6 +87,7 @@ class _LinkState:
     queued: list[Push] = field(default_factory=list)
     unacknowledged: dict[int, int] = field(default_factory=dict)  # seq → bytes
     next_seq: int = 0
+    max_piece_bytes: int = MAX_PIECE_BYTES
 
 
 class SendSession:
@@ -115,8 +116,9 @@ class SendSession:
         """Reports Sent at once when there is nothing to send."""
         return self._sent_if_complete()
 
-    def link_ready(self, decode_rank: int) -> list[SendAction]:
+    def link_ready(self, decode_rank: int, max_piece_bytes: int = MAX_PIECE_BYTES) -> list[SendAction]:
         state = self._links[decode_rank]
+        state.max_piece_bytes = max_piece_bytes
         if self.state is not SendState.SENDING or state.phase is not LinkPhase.WAITING:
             return []
         state.phase = LinkPhase.OPENING
@@ -322,11 +324,14 @@ class SendSession:
             yield Ready(start, ids, tokens, layer_start, layer_count)
 
     def _cut(self, state: _LinkState, rectangle: Ready) -> Iterator[Push]:
-        """Pieces for one link, as few as the size limits allow."""
+        """Pieces for one link. Each may be twice as large as the one before, up to the link's limit: the first is on
+        its way early, and there are few."""
         link, layout = state.link, self._layout
         per_block = payload_bytes(layout, 1, layout.block_tokens, rectangle.layer_count, link.head_count)
-        step = max(1, min(MAX_PIECE_BYTES // per_block, MAX_PIECE_BLOCKS))
-        for start in range(0, len(rectangle.block_ids), step):
+        start, limit = 0, MAX_PIECE_BYTES
+        while start < len(rectangle.block_ids):
+            step = max(1, min(limit // per_block, MAX_PIECE_BLOCKS))
+            limit = min(2 * limit, state.max_piece_bytes)
             ids = rectangle.block_ids[start : start + step]
             is_end = start + len(ids) == len(rectangle.block_ids)
             tokens = rectangle.last_block_tokens if is_end else layout.block_tokens
@@ -346,6 +351,7 @@ class SendSession:
             state.next_seq += 1
             state.unacknowledged[piece.seq] = size
             span = Span(ids, tokens, piece.layer_start, piece.layer_count, link.src_head, link.head_count)
+            start += len(ids)
             yield Push(link.decode_rank, piece, span)
 
 

@@ -7,6 +7,8 @@ so the `ca` should be one of this cluster's own.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import socket
 import ssl
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from pathlib import Path
 
 from kvtransfer.control import TlsFiles
 from tandem.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
 
@@ -43,6 +47,44 @@ def load_tls(files: TlsFiles, field: str = "transfer.tls") -> TlsContexts:
     )
     _meet_ourselves(contexts, files, field)
     return contexts
+
+
+class RenewedTls:
+    """The contexts of files that are renewed where they lie. Connections that stand are not touched; the next one shows
+    the new certificate.
+
+    Raises:
+        ConfigError: as `load_tls`, at first. Later, files that do not fit each other (one is written before the other)
+            leave what there was.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._stamp = self._look()
+        self._contexts = load_tls(files)
+
+    def current(self) -> TlsContexts:
+        stamp = self._look()
+        if stamp != self._stamp:
+            try:
+                self._contexts = load_tls(self._files)
+                log.info("new certificates: %s", self._files.cert)
+            except ConfigError as error:
+                log.warning("the certificates that were there stay in use: %s", error.message)
+            self._stamp = stamp
+        return self._contexts
+
+    def _look(self) -> tuple[tuple[int, int] | None, ...]:
+        return tuple(map(_stamp, (self._files.cert, self._files.key, self._files.ca)))
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    """Differs once a file was written or replaced."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _context(protocol: ssl._SSLMethod, files: TlsFiles, field: str) -> ssl.SSLContext:

@@ -6,9 +6,11 @@ from typing import Protocol
 
 import msgspec
 
-from kvtransfer.control import FromAgent, LinkReport
+from kvtransfer.control import Attached, FromAgent, LinkReport, TakeCensus
+from tandem.clock import Clock
 from tandem.errors import UnavailableError
 from tandem.v1 import worker_pb2
+from worker.agent_watch import AgentWatch
 
 
 class AgentConnection(Protocol):
@@ -20,24 +22,41 @@ class AgentConnection(Protocol):
 class Agents:
     """Sends to all ranks' agents and keeps what they report about links. Used by the step loop only."""
 
-    def __init__(self, connections: list[AgentConnection]) -> None:
+    def __init__(self, connections: list[AgentConnection], clock: Clock) -> None:
         self._connections = connections
+        self._watch = AgentWatch(clock)
+        self._pids: dict[int, int] = {}
         self._alive = set(range(len(connections)))
         self._links: dict[tuple[int, str, int], LinkReport] = {}
 
     def send(self, rank: int, message: msgspec.Struct) -> None:
         self._connections[rank].send(message)
+        if rank in self._alive:
+            self._watch.told(rank)
 
     def broadcast(self, message: msgspec.Struct) -> None:
-        for connection in self._connections:
-            connection.send(message)
+        for rank in range(len(self._connections)):
+            self.send(rank, message)
 
     def note(self, rank: int, message: FromAgent) -> None:
-        if isinstance(message, LinkReport):
-            self._links[(rank, message.peer_worker, message.peer_rank)] = message
+        self._watch.heard(rank)
+        match message:
+            case LinkReport():
+                self._links[(rank, message.peer_worker, message.peer_rank)] = message
+            case Attached(pid=int(pid)):
+                self._pids[rank] = pid
+
+    def silent(self) -> list[tuple[int, int]]:
+        """Ranks and process ids of agents that answer nothing any more and are to be ended: then their loss is heard
+        of. Asks those that owe us a word. Called about once a second."""
+        for rank in self._watch.to_ask():
+            self._connections[rank].send(TakeCensus())
+        return [(rank, self._pids[rank]) for rank in self._watch.silent() if rank in self._pids]
 
     def lost(self, rank: int) -> None:
         self._alive.discard(rank)
+        self._watch.heard(rank)
+        self._pids.pop(rank, None)
         self._links = {key: link for key, link in self._links.items() if key[0] != rank}
 
     def connected(self, rank: int) -> None:

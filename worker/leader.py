@@ -5,7 +5,10 @@ anything but the inbox.
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import time
+from contextlib import suppress
 
 from google.protobuf.message import DecodeError
 
@@ -86,6 +89,10 @@ class Leader:
             self._ticked_s = now_s
             self._engine.idle_tick()
             self._role.tick()
+            for rank, pid in self._agents.silent():
+                log.error("the transfer agent of rank %d (pid %d) does not answer: ending it", rank, pid)
+                with suppress(ProcessLookupError):  # its connection stood until now, so the id is its own
+                    os.kill(pid, signal.SIGKILL)
 
     def _flush(self) -> None:
         for change in self._engine.take_cache_events():

@@ -21,6 +21,7 @@ from kvtransfer.agent_client import AgentClient, RankExporter
 from kvtransfer.control import Attached, AttachPool, FromAgent, Layout, Lead, TlsFiles
 from kvtransfer.cuda_ipc import export_tensor
 from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from tandem.clock import SystemClock
 from tandem.config import Role as RoleName
 from tandem.config import WireDtype
 from tandem.engine.engine import Engine
@@ -209,7 +210,9 @@ def lead(launch: WorkerLaunch, make_role: MakeRole, rank: Rank, identity: Worker
     attached = connections.wait_attached()
     service = ServiceLink(io, inbox)
     requests = make_requests(service)
-    agents = Agents(list(connections.clients))
+    agents = Agents(list(connections.clients), SystemClock())
+    for index, where in attached.items():
+        agents.note(index, where)
     role = make_role(RoleParts(launch, identity, engine, agents, requests))
     info = worker_info(launch, identity, rank, attached)
     service.listen(launch.leader_socket, LeaderReady(info.SerializeToString()))

@@ -9,6 +9,7 @@ from kvtransfer.causes import protocol_fault
 from kvtransfer.control import Peer
 from kvtransfer.handshake import MAPPED as MAPPED
 from kvtransfer.handshake import Hello, LinkRefused, Own
+from kvtransfer.piece import MAX_MAPPED_PIECE_BYTES, MAX_PIECE_BYTES
 from kvtransfer.pool import PoolMap
 from kvtransfer.reshard import Link
 from kvtransfer.stream import FrameStream
@@ -17,7 +18,7 @@ from kvtransfer.transports.mapped import MappedReceiver, MappedSender
 from kvtransfer.transports.nixl import NixlReceiver, NixlSender, check_nixl
 from kvtransfer.transports.protocol import KvReceiver, KvSender, LinkThread
 from kvtransfer.transports.tcp import TcpReceiver, TcpSender
-from kvtransfer.versions import common_version, knows_int8
+from kvtransfer.versions import common_version, knows_int8, takes_large_pieces
 from tandem.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,6 +98,11 @@ def offered(own: Own) -> tuple[str, ...]:
     allowed = (MAPPED, TCP) if own.tls is not None else (MAPPED, PROCESS_GROUP, TCP, NIXL)
     wanted = own.attach.transport
     return tuple(kind for kind in allowed if wanted == kind or (wanted == AUTO and kind != NIXL))
+
+
+def max_piece_bytes(kind: str, version: int) -> int:
+    """Of a link's pieces, on both its ends. Where no bytes are carried a piece costs its link no time but the copy."""
+    return MAX_MAPPED_PIECE_BYTES if kind == MAPPED and takes_large_pieces(version) else MAX_PIECE_BYTES
 
 
 def carries_int8(kind: str, own: Own, peer: Peer) -> bool:

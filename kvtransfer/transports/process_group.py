@@ -2,9 +2,9 @@
 CUDA devices, the same code.
 
 The receiver makes the store on a pre-bound port of its own interface and names it in the welcome. A piece goes in
-canonical order as messages of `MESSAGE_BYTES`, from one of two buffers into one of two: while a message is on its way,
-the next is packed and the one before is unpacked. The library never has an address in a pool, so nothing that it does
-late can hurt. A dead peer raises at once; a silent one at the timeout, in the link's thread only.
+canonical order as messages of `MESSAGE_BYTES`, from one of a few buffers into one of a few: while a message is on its
+way, the next is packed and the one before is unpacked. The library never has an address in a pool, so nothing that it
+does late can hurt. A dead peer raises at once; a silent one at the timeout, in the link's thread only.
 
 The digest is made while packing, so it follows the bytes, at the end of the last message. The announcement carries a
 random number in its place, and what follows is the digest xor that number (as over `tcp`). In version 1 a piece was one
@@ -45,7 +45,7 @@ TIMEOUT = datetime.timedelta(seconds=20)  # to meet
 MESSAGE_BYTES = 1 << 20
 PIECE_TIMEOUT = datetime.timedelta(seconds=0.9 * STALL_S)  # gloo's abort wakes nobody: operations must end themselves
 _RECEIVER, _SENDER = 0, 1
-_BUFFERS = 2
+_BUFFERS = 4
 _TRAILER = struct.Struct("<Q")
 
 

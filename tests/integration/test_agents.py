@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,3 +67,16 @@ async def first_answer(hand: HandRouter, live: Any) -> Answer:
         except TandemError:
             await asyncio.sleep(0.1)
     raise AssertionError("the replaced agent never took a handoff")
+
+
+async def test_an_agent_that_hangs_is_ended_by_its_leader(pair: Any, tmp_path: Path) -> None:
+    """Its peers and the routers move on before; without this the worker would never take a handoff again."""
+    hand = HandRouter()
+    async with pair(write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1), engine=EngineSpec(kv_blocks=64)) as live:
+        worker = live.workers.live["decode-0"]
+        worker.agents[0].send_signal(signal.SIGSTOP)
+        with pytest.raises(TandemError):
+            await hand.handoff(live.prefill, live.decode, random_prompt(50, VOCAB), GREEDY)
+        assert await asyncio.to_thread(worker.agents[0].wait, 30.0) == -signal.SIGKILL
+        worker.restart_agent(0)
+        assert (await first_answer(hand, live)).tokens

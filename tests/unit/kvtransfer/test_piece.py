@@ -18,6 +18,7 @@ from kvtransfer.piece import (
     parse_failure,
     payload_bytes,
 )
+from kvtransfer.transports.factory import max_piece_bytes
 from tandem.kvcache.layout import KvPoolLayout
 
 LAYOUT = KvPoolLayout(8, 2, 2, 4, 8, "float32")
@@ -86,6 +87,20 @@ def test_a_good_piece_has_the_size_its_rectangle_says() -> None:
 def test_a_piece_that_does_not_fit_is_refused_before_anything_is_allocated(change: dict[str, object]) -> None:
     with pytest.raises(HandoffFault):
         check_size(replace(good_piece(), **change), LAYOUT, 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("limit", "fits"), [(max_piece_bytes("mapped", 2), True), (max_piece_bytes("mapped", 1), False),
+                        (max_piece_bytes("tcp", 2), False)]
+)  # fmt: skip
+def test_only_a_link_that_carries_no_bytes_takes_large_pieces(limit: int, fits: bool) -> None:
+    big = KvPoolLayout(1024, 2, 8, 16, 128, "float32")
+    piece = Piece(0, 0, 128, 0, 2, 0, 8, "float32", 16, 32 << 20)
+    if fits:
+        check_size(piece, big, 8, max_bytes=limit)
+    else:
+        with pytest.raises(HandoffFault, match="at most 16777216 bytes"):
+            check_size(piece, big, 8, max_bytes=limit)
 
 
 def test_a_failure_keeps_its_cause() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvtransfer.causes import HandoffCause, HandoffFault
 from kvtransfer.control import OpenReceive, ReceiveClosed, Received, ReceiveFailed, SendClosed, SendFailed, Sent
 from kvtransfer.exports import Ready
-from kvtransfer.piece import MAX_PIECE_BYTES, Piece
+from kvtransfer.piece import MAX_MAPPED_PIECE_BYTES, MAX_PIECE_BYTES, Piece
 from kvtransfer.receive_session import (
     Acknowledge,
     OwnRank,
@@ -229,6 +229,19 @@ def test_large_layers_go_as_they_finish_and_large_ranges_are_cut() -> None:
     assert sum(sizes) == 64 << 20
     assert max(sizes) <= MAX_PIECE_BYTES
     assert len(sizes) == 4
+
+
+def test_pieces_of_a_large_range_grow_to_what_the_link_takes() -> None:
+    big = KvPoolLayout(1024, LAYERS, 8, 16, 128, "float32")
+    ticket = Ticket("ab" * 16, "r", "decode-0", 2, "prefill-0", 1, 0, 1024, 1024 * 16, 10.0)
+    sender = SendSession(ticket, reshard_plan(1, 1, 8), big, HandClock())
+    sender.link_ready(0, MAX_MAPPED_PIECE_BYTES)
+    sender.accepted(0)
+    pushes = sender.ready(Ready(0, tuple(range(1024)), 16, 0, 1))
+    pieces = [push.piece for push in pushes if isinstance(push, Push)]
+    assert [piece.payload_bytes >> 20 for piece in pieces] == [16, 32, 64, 16]
+    assert [piece.first_block for piece in pieces] == [0, 128, 384, 896]
+    assert pieces[-1].end_block == 1024
 
 
 def test_what_was_gathered_goes_when_other_blocks_follow() -> None:
