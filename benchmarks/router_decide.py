@@ -18,6 +18,7 @@ from router.output import OutputAssembler
 from router.policies.types import Placement
 from router.request import ValidRequest
 from router.run import RequestRun
+from router.terms import Terms
 from router.testing import StubController, StubWorker, until
 from tandem.blockhash import HASH_BYTES, BlockHash, HashKey, hash_blocks
 from tandem.clock import SystemClock
@@ -124,7 +125,7 @@ def _decide_ms(app: RouterApp, prompt: list[int], hashes: list[BlockHash]) -> fl
         block_tokens=BLOCK_TOKENS,
     )
     assembler = OutputAssembler(app.service.models[MODEL].tokenizer, prompt, (), frozenset())
-    run = RequestRun(request, assembler, SystemClock(), app.dispatcher, 0)
+    run = RequestRun(request, assembler, Terms("interactive"), SystemClock(), app.dispatcher, 0)
     began_s = time.perf_counter()
     placement = app.dispatcher.decide(run)
     took_ms = 1000 * (time.perf_counter() - began_s)

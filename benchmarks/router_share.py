@@ -27,7 +27,7 @@ from benchmarks.handoff_figures import Figure
 from benchmarks.router_bench import MODEL, Setup, running
 from benchmarks.router_clients import GENERATE
 from benchmarks.router_stubs import BLOCK_TOKENS
-from tandem.config import Disaggregation, RouterSpec
+from tandem.config import Disaggregation, PolicyName, RouterSpec
 from tandem.testing import write_tiny_llama
 from tandem.v1 import inference_pb2
 
@@ -43,7 +43,8 @@ class Sizes:
     requests: int = 2000
     speed: float = 10.0  # times the trace's own
     prefill_tokens_per_s: float = 60_000.0  # of a worker, at that speed
-    policies: tuple[str | None, ...] = (None, "random", "least_loaded", "cache_only")  # None: as configured by default
+    # None: as configured by default
+    policies: tuple[PolicyName | None, ...] = (None, PolicyName.RANDOM, PolicyName.LEAST_LOADED, PolicyName.CACHE_ONLY)
 
 
 QUICK = Sizes(requests=40, speed=50.0, prefill_tokens_per_s=2_000_000.0, policies=(None,))
@@ -98,21 +99,19 @@ def figures(sizes: Sizes, trace: Path) -> Iterator[Figure]:
     requests = read_trace(trace, sizes.requests)
     golden = golden_tokens(requests)
     for policy in sizes.policies:
-        if policy is not None and "policy" not in RouterSpec.model_fields:
-            continue
         outcome = _replay(sizes, requests, policy)
         share = outcome.cached_tokens / golden
-        name = f"router.hit_share{'' if policy is None else '.' + policy}"
+        name = f"router.hit_share{'' if policy is None else '.' + policy.value}"
         yield Figure(name, round(share, 3), "1")
         yield Figure(f"{name}.ttft_mean_ms", round(statistics.fmean(outcome.ttft_ms), 1), "ms")
 
 
-def _replay(sizes: Sizes, requests: Sequence[TracedRequest], policy: str | None) -> Outcome:
+def _replay(sizes: Sizes, requests: Sequence[TracedRequest], policy: PolicyName | None) -> Outcome:
     spec = RouterSpec(
         disaggregation=Disaggregation.NEVER,
         max_queued_requests=4096,
         max_prefill_tokens_in_flight=1 << 30,  # no request waits: what is compared is where they go
-        **({} if policy is None else {"policy": policy}),
+        policy=RouterSpec().policy if policy is None else policy,
     )
     with tempfile.TemporaryDirectory() as name, _redis(Path(name)) as url:
         model_dir = write_tiny_llama(Path(name) / "model", vocab=VOCAB, max_positions=1 << 18)

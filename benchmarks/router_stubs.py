@@ -24,6 +24,7 @@ import uvloop
 from router.testing import RECEIVED, SENT, StubController
 from tandem.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.config import Role
+from tandem.grpc_options import SERVER_OPTIONS
 from tandem.kvcache.layout import blocks_for
 from tandem.prefix_events import join_hashes
 from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
@@ -114,7 +115,7 @@ class PacedWorker(WorkerServicer):
         self._prefilling: dict[str, asyncio.TimerHandle] = {}
         self._sessions: set[_Session] = set()
         self._told: worker_pb2.WorkerLoad | None = None
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._port = 0
 
     async def start(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
+from cluster.router_slot import RouterState
 from cluster.worker_slot import WorkerSlot, WorkerState
 from tandem.config import Role
 from tandem.errors import TandemError
@@ -47,9 +48,9 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Context) -> cluster_pb2.ClusterStatus:
         controller = self._controller
         slots = sorted(controller.slots.values(), key=lambda slot: slot.worker_id)
-        workers, serves, processes, redis = await asyncio.gather(
+        workers, routers, processes, redis = await asyncio.gather(
             asyncio.gather(*(self._worker(slot) for slot in slots)),
-            controller.router_serves(),
+            asyncio.gather(*(router.status() for router in controller.routers)),
             controller.own_processes(),
             controller.redis_state(),
         )
@@ -62,7 +63,17 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
             redis=redis,
             workers=workers,
             processes=[cluster_pb2.Process(name=process.name, pid=process.pid) for process in processes],
-            router_ready=serves,
+            router_ready=bool(routers) and all(router.state is RouterState.READY for router in routers),
+            routers=[
+                cluster_pb2.RouterStatus(
+                    router_id=router.name,
+                    state=router.state.value,
+                    restarts=router.restarts,
+                    http_address=router.http_address,
+                    grpc_address=router.grpc_address,
+                )
+                for router in routers
+            ],
         )
 
     async def _worker(self, slot: WorkerSlot) -> cluster_pb2.WorkerStatus:

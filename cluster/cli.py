@@ -35,6 +35,7 @@ def up(
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
     prefill_tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks of a prefill worker.")] = None,
     decode_tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks of a decode worker.")] = None,
+    routers: Annotated[int | None, typer.Option(help="Routers; each has ports of its own.")] = None,
     http_port: Annotated[int | None, typer.Option(help="OpenAI-compatible HTTP; 0 takes a free one.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC; 0 takes a free one.")] = None,
     admin_port: Annotated[int | None, typer.Option(help="Admin gRPC; 0 takes a free one.")] = None,
@@ -47,8 +48,8 @@ def up(
     from cluster.commands.up import UpFlags, run_up
 
     flags = UpFlags(
-        config, model, prefill, decode, prefill_tp, decode_tp, http_port, grpc_port, admin_port, backend, redis_url,
-        disaggregation, name,
+        config, model, prefill, decode, prefill_tp, decode_tp, routers, http_port, grpc_port, admin_port, backend,
+        redis_url, disaggregation, name,
     )  # fmt: skip
     raise typer.Exit(run_up(flags))
 

@@ -14,21 +14,21 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster import embedded_redis
 from cluster.admin_service import AdminService
 from cluster.directory import Directory
-from cluster.processes import Backend, MemberHandle, MemberStart, ProcessSpec, Resources, RunningProcess
+from cluster.processes import Backend, Resources, RunningProcess
 from cluster.redis_probe import check_redis
 from cluster.resolve import ResolvedCluster, ResolvedModel, free_ports
+from cluster.router_slot import RouterSlot, RouterState, router_specs
 from cluster.router_traces import RouterTraces
 from cluster.subprocess_backend import LocalMember
-from cluster.supervisor import python
 from cluster.worker_slot import LifeSettings, WorkerSlot, WorkerState
 from tandem.config import Role
 from tandem.errors import ConfigError, PortInUse, TandemError, UnavailableError
 from tandem.grpc_errors import error_from_rpc
+from tandem.grpc_options import SERVER_OPTIONS
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.v1 import cluster_pb2, worker_pb2, worker_pb2_grpc
 
@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.2
 STATE_TIMEOUT_S = 2.0
 REDIS_TIMEOUT_S = 1.0
-ROUTER_BACKOFF_S = 0.5
 
 
 class Controller:
@@ -47,6 +46,7 @@ class Controller:
         self.spec = cluster.spec
         self.directory = Directory()
         self.slots: dict[str, WorkerSlot] = {}
+        self.routers: list[RouterSlot] = []
         self.backend = backend
         self.stop_requested = asyncio.Event()
         self._cluster = cluster
@@ -54,11 +54,7 @@ class Controller:
         self._log_dir = log_dir
         self._admin: grpc.aio.Server | None = None
         self._admin_address = ""
-        self._router: MemberHandle | None = None
-        self._router_has_served = False
-        self._router_failure = ""
         self._router_secret = secrets.token_hex(16)
-        self._closing = False
         self._redis = LocalMember("redis", log_dir)
         self._redis_url = self.spec.redis.url
         self._tasks: list[asyncio.Task[None]] = []
@@ -66,6 +62,7 @@ class Controller:
 
     @property
     def http_address(self) -> str:
+        """Of the first router."""
         return f"{self.spec.router.http_host}:{self.spec.router.http_port}"
 
     @property
@@ -74,7 +71,7 @@ class Controller:
 
     @property
     def traces(self) -> RouterTraces:
-        return RouterTraces(self.grpc_address, self._router_secret)
+        return RouterTraces(tuple(router.grpc_address for router in self.routers), self._router_secret)
 
     @property
     def admin_address(self) -> str:
@@ -89,10 +86,10 @@ class Controller:
         await self._start_redis()
         settings = LifeSettings(self.spec, self._admin_address, self._redis_url, self._run_base)
         await self.backend.open()
-        await together(self._start_router(), self._start_workers(settings))
+        await together(self._start_routers(), self._start_workers(settings))
 
     async def wait_ready(self, progress: Callable[[str], None]) -> None:
-        """Until every worker is registered, every link stands and the router serves.
+        """Until every worker is registered, every link stands and every router serves.
 
         Raises:
             TandemError: something can never become ready; says what and why.
@@ -112,13 +109,12 @@ class Controller:
 
     async def close(self) -> None:
         """Ends everything that was started, in whatever state it is."""
-        if self._router is not None:
-            self._closing = True
-            await self._router.stop()  # first: it lets running requests end, or tells their clients, while workers live
+        # First: they let running requests end, or tell their clients, while workers live.
+        await asyncio.gather(*(router.close() for router in self.routers))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(member.stop() for member in self._own_members()))
+        await self._redis.stop()
         for _, channel in self._worker_channels.values():
             await channel.close()
         if self._admin is not None:
@@ -131,8 +127,6 @@ class Controller:
         for slot in self.slots.values():
             if slot.state is WorkerState.FAILED:
                 raise ConfigError(f"{slot.worker_id} cannot start: {slot.reason}")
-        if self._router_failure:
-            raise ConfigError(self._router_failure)
         for task in self._tasks:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error  # a fault of ours: better told than waited out
@@ -141,8 +135,13 @@ class Controller:
             return f"workers {', '.join(starting)}"
         if links := await self._links_waited_for():
             return links
-        self._router_has_served = await self.router_serves()
-        return "" if self._router_has_served else "the router"
+        return await self._routers_waited_for()
+
+    async def _routers_waited_for(self) -> str:
+        routers = await asyncio.gather(*(router.status() for router in self.routers))
+        if failure := next((router.failure for router in self.routers if router.failure), ""):
+            raise ConfigError(failure)
+        return ", ".join(router.name for router in routers if router.state is not RouterState.READY)
 
     async def _links_waited_for(self) -> str:
         for slot in self.slots.values():
@@ -159,20 +158,11 @@ class Controller:
                 return f"links from {slot.worker_id}"
         return ""
 
-    async def router_serves(self) -> bool:
-        try:
-            async with grpc.aio.insecure_channel(self.grpc_address) as channel:
-                stub = health_pb2_grpc.HealthStub(channel)
-                reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=STATE_TIMEOUT_S)
-                return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-        except grpc.aio.AioRpcError:
-            return False
-
     # --- parts -------------------------------------------------------------------------------------------------
 
     async def _serve_admin(self) -> None:
         control = self.spec.control
-        self._admin = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._admin = grpc.aio.server(options=SERVER_OPTIONS)
         AdminService(self).add_to(self._admin)
         try:
             port = self._admin.add_insecure_port(f"{control.admin_host}:{control.admin_port}")
@@ -191,39 +181,22 @@ class Controller:
         start, self._redis_url = embedded_redis.member(self._run_base / "redis")
         await self._redis.start(start)
 
-    async def _start_router(self) -> None:
-        launch = RouterLaunch(
-            cluster=self.spec.name,
-            router_id=f"router-{secrets.token_hex(4)}",
-            router=self.spec.router,
-            models=tuple(_served(model) for model in self._cluster.models),
-            controller_address=self._admin_address,
-            redis_url=self._redis_url,
-            controller_secret=self._router_secret,
-            log_level=self.spec.log_level,
-        )
-        run_dir = self._run_base / "router"
-        start = MemberStart(
-            run_dir=str(run_dir),
-            files={"launch.json": launch.model_dump_json()},
-            processes=(ProcessSpec(name="router", argv=python("router", "--launch", f"{run_dir}/launch.json")),),
-        )
-        self._router = await self.backend.place_here("router")
-        await self._router.start(start)
-        self._tasks.append(asyncio.create_task(self._keep_router(self._router, start)))
-
-    async def _keep_router(self, member: MemberHandle, start: MemberStart) -> None:
-        while True:
-            reason = await member.wait_end()
-            if self._closing:
-                return
-            if not self._router_has_served:
-                self._router_failure = reason  # tell the user instead of trying for ever
-                return
-            log.warning("the router ended: %s", reason)
-            await member.stop()
-            await asyncio.sleep(ROUTER_BACKOFF_S)
-            await member.start(start)
+    async def _start_routers(self) -> None:
+        for number, router in enumerate(router_specs(self.spec)):
+            launch = RouterLaunch(
+                cluster=self.spec.name,
+                router_id=f"router-{number}",
+                router=router,
+                models=tuple(_served(model) for model in self._cluster.models),
+                controller_address=self._admin_address,
+                redis_url=self._redis_url,
+                controller_secret=self._router_secret,
+                log_level=self.spec.log_level,
+            )
+            member = await self.backend.place_here(launch.router_id)
+            slot = RouterSlot(launch, member, self._run_base / launch.router_id)
+            self.routers.append(slot)
+            self._tasks.append(asyncio.create_task(slot.run()))
 
     async def _start_workers(self, settings: LifeSettings) -> None:
         several = len(self._cluster.models) > 1
@@ -280,12 +253,9 @@ class Controller:
             log.info("%s does not answer: %s", slot.worker_id, error_from_rpc(error).message)
             return None
 
-    def _own_members(self) -> list[MemberHandle]:
-        return [self._redis] if self._router is None else [self._router, self._redis]
-
     async def own_processes(self) -> list[RunningProcess]:
-        found = await asyncio.gather(*(member.processes() for member in self._own_members()))
-        return [process for member in found for process in member]
+        found = await asyncio.gather(self._redis.processes(), *(router.processes() for router in self.routers))
+        return [process for owner in found for process in owner]
 
     async def redis_state(self) -> str:
         """Its mode, or `unreachable`."""

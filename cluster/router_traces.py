@@ -1,43 +1,72 @@
-"""The traces that the router keeps, as the controller asks for them."""
+"""The traces that the routers keep, as the controller asks for them. A request is known to the router that took it."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc.aio
 
 from router.edge_traces import SECRET_KEY
+from router.trace import DEFAULT_LISTED
 from tandem.errors import TandemError, UnavailableError
 from tandem.grpc_errors import error_from_rpc
 from tandem.v1 import trace_pb2, trace_pb2_grpc
 
 TIMEOUT_S = 5.0
 
+Answer = TypeVar("Answer")
+
 
 @dataclass(frozen=True, slots=True)
 class RouterTraces:
-    """Every call raises the router's TandemError, or UnavailableError when it does not answer."""
+    """Asks all routers at once. What one does not answer is missing; when none answers, or none knows, that is raised:
+    UnavailableError, or the routers' own TandemError."""
 
-    address: str
+    addresses: tuple[str, ...]
     secret: str
 
     async def get(self, request: trace_pb2.GetTraceRequest) -> trace_pb2.RequestTrace:
-        async with grpc.aio.insecure_channel(self.address) as channel:
+        return _found(await asyncio.gather(*(self._get(address, request) for address in self.addresses)))[0]
+
+    async def list(self, request: trace_pb2.ListTracesRequest) -> trace_pb2.ListTracesResponse:
+        answers = _found(await asyncio.gather(*(self._list(address, request) for address in self.addresses)))
+        traces = [trace for answer in answers for trace in answer.traces]
+        traces.sort(key=lambda trace: trace.received_unix_s + trace.total_s, reverse=True)  # as one router lists them
+        return trace_pb2.ListTracesResponse(traces=traces[: request.limit or DEFAULT_LISTED])
+
+    async def _get(self, address: str, request: trace_pb2.GetTraceRequest) -> trace_pb2.RequestTrace | TandemError:
+        async with grpc.aio.insecure_channel(address) as channel:
             stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
             try:
                 return await stub.GetTrace(request, timeout=TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
             except grpc.aio.AioRpcError as error:
-                raise self._told(error) from None
+                return _told(address, error)
 
-    async def list(self, request: trace_pb2.ListTracesRequest) -> trace_pb2.ListTracesResponse:
-        async with grpc.aio.insecure_channel(self.address) as channel:
+    async def _list(
+        self, address: str, request: trace_pb2.ListTracesRequest
+    ) -> trace_pb2.ListTracesResponse | TandemError:
+        async with grpc.aio.insecure_channel(address) as channel:
             stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
             try:
                 return await stub.ListTraces(request, timeout=TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
             except grpc.aio.AioRpcError as error:
-                raise self._told(error) from None
+                return _told(address, error)
 
-    def _told(self, error: grpc.aio.AioRpcError) -> TandemError:
-        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            return UnavailableError(f"the router at {self.address} does not answer ({error.code().name}); try again")
-        return error_from_rpc(error)
+
+def _found(answers: Sequence[Answer | TandemError]) -> list[Answer]:
+    """Raises the error that says most when there is no answer: a router's own before the silence of another."""
+    found = [answer for answer in answers if not isinstance(answer, TandemError)]
+    errors = [answer for answer in answers if isinstance(answer, TandemError)]
+    if not found:
+        silent = UnavailableError("no router was started yet; try again")
+        raise min(errors, key=lambda error: isinstance(error, UnavailableError), default=silent)
+    return found
+
+
+def _told(address: str, error: grpc.aio.AioRpcError) -> TandemError:
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return UnavailableError(f"the router at {address} does not answer ({error.code().name}); try again")
+    return error_from_rpc(error)

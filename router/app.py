@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from zlib import crc32
 
 from prometheus_client import CollectorRegistry
 
@@ -15,12 +17,17 @@ from router.edge_grpc import GrpcServer
 from router.edge_http import HttpEdge, HttpServer, bind
 from router.edge_traces import TracesEdge
 from router.fleet import Fleet
+from router.health_metrics import HealthMetrics
+from router.health_watch import HealthWatch
 from router.metrics import RouterMetrics
-from router.policies.policy import default_policy
+from router.policies.estimates import Estimates
+from router.policies.profiles import policy_profile
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
+from router.readiness import Readiness
 from router.request import ServingModel
 from router.service import RouterService
+from router.terms import TermsParser
 from tandem.clock import Clock, SystemClock
 from tandem.config import Role
 from tandem.launch import RouterLaunch
@@ -39,17 +46,23 @@ class RouterApp:
         """Loads tokenizers and binds ports. Raises CheckpointError, PortInUse. Needs a running event loop."""
         clock = clock or SystemClock()
         spec = launch.router
+        self._router_id = launch.router_id
         self._executor = ThreadPoolExecutor(PARSER_THREADS, thread_name_prefix="parser")
         self.mirror = PrefixMirror(spec.index_memory_bytes)
-        self.metrics = RouterMetrics(CollectorRegistry(), frozenset(model.name for model in launch.models))
+        registry = CollectorRegistry()
+        self.metrics = RouterMetrics(registry, frozenset(model.name for model in launch.models))
         self.dispatcher = Dispatcher(
             spec=spec,
-            fleet_of=lambda pump: Fleet(launch.router_id, lambda: self._on_fleet_change(pump)),
+            fleet_of=partial(self._new_fleet, Estimates(clock)),
             mirror=self.mirror,
-            policy=default_policy(spec),
+            policy=policy_profile(spec, seed=crc32(launch.router_id.encode())),
             metrics=self.metrics,
             clock=clock,
         )
+        fleet, models = self.dispatcher.fleet, [model.name for model in launch.models]
+        health_metrics = HealthMetrics(registry, fleet.health)
+        self._readiness = Readiness(fleet, models, health_metrics, clock, self._tell_readiness)
+        self._watch = HealthWatch(fleet, health_metrics, clock, spec.worker_stall_s, on_change=fleet.changed)
         self.service = RouterService(
             cluster=launch.cluster,
             router_id=launch.router_id,
@@ -57,6 +70,8 @@ class RouterApp:
             dispatcher=self.dispatcher,
             metrics=self.metrics,
             executor=self._executor,
+            readiness=self._readiness,
+            terms=TermsParser(spec.classes, clock),
         )
         self._follower = (
             PrefixFollower(launch.redis_url, launch.cluster, self.mirror, clock) if launch.redis_url else None
@@ -98,6 +113,8 @@ class RouterApp:
             if not self.dispatcher.active:
                 break
             await asyncio.sleep(0.05)
+        self._watch.close()
+        self._readiness.close()
         await self.dispatcher.close()
         await asyncio.gather(self._http.close(), self._grpc.close())
         if self._follower is not None:
@@ -111,10 +128,25 @@ class RouterApp:
         if self._follower is not None:
             self._follower.set_workers(fleet.keys())
 
+    def _new_fleet(self, estimates: Estimates, pump: Callable[[], None]) -> Fleet:
+        return Fleet(
+            self._router_id,
+            estimates,
+            on_change=lambda: self._on_fleet_change(pump),
+            on_work=lambda: self._watch.wake(),
+        )
+
     def _on_fleet_change(self, pump: Callable[[], None]) -> None:
         fleet = self.dispatcher.fleet
         prefill, decode = fleet.count_ready(Role.PREFILL), fleet.count_ready(Role.DECODE)
         self.metrics.set_workers(prefill=prefill, decode=decode)
+        self._readiness.update()
+        self._tell_readiness()
+        pump()
+
+    def _tell_readiness(self) -> None:
+        fleet = self.dispatcher.fleet
+        prefill, decode = fleet.count_ready(Role.PREFILL), fleet.count_ready(Role.DECODE)
         if self.service.ready != self._ready:
             self._ready = not self._ready
             log.info(
@@ -124,4 +156,3 @@ class RouterApp:
             task = asyncio.create_task(self._grpc.set_ready(self._ready))
             self._background.add(task)
             task.add_done_callback(self._background.discard)
-        pump()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
+from tandem.grpc_options import CLIENT_OPTIONS
 from tandem.v1 import cluster_pb2
 from tandem.v1.cluster_pb2_grpc import ClusterStub
 
@@ -35,7 +36,7 @@ class DirectoryFollower:
 
     async def _run(self) -> None:
         backoff_s = 0.05
-        async with grpc.aio.insecure_channel(self._address, options=KEEPALIVE_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(self._address, options=CLIENT_OPTIONS) as channel:
             stub = ClusterStub(channel)
             while True:
                 try:
@@ -50,15 +51,3 @@ class DirectoryFollower:
                     log.exception("the directory could not be taken; following again")
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-
-
-# A peer whose host is gone is noticed in 15 s, without traffic of its own.
-KEEPALIVE_OPTIONS = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 0),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvtransfer.causes import HandoffFault
+from router import health_facts
+from router.account import Charge
 from router.admission import Admission
+from router.deadlines import Deadlines
 from router.fleet import Fleet, Worker
 from router.metrics import RouterMetrics
 from router.output import OutputAssembler, ResponseStream
+from router.pace_meter import observe_decode, observe_handoff, observe_prefill
 from router.policies.policy import PlacementPolicy
 from router.policies.types import Ask, Candidate, Placement, WaitReason
 from router.prefix_index.mirror import PrefixMirror, WorkerKey
 from router.request import ServingModel, ValidRequest
 from router.run import RequestRun
+from router.terms import Terms
 from router.trace import Attempt, TraceStore
 from tandem.clock import Clock
 from tandem.config import Role, RouterSpec
@@ -48,28 +53,43 @@ class Dispatcher:
         self._clock = clock
         self._max_migrations = spec.max_migrations
         self._admission: Admission[RequestRun] = Admission(
-            max_queued_requests=spec.max_queued_requests, queue_timeout_s=spec.queue_timeout_s
+            spec.classes,
+            max_queued_requests=spec.max_queued_requests,
+            queue_timeout_s=spec.queue_timeout_s,
+            budget_tokens=spec.max_prefill_tokens_in_flight,
         )
-        self._running: dict[RequestRun, list[tuple[Worker, int]]] = {}  # with the prompt tokens charged to workers
+        metrics.watch_admission(self._admission)
+        self._default_terms = Terms(spec.classes[0].name)
+        self._deadlines = Deadlines(clock)
+        self._running: dict[RequestRun, list[tuple[Worker, Charge]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+        self._placed = 0
         self.fleet = fleet_of(self.pump)
 
-    def submit(self, model: ServingModel, request: ValidRequest) -> ResponseStream:
-        """Queues a request and returns what will come of it. Raises OverloadedError, UnavailableError."""
+    def submit(self, model: ServingModel, request: ValidRequest, terms: Terms | None = None) -> ResponseStream:
+        """Queues a request and returns what will come of it.
+
+        Raises OverloadedError, UnavailableError, DeadlineExceeded.
+        """
+        terms = terms or self._default_terms
         assembler = OutputAssembler(
             model.tokenizer, request.prompt, request.stop, request.sampling.stop_token_ids
         )
-        run = RequestRun(request, assembler, self._clock, self, self._max_migrations)
+        run = RequestRun(request, assembler, terms, self._clock, self, self._max_migrations)
         run.lifecycle.admit()
         try:
             if self._closed:
                 raise UnavailableError("the router is shutting down; retry elsewhere", retry_after_s=1.0)
-            self._admission.offer(request.model, run, self._clock.now_s())
+            now_s = self._clock.now_s()
+            pushed_out = self._admission.offer(request.model, run, terms, run.prefill_tokens, now_s)
         except TandemError as error:
             run.reject(error)
             raise
         run.lifecycle.enqueue()
+        self._deadlines.watch(run, terms.deadline_s)
+        for other, reason in pushed_out:
+            other.reject(reason)
         self.pump()
         return run.stream
 
@@ -77,9 +97,11 @@ class Dispatcher:
         """Places what can be placed now. Called whenever a worker, a request or the clock has changed something."""
         now_s = self._clock.now_s()
         self.fleet.sweep()
+        self._admission.dispatch(now_s, self._place, self._prefillers)
         for run, error in self._admission.expire(now_s):
             run.reject(error)
-        self._admission.dispatch(now_s, self._place)
+        for run in self._admission.in_the_way():
+            run.step_back(UnavailableError("gave way to requests that are not of a batch class"))
         self._metrics.set_load(queued=len(self._admission), running=len(self._running))
         self._set_timer(now_s)
 
@@ -127,16 +149,21 @@ class Dispatcher:
             return False  # gone between two lines; the directory's next change calls again
         self._metrics.placed(run.request.model, placement.reason)
         self._charge(run, decode, prefill, placement.prefiller.uncached_tokens(self._ask(run)))
+        self._placed += 1
         run.credited_tokens = placement.prefiller.cached_tokens
+        run.tokens_ahead = placement.prefiller.outstanding_tokens
         run.start(decode, prefill)
         return True
+
+    def _prefillers(self, model: str) -> int:
+        """Workers that prefill for a model; 0 without a decode worker."""
+        decode = len(self.fleet.ready(model, Role.DECODE))
+        return decode and (len(self.fleet.ready(model, Role.PREFILL)) or decode)
 
     def decide(self, run: RequestRun) -> Placement | WaitReason:
         """Where it would go now, or why it would wait. Changes nothing."""
         model = run.request.model
         decode, prefill = self.fleet.ready(model, Role.DECODE), self.fleet.ready(model, Role.PREFILL)
-        if decode:
-            self._admission.worker_seen(model, self._clock.now_s())
         cached = self._mirror.match(run.request.block_hashes)
         return self._policy.place(self._ask(run), self._views(run, decode, cached), self._views(run, prefill, cached))
 
@@ -159,7 +186,10 @@ class Dispatcher:
         return [view for view in views if view.total_blocks >= needed or not view.total_blocks]
 
     def _ask(self, run: RequestRun) -> Ask:
-        return Ask(run.prefill_tokens, run.excluded)
+        request = run.request
+        left = request.sampling.max_tokens - run.answer_tokens
+        expected = min(left, self.fleet.estimates.answer_tokens(request.model))
+        return Ask(run.prefill_tokens, run.excluded, expected, request.session, self._placed)
 
     def _workers_of(self, placement: Placement) -> tuple[Worker | None, Worker | None]:
         decode, prefill = placement.decode, placement.prefill
@@ -170,17 +200,23 @@ class Dispatcher:
 
     # ---- what requests ask (router.run_host.RunHost)
 
+    def sent(self, run: RequestRun, worker: Worker) -> None:
+        for charged, charge in self._running.get(run, []):
+            if charged is worker:
+                charge.frame = worker.link.sent_frames
+
     def refused(self, run: RequestRun, refusal: TandemError) -> None:
         prefill = run.prefill
         model = run.request.model
         cached = self._mirror.match(run.request.block_hashes)
         others = self._views(run, self.fleet.ready(model, Role.DECODE), cached)
+        choice = None
         if prefill is not None:
-            others = [each for each in others if prefill.candidate(0).can_reach(each)]
-        choice = self._policy.decode.choose(self._ask(run), others)
+            sender = prefill.candidate(run.credited_tokens)
+            choice = self._policy.another_decode(self._ask(run), others, sender)
         decode = None if choice is None else self.fleet.worker(choice.worker_id, choice.epoch)
         if decode is not None and prefill is not None:
-            tokens = sum(charged for _, charged in self._running.get(run, []))
+            tokens = sum(charge.prefill_tokens for _, charge in self._running.get(run, []))
             self._release(run)
             self._charge(run, decode, prefill, tokens)
             run.try_next(decode)
@@ -195,52 +231,71 @@ class Dispatcher:
 
     def prefilled(self, run: RequestRun) -> None:
         if not run.answer_tokens:  # else it is continued, and its prompt was longer
+            observe_prefill(run)
             self._metrics.credited(run.request.model, run.credited_tokens, run.wrong_credit_tokens)
-        charges = self._running.get(run, [])
-        for worker, tokens in charges:
-            worker.account.prefill_tokens -= tokens
-        self._running[run] = [(worker, 0) for worker, _ in charges]
+        self._admission.first_token(run, self._clock.now_s())
+        for worker, charge in self._running.get(run, []):
+            if worker is run.prefill:
+                health_facts.prefilled(self.fleet.health, run, worker, charge.prefill_tokens, self._clock.now_s())
+            worker.account.prefilled(charge)
         self._pump_soon()
 
     def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
+        observe_handoff(run, attempt, done)
         self._metrics.handed_off(run.request.model, attempt, done)
+
+    def blamed(self, run: RequestRun, worker_ids: Sequence[str]) -> None:
+        health_facts.blamed(self.fleet.health, run, worker_ids, self._clock.now_s())
+
+    def paced(self, run: RequestRun, seconds: float) -> None:
+        observe_decode(run, seconds)
 
     def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None:
         self._metrics.handoff_failed(run.request.model, fault.cause)
 
     def ended(self, run: RequestRun, error: TandemError | None) -> None:
         self.traces.add(run.trace)
+        had_place = run in self._running or run in self._admission
         self._release(run)
-        self._admission.withdraw(run.request.model, run)
+        self._admission.over(run)
+        self._deadlines.over(run)
         model = run.request.model
         if run.stream.final is not None:
             self._metrics.finished(model, run.stream.final)
+            health_facts.finished(self.fleet.health, run, run.stream.final, self._clock.now_s())
+            self.fleet.estimates.answered(model, run.stream.final.usage.completion_tokens)
         else:
             self._metrics.ended(model, run.lifecycle.state, None if error is None else error.code)
         if error is not None and error.code is ErrorCode.INTERNAL:
             log.error("request failed", extra={"request": run.request.request_id, "error": str(error)})
-        self._pump_soon()
+        if had_place:  # what was refused at once leaves nothing to others
+            self._pump_soon()
 
     # ---- accounts
 
     def _charge(self, run: RequestRun, decode: Worker, prefill: Worker | None, tokens: int) -> None:
-        charges = [(decode, tokens if prefill is None else 0)]
+        blocks = blocks_for(run.prefill_tokens + 1, run.request.block_tokens)
+        charges = [(decode, Charge(tokens if prefill is None else 0, blocks))]
         if prefill is not None:
-            charges.append((prefill, tokens))
-        for worker, charged in charges:
-            worker.account.requests += 1
-            worker.account.prefill_tokens += charged
+            charges.append((prefill, Charge(tokens, blocks)))
+        for worker, charge in charges:
+            worker.account.add(charge)
         self._running[run] = charges
 
     def _release(self, run: RequestRun) -> None:
-        for worker, charged in self._running.pop(run, []):
-            worker.account.requests -= 1
-            worker.account.prefill_tokens -= charged
+        for worker, charge in self._running.pop(run, []):
+            worker.account.remove(charge)
 
     def _put_back(self, run: RequestRun, refusal: TandemError | None) -> None:
         self._release(run)
         self._admission.put_back(
-            run.request.model, run, since_s=run.waiting_since_s, now_s=self._clock.now_s(), refusal=refusal
+            run.request.model,
+            run,
+            run.terms,
+            run.prefill_tokens,
+            since_s=run.waiting_since_s,
+            now_s=self._clock.now_s(),
+            refusal=refusal,
         )
         self._pump_soon()
 

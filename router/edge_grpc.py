@@ -11,12 +11,14 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from router.call_limit import CallLimit
+from router.call_terms import call_terms
 from router.edge_oip import SERVICE as OIP_SERVICE
 from router.edge_oip import OipEdge
 from router.edge_traces import TracesEdge
 from router.output import Final, OutToken, Piece
 from router.request import Message, RawRequest, RawSampling
 from router.service import RouterService
+from router.terms import Terms
 from tandem.config import Role
 from tandem.errors import InputError, PortInUse, TandemError
 from tandem.grpc_errors import abort
@@ -43,15 +45,17 @@ class InferenceEdge(InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         try:
             with self._limit:
-                async for response in self._generate(request):
+                async for response in self._generate(request, call_terms(self._service, context)):
                     yield response
         except TandemError as error:
             await abort(context, error)
 
-    async def _generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+    async def _generate(
+        self, request: pb.GenerateRequest, terms: Terms
+    ) -> AsyncIterator[pb.GenerateResponse]:
         stream = None
         try:
-            submitted = await self._service.submit(self._parse(request), model_required=False)
+            submitted = await self._service.submit(self._parse(request), terms, model_required=False)
             stream = submitted.stream
             yield pb.GenerateResponse(
                 started=pb.Started(
@@ -108,7 +112,7 @@ class InferenceEdge(InferenceServicer):
 
     def _parse(self, request: pb.GenerateRequest) -> RawRequest:
         try:
-            return RawRequest(request.model, _prompt(request), _sampling(request.sampling))
+            return RawRequest(request.model, _prompt(request), _sampling(request.sampling), request.user)
         except InputError as error:
             self._service.rejected(request.model, error)
             raise

@@ -72,16 +72,18 @@ class HttpEdge:
         return RequestIds(FastRoutes(Starlette(routes=self.routes(), exception_handlers=on_error), hot, on_error))
 
     async def chat(self, request: Request) -> Response:
+        terms = self._service.terms(request.headers.get)
         parsed = await self._body(request, lambda body: parse_body(ChatCompletionRequest, body))
         raw = self._counted(parsed.model, parsed.parse)
-        answers = await self._service.submit_all([raw], parsed.n or 1, request.scope["request_id"])
+        answers = await self._service.submit_all([raw], parsed.n or 1, request.scope["request_id"], terms)
         form = ChatFormat(answers, include_usage=parsed.include_usage, logprobs=bool(parsed.logprobs))
         return await answer(request, answers, form, stream=bool(parsed.stream))
 
     async def completions(self, request: Request) -> Response:
+        terms = self._service.terms(request.headers.get)
         parsed = await self._body(request, lambda body: parse_body(CompletionRequest, body))
         raws = self._counted(parsed.model, parsed.parse)
-        answers = await self._service.submit_all(raws, parsed.n or 1, request.scope["request_id"])
+        answers = await self._service.submit_all(raws, parsed.n or 1, request.scope["request_id"], terms)
         form = CompletionFormat(
             answers,
             include_usage=parsed.include_usage,
@@ -91,9 +93,10 @@ class HttpEdge:
         return await answer(request, answers, form, stream=bool(parsed.stream))
 
     async def responses(self, request: Request) -> Response:
+        terms = self._service.terms(request.headers.get)
         parsed = await self._body(request, lambda body: parse_body(ResponsesRequest, body))
         raw = self._counted(parsed.model, parsed.parse)
-        answers = await self._service.submit_all([raw], 1, request.scope["request_id"])
+        answers = await self._service.submit_all([raw], 1, request.scope["request_id"], terms)
         return await answer(request, answers, ResponsesFormat(answers, parsed), stream=bool(parsed.stream))
 
     async def tokenize(self, request: Request) -> Response:
@@ -124,7 +127,7 @@ class HttpEdge:
 
     async def ready(self, request: Request) -> Response:
         ready = self._service.ready
-        return JsonResponse({"status": "ready" if ready else "no decode worker"}, status_code=200 if ready else 503)
+        return JsonResponse({"status": "ready" if ready else "not ready"}, status_code=200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})

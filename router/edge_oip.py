@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from router.call_limit import CallLimit
+from router.call_terms import call_terms
 from router.oip_tensors import INPUTS, OUTPUTS, VERSION, Ask, parse_infer, response
 from router.openai_format import text_of, tokens_of
 from router.output import Piece
 from router.request import new_request_id
 from router.service import RouterService
+from router.terms import Terms
 from tandem.errors import InputError, NotFound, TandemError
 from tandem.grpc_errors import abort
 from tandem.oip import grpc_predict_v2_pb2 as oip
@@ -57,7 +59,7 @@ class OipEdge(GRPCInferenceServiceServicer):
         try:
             with self._limit:
                 ask = self._parse(request)
-                parts = [part async for part in self._answer(ask)]
+                parts = [part async for part in self._answer(ask, call_terms(self._service, context))]
                 return _response(ask, [piece for pieces, _ in parts for piece in pieces], parts[-1][1])
         except TandemError as error:
             await abort(context, error)
@@ -68,14 +70,16 @@ class OipEdge(GRPCInferenceServiceServicer):
         """One request after the other: who wants several answers at once opens several streams. An idle stream takes no
         other call's place."""
         async for request in request_iterator:
-            async for reply in self._stream(request):
+            async for reply in self._stream(request, context):
                 yield reply
 
-    async def _stream(self, request: oip.ModelInferRequest) -> AsyncIterator[oip.ModelStreamInferResponse]:
+    async def _stream(
+        self, request: oip.ModelInferRequest, context: Any
+    ) -> AsyncIterator[oip.ModelStreamInferResponse]:
         try:
             with self._limit:
                 ask = self._parse(request)
-                async for pieces, reason in self._answer(ask):
+                async for pieces, reason in self._answer(ask, call_terms(self._service, context)):
                     reply = _response(ask, pieces, reason)
                     reply.parameters["triton_final_response"].bool_param = reason is not None
                     yield oip.ModelStreamInferResponse(infer_response=reply)
@@ -83,9 +87,9 @@ class OipEdge(GRPCInferenceServiceServicer):
             failed = oip.ModelInferResponse(model_name=request.model_name, id=request.id)
             yield oip.ModelStreamInferResponse(error_message=error.message, infer_response=failed)
 
-    async def _answer(self, ask: Ask) -> AsyncIterator[tuple[list[Piece], str | None]]:
+    async def _answer(self, ask: Ask, terms: Terms) -> AsyncIterator[tuple[list[Piece], str | None]]:
         """What has come, each time; with the finish reason at the end."""
-        answers = await self._service.submit_all([ask.raw], 1, new_request_id())
+        answers = await self._service.submit_all([ask.raw], 1, new_request_id(), terms)
         try:
             while not answers.ended:
                 for arrival in await answers.next():

@@ -7,11 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from router.account import Account
+from router.health import HealthBoard
+from router.policies.estimates import Estimates, WorkerEstimates
 from router.policies.types import Candidate
 from router.prefix_index.mirror import WorkerKey
 from router.worker_client import WorkerLink
 from tandem.config import Role
-from tandem.v1 import cluster_pb2
+from tandem.v1 import cluster_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -19,50 +22,67 @@ _ROLES = {cluster_pb2.ROLE_PREFILL: Role.PREFILL, cluster_pb2.ROLE_DECODE: Role.
 
 
 @dataclass(slots=True)
-class Account:
-    """What this router has on a worker now."""
-
-    prefill_tokens: int = 0
-    requests: int = 0
-
-
-@dataclass(slots=True)
 class Worker:
     link: WorkerLink
     role: Role
     account: Account
+    estimates: WorkerEstimates
+    last_prefill_s: float = 0.0  # when it was last done with a prompt of ours
     listed: bool = True  # in the directory; otherwise it takes nothing new
 
     @property
     def key(self) -> WorkerKey:
         return self.link.key
 
+    def reaches(self, other: Worker) -> bool:
+        reaches = self.link.reaches  # None: it has not said
+        return reaches is None or (other.key.worker_id, other.key.epoch) in reaches
+
+    @property
+    def running_requests(self) -> int:
+        """Running or about to, whichever router they came from: its report, and what of ours it cannot know of yet."""
+        self.account.seen(self.link.seen_frames)
+        load = self.link.load or worker_pb2.WorkerLoad()
+        reported = load.running_requests + load.waiting_requests + load.reserved_requests
+        return reported + self.account.unreported_requests
+
     def candidate(self, cached_tokens: int) -> Candidate:
-        load, info = self.link.load, self.link.info
-        running = load.running_requests + load.waiting_requests if load is not None else 0
-        total = load.blocks.total if load is not None else info.total_blocks
-        free = load.blocks.free + load.blocks.cached if load is not None else total
-        waiting_tokens = load.waiting_tokens if load is not None else 0
+        load, account = self.link.load or worker_pb2.WorkerLoad(), self.account
+        running = self.running_requests  # first: it takes note of what the report knows
+        total = load.blocks.total or self.link.info.total_blocks
+        free = load.blocks.free + load.blocks.cached if load.HasField("blocks") else total
         return Candidate(
             worker_id=self.key.worker_id,
             epoch=self.key.epoch,
             cached_tokens=cached_tokens,
-            dispatched_tokens=self.account.prefill_tokens,
-            # Several routers may use it: its own report counts where it is more than ours.
-            outstanding_tokens=max(self.account.prefill_tokens, waiting_tokens),
-            running_requests=max(self.account.requests, running),
-            free_blocks=free,
+            dispatched_tokens=account.prefill_tokens,
+            outstanding_tokens=load.waiting_tokens + account.unreported_tokens,
+            running_requests=running,
+            free_blocks=max(0, free - account.unreported_blocks),
             total_blocks=total,
             reaches=self.link.reaches,
+            pace=self.estimates.pace(),
+            transfer_to=self.estimates.transfer_to,
         )
 
 
 class Fleet:
     """Reconciles links with the directory. `on_change` is called when a worker comes, goes, or reports room."""
 
-    def __init__(self, router_id: str, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        router_id: str,
+        estimates: Estimates,
+        on_change: Callable[[], None],
+        health: HealthBoard | None = None,
+        on_work: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_work` is called when a worker that had nothing of ours to do gets something."""
+        self.estimates = estimates
+        self.health = health or HealthBoard()
         self._router_id = router_id
         self._on_change = on_change
+        self._on_work = on_work
         self._workers: dict[WorkerKey, Worker] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.on_load = on_change  # called when a worker reports its load, which it does with every step
@@ -77,12 +97,16 @@ class Fleet:
                 log.warning("worker of unknown role left out", extra={"worker": info.worker_id})
             else:
                 link = WorkerLink(info, self._router_id, self)
-                self._workers[key] = Worker(link, role, Account())
+                self._workers[key] = Worker(link, role, Account(), self.estimates.worker(info.model, role))
+                self.health.add(key, info.model, role)
                 link.start()
         for key, worker in self._workers.items():
             worker.listed = key in listed
         self.sweep()
         self._on_change()
+
+    def workers(self) -> list[Worker]:
+        return list(self._workers.values())
 
     def keys(self) -> list[WorkerKey]:
         return [worker.key for worker in self._workers.values() if worker.listed]
@@ -95,11 +119,15 @@ class Fleet:
         return [
             worker
             for worker in self._workers.values()
-            if worker.role is role and worker.listed and worker.link.ready and worker.link.info.model == model
+            if worker.role is role and worker.link.info.model == model and self._can_take(worker)
         ]
 
     def count_ready(self, role: Role) -> int:
-        return sum(worker.role is role and worker.listed and worker.link.ready for worker in self._workers.values())
+        return sum(worker.role is role and self._can_take(worker) for worker in self._workers.values())
+
+    def _can_take(self, worker: Worker) -> bool:
+        usable = worker.listed and worker.link.ready
+        return usable and self.health.admits(worker.key, worker.account.requests)
 
     def max_model_tokens(self, model: str) -> int | None:
         """The shortest context of the model's decode workers; None while none is known."""
@@ -111,11 +139,19 @@ class Fleet:
         return min(limits, default=None)
 
     def link_changed(self, link: WorkerLink) -> None:
+        self.health.set_up(link.key, is_up=link.ready)
         self.sweep()
         self._on_change()
 
     def load_changed(self, link: WorkerLink) -> None:
         self.on_load()
+
+    def changed(self) -> None:
+        """Another set of workers may take requests."""
+        self._on_change()
+
+    def work_began(self, link: WorkerLink) -> None:
+        self._on_work()
 
     async def close(self) -> None:
         workers, self._workers = list(self._workers.values()), {}
@@ -126,6 +162,7 @@ class Fleet:
         for key, worker in list(self._workers.items()):
             if not worker.listed and (worker.link.idle or not worker.link.ready):
                 del self._workers[key]
+                self.health.remove(key)
                 task = asyncio.create_task(worker.link.close())
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)

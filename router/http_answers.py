@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import msgspec
 from starlette.requests import Request
@@ -26,7 +27,7 @@ def error_response(error: TandemError) -> Response:
     headers: dict[str, str] = {}
     delay_s = retry_after_s(error)
     if delay_s is not None:
-        headers["retry-after"] = str(max(1, round(delay_s)))
+        headers["retry-after"] = str(max(1, math.ceil(delay_s)))
     return JsonResponse(error_body(error), status_code=error.wire.http_status, headers=headers)
 
 

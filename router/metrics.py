@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvtransfer.causes import HandoffCause
+from router.admission import Admission
+from router.admission_metrics import AdmissionCollector
 from router.index_metrics import IndexCollector
 from router.labelled import Counter, Gauge, Histogram
 from router.output import Final
@@ -87,6 +91,10 @@ class RouterMetrics:
     def watch_index(self, mirror: PrefixMirror, follower: PrefixFollower | None) -> None:
         """Reads the index at every scrape. No `follower`: the cluster has no Redis."""
         self._registry.register(IndexCollector(mirror, follower))
+
+    def watch_admission(self, admission: Admission[Any]) -> None:
+        """Reads it at every scrape."""
+        self._registry.register(AdmissionCollector(admission))
 
     def render(self) -> bytes:
         """The exposition text."""

@@ -168,7 +168,7 @@ class ChatCompletionRequest(_Common):
             )
         messages = tuple(message.parse(index) for index, message in enumerate(self.messages))
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return RawRequest(self.model, messages, self._sampling(next(iter(limits), None), logprobs))
+        return RawRequest(self.model, messages, self._sampling(next(iter(limits), None), logprobs), self.user or "")
 
 
 class CompletionRequest(_Common):
@@ -208,7 +208,7 @@ class CompletionRequest(_Common):
         if (total := len(prompts) * (self.n or 1)) > MAX_CHOICES:
             field = "prompt" if len(prompts) > 1 else "n"
             raise InputError(f"{field}: expected at most {MAX_CHOICES} prompts times n, got {total}", field=field)
-        return [RawRequest(self.model, prompt, sampling) for prompt in prompts]
+        return [RawRequest(self.model, prompt, sampling, self.user or "") for prompt in prompts]
 
     def _prompts(self) -> list[str | tuple[int, ...]]:
         prompt = self.prompt

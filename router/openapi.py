@@ -9,6 +9,7 @@ from pydantic.json_schema import models_json_schema
 
 from router.openai_schema import ChatCompletionRequest, CompletionRequest
 from router.responses_schema import ResponsesRequest
+from router.terms import PRIORITY, TENANT, TIMEOUT
 from router.tokenize_schema import DetokenizeRequest, TokenizeRequest
 from tandem.errors import WIRE, ErrorCode
 from tandem.version import tandem_version
@@ -162,6 +163,11 @@ def _errors() -> Schema:
     return {str(status): reply | {"headers": reply["headers"] | retry} for status in statuses}
 
 
+def _parameters(*, generates: bool) -> list[Schema]:
+    names = ["x-request-id", *((PRIORITY, TENANT, TIMEOUT) if generates else ())]
+    return [{"name": name, "in": "header", "required": False, "schema": _STRING} for name in names]
+
+
 def _post(summary: str, request: type, answer: str, events: str | None = None) -> Schema:
     content = _content("application/json", _ref(answer))
     if events is not None:
@@ -171,7 +177,7 @@ def _post(summary: str, request: type, answer: str, events: str | None = None) -
         "post": {
             "summary": summary,
             "operationId": request.__name__.removesuffix("Request"),
-            "parameters": [{"name": "x-request-id", "in": "header", "required": False, "schema": _STRING}],
+            "parameters": _parameters(generates=events is not None),
             "requestBody": body,
             "responses": {"200": _reply("The answer; with stream=true its events.", content), **_errors()},
         }

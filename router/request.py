@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
 from tandem.blockhash import BlockHash, HashKey, hash_blocks
@@ -63,6 +64,7 @@ class RawRequest:
     model: str
     prompt: str | tuple[int, ...] | tuple[Message, ...]
     sampling: RawSampling
+    session: str = ""  # whose requests share a prefix, in the client's words
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class ValidRequest:
     block_hashes: tuple[BlockHash, ...]
     block_tokens: int
     cache_salt: bytes = b""
+    session: bytes | None = None  # digest
 
     @property
     def prompt_tokens(self) -> int:
@@ -198,6 +201,7 @@ class ServingModel:
             stop=_stop_strings(raw.sampling.stop),
             block_hashes=tuple(hashes),
             block_tokens=served.block_tokens,
+            session=blake2b(raw.session.encode("utf-8", "replace"), digest_size=8).digest() if raw.session else None,
         )
 
     def _sampling(self, raw: RawSampling, room: int) -> SamplingParams:

@@ -77,7 +77,7 @@ class ResponsesRequest(Strict):
     top_k: Annotated[int, Field(ge=0)] | None = None
     min_p: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    # No effect on the answer.
+    # No effect on the answer; prompt_cache_key and user draw requests to the same workers.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -130,7 +130,7 @@ class ResponsesRequest(Strict):
             max_tokens=self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
         )
-        return RawRequest(self.model, tuple(messages), sampling)
+        return RawRequest(self.model, tuple(messages), sampling, self.prompt_cache_key or self.user or "")
 
 
 _NEUTRAL = {

@@ -16,20 +16,24 @@ from dataclasses import replace
 from kvtransfer.causes import HandoffFault
 from router.fleet import Worker
 from router.output import Final, OutputAssembler, ResponseStream, Timeline, Usage
+from router.pace_meter import PaceMeter
 from router.policies.types import WaitReason
 from router.request import ValidRequest
 from router.run_host import RunHost
+from router.terms import Terms
 from router.trace import Trace
 from router.worker_client import WorkerLink
 from tandem.clock import Clock
-from tandem.errors import ErrorCode, InternalError, RequestCancelled, TandemError, WorkerLost
+from tandem.errors import DeadlineExceeded, ErrorCode, InternalError, RequestCancelled, TandemError, WorkerLost
 from tandem.request import FinishReason, Lifecycle, RequestState
 from tandem.v1 import inference_pb2, worker_pb2
 from worker.wire import parse_error, sampling_frame
 
+DEADLINE_SLACK_S = 0.05  # a client that leaves so shortly before its deadline left because of it
 # The worker is well but cannot take the request now (no KV blocks, a transfer agent being replaced).
 _REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
 _HANDOFF_FAULTS = frozenset({ErrorCode.HANDOFF_FAILED, ErrorCode.DEADLINE_EXCEEDED})
+_BLAMED = _HANDOFF_FAULTS | {ErrorCode.INTERNAL}  # a lost worker is known as such
 _RETRIED = _HANDOFF_FAULTS | _REFUSALS | {ErrorCode.WORKER_LOST}
 _REASONS = {
     inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -39,9 +43,11 @@ _REASONS = {
 
 class RequestRun:
     def __init__(
-        self, request: ValidRequest, assembler: OutputAssembler, clock: Clock, host: RunHost, max_migrations: int
+        self, request: ValidRequest, output: OutputAssembler, terms: Terms, clock: Clock, host: RunHost, migrations: int
     ) -> None:
+        """`migrations`: how many there may be."""
         self.request = request
+        self.terms = terms
         self.lifecycle = Lifecycle()
         self.stream = ResponseStream(request.request_id, self.cancel)
         self.excluded: frozenset[str] = frozenset()
@@ -51,15 +57,17 @@ class RequestRun:
         self.prefill: Worker | None = None  # None: local prefill
         self.waiting_for: WaitReason | None = None
         self.credited_tokens = 0  # what the prefix index said whoever prefills has cached
+        self.tokens_ahead = 0  # prompt tokens that whoever prefills had to compute before it
         self._attempts = 0
         self._migrations = 0
-        self._max_migrations = max_migrations
+        self._max_migrations = migrations
         self._answer: list[int] = []  # the tokens given out
         self._prompt_scores: list[inference_pb2.TokenLogprobs] = []  # of the current attempt
         self._resumed_at = 0  # so many of them before the current attempt
-        self._assembler = assembler
+        self._assembler = output
         self._clock = clock
         self._host = host
+        self._meter = PaceMeter()
         self._wire_id = ""
         self._on: list[Worker] = []  # workers that may know the current attempt
         self._dispatched_s = self._first_token_s = self._last_token_s = self.received_s
@@ -78,13 +86,17 @@ class RequestRun:
         return self.request.prompt_tokens + len(self._answer)
 
     @property
+    def cached_tokens(self) -> int:
+        """At the answer's first token: what whoever prefilled had cached."""
+        return self._cached_decode if self.prefill is None else self._cached_prefill
+
+    @property
     def wrong_credit_tokens(self) -> int:
         """At the answer's first token: credited tokens that had to be computed after all. The last block of a prompt
         is never asked of a cache, for its last token is computed in any case."""
         block_tokens = self.request.block_tokens
         most = (self.request.prompt_tokens - 1) // block_tokens * block_tokens
-        cached = self._cached_decode if self.prefill is None else self._cached_prefill
-        return max(0, min(self.credited_tokens, most) - cached)
+        return max(0, min(self.credited_tokens, most) - self.cached_tokens)
 
     # ---- on its way
 
@@ -94,6 +106,7 @@ class RequestRun:
         self._wire_id = f"{self.request.request_id}.{self._attempts}"
         self.decode, self.prefill = decode, prefill
         self._resumed_at = len(self._answer)
+        self._meter.reset()
         if not self._answer:
             self._dispatched_s = self._clock.now_s()
             self._prompt_scores.clear()
@@ -102,6 +115,7 @@ class RequestRun:
             self.lifecycle.start_prefill()
             self._attach(decode)
             decode.link.send(worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=self._work())))
+            self._host.sent(self, decode)
         else:
             self._reserve(decode, prefill)
 
@@ -122,6 +136,7 @@ class RequestRun:
             use_prefix_cache=True,
         )
         decode.link.send(worker_pb2.RouterFrame(reserve=reserve))
+        self._host.sent(self, decode)
 
     # ---- what workers say
 
@@ -141,6 +156,7 @@ class RequestRun:
         self._attach(prefill)
         frame = worker_pb2.Prefill(work=self._work(), ticket=reserved.ticket)
         prefill.link.send(worker_pb2.RouterFrame(prefill=frame))
+        self._host.sent(self, prefill)
 
     def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:
         if (attempt := self.trace.report(done, self._clock.now_s() - age_s)) is not None:
@@ -171,6 +187,8 @@ class RequestRun:
             self._on_first_token(token, now_s)
         elif self.lifecycle.state is RequestState.HANDOFF and self._is_decode(link):
             self._joined()
+        if self.lifecycle.state is RequestState.DECODING and (seconds := self._meter.token(now_s)) is not None:
+            self._host.paced(self, seconds)
         self._answer.append(token.token_id)
         if not self.stream.put(self._assembler.push(token)):
             self._end_cancelled(RequestCancelled("the client left too much of the answer unread"))
@@ -263,13 +281,25 @@ class RequestRun:
     # ---- ends
 
     def cancel(self) -> None:
-        """The client went away or its deadline passed."""
-        if not self.lifecycle.state.is_end:
+        """The client went away, perhaps because its deadline passed: it may know of that before we do."""
+        if (at_s := self.terms.deadline_s) is not None and self._clock.now_s() >= at_s - DEADLINE_SLACK_S:
+            self.expire()
+        elif not self.lifecycle.state.is_end:
             self._end_cancelled(RequestCancelled("cancelled by the client"))
 
+    def step_back(self, cause: TandemError) -> None:
+        """Gives its place on the workers to others and waits again, unless it has its first token."""
+        if self._on and self.lifecycle.state in (RequestState.QUEUED, RequestState.PREFILLING):
+            self._fail_or_retry(cause)
+
+    def expire(self) -> None:
+        """The client's deadline passed."""
+        if not self.lifecycle.state.is_end:
+            self.reject(DeadlineExceeded(f"its deadline passed after {len(self._answer)} tokens of the answer"))
+
     def reject(self, error: TandemError) -> None:
-        """ADMITTED or QUEUED: refused by the router. An answer that cannot go on has failed."""
-        if self._answer:
+        """Ended by the router: refused, or, if it is on its way or has a part of its answer, failed."""
+        if self._answer or self.lifecycle.state not in (RequestState.ADMITTED, RequestState.QUEUED):
             self.lifecycle.fail()
         else:
             self.lifecycle.reject()
@@ -305,6 +335,8 @@ class RequestRun:
         if state.is_end:
             return
         self.trace.failed(error, self._clock.now_s())
+        if failed and error.code in _BLAMED:
+            self._host.blamed(self, failed)
         if (reason := self._whole_by()) is not None:
             self._finish(reason)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvtransfer.causes import HandoffFault
@@ -10,10 +11,14 @@ from tandem.errors import TandemError
 from tandem.v1 import worker_pb2
 
 if TYPE_CHECKING:
+    from router.fleet import Worker
     from router.run import RequestRun
 
 
 class RunHost(Protocol):
+    def sent(self, run: RequestRun, worker: Worker) -> None:
+        """The frame that gives the worker its part of the request went out."""
+
     def refused(self, run: RequestRun, refusal: TandemError) -> None:
         """The decode worker cannot take it now: choose another, or queue it again."""
 
@@ -23,8 +28,14 @@ class RunHost(Protocol):
     def prefilled(self, run: RequestRun) -> None:
         """Its prompt (and answer so far) is computed: the prefill worker has room again."""
 
+    def paced(self, run: RequestRun, seconds: float) -> None:
+        """Its last PACE_TOKENS tokens in the decode batch took so long."""
+
     def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
         """A worker reported its side of a handoff; the prefill worker perhaps after the request's end."""
+
+    def blamed(self, run: RequestRun, worker_ids: Sequence[str]) -> None:
+        """An attempt failed, and these workers may be at fault."""
 
     def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None: ...
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
 from router.answers import Answers, Submitted
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
+from router.readiness import Readiness
 from router.request import Message, RawRequest, ServingModel, ValidRequest, new_request_id
-from tandem.config import Role
+from router.terms import Terms, TermsParser
 from tandem.errors import InputError, ModelNotFound, TandemError
 
 
@@ -24,6 +25,8 @@ class RouterService:
         dispatcher: Dispatcher,
         metrics: RouterMetrics,
         executor: Executor,
+        readiness: Readiness,
+        terms: TermsParser,
     ) -> None:
         self.cluster = cluster
         self.router_id = router_id
@@ -31,6 +34,8 @@ class RouterService:
         self.dispatcher = dispatcher
         self.metrics = metrics
         self.executor = executor
+        self._readiness = readiness
+        self._terms = terms
 
     def model(self, name: str, *, required: bool = True) -> ServingModel:
         """Raises ModelNotFound. An empty name means the only model, unless `required`."""
@@ -42,12 +47,25 @@ class RouterService:
             raise ModelNotFound(f"model: expected one of {served}, got {name!r}", field="model")
         return found
 
-    async def submit(self, raw: RawRequest, *, model_required: bool = True) -> Submitted:
-        """Raises InputError, OverloadedError, UnavailableError; what fails later comes out of the stream."""
-        model, request = await self._parse(raw, model_required)
-        return Submitted(request, model, self.dispatcher.submit(model, request))
+    def terms(self, header: Callable[[str], str | None], remaining_s: float | None = None) -> Terms:
+        """On what terms a request comes. To be asked when it arrives. Raises InputError as TermsParser.parse does."""
+        try:
+            return self._terms.parse(header, remaining_s)
+        except InputError as error:
+            self.rejected("", error)
+            raise
 
-    async def submit_all(self, raws: Sequence[RawRequest], choices: int, request_id: str) -> Answers:
+    async def submit(
+        self, raw: RawRequest, terms: Terms | None = None, *, model_required: bool = True
+    ) -> Submitted:
+        """Raises InputError, OverloadedError, UnavailableError, DeadlineExceeded; what fails later comes out of the
+        stream."""
+        model, request = await self._parse(raw, model_required)
+        return Submitted(request, model, self.dispatcher.submit(model, request, terms))
+
+    async def submit_all(
+        self, raws: Sequence[RawRequest], choices: int, request_id: str, terms: Terms | None = None
+    ) -> Answers:
         """`choices` answers for each of `raws`: all of them or, when one is refused, none. Raises as `submit`.
 
         Choice i draws with the request's seed + i, so the first is what it would be alone.
@@ -59,7 +77,7 @@ class RouterService:
             for number in range(total):
                 model, first = parsed[number // choices]
                 request = _choice(first, number % choices, request_id if total == 1 else f"{request_id}-{number}")
-                submitted.append(Submitted(request, model, self.dispatcher.submit(model, request)))
+                submitted.append(Submitted(request, model, self.dispatcher.submit(model, request, terms)))
         except TandemError:
             for each in submitted:
                 each.stream.cancel()
@@ -94,11 +112,11 @@ class RouterService:
         self.metrics.rejected(model, error.code)
 
     def model_ready(self, name: str) -> bool:
-        return bool(self.dispatcher.fleet.ready(name, Role.DECODE))
+        return self._readiness.is_ready(name)
 
     @property
     def ready(self) -> bool:
-        """A request for at least one model could be served now."""
+        """A request for at least one model could be served now: a canary was."""
         return any(self.model_ready(name) for name in self.models)
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import grpc
 
 from kvtransfer.causes import HandoffCause
+from router.testing_canary import canary_answer, is_canary, wire_id
 from tandem.config import Role
 from tandem.errors import ErrorCode
+from tandem.grpc_options import SERVER_OPTIONS
 from tandem.kvcache.layout import blocks_for
 from tandem.v1 import cluster_pb2, inference_pb2, trace_pb2, worker_pb2
 from tandem.v1.cluster_pb2_grpc import ClusterServicer, add_ClusterServicer_to_server
@@ -22,6 +24,7 @@ from worker.wire import PROTOCOL_VERSION
 TOTAL_BLOCKS = 64
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 1024
+REPORT_S = 0.2
 RECEIVED = worker_pb2.ReceiveStages(
     reserved_s=0.001, linked_s=0.002, first_piece_s=0.003, last_piece_s=0.005, verified_s=0.006, first_token_s=0.006,
     joined_s=0.007,
@@ -52,6 +55,9 @@ class StubBehaviour:
     cached_tokens: int = 0
     logprob: float = -0.5
     drop_prompt_scores: bool = False
+    reports_steps: bool = True  # as real workers do: its load, several times a second while it has requests
+    is_stuck: bool = False  # the port answers, and nothing else happens
+    fail_canaries: bool = False
 
 
 def script(tokens: Sequence[int]) -> Answer:
@@ -83,8 +89,10 @@ class StubWorker(WorkerServicer):
         self.received: list[tuple[str, str]] = []  # (frame, wire id)
         self.works: dict[str, worker_pb2.Work] = {}
         self.cancelled: set[str] = set()
+        self.canaries: list[str] = []  # kinds of frames; canaries are in none of the other lists
+        self.steps = 0
         self.known: set[str] = set()  # requests it would still do something for
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._port = 0
 
     async def start(self) -> None:
@@ -123,14 +131,30 @@ class StubWorker(WorkerServicer):
             hello = worker_pb2.WorkerHello(worker_id=self.worker_id, epoch=self.epoch, protocol=PROTOCOL_VERSION)
             yield worker_pb2.WorkerFrame(hello=hello, load=self._load())
             while True:
-                yield await session.out.get()
+                frame = await self._next(session)
+                while self.behaviour.is_stuck:  # noqa: ASYNC110  # tests set it as they like
+                    await asyncio.sleep(REPORT_S)
+                yield frame
         finally:
             reader.cancel()
             for task in session.tasks.values():
                 task.cancel()
 
+    async def _next(self, session: _Session) -> worker_pb2.WorkerFrame:
+        while True:
+            try:
+                async with asyncio.timeout(REPORT_S if self.behaviour.reports_steps else None):
+                    return await session.out.get()
+            except TimeoutError:
+                if self.known:
+                    self.steps += 1
+                    return worker_pb2.WorkerFrame(load=self._load())
+
     async def _read(self, session: _Session, frames: AsyncIterator[worker_pb2.RouterFrame]) -> None:
         async for frame in frames:
+            if is_canary(frame):
+                self._on_canary(session, frame)
+                continue
             match frame.WhichOneof("frame"):
                 case "reserve":
                     self._on_reserve(session, frame.reserve.work)
@@ -145,6 +169,15 @@ class StubWorker(WorkerServicer):
                     self._on_cancel(session, frame.cancel.request_id)
                 case _:
                     pass
+
+    def _on_canary(self, session: _Session, frame: worker_pb2.RouterFrame) -> None:
+        if (answer := canary_answer(frame)) is None:
+            return
+        self.canaries.append(str(frame.WhichOneof("frame")))
+        if self.behaviour.fail_canaries:
+            self._error(session, wire_id(frame), ErrorCode.HANDOFF_FAILED, HandoffCause.TRANSPORT)
+        else:
+            session.out.put_nowait(answer)
 
     def _on_reserve(self, session: _Session, work: worker_pb2.Work) -> None:
         wire_id = work.request_id
@@ -289,7 +322,8 @@ class StubWorker(WorkerServicer):
     def _load(self) -> worker_pb2.WorkerLoad:
         free = TOTAL_BLOCKS - len(self.known)
         blocks = worker_pb2.BlockCounts(free=free, in_use=len(self.known), total=TOTAL_BLOCKS)
-        return worker_pb2.WorkerLoad(running_requests=len(self.known), blocks=blocks)
+        steps = self.steps if self.behaviour.reports_steps else None
+        return worker_pb2.WorkerLoad(running_requests=len(self.known), blocks=blocks, steps=steps)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
@@ -307,7 +341,7 @@ class StubController(ClusterServicer):
         self._workers: list[cluster_pb2.WorkerInfo] = []
         self._version = 0
         self._changed = asyncio.Condition()
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
 
     async def start(self) -> None:
         add_ClusterServicer_to_server(self, self._server)

@@ -15,18 +15,19 @@ from typing import Any, Protocol
 import grpc
 
 from router.clock_offset import ClockOffset
-from router.directory import KEEPALIVE_OPTIONS
 from router.prefix_index.mirror import WorkerKey
+from router.progress import Progress
 from tandem.errors import WorkerLost
+from tandem.grpc_options import CLIENT_OPTIONS
 from tandem.v1 import cluster_pb2, worker_pb2
 from tandem.v1.worker_pb2_grpc import WorkerStub
 from worker.wire import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
 
-HELLO_TIMEOUT_S = 5.0
+HELLO_TIMEOUT_S = 3.0  # with the longest pause before another try: a healed network is noticed within 5 s
 MAX_OUTBOX_FRAMES = 16_384
-MAX_BACKOFF_S = 2.0
+MAX_BACKOFF_S = 1.0
 MAX_LATE = 256
 
 
@@ -54,6 +55,9 @@ class LinkListener(Protocol):
     def load_changed(self, link: WorkerLink) -> None:
         """The worker reported its load."""
 
+    def work_began(self, link: WorkerLink) -> None:
+        """The worker had nothing to do for us, and now has."""
+
 
 class _LinkBroken(Exception):
     pass
@@ -66,6 +70,9 @@ class WorkerLink:
         self.load: worker_pb2.WorkerLoad | None = None
         self.reaches: frozenset[tuple[str, int]] | None = None
         self.ready = False
+        self.sent_frames = 0  # of this session, hello not counted
+        self.seen_frames = 0  # so many of them the worker's report knows of
+        self.progress = Progress()
         self._router_id = router_id
         self._listener = listener
         self._sinks: dict[str, RequestSink] = {}
@@ -93,7 +100,11 @@ class WorkerLink:
 
     def attach(self, wire_id: str, sink: RequestSink) -> None:
         """From now on `sink` hears what the worker says about `wire_id`."""
+        began = not self._sinks
         self._sinks[wire_id] = sink
+        if began:
+            self.progress.began(time.monotonic())
+            self._listener.work_began(self)
 
     def detach(self, wire_id: str) -> None:
         """Idempotent. Later words about `wire_id` are dropped."""
@@ -110,16 +121,23 @@ class WorkerLink:
         """Queues a frame. On a lost link it is dropped: the sinks were told already."""
         if self.ready:
             self._outbox.append(frame)
+            self.sent_frames += 1
             self._wake.set()
 
     def cancel(self, wire_id: str) -> None:
         self.send(worker_pb2.RouterFrame(cancel=worker_pb2.Cancel(request_id=wire_id)))
 
+    def give_up(self, reason: str) -> None:
+        """The worker is there but does nothing: takes every request off it, as if the worker were lost."""
+        for wire_id in self._sinks:
+            self.cancel(wire_id)
+        self._tell_lost(reason)
+
     async def _run(self) -> None:
         backoff_s = 0.05
         while True:
             try:
-                async with grpc.aio.insecure_channel(self.info.address, options=KEEPALIVE_OPTIONS) as channel:
+                async with grpc.aio.insecure_channel(self.info.address, options=CLIENT_OPTIONS) as channel:
                     await self._session(channel)
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name
@@ -147,6 +165,7 @@ class WorkerLink:
                 # End of stream: the status has the worker's reason.
                 raise _LinkBroken(await call.details() or "the worker ended the stream before its hello")
             self._check_hello(first)
+            self.sent_frames = self.seen_frames = 0
             self.ready = True
             self._listener.link_changed(self)
             self._deliver(first)
@@ -203,21 +222,40 @@ class WorkerLink:
         for ended in frame.ended:
             if (sink := sinks.pop(ended.request_id, None)) is not None:
                 sink.on_ended(self, ended)
+        self.seen_frames = max(self.seen_frames, frame.frames_seen)
         if frame.HasField("reach"):
             self.reaches = frozenset((life.worker_id, life.epoch) for life in frame.reach.lives)
             self._listener.load_changed(self)
+        if frame.reserved or frame.tokens or frame.handoffs or frame.ended or frame.prompt_scores:
+            self.progress.spoke(now_s)
         if frame.HasField("load"):
-            self.load = frame.load
-            self._listener.load_changed(self)
+            self._take_load(frame.load, now_s)
         if len(self._outbox) > MAX_OUTBOX_FRAMES:
             raise _LinkBroken(f"the worker left {MAX_OUTBOX_FRAMES} frames unread")
+
+    def _take_load(self, load: worker_pb2.WorkerLoad, now_s: float) -> None:
+        self.load = load
+        self.progress.reported(
+            now_s,
+            steps=load.steps if load.HasField("steps") else None,
+            has_work=load.running_requests + load.waiting_requests > 0,
+            waiting_tokens=load.waiting_tokens,
+        )
+        self._listener.load_changed(self)
 
     def _lost(self, reason: str) -> None:
         was_ready, self.ready = self.ready, False
         self.load = None
         self.reaches = None
+        self.progress = Progress()
         self._outbox.clear()
         self._late.clear()
+        self._tell_lost(reason)
+        if was_ready:
+            log.warning("worker link lost", extra={"worker": self.key.worker_id, "reason": reason})
+            self._listener.link_changed(self)
+
+    def _tell_lost(self, reason: str) -> None:
         sinks, self._sinks = list(self._sinks.values()), {}
         error = WorkerLost(f"worker {self.key.worker_id} was lost ({reason}); a retry may succeed", retry_after_s=1.0)
         for sink in sinks:
@@ -225,6 +263,3 @@ class WorkerLink:
                 sink.on_lost(self, error)
             except Exception:  # a fault of ours in one request must not keep the others from their end
                 log.exception("a request could not be told of the loss", extra={"worker": self.key.worker_id})
-        if was_ready:
-            log.warning("worker link lost", extra={"worker": self.key.worker_id, "reason": reason})
-            self._listener.link_changed(self)

@@ -125,11 +125,42 @@ class TransferSpec(Frozen):
 
 class Disaggregation(StrEnum):
     ALWAYS = "always"  # every request goes through a handoff while there is a prefill worker
-    AUTO = "auto"      # short uncached suffixes are prefilled on the decode worker
+    AUTO = "auto"      # prefilled on the decode worker where that is clearly sooner and spares those that decode
     NEVER = "never"
 
 
+class PolicyName(StrEnum):
+    """How workers are chosen (docs/routing.md). All but the first are baselines."""
+
+    EXPECTED_TTFT = "expected_ttft"
+    RANDOM = "random"
+    ROUND_ROBIN = "round_robin"
+    LEAST_LOADED = "least_loaded"
+    CACHE_ONLY = "cache_only"
+
+
+class ClassSpec(Frozen):
+    """One priority class of requests: clients name it in `x-tandem-priority`."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
+    weight: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = Field(
+        1.0, description="Its share of the prompt tokens dispatched while several classes wait."
+    )
+    ttft_slo_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Time to first token beyond which a request is refused at once; unset: it may wait."
+    )
+    queue_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Longest wait; unset: router.queue_timeout_s."
+    )
+    batch: bool = Field(False, description="Dispatched only while no request of another class waits.")
+
+
 class RouterSpec(Frozen):
+    replicas: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="Routers, all alike and without a leader. The first listens on the ports given here, every "
+        "further one on the next free ports above them; `tandem status` names them. Limits are each router's own.",
+    )
     http_host: str = "127.0.0.1"
     http_port: Port = 8000
     grpc_host: str = "127.0.0.1"
@@ -139,12 +170,34 @@ class RouterSpec(Frozen):
     max_prefill_tokens_in_flight: Annotated[int, Field(ge=1)] = Field(
         2048, description="Prompt tokens dispatched to one prefill worker before requests wait in the router."
     )
-    disaggregation: Disaggregation = Disaggregation.AUTO
+    classes: Annotated[tuple[ClassSpec, ...], Field(min_length=1, max_length=16)] = Field(
+        (
+            ClassSpec(name="interactive", ttft_slo_s=30.0),
+            ClassSpec(name="batch", batch=True, queue_timeout_s=600.0),
+        ),
+        description="The first is that of requests that name none.",
+    )
+    policy: PolicyName = Field(
+        PolicyName.EXPECTED_TTFT, description="How workers are chosen; the others are baselines to compare with."
+    )
+    disaggregation: Disaggregation = Field(
+        Disaggregation.AUTO, description="auto: prefilled on the decode worker where the router predicts a gain."
+    )
     local_prefill_max_tokens: Annotated[int, Field(ge=0)] = Field(
-        32, description="auto: at most this many uncached tokens are prefilled on the decode worker."
+        32, description="auto: up to this many uncached tokens are always prefilled on the decode worker."
+    )
+    local_prefill_busy_max_tokens: Annotated[int, Field(ge=0)] = Field(
+        256,
+        description="auto: while others decode there, a predicted gain puts at most this many prompt tokens at a time "
+        "on a decode worker.",
     )
     max_migrations: Annotated[int, Field(ge=0)] = Field(
         3, description="How often one request is continued elsewhere after a lost worker or a failed handoff."
+    )
+    worker_stall_s: Annotated[float, Field(gt=0, le=3600)] = Field(
+        5.0,
+        description="A worker with work that shows no progress for so long (longer while it computes a prompt) is left "
+        "out, and its requests go on elsewhere.",
     )
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
     index_memory_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = Field(
@@ -152,6 +205,13 @@ class RouterSpec(Frozen):
         description="Memory of the prefix index: 20 bytes for each cached block of the cluster are enough. Blocks "
         "beyond give no cache hits (metric `tandem_index_lost_blocks_total`).",
     )
+
+    @model_validator(mode="after")
+    def _classes_differ(self) -> RouterSpec:
+        names = [each.name for each in self.classes]
+        if len(set(names)) != len(names):
+            raise ValueError(f"classes: expected different names, got {names}")
+        return self
 
 
 class RedisSpec(Frozen):

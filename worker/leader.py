@@ -97,7 +97,10 @@ class Leader:
     def _flush(self) -> None:
         for change in self._engine.take_cache_events():
             self._service.send(CacheChanged(change.stored, b"".join(change.hashes)))
-        self._requests.outbox.flush(self._engine.load(), self._agents.reach(), self._requests.sessions)
+        requests = self._requests
+        requests.outbox.flush(
+            self._engine.load(), self._steps, self._agents.reach(), requests.sessions, requests.busy_sessions
+        )
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -122,7 +125,7 @@ class Leader:
             case SessionOpened(session=session, router_id=router_id):
                 self._requests.sessions[session] = router_id
                 greeting = self._requests.outbox.frame(session)
-                greeting.load.CopyFrom(load_frame(self._engine.load()))
+                greeting.load.CopyFrom(load_frame(self._engine.load(), self._steps))
                 greeting.reach.CopyFrom(reach_frame(self._agents.reach()))
             case SessionClosed(session=session):
                 self._requests.sessions.pop(session, None)
@@ -144,6 +147,8 @@ class Leader:
 
     def _on_frame(self, session: int, raw: bytes) -> None:
         """One bad frame may fail itself, never the worker."""
+        if session in self._requests.sessions:
+            self._requests.outbox.saw_frame(session)
         request_id = ""
         try:
             frame = worker_pb2.RouterFrame.FromString(raw)
@@ -158,7 +163,7 @@ class Leader:
         return worker_pb2.WorkerState(
             worker_id=self._identity.worker_id,
             epoch=self._identity.epoch,
-            load=load_frame(self._engine.load()),
+            load=load_frame(self._engine.load(), self._steps),
             steps=self._steps,
             links=self._agents.links(),
             request_ends={state.value: number for state, number in self._requests.ends.items()},

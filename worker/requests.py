@@ -22,6 +22,8 @@ from worker.wire import FINISH_REASONS, error_frame, load_frame, reach_frame
 Life = tuple[str, int]
 SendFrame = Callable[[int, bytes], None]
 
+PROGRESS_REPORT_S = 1.0  # the load is told again after this, to routers that have a request here
+
 
 @dataclass(frozen=True, slots=True)
 class Client:
@@ -39,27 +41,50 @@ class Outbox:
         self._clock = clock or SystemClock()
         self._frames: defaultdict[int, worker_pb2.WorkerFrame] = defaultdict(worker_pb2.WorkerFrame)
         self._told_load: EngineLoad | None = None
+        self._told_load_at_s = 0.0
         self._told_reach: frozenset[Life] = frozenset()
+        self._seen: Counter[int] = Counter()  # frames of each session
 
     def frame(self, session: int) -> worker_pb2.WorkerFrame:
         return self._frames[session]
 
     def drop(self, session: int) -> None:
         self._frames.pop(session, None)
+        del self._seen[session]
 
-    def flush(self, load: EngineLoad, reach: frozenset[Life], sessions: Iterable[int]) -> None:
-        """Sends every pending frame. Load and reach ride along, and go to all sessions whenever they changed."""
+    def saw_frame(self, session: int) -> None:
+        """A frame of the session is taken up: its router is told with the next flush, in any case."""
+        self._seen[session] += 1
+        self.frame(session)
+
+    def flush(
+        self,
+        load: EngineLoad,
+        steps: int,
+        reach: frozenset[Life],
+        sessions: Iterable[int],
+        busy_sessions: Callable[[], Iterable[int]],
+    ) -> None:
+        """Sends every pending frame. Load and reach ride along, and go to all sessions whenever they changed; to those
+        with requests here the load goes once a second in any case, as the sign that the step loop goes on."""
+        now_s = self._clock.now_s()
+        told: Iterable[int] = ()
         if load != self._told_load:
-            self._told_load = load
-            wire = load_frame(load)
-            for session in sessions:
+            told = sessions
+        elif now_s - self._told_load_at_s >= PROGRESS_REPORT_S:
+            told = busy_sessions()
+        if told:
+            self._told_load, self._told_load_at_s = load, now_s
+            wire = load_frame(load, steps)
+            for session in told:
                 self._frames[session].load.CopyFrom(wire)
         if reach != self._told_reach:
             self._told_reach = reach
             for session in sessions:
                 self._frames[session].reach.CopyFrom(reach_frame(reach))
         for session, frame in self._frames.items():
-            frame.sent_at_s = self._clock.now_s()
+            frame.sent_at_s = now_s
+            frame.frames_seen = self._seen[session]
             self._send(session, frame.SerializeToString())
         self._frames.clear()
 
@@ -94,6 +119,10 @@ class RequestBook:
 
     def of_session(self, session: int) -> list[str]:
         return [engine_id for engine_id, client in self._clients.items() if client.session == session]
+
+    def busy_sessions(self) -> set[int]:
+        """Those with a live request."""
+        return {client.session for client in self._clients.values()} & self.sessions.keys()
 
     def frame_of(self, engine_id: str) -> tuple[worker_pb2.WorkerFrame, str] | None:
         """The frame to add to and the router's id, or None when the router no longer wants to hear of it."""

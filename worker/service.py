@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError
 from tandem.channel import Channel
 from tandem.errors import DeadlineExceeded, InputError, TandemError, UnavailableError
 from tandem.grpc_errors import abort
+from tandem.grpc_options import SERVER_OPTIONS
 from tandem.launch import WorkerLaunch
 from tandem.logs import setup_logging
 from tandem.v1 import cluster_pb2, worker_pb2
@@ -209,7 +210,7 @@ async def serve(launch: WorkerLaunch) -> None:
     )
     registration = Registration(launch, info, on_peers=lambda peers: channel.send(Peers(peers)))
     leader = LeaderLink(channel, publisher, on_info=registration.update_agents)
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     server.add_generic_rpc_handlers((WorkerService(launch, leader).handlers(),))
     port = server.add_insecure_port(f"{launch.transfer.bind_host}:0")
     await server.start()

@@ -47,6 +47,8 @@ class WorkerSession:
         self._events: defaultdict[str, asyncio.Queue[WireEvent | None]] = defaultdict(asyncio.Queue)
         self.hello = worker_pb2.WorkerHello()
         self._greeted = asyncio.Event()
+        self.load = worker_pb2.WorkerLoad()  # as last reported
+        self.frames_seen = 0
         self.lost = False
 
     async def _frames(self) -> AsyncIterator[worker_pb2.RouterFrame]:
@@ -61,6 +63,9 @@ class WorkerSession:
                 if frame.HasField("hello"):
                     self.hello = frame.hello
                     self._greeted.set()
+                if frame.HasField("load"):
+                    self.load = frame.load
+                self.frames_seen = frame.frames_seen
                 events: list[WireEvent] = [*frame.reserved, *frame.tokens, *frame.handoffs, *frame.ended]
                 for event in events:
                     self._events[event.request_id].put_nowait(event)

@@ -22,6 +22,7 @@ import grpc.aio
 
 from kvtransfer.agent_env import AGENT_ENV
 from tandem.config import EngineSpec, ModelSpec, PoolSpec, Role, TlsSpec, TransferSpec, TransportKind, WireDtype
+from tandem.grpc_options import SERVER_OPTIONS
 from tandem.launch import WorkerLaunch
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
 from worker.testing import WorkerSession, assert_conserved, open_session
@@ -121,6 +122,11 @@ class LiveWorker:
     def processes(self) -> list[subprocess.Popen[bytes]]:
         return [*self.ranks, *self.agents, self.service]
 
+    def kill(self) -> None:
+        """kill -9, everything at once."""
+        for process in self.processes():
+            process.kill()
+
     def stop(self, signum: int = signal.SIGTERM) -> None:
         for process in self.processes():
             if process.poll() is None:
@@ -141,6 +147,7 @@ class Workers:
     controller_address: str
     folder: Path
     live: dict[str, LiveWorker]
+    redis_url: str | None = None
 
     async def start(
         self,
@@ -159,7 +166,7 @@ class Workers:
             model_dir=model.source,
             transfer=transfer,
             controller_address=self.controller_address,
-            redis_url=None,
+            redis_url=self.redis_url,
             run_dir=str(self.folder / f"{worker_id}-{epoch:x}"),
         )
         worker = LiveWorker(launch, self.folder / f"{worker_id}.log")
@@ -174,19 +181,25 @@ class Workers:
             await asyncio.wait([waiting], timeout=0.1)
         return waiting.result()
 
+    async def restart(self, worker_id: str) -> cluster_pb2.WorkerInfo:
+        """Its next life, as a controller would give it one."""
+        launch = self.live[worker_id].launch
+        await self.stop(worker_id, signal.SIGKILL)
+        return await self.start(worker_id, launch.role, launch.model, launch.transfer)
+
     async def stop(self, worker_id: str, signum: int = signal.SIGTERM) -> None:
         await self.directory.remove(worker_id)
         await asyncio.to_thread(self.live.pop(worker_id).stop, signum)
 
 
 @asynccontextmanager
-async def workers(folder: Path) -> AsyncIterator[Workers]:
+async def workers(folder: Path, redis_url: str | None = None) -> AsyncIterator[Workers]:
     directory = Directory()
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     cluster_pb2_grpc.add_ClusterServicer_to_server(directory, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    running = Workers(directory, f"127.0.0.1:{port}", folder, {})
+    running = Workers(directory, f"127.0.0.1:{port}", folder, {}, redis_url)
     try:
         yield running
     finally:

@@ -115,12 +115,13 @@ def parse_error(wire: worker_pb2.WorkerError) -> TandemError:
     return error_from_code(wire.code, wire.message, wire.field)
 
 
-def load_frame(load: EngineLoad) -> worker_pb2.WorkerLoad:
+def load_frame(load: EngineLoad, steps: int) -> worker_pb2.WorkerLoad:
     blocks = load.blocks
     return worker_pb2.WorkerLoad(
         waiting_requests=load.waiting_requests,
         running_requests=load.running_requests,
         waiting_tokens=load.waiting_tokens,
+        reserved_requests=load.reserved_requests,
         blocks=worker_pb2.BlockCounts(
             free=blocks.free,
             cached=blocks.cached,
@@ -128,6 +129,7 @@ def load_frame(load: EngineLoad) -> worker_pb2.WorkerLoad:
             in_use=blocks.in_use,
             total=blocks.total,
         ),
+        steps=steps,
     )
 
 

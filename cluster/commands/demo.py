@@ -54,8 +54,8 @@ def demo_spec() -> ClusterSpec:
         field: port if port_is_free(host, port) else other
         for (field, (host, port)), other in zip(ports.items(), free, strict=True)
     }
-    # The prompts share a system prompt; a low bar makes each of them show a handoff nevertheless.
-    return load_spec(None, {"name": "tandem-demo", "router.local_prefill_max_tokens": 16} | chosen)
+    # Each question shows a handoff, however short what it adds to the system prompt that all share.
+    return load_spec(None, {"name": "tandem-demo", "router.disaggregation": "always"} | chosen)
 
 
 async def _demo(console: Console) -> int:

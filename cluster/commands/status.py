@@ -16,7 +16,7 @@ from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 
 TIMEOUT_S = 10.0
 ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
-STYLES = {"ready": "green", "starting": "yellow", "restarting": "yellow"}
+STYLES = {"ready": "green", "starting": "yellow", "restarting": "yellow", "not_ready": "yellow"}
 
 
 def run_status(as_json: bool, address: str | None, cluster: str | None) -> int:
@@ -50,6 +50,16 @@ def to_json(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
         "grpc": status.grpc_address,
         "redis": status.redis,
         "router_ready": status.router_ready,
+        "routers": [
+            {
+                "id": router.router_id,
+                "state": router.state,
+                "restarts": router.restarts,
+                "http": router.http_address,
+                "grpc": router.grpc_address,
+            }
+            for router in status.routers
+        ],
         "processes": _processes(status.processes),
         "workers": [_worker(worker) for worker in status.workers],
     }
@@ -102,9 +112,12 @@ def _processes(processes: Any) -> list[dict[str, Any]]:
 
 
 def show(status: cluster_pb2.ClusterStatus, console: Console) -> None:
-    ready = "[green]ready[/]" if status.router_ready else "[yellow]not ready[/]"
-    console.print(f"{status.cluster} {status.version}, {status.backend}, redis {status.redis}, router {ready}")
-    console.print(f"HTTP http://{status.http_address}/v1   gRPC {status.grpc_address}")
+    console.print(f"{status.cluster} {status.version}, {status.backend}, redis {status.redis}")
+    for router in status.routers:
+        state = f"[{STYLES.get(router.state, 'red')}]{router.state}[/]"
+        restarts = f"   {router.restarts} restarts" if router.restarts else ""
+        addresses = f"HTTP http://{router.http_address}/v1   gRPC {router.grpc_address}"
+        console.print(f"{router.router_id} {state}   {addresses}{restarts}", soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for column in ("worker", "state", "tp", "free", "cached", "leased", "in use", "total", "running"):
         table.add_column(column, justify="left" if column in ("worker", "state") else "right", no_wrap=True)

@@ -23,6 +23,7 @@ class UpFlags:
     decode: int | None
     prefill_tp: int | None
     decode_tp: int | None
+    routers: int | None
     http_port: int | None
     grpc_port: int | None
     admin_port: int | None
@@ -42,6 +43,7 @@ class UpFlags:
                 "models.0.decode.workers": self.decode,
                 "models.0.prefill.tp": self.prefill_tp,
                 "models.0.decode.tp": self.decode_tp,
+                "router.replicas": self.routers,
                 "router.http_port": self.http_port,
                 "router.grpc_port": self.grpc_port,
                 "router.disaggregation": self.disaggregation,
@@ -71,8 +73,9 @@ async def _up(spec: ClusterSpec) -> int:
             for model in spec.models
         )
         console.print(f"[green]ready[/] in {time.monotonic() - started_s:.1f} s: {models}")
-        console.print(f"  OpenAI API  http://{controller.http_address}/v1")
-        console.print(f"  gRPC        {controller.grpc_address}")
+        for router in controller.routers:
+            console.print(f"  OpenAI API  http://{router.http_address}/v1")
+            console.print(f"  gRPC        {router.grpc_address}")
         console.print(f"  admin       {controller.admin_address}   (tandem status)")
         console.print("Ctrl-C ends the cluster.")
         try:

@@ -17,11 +17,12 @@ class NotExcluded:
 
 @dataclass(frozen=True, slots=True)
 class HasPrefillRoom:
-    """Within its budget of our prompt tokens; an idle worker takes a prompt of any length. Reports of the worker do not
-    count here: one that came late would hold back the queue for good."""
+    """Within its budget of prompt tokens, whichever router they came from. A worker that has none of ours takes one
+    prompt of any length: else a long one could be starved by other routers, and a late report hold back the queue."""
 
     max_tokens: int
 
     def keep(self, ask: Ask, candidate: Candidate) -> bool:
-        dispatched = candidate.dispatched_tokens
-        return dispatched == 0 or dispatched + candidate.uncached_tokens(ask) <= self.max_tokens
+        if candidate.dispatched_tokens == 0:
+            return True
+        return candidate.outstanding_tokens + candidate.uncached_tokens(ask) <= self.max_tokens

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from router.policies.filters import HasPrefillRoom, NotExcluded
-from router.policies.scores import CachedPrefix, FewestRunning, FreeBlocks, LeastPrefillWork
+from router.policies.costs import prefill_s
+from router.policies.filters import HasPrefillRoom
+from router.policies.local_prefill import LocalPrefill
 from router.policies.types import Ask, Candidate, Filter, Pick, Placement, PlacementReason, Score, WaitReason
-from tandem.config import Disaggregation, RouterSpec
+from tandem.config import Disaggregation
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class PlacementPolicy:
     prefill: Policy
     prefill_room: HasPrefillRoom
     disaggregation: Disaggregation
-    local_prefill_max_tokens: int
+    local: LocalPrefill
 
     def place(
         self, ask: Ask, decode_workers: Sequence[Candidate], prefill_workers: Sequence[Candidate]
@@ -53,21 +54,40 @@ class PlacementPolicy:
         """Where the request goes now, or why it waits."""
         if not decode_workers:
             return WaitReason.NO_DECODE_WORKER
+        if self.disaggregation is Disaggregation.NEVER:
+            prefill_workers = ()
+        ask = self._with_prefill_time(ask, prefill_workers)
         decode = self.decode.choose(ask, decode_workers)
         if decode is None:
             return WaitReason.DECODE_REFUSED
-        prefill_workers = [each for each in prefill_workers if each.can_reach(decode)]
+        reachable = [each for each in prefill_workers if each.can_reach(decode)]
+        if len(reachable) < len(prefill_workers):
+            ask = self._with_prefill_time(ask, reachable)
+        return self._place_prefill(replace(ask, decode=decode), decode, reachable)
+
+    def _place_prefill(
+        self, ask: Ask, decode: Candidate, prefill_workers: Sequence[Candidate]
+    ) -> Placement | WaitReason:
         local = self._local_reason(ask, decode, prefill_workers)
         if local is not None:
             if not self.prefill_room.keep(ask, decode):
                 return WaitReason.PREFILL_FULL
             return Placement(decode, None, local)
         prefill = self.prefill.choose(ask, prefill_workers)
-        if prefill is None:
-            return WaitReason.PREFILL_FULL
-        cached = decode.cached_tokens or prefill.cached_tokens
-        reason = PlacementReason.HANDOFF_CACHED_PREFIX if cached else PlacementReason.HANDOFF_LEAST_LOADED
-        return Placement(decode, prefill, reason)
+        if prefill is not None:
+            return Placement(decode, prefill, self._handoff_reason(ask, decode))
+        if self.disaggregation is Disaggregation.AUTO and self.local.stands_in(ask, decode):
+            return Placement(decode, None, PlacementReason.LOCAL_PREFILL_FULL)
+        return WaitReason.PREFILL_FULL
+
+    def another_decode(self, ask: Ask, decode_workers: Sequence[Candidate], prefill: Candidate) -> Candidate | None:
+        """Instead of a decode worker that refused, for the same prefill worker. None: there is none."""
+        ask = self._with_prefill_time(ask, [prefill])
+        return self.decode.choose(ask, [each for each in decode_workers if prefill.can_reach(each)])
+
+    def _with_prefill_time(self, ask: Ask, prefill_workers: Sequence[Candidate]) -> Ask:
+        times_s = (prefill_s(ask, each) for each in prefill_workers if each.worker_id not in ask.excluded)
+        return replace(ask, prefill_s=min(times_s, default=None))
 
     def _local_reason(
         self, ask: Ask, decode: Candidate, prefill_workers: Sequence[Candidate]
@@ -76,21 +96,18 @@ class PlacementPolicy:
             return PlacementReason.LOCAL_CONFIGURED
         if not prefill_workers:
             return PlacementReason.LOCAL_NO_PREFILL_WORKER
-        if all(each.worker_id in ask.excluded for each in prefill_workers):
+        if ask.prefill_s is None:
             return PlacementReason.LOCAL_PREFILL_FAILED
-        short = decode.uncached_tokens(ask) <= self.local_prefill_max_tokens
-        if self.disaggregation is Disaggregation.AUTO and short:
+        if self.disaggregation is Disaggregation.ALWAYS:
+            return None
+        if self.local.is_short(ask, decode):
             return PlacementReason.LOCAL_SHORT_SUFFIX
-        return None
+        return PlacementReason.LOCAL_SOONER if self.local.takes(ask, decode) else None
 
-
-def default_policy(spec: RouterSpec) -> PlacementPolicy:
-    """Cache-aware, least-loaded: a whole cached prompt outweighs an idle worker."""
-    room = HasPrefillRoom(spec.max_prefill_tokens_in_flight)
-    return PlacementPolicy(
-        decode=Policy((NotExcluded(),), ((CachedPrefix(), 2.0), (FewestRunning(), 1.0), (FreeBlocks(), 1.0))),
-        prefill=Policy((NotExcluded(), room), ((LeastPrefillWork(), 1.0),)),
-        prefill_room=room,
-        disaggregation=spec.disaggregation,
-        local_prefill_max_tokens=spec.local_prefill_max_tokens,
-    )
+    def _handoff_reason(self, ask: Ask, decode: Candidate) -> PlacementReason:
+        if self.disaggregation is Disaggregation.ALWAYS:
+            return PlacementReason.HANDOFF_CONFIGURED
+        if not self.local.predicts:
+            return PlacementReason.HANDOFF_LONG_SUFFIX
+        sooner = self.local.is_sooner(ask, decode)
+        return PlacementReason.HANDOFF_SPARES_DECODES if sooner else PlacementReason.HANDOFF_AS_SOON

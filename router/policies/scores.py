@@ -4,8 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
+from router.policies.costs import decode_s, prefill_s, transfer_s
+from router.policies.local_prefill import LocalPrefill, start_s
 from router.policies.types import Ask, Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTtft:
+    """For prefill workers: 1 where the prompt is computed and moved soonest, ½ where that takes twice as long."""
+
+    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        times_s = [prefill_s(ask, each) for each in candidates]
+        if ask.decode is not None:
+            times_s = [s + transfer_s(ask, ask.decode, each) for s, each in zip(times_s, candidates, strict=True)]
+        return _shortest_first(times_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTime:
+    """For decode workers: 1 where the answer would be whole soonest, from the time until it decodes and the pace there.
+    So a popular prefix draws requests only until its worker's batch costs them more than moving the prefix would."""
+
+    local: LocalPrefill | None
+
+    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        return _shortest_first([start_s(ask, each, self.local) + decode_s(ask, each) for each in candidates])
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +58,50 @@ class FewestRunning:
 
 
 @dataclass(frozen=True, slots=True)
-class LeastPrefillWork:
-    """1 where the prompt would be computed soonest: own uncached tokens behind those that are already waiting."""
+class FewestTokens:
+    """1 for a worker with no prompt tokens to compute, less with every one; blind to what is cached."""
 
     def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        work = [candidate.outstanding_tokens + candidate.uncached_tokens(ask) for candidate in candidates]
-        least = min(work, default=1)
-        return [least / tokens for tokens in work]
+        return [1.0 / (1 + candidate.outstanding_tokens) for candidate in candidates]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionAffinity:
+    """1 for one worker of each session: that with the highest hash of both. All routers agree on it without a word, and
+    when workers come or go only their own sessions move."""
+
+    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        if ask.session is None:
+            return [0.0] * len(candidates)
+        home = max(candidates, key=lambda each: _hash(ask.session, each.worker_id)).worker_id
+        return [float(candidate.worker_id == home) for candidate in candidates]
+
+
+@dataclass(frozen=True, slots=True)
+class Shuffled:
+    """Points by chance, the same for the same request."""
+
+    seed: int
+
+    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        key = b"%d.%d" % (self.seed, ask.number)
+        return [_hash(key, candidate.worker_id) / 2**64 for candidate in candidates]
+
+
+@dataclass(frozen=True, slots=True)
+class InTurn:
+    """1 for the worker whose turn it is, in the order of their names."""
+
+    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+        names = sorted(candidate.worker_id for candidate in candidates)
+        turn = names[ask.number % len(names)]
+        return [float(candidate.worker_id == turn) for candidate in candidates]
+
+
+def _shortest_first(times_s: list[float]) -> list[float]:
+    shortest_s = min(times_s, default=0.0)
+    return [shortest_s / time_s if time_s else 1.0 for time_s in times_s]
+
+
+def _hash(key: bytes | None, worker_id: str) -> int:
+    return int.from_bytes(blake2b(worker_id.encode(), key=key or b"", digest_size=8).digest())

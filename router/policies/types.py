@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
+
+from router.policies.pace import START_PACE, Pace
+
+Life = tuple[str, int]  # worker id, epoch
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request in the eyes of a policy."""
+    """A request in the eyes of a policy, and what the choice so far has settled."""
 
     prompt_tokens: int
     excluded: frozenset[str] = frozenset()  # workers that refused it just now, or failed it
+    answer_tokens: int = 0  # how long its answer is expected to be
+    session: bytes | None = None  # digest of what the client names its session by
+    number: int = 0  # so many requests were placed before it
+    prefill_s: float | None = None  # until the prefill worker that is soonest would have computed it
+    decode: Candidate | None = None  # while the prefill worker is chosen: where the blocks go
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A live worker as seen for one request. Loads join the router's account with the worker's last report."""
+    """A live worker as seen for one request. Loads are the worker's last report and what of ours is not in it yet."""
 
     worker_id: str
     epoch: int
     cached_tokens: int
     dispatched_tokens: int  # prompt tokens this router gave it that are not yet computed
-    outstanding_tokens: int  # all prompt tokens it has not yet computed, as far as we know
+    outstanding_tokens: int  # prompt tokens it has not yet computed, whichever router gave it them
     running_requests: int
     free_blocks: int  # free or evictable
     total_blocks: int
-    reaches: frozenset[tuple[str, int]] | None = None  # lives it has good links to; None: it has not said
+    reaches: frozenset[Life] | None = None  # lives it has good links to; None: it has not said
+    pace: Pace = START_PACE
+    transfer_to: Mapping[Life, float] = field(default_factory=dict)  # seconds per token, where measured
+
+    @property
+    def life(self) -> Life:
+        return self.worker_id, self.epoch
 
     def can_reach(self, other: Candidate) -> bool:
-        return self.reaches is None or (other.worker_id, other.epoch) in self.reaches
+        return self.reaches is None or other.life in self.reaches
 
     def uncached_tokens(self, ask: Ask) -> int:
         """Tokens this worker would compute. A prompt that is cached whole still has its last token computed."""
@@ -55,14 +70,18 @@ class Pick(Protocol):
 
 
 class PlacementReason(StrEnum):
-    """Why a request went where it went; a metric label."""
+    """Why a request is prefilled where it is; a metric label. Those of handoffs say why it is not prefilled locally."""
 
-    LOCAL_CONFIGURED = "local_configured"
+    LOCAL_CONFIGURED = "local_configured"  # disaggregation: never
     LOCAL_NO_PREFILL_WORKER = "local_no_prefill_worker"
-    LOCAL_SHORT_SUFFIX = "local_short_suffix"
-    LOCAL_PREFILL_FAILED = "local_prefill_failed"
-    HANDOFF_CACHED_PREFIX = "handoff_cached_prefix"
-    HANDOFF_LEAST_LOADED = "handoff_least_loaded"
+    LOCAL_PREFILL_FAILED = "local_prefill_failed"  # every prefill worker failed this request
+    LOCAL_SHORT_SUFFIX = "local_short_suffix"  # next to nothing to compute
+    LOCAL_SOONER = "local_sooner"  # by the prediction, clearly
+    LOCAL_PREFILL_FULL = "local_prefill_full"  # no prefill worker has room, the decode worker has
+    HANDOFF_CONFIGURED = "handoff_configured"  # disaggregation: always
+    HANDOFF_LONG_SUFFIX = "handoff_long_suffix"  # too long for a policy that predicts nothing
+    HANDOFF_AS_SOON = "handoff_as_soon"  # local prefill would not be clearly sooner
+    HANDOFF_SPARES_DECODES = "handoff_spares_decodes"  # it would be, but would hold up those that decode there
 
 
 class WaitReason(StrEnum):

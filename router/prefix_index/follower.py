@@ -47,7 +47,9 @@ READ_ENTRIES = 512  # of each worker
 APPLY_BYTES = 64 << 10  # at once: two milliseconds, then requests have their turn
 FAR_EVENTS = 1 << 20  # a worker writes its snapshot anew long before it has said so much since
 ASK_S = 5.0  # between requests for the same snapshot
-MAX_BACKOFF_S = 5.0
+# Together with the longest pause before another try: a Redis that is back is noticed within 5 s.
+QUICK_ANSWER_S = 2.0  # for anything but whole snapshots
+MAX_BACKOFF_S = 2.0
 
 Entries = list[tuple[bytes, dict[bytes, bytes]]]
 
@@ -81,7 +83,7 @@ class PrefixFollower:
         mirror: PrefixMirror,
         clock: Clock,
         *,
-        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+        answer_timeout_s: float = QUICK_ANSWER_S,
     ) -> None:
         self._redis = connect(redis_url)
         self._answer_timeout_s = answer_timeout_s
@@ -226,7 +228,7 @@ class PrefixFollower:
 
     async def _load(self, worker: WorkerKey, follow: _Follow, needs_seq: int) -> None:
         key = snapshot_key(self._cluster, worker.worker_id)
-        value = cast(bytes, await answer(self._redis.getrange(key, 0, MAX_SNAPSHOT_BYTES), self._answer_timeout_s))
+        value = cast(bytes, await answer(self._redis.getrange(key, 0, MAX_SNAPSHOT_BYTES), ANSWER_TIMEOUT_S))
         try:
             snapshot = decode_snapshot(value)
         except PrefixEventError as error:

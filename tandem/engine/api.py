@@ -99,6 +99,7 @@ class EngineLoad:
     running_requests: int
     waiting_tokens: int
     blocks: BlockCounts
+    reserved_requests: int = 0  # neither waiting nor running: somebody else fills their blocks
 
 
 @dataclass(frozen=True, slots=True)

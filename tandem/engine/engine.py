@@ -182,7 +182,11 @@ class Engine:
     def load(self) -> EngineLoad:
         scheduler = self._scheduler
         return EngineLoad(
-            scheduler.waiting, scheduler.running, scheduler.waiting_tokens, scheduler.pool.counts()
+            scheduler.waiting,
+            scheduler.running,
+            scheduler.waiting_tokens,
+            scheduler.pool.counts(),
+            scheduler.reserved,
         )
 
     def take_cache_events(self) -> list[CacheEvent]:

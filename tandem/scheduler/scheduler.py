@@ -76,6 +76,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self._check(sequence)
         self._sequences[sequence.request_id] = sequence
+        sequence.expected_cached_tokens = len(self._match(sequence)) * self.block_tokens
         self._waiting.append(sequence)
         self._stalled = False
 
@@ -187,9 +188,14 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def reserved(self) -> int:
+        """Those whose blocks somebody else fills."""
+        return sum(sequence.stage is Stage.RESERVED for sequence in self._sequences.values())
+
+    @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens not yet computed."""
-        unstarted = sum(sequence.pending_tokens for sequence in self._waiting)
+        """Prompt tokens not yet computed. What those who wait will find in the cache is not to be computed."""
+        unstarted = sum(sequence.pending_tokens - sequence.expected_cached_tokens for sequence in self._waiting)
         return unstarted + sum(max(0, sequence.pending_tokens - 1) for sequence in self._running)
 
     def schedule(self) -> StepPlan:
@@ -261,9 +267,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, budget: int) -> bool:
         """Makes the first waiting request run, when there is room for its first chunk and then for one block more of
         each that runs already: else it would soon be preempted for them."""
-        # At least one token is always computed: its logits choose the next.
-        matchable = (len(sequence.tokens) - 1) // self.block_tokens
-        cached = self.pool.match(sequence.hashes(matchable)) if sequence.may_use_cache else []
+        cached = self._match(sequence)
         computed = len(cached) * self.block_tokens
         fresh = blocks_for(min(len(sequence.tokens), computed + budget), self.block_tokens) - len(cached)
         try:
@@ -277,6 +281,12 @@ class Scheduler:
         if sequence.cached_tokens is None:
             sequence.cached_tokens = computed
         return True
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        """Cached blocks that its tokens begin with."""
+        # At least one token is always computed: its logits choose the next.
+        matchable = (len(sequence.tokens) - 1) // self.block_tokens
+        return self.pool.match(sequence.hashes(matchable)) if sequence.may_use_cache else []
 
     def _unblock(self) -> None:
         """Nothing can run. What handoffs hold will come back; if they hold nothing, running requests hold each other up
@@ -299,6 +309,7 @@ class Scheduler:
         self.pool.release(sequence.blocks, sequence.hold)
         sequence.blocks, sequence.computed, sequence.committed = [], 0, 0
         sequence.stage = Stage.WAITING
+        sequence.expected_cached_tokens = len(self._match(sequence)) * self.block_tokens
         self._waiting.appendleft(sequence)
 
     def _fail(self, sequence: Sequence, error: TandemError) -> None:

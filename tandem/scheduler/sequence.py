@@ -46,6 +46,7 @@ class Sequence:
     exported_blocks: int = 0
     scored_tokens: int = 1  # leading prompt tokens that need no logprob any more; the first never has one
     last_step: int = 0  # when it last ran
+    expected_cached_tokens: int = 0  # in the cache when it began to wait
     cached_tokens: int | None = None  # found in the cache when it was first scheduled
     _hashes: list[BlockHash] = field(default_factory=list)
     _history: TokenHistory | None = None

@@ -303,18 +303,23 @@ class ClusterStatus(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     PROCESSES_FIELD_NUMBER: _builtins.int
     ROUTER_READY_FIELD_NUMBER: _builtins.int
+    ROUTERS_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     version: _builtins.str
     backend: _builtins.str
     http_address: _builtins.str
+    """of the first router"""
     grpc_address: _builtins.str
     redis: _builtins.str
     """embedded, external, none, unreachable"""
     router_ready: _builtins.bool
+    """every router is"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
     def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Process]: ...
+    @_builtins.property
+    def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterStatus]: ...
     def __init__(
         self,
         *,
@@ -327,14 +332,47 @@ class ClusterStatus(_message.Message):
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
         processes: _abc.Iterable[Global___Process] | None = ...,
         router_ready: _builtins.bool = ...,
+        routers: _abc.Iterable[Global___RouterStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "cluster", b"cluster", "grpc_address", b"grpc_address", "http_address", b"http_address", "processes", b"processes", "redis", b"redis", "router_ready", b"router_ready", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "cluster", b"cluster", "grpc_address", b"grpc_address", "http_address", b"http_address", "processes", b"processes", "redis", b"redis", "router_ready", b"router_ready", "routers", b"routers", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
+
+@_typing.final
+class RouterStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
+    GRPC_ADDRESS_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.str
+    state: _builtins.str
+    """starting, ready, not_ready, restarting, failed"""
+    restarts: _builtins.int
+    http_address: _builtins.str
+    grpc_address: _builtins.str
+    def __init__(
+        self,
+        *,
+        router_id: _builtins.str = ...,
+        state: _builtins.str = ...,
+        restarts: _builtins.int = ...,
+        http_address: _builtins.str = ...,
+        grpc_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc_address", b"grpc_address", "http_address", b"http_address", "restarts", b"restarts", "router_id", b"router_id", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterStatus: _TypeAlias = RouterStatus  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):

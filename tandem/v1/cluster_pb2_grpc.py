@@ -94,7 +94,7 @@ class ClusterServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetTrace(self, request, context):
-        """Both ask the router.
+        """Both ask the routers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

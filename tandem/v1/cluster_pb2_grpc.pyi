@@ -42,7 +42,7 @@ class ClusterStub:
     """The directory now, and again after every change."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.ClusterStatus]
     GetTrace: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]
-    """Both ask the router."""
+    """Both ask the routers."""
     ListTraces: _grpc.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]
     Shutdown: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]
 
@@ -59,7 +59,7 @@ class ClusterAsyncStub(ClusterStub):
     """The directory now, and again after every change."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.ClusterStatus]  # type: ignore[assignment]
     GetTrace: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]  # type: ignore[assignment]
-    """Both ask the router."""
+    """Both ask the routers."""
     ListTraces: _aio.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]  # type: ignore[assignment]
     Shutdown: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]  # type: ignore[assignment]
 
@@ -97,7 +97,7 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.GetTraceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trace_pb2.RequestTrace, _abc.Awaitable[_trace_pb2.RequestTrace]]:
-        """Both ask the router."""
+        """Both ask the routers."""
 
     @_abc_1.abstractmethod
     def ListTraces(

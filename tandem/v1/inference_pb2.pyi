@@ -54,7 +54,7 @@ class GenerateRequest(_message.Message):
     """empty: the only model served"""
     prompt: _builtins.str
     user: _builtins.str
-    """no effect; for the caller's own bookkeeping"""
+    """requests of one user tend to the same workers; no effect on answers"""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property

@@ -75,7 +75,12 @@ class WorkerFrame(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     REACH_FIELD_NUMBER: _builtins.int
     PROMPT_SCORES_FIELD_NUMBER: _builtins.int
+    FRAMES_SEEN_FIELD_NUMBER: _builtins.int
     SENT_AT_S_FIELD_NUMBER: _builtins.int
+    frames_seen: _builtins.int
+    """So many frames of this session, hello not counted, the worker had taken up: what the last load does not know of is
+    what the router sent after them. 0: it does not say.
+    """
     sent_at_s: _builtins.float
     """the worker's monotonic clock when this frame left it; only differences mean anything"""
     @_builtins.property
@@ -109,11 +114,12 @@ class WorkerFrame(_message.Message):
         load: Global___WorkerLoad | None = ...,
         reach: Global___Reach | None = ...,
         prompt_scores: _abc.Iterable[Global___PromptScores] | None = ...,
+        frames_seen: _builtins.int = ...,
         sent_at_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load", "reach", b"reach"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "handoffs", b"handoffs", "hello", b"hello", "load", b"load", "prompt_scores", b"prompt_scores", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "frames_seen", b"frames_seen", "handoffs", b"handoffs", "hello", b"hello", "load", b"load", "prompt_scores", b"prompt_scores", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -847,10 +853,18 @@ class WorkerLoad(_message.Message):
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    RESERVED_REQUESTS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     running_requests: _builtins.int
     waiting_tokens: _builtins.int
-    """prompt tokens not yet computed"""
+    """prompt tokens not yet computed, without those that were in the cache when they came"""
+    reserved_requests: _builtins.int
+    """their blocks are leased; neither waiting nor running until they join"""
+    steps: _builtins.int
+    """Engine steps of this life. A worker that says it reports its load at least once a second, out of its step loop, to
+    every router that has a request on it: silence, or work without steps, means that the loop is stuck.
+    """
     @_builtins.property
     def blocks(self) -> Global___BlockCounts: ...
     def __init__(
@@ -860,12 +874,16 @@ class WorkerLoad(_message.Message):
         running_requests: _builtins.int = ...,
         waiting_tokens: _builtins.int = ...,
         blocks: Global___BlockCounts | None = ...,
+        reserved_requests: _builtins.int = ...,
+        steps: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "blocks", b"blocks", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "running_requests", b"running_requests", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "blocks", b"blocks", "reserved_requests", b"reserved_requests", "running_requests", b"running_requests", "steps", b"steps", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
+    _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
 

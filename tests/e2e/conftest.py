@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -168,6 +168,21 @@ def start_cluster(folder: Path, *arguments: str, spec: dict[str, Any] | None = N
     return cluster
 
 
+@pytest.fixture
+def cluster_with(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
+    """`cluster_with("--routers", "2")`: a cluster of the test's own, started so and ended after it."""
+    started: list[Cluster] = []
+
+    def start(*arguments: str) -> Cluster:
+        started.append(start_cluster(tmp_path_factory.mktemp("cluster"), *arguments))
+        return started[-1]
+
+    yield start
+    for running in started:
+        assert running.stop() == 0, running.log.read_text()[-4000:]
+        assert running.survivors() == []
+
+
 @pytest.fixture(scope="session")
 def golden() -> list[Golden]:
     return [Golden(**entry) for entry in json.loads(GOLDEN_FILE.read_text())["prompts"]]
@@ -175,7 +190,8 @@ def golden() -> list[Golden]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    running = start_cluster(tmp_path_factory.mktemp("cluster"))
+    # Handoffs are what these tests look at; which requests get one by default depends on how fast the machine is now.
+    running = start_cluster(tmp_path_factory.mktemp("cluster"), spec={"router": {"disaggregation": "always"}})
     yield running
     code = running.stop()
     assert code == 0, running.log.read_text()[-4000:]

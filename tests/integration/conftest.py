@@ -48,7 +48,7 @@ def routed(short_folder: Path) -> Callable[..., AbstractAsyncContextManager[Rout
         roles = {f"prefill-{n}": Role.PREFILL for n in range(prefill)}
         roles |= {f"decode-{n}": Role.DECODE for n in range(decode)}
         async with workers(short_folder) as running:
-            infos = await asyncio.gather(
+            await asyncio.gather(
                 *(running.start(worker_id, role, model, TransferSpec()) for worker_id, role in roles.items())
             )
             app = RouterApp(router_launch(model, model_dir, running.controller_address))
@@ -58,6 +58,7 @@ def routed(short_folder: Path) -> Callable[..., AbstractAsyncContextManager[Rout
                 await until(lambda: app.dispatcher.fleet.count_ready(Role.PREFILL) == prefill)
                 yield Routed(app, running)
                 async with AsyncExitStack() as sessions:
+                    infos = running.directory.workers.values()  # of each worker's last life
                     alive = [info for info in infos if running.live[info.worker_id].leads]
                     await assert_conserved(
                         *[await sessions.enter_async_context(open_session(info.address)) for info in alive]

@@ -17,6 +17,7 @@ COST = {
 }
 DECIDE = {"router.decide_100k_ms": "ms", "router.hash_100k_ms": "ms"}
 PEERS = {"index.peer": "look-ups/s", "index.peer_events_per_s": "events/s"}  # only where the peer is installed
+OVERLOAD = {"router.overload_goodput": "requests/s", "router.refuse_p99_ms": "ms"}
 
 
 def test_every_figure_of_the_index_is_one_line(figures: Figures) -> None:
@@ -39,3 +40,9 @@ def test_one_decision_is_measured(figures: Figures) -> None:
     lines = figures("benchmarks.router", "--figure", "decide")
     assert {name: line["unit"] for name, line in lines.items()} == DECIDE
     assert all(line["value"] > 0 for line in lines.values())
+
+
+def test_most_of_the_peak_is_kept_under_overload(figures: Figures) -> None:
+    lines = figures("benchmarks.router", "--figure", "overload")
+    assert {name: line["unit"] for name, line in lines.items()} == OVERLOAD
+    assert lines["router.overload_goodput"]["ratio"] > 0.5

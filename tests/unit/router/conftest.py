@@ -81,6 +81,7 @@ class Cluster:
         fleet = self.app.dispatcher.fleet
         counts = {role: sum(worker.role is role for worker in workers) for role in Role}
         await until(lambda: all(fleet.count_ready(role) == count for role, count in counts.items()))
+        await until(lambda: self.app.service.ready == bool(counts[Role.DECODE]))
 
     def says(self, text: str) -> list[int]:
         """Both workers answer every prompt with `text`, also when it begins in the prompt. Returns its tokens."""

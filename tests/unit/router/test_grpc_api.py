@@ -126,7 +126,7 @@ async def test_deadline_cancels_the_request_on_both_workers(cluster: Any) -> Non
             pass
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await until(lambda: bool(cluster.prefill.cancelled and cluster.decode.cancelled))
-    assert cluster.ends("cancelled") == 1
+    assert cluster.ends("failed") == 1
 
 
 async def test_health_follows_readiness(bare: Any) -> None:

@@ -292,7 +292,7 @@ async def test_models_health_ready_and_metrics(cluster: Any) -> None:
     await cluster.openai.completions.create(model=MODEL, prompt="Hi")
     text = (await cluster.http.get("/metrics")).text
     assert 'tandem_requests_total{code="",model="tiny",state="finished"} 1.0' in text
-    assert 'tandem_placements_total{model="tiny",reason="handoff_least_loaded"} 1.0' in text
+    assert 'tandem_placements_total{model="tiny",reason="handoff_configured"} 1.0' in text
 
 
 async def test_not_ready_without_a_decode_worker(bare: Any) -> None:

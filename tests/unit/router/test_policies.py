@@ -1,25 +1,45 @@
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from router.policies.policy import PlacementPolicy, default_policy
+from router.policies.costs import soonest_ttft_s, ttft_s
+from router.policies.pace import START_PACE, Pace
+from router.policies.policy import PlacementPolicy
+from router.policies.profiles import policy_profile
 from router.policies.types import Ask, Candidate, Placement, PlacementReason, WaitReason
-from tandem.config import Disaggregation, RouterSpec
+from tandem.config import Disaggregation, PolicyName, RouterSpec
+
+ALWAYS, AUTO, NEVER = Disaggregation.ALWAYS, Disaggregation.AUTO, Disaggregation.NEVER
+SLOW = replace(START_PACE, prefill_s_per_token=4 * START_PACE.prefill_s_per_token)
 
 
-def worker(name: str, *, cached: int = 0, outstanding: int = 0, running: int = 0, free: int = 100) -> Candidate:
-    return Candidate(name, 1, cached, outstanding, outstanding, running, free, 100)
+def worker(
+    name: str, *, cached: int = 0, outstanding: int = 0, running: int = 0, free: int = 100, pace: Pace = START_PACE
+) -> Candidate:
+    return Candidate(name, 1, cached, outstanding, outstanding, running, free, 100, pace=pace)
 
 
-def policy(mode: Disaggregation = Disaggregation.ALWAYS) -> PlacementPolicy:
-    spec = RouterSpec(disaggregation=mode, local_prefill_max_tokens=32, max_prefill_tokens_in_flight=1000)
-    return default_policy(spec)
+def policy(mode: Disaggregation = ALWAYS, name: PolicyName = PolicyName.EXPECTED_TTFT) -> PlacementPolicy:
+    return policy_profile(
+        RouterSpec(
+            policy=name,
+            disaggregation=mode,
+            local_prefill_max_tokens=32,
+            local_prefill_busy_max_tokens=200,
+            max_prefill_tokens_in_flight=1000,
+        )
+    )
 
 
 def place(
-    ask: Ask, decode: list[Candidate], prefill: list[Candidate], mode: Disaggregation = Disaggregation.ALWAYS
+    ask: Ask,
+    decode: list[Candidate],
+    prefill: list[Candidate],
+    mode: Disaggregation = ALWAYS,
+    name: PolicyName = PolicyName.EXPECTED_TTFT,
 ) -> Placement:
-    placed = policy(mode).place(ask, decode, prefill)
+    placed = policy(mode, name).place(ask, decode, prefill)
     assert isinstance(placed, Placement), placed
     return placed
 
@@ -27,16 +47,26 @@ def place(
 @pytest.mark.parametrize(
     ("decode", "chosen"),
     [
-        ([worker("a"), worker("b", running=3)], "a"),
+        ([worker("a", running=4), worker("b", running=3)], "b"),
         ([worker("a", free=10), worker("b", free=90)], "b"),
-        ([worker("a"), worker("b", cached=96)], "b"),
-        ([worker("a", running=0), worker("b", cached=96, running=20, free=50)], "b"),
+        ([worker("a"), worker("b", cached=4096)], "b"),
+        ([worker("a"), worker("b", cached=4096, running=1)], "a"),
+        ([worker("a", running=1), worker("b", running=2, pace=replace(START_PACE, tpot_s=(0.01,) * 11))], "b"),
+        ([worker("a", outstanding=8000), worker("b")], "b"),
         ([worker("b"), worker("a")], "a"),
     ],
-    ids=["fewest running", "most free blocks", "cached prefix", "a cached prompt outweighs load", "ties by name"],
+    ids=[
+        "the smaller batch",
+        "more free blocks",
+        "a cached prefix is not sent",
+        "but is sent rather than join a larger batch",
+        "the faster one",
+        "not behind a long local prefill",
+        "ties by name",
+    ],
 )
 def test_decode_worker(decode: list[Candidate], chosen: str) -> None:
-    assert place(Ask(100), decode, [worker("p")]).decode.worker_id == chosen
+    assert place(Ask(4100, answer_tokens=200), decode, [worker("p")]).decode.worker_id == chosen
 
 
 @pytest.mark.parametrize(
@@ -45,8 +75,20 @@ def test_decode_worker(decode: list[Candidate], chosen: str) -> None:
         ([worker("p", outstanding=500), worker("q", outstanding=100)], "q"),
         ([worker("p", outstanding=100, cached=96), worker("q", outstanding=50)], "p"),
         ([worker("p", outstanding=500, cached=96), worker("q", outstanding=100)], "q"),
+        ([worker("p", pace=SLOW), worker("q", outstanding=250)], "q"),
+        ([worker("p", pace=SLOW), worker("q", outstanding=350)], "p"),
+        ([worker("p"), replace(worker("q"), transfer_to={("d", 1): 1e-6})], "q"),
+        ([worker("p"), replace(worker("q"), transfer_to={("d", 2): 1e-6})], "p"),
     ],
-    ids=["least outstanding", "a cached prefix is work saved", "but not at any price"],
+    ids=[
+        "least outstanding",
+        "a cached prefix is work saved",
+        "but not at any price",
+        "a slow one counts its tokens fourfold",
+        "so it comes second to a longer queue",
+        "a fast link",
+        "but not one to another life",
+    ],
 )
 def test_prefill_worker(prefill: list[Candidate], chosen: str) -> None:
     placed = place(Ask(100), [worker("d")], prefill)
@@ -54,38 +96,53 @@ def test_prefill_worker(prefill: list[Candidate], chosen: str) -> None:
     assert placed.prefill.worker_id == chosen
 
 
+BUSY = [worker("p", outstanding=900)]
+
+
 @pytest.mark.parametrize(
-    ("mode", "tokens", "cached", "prefill", "reason"),
+    ("mode", "name", "tokens", "decode", "prefill", "reason"),
     [
-        (Disaggregation.ALWAYS, 5, 0, 1, PlacementReason.HANDOFF_LEAST_LOADED),
-        (Disaggregation.ALWAYS, 64, 64, 1, PlacementReason.HANDOFF_CACHED_PREFIX),
-        (Disaggregation.ALWAYS, 64, 0, 0, PlacementReason.LOCAL_NO_PREFILL_WORKER),
-        (Disaggregation.AUTO, 32, 0, 1, PlacementReason.LOCAL_SHORT_SUFFIX),
-        (Disaggregation.AUTO, 33, 0, 1, PlacementReason.HANDOFF_LEAST_LOADED),
-        (Disaggregation.AUTO, 500, 480, 1, PlacementReason.LOCAL_SHORT_SUFFIX),
-        (Disaggregation.AUTO, 500, 0, 0, PlacementReason.LOCAL_NO_PREFILL_WORKER),
-        (Disaggregation.NEVER, 500, 0, 1, PlacementReason.LOCAL_CONFIGURED),
+        (ALWAYS, "expected_ttft", 5, worker("d"), [worker("p")], PlacementReason.HANDOFF_CONFIGURED),
+        (ALWAYS, "expected_ttft", 64, worker("d"), [], PlacementReason.LOCAL_NO_PREFILL_WORKER),
+        (NEVER, "expected_ttft", 500, worker("d"), [worker("p")], PlacementReason.LOCAL_CONFIGURED),
+        (AUTO, "expected_ttft", 500, worker("d"), [], PlacementReason.LOCAL_NO_PREFILL_WORKER),
+        (AUTO, "expected_ttft", 32, worker("d", running=9), [worker("p")], PlacementReason.LOCAL_SHORT_SUFFIX),
+        (AUTO, "expected_ttft", 500, worker("d", cached=480), [worker("p")], PlacementReason.LOCAL_SHORT_SUFFIX),
+        (AUTO, "expected_ttft", 33, worker("d"), [worker("p")], PlacementReason.HANDOFF_AS_SOON),
+        (AUTO, "expected_ttft", 80, worker("d", running=9), BUSY, PlacementReason.LOCAL_SOONER),
+        (AUTO, "expected_ttft", 80, worker("d", pace=SLOW, outstanding=150), BUSY, PlacementReason.HANDOFF_AS_SOON),
+        (AUTO, "expected_ttft", 80, worker("d", running=1, outstanding=121), BUSY,
+         PlacementReason.HANDOFF_SPARES_DECODES),
+        (AUTO, "expected_ttft", 90, worker("d", outstanding=120), BUSY, PlacementReason.LOCAL_SOONER),
+        (AUTO, "expected_ttft", 700, worker("d"), BUSY, PlacementReason.LOCAL_SOONER),
+        (AUTO, "expected_ttft", 210, worker("d", pace=SLOW), BUSY, PlacementReason.LOCAL_PREFILL_FULL),
+        (AUTO, "cache_only", 33, worker("d"), BUSY, PlacementReason.HANDOFF_LONG_SUFFIX),
+        (AUTO, "random", 32, worker("d"), BUSY, PlacementReason.LOCAL_SHORT_SUFFIX),
     ],
-)
+)  # fmt: skip
 def test_local_or_handoff(
-    mode: Disaggregation, tokens: int, cached: int, prefill: int, reason: PlacementReason
+    mode: Disaggregation, name: str, tokens: int, decode: Candidate, prefill: list[Candidate], reason: PlacementReason
 ) -> None:
-    placed = place(Ask(tokens), [worker("d", cached=cached)], [worker("p")] * prefill, mode)
+    placed = place(Ask(tokens), [decode], prefill, mode, PolicyName(name))
     assert placed.reason is reason
     assert (placed.prefill is None) == reason.value.startswith("local")
 
 
 @pytest.mark.parametrize(
-    ("ask", "decode", "prefill", "reason"),
+    ("mode", "ask", "decode", "prefill", "reason"),
     [
-        (Ask(10), [], [worker("p")], WaitReason.NO_DECODE_WORKER),
-        (Ask(10, frozenset({"d"})), [worker("d")], [worker("p")], WaitReason.DECODE_REFUSED),
-        (Ask(600), [worker("d")], [worker("p", outstanding=500)], WaitReason.PREFILL_FULL),
-        (Ask(600), [worker("d", outstanding=500)], [], WaitReason.PREFILL_FULL),
+        (AUTO, Ask(10), [], [worker("p")], WaitReason.NO_DECODE_WORKER),
+        (AUTO, Ask(10, frozenset({"d"})), [worker("d")], [worker("p")], WaitReason.DECODE_REFUSED),
+        (ALWAYS, Ask(600), [worker("d")], [worker("p", outstanding=500)], WaitReason.PREFILL_FULL),
+        (ALWAYS, Ask(600), [worker("d", outstanding=500)], [], WaitReason.PREFILL_FULL),
+        (AUTO, Ask(600), [worker("d", running=1)], [worker("p", outstanding=500)], WaitReason.PREFILL_FULL),
+        (AUTO, Ask(600), [worker("d", pace=SLOW)], [worker("p", outstanding=500)], WaitReason.PREFILL_FULL),
     ],
 )
-def test_request_waits(ask: Ask, decode: list[Candidate], prefill: list[Candidate], reason: WaitReason) -> None:
-    assert policy().place(ask, decode, prefill) is reason
+def test_request_waits(
+    mode: Disaggregation, ask: Ask, decode: list[Candidate], prefill: list[Candidate], reason: WaitReason
+) -> None:
+    assert policy(mode).place(ask, decode, prefill) is reason
 
 
 def test_prefill_worker_that_failed_it_gives_way_to_another_and_the_last_to_local_prefill() -> None:
@@ -114,3 +171,108 @@ def test_a_prefill_worker_without_a_link_to_the_decode_worker_is_not_chosen() ->
     placed = place(Ask(100), [decode], [unlinked])
     assert placed.prefill is None
     assert placed.reason is PlacementReason.LOCAL_NO_PREFILL_WORKER
+
+
+@pytest.mark.parametrize(
+    ("own", "all_routers", "tokens", "room"),
+    [
+        (0, 0, 5000, True),
+        (0, 900, 5000, True),
+        (10, 900, 90, True),
+        (10, 900, 101, False),
+        (900, 200, 700, True),
+        (900, 200, 900, False),
+    ],
+    ids=[
+        "idle",
+        "busy with others' only: never starved",
+        "shares the budget",
+        "the budget is for all routers",
+        "what is computed already does not count",
+        "a long prompt waits for ours",
+    ],
+)
+def test_room_for_prompt_tokens_is_shared_by_all_routers(own: int, all_routers: int, tokens: int, room: bool) -> None:
+    busy = replace(worker("p"), dispatched_tokens=own, outstanding_tokens=all_routers)
+    assert isinstance(policy().place(Ask(tokens), [worker("d")], [busy]), Placement) is room
+
+
+def test_another_decode_worker_is_one_that_the_prefill_worker_reaches() -> None:
+    prefill = replace(worker("p"), reaches=frozenset({("b", 1), ("c", 1)}))
+    decode = [worker("a"), worker("b", running=5), worker("c", running=1), worker("d")]
+    ask = Ask(100, frozenset({"d"}), answer_tokens=50)
+    assert policy().another_decode(ask, decode, prefill) == decode[2]
+    assert policy().another_decode(ask, decode[:1], prefill) is None
+
+
+EIGHT = [worker(f"d{number}") for number in range(8)]
+
+
+class TestSession:
+    def home(self, session: int, workers: list[Candidate]) -> str:
+        ask = Ask(100, answer_tokens=100, session=session.to_bytes(8))
+        return place(ask, workers, [worker("p")]).decode.worker_id
+
+    def test_requests_of_a_session_meet_again_and_sessions_spread(self) -> None:
+        homes = Counter(self.home(session, EIGHT) for session in range(200))
+        assert homes == Counter(self.home(session, EIGHT[::-1]) for session in range(200))
+        assert len(homes) == 8
+        assert max(homes.values()) < 50
+
+    def test_only_sessions_of_a_lost_worker_move(self) -> None:
+        for session in range(50):
+            home = self.home(session, EIGHT)
+            left = [each for each in EIGHT if each.worker_id != "d3"]
+            assert (self.home(session, left) == home) == (home != "d3")
+
+    def test_is_given_up_for_a_worker_that_is_much_sooner(self) -> None:
+        home = self.home(1, EIGHT)
+        loaded = [replace(each, running_requests=20) if each.worker_id == home else each for each in EIGHT]
+        assert self.home(1, loaded) != home
+
+
+THREE_PREFILL = [worker("p0", outstanding=300), worker("p1", cached=64, outstanding=1), worker("p2")]
+THREE_DECODE = [worker("d0", running=3), worker("d1", running=2, cached=64), worker("d2", running=1)]
+
+
+class TestBaselines:
+    def chosen(self, name: str, number: int = 0) -> tuple[str, str]:
+        placed = place(Ask(100, number=number), THREE_DECODE, THREE_PREFILL, ALWAYS, PolicyName(name))
+        return placed.decode.worker_id, placed.prefiller.worker_id
+
+    def test_least_loaded_is_blind_to_the_cache(self) -> None:
+        assert self.chosen("least_loaded") == ("d2", "p2")
+
+    def test_cache_only_is_blind_to_load(self) -> None:
+        assert self.chosen("cache_only") == ("d1", "p1")
+
+    def test_round_robin_takes_turns(self) -> None:
+        assert [self.chosen("round_robin", number)[0] for number in range(4)] == ["d0", "d1", "d2", "d0"]
+
+    def test_random_is_even_and_repeatable(self) -> None:
+        counts = Counter(self.chosen("random", number)[0] for number in range(600))
+        assert counts == Counter(self.chosen("random", number)[0] for number in range(600))
+        assert all(150 < count < 250 for count in counts.values())
+
+    def test_random_draws_otherwise_with_another_seed(self) -> None:
+        spec = RouterSpec(policy=PolicyName.RANDOM, disaggregation=ALWAYS)
+        asks = [Ask(9, number=number) for number in range(20)]
+        one, other = (
+            [policy_profile(spec, seed=seed).place(ask, THREE_DECODE, THREE_PREFILL) for ask in asks] for seed in (1, 2)
+        )
+        assert one != other
+
+
+class TestPredictedTtft:
+    def test_of_a_placement(self) -> None:
+        prefill, decode = worker("p", outstanding=300, cached=96), worker("d", outstanding=100)
+        assert ttft_s(Ask(196), decode, None) == pytest.approx(296 / 4000)
+        assert ttft_s(Ask(196), decode, prefill) == pytest.approx(0.001 + 400 / 4000)
+
+    def test_of_the_soonest_behind_what_waits_in_the_router(self) -> None:
+        prefill = [worker("p", outstanding=300), worker("q", pace=SLOW)]
+        decode = [worker("d")]
+        assert soonest_ttft_s(Ask(100), decode, prefill) == pytest.approx(0.001 + 0.1)
+        assert soonest_ttft_s(Ask(100), decode, prefill, 5000) == pytest.approx(0.101 + 5000 / 5000)
+        assert soonest_ttft_s(Ask(100), decode, [], 4000) == pytest.approx(1.025)
+        assert soonest_ttft_s(Ask(100), [], prefill) is None

@@ -273,3 +273,23 @@ def test_blocks_that_are_being_read_are_never_taken_for_another(make_world: Make
     assert tuple(exporting.blocks[: len(first)]) == first
     assert ranges_of(world)[-1][-1]
     assert len(world.answers["decode"]) == 7
+
+
+def test_tokens_that_wait_are_those_that_will_be_computed(make_world: MakeWorld) -> None:
+    world = make_world(budget=8, max_running=1)
+    world.add("first", prompt(12), max_tokens=1)
+    assert world.scheduler.waiting_tokens == 12
+    world.step()
+    assert world.scheduler.waiting_tokens == 3, "of one that is being computed, the last token is its answer's step"
+    world.step()
+    world.add("again", prompt(12), max_tokens=2)
+    world.add("longer", prompt(20), max_tokens=2)
+    assert world.scheduler.waiting_tokens == (12 - 8) + (20 - 12), "cached blocks are not computed again"
+
+
+def test_reservations_are_counted_until_they_join(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.scheduler.reserve(world.sequence("handed", prompt(8), max_tokens=3))
+    assert (world.scheduler.reserved, world.scheduler.waiting, world.scheduler.running) == (1, 0, 0)
+    world.scheduler.join("handed", 7)
+    assert (world.scheduler.reserved, world.scheduler.waiting, world.scheduler.running) == (0, 0, 1)

@@ -36,7 +36,7 @@ def book(sent: Sent) -> RequestBook:
 
 
 def flush(book: RequestBook) -> None:
-    book.outbox.flush(LOAD, frozenset(), book.sessions)
+    book.outbox.flush(LOAD, 7, frozenset(), book.sessions, book.busy_sessions)
 
 
 def test_one_frame_per_session_holds_everything_of_a_step(book: RequestBook, sent: Sent) -> None:
@@ -104,3 +104,35 @@ def test_every_frame_tells_when_it_left(sent: Sent) -> None:
     clock.advance(1)
     flush(book)
     assert [frame.sent_at_s for _, frame in sent.frames] == [42.0]
+
+
+def test_a_router_is_told_which_of_its_frames_the_report_knows_of(book: RequestBook, sent: Sent) -> None:
+    flush(book)
+    assert {frame.frames_seen for _, frame in sent.frames} == {0}
+    sent.frames.clear()
+    for _ in range(3):
+        book.outbox.saw_frame(1)
+    flush(book)  # the load is what it was; that it is so after three frames more is news
+    assert [(session, frame.frames_seen) for session, frame in sent.frames] == [(1, 3)]
+    book.outbox.drop(1)
+    book.outbox.frame(1)
+    flush(book)
+    assert sent.frames[-1][1].frames_seen == 0, "another session counts anew"
+
+
+def test_the_load_is_told_again_every_second_where_a_request_is_live(sent: Sent) -> None:
+    clock = FakeClock(0.0)
+    book = RequestBook(Outbox(sent, clock))
+    book.sessions = {1: "router-a", 2: "router-b"}
+    engine_id = book.open(1, "x")
+    for _ in range(21):  # 5 s
+        flush(book)
+        clock.advance(0.25)
+    loads = [(session, frame.load.steps) for session, frame in sent.frames if frame.HasField("load")]
+    assert loads == [(1, 7), (2, 7), *[(1, 7)] * 5]
+    book.finish(engine_id, FinishReason.STOP)
+    flush(book)
+    sent.frames.clear()
+    clock.advance(60)
+    flush(book)
+    assert sent.frames == []

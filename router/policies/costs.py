@@ -1,0 +1,55 @@
+"""Predictions of one placement, in seconds from now. Pure; the worked example is in docs/routing.md.
+
+    local:    [ queue on D ][ uncached on D ] first token, decoding
+    handoff:  [ reserve ][ queue on P ][ uncached on P ] first token [ transfer of what D lacks ] decoding
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.policies.types import Ask, Candidate
+
+
+def prefill_s(ask: Ask, worker: Candidate) -> float:
+    """Until the worker has computed the prompt: the tokens ahead of it and its own uncached ones."""
+    return (worker.outstanding_tokens + worker.uncached_tokens(ask)) * worker.pace.prefill_s_per_token
+
+
+def transfer_s(ask: Ask, decode: Candidate, prefill: Candidate | None = None) -> float:
+    """First token to joined. `prefill` None: from any worker."""
+    per_token_s = decode.pace.transfer_s_per_token
+    if prefill is not None:
+        per_token_s = prefill.transfer_to.get(decode.life, per_token_s)
+    return decode.uncached_tokens(ask) * per_token_s
+
+
+def ttft_s(ask: Ask, decode: Candidate, prefill: Candidate | None) -> float:
+    """Predicted TTFT of a placement now. The first token does not wait for the transfer. `prefill` None: local."""
+    if prefill is None:
+        return prefill_s(ask, decode)
+    return decode.pace.reserve_s + prefill_s(ask, prefill)
+
+
+def handoff_s(ask: Ask, decode: Candidate, soonest_prefill_s: float) -> float:
+    """Until the request decodes after a handoff. Local prefills on the decode worker hold up its batch as well."""
+    arrived_s = decode.pace.reserve_s + soonest_prefill_s + transfer_s(ask, decode)
+    return max(arrived_s, decode.outstanding_tokens * decode.pace.prefill_s_per_token)
+
+
+def decode_s(ask: Ask, decode: Candidate) -> float:
+    """The expected answer at the pace of a batch with one request more."""
+    return ask.answer_tokens * decode.pace.tpot_at_s(decode.running_requests + 1)
+
+
+def soonest_ttft_s(
+    ask: Ask, decode: Sequence[Candidate], prefill: Sequence[Candidate], queued_tokens: int = 0
+) -> float | None:
+    """Predicted TTFT of a request behind `queued_tokens` prompt tokens that wait in the router: these are shared by all
+    workers that prefill, at their rates. Without prefill workers the decode workers prefill. None: nobody could."""
+    workers = prefill or decode
+    if not decode or not workers:
+        return None
+    tokens_per_s = sum(1 / worker.pace.prefill_s_per_token for worker in workers)
+    reserve_s = min(worker.pace.reserve_s for worker in decode) if prefill else 0.0
+    return queued_tokens / tokens_per_s + reserve_s + min(prefill_s(ask, worker) for worker in workers)

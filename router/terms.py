@@ -1,0 +1,69 @@
+"""On what terms a client wants its request served: class, tenant, deadline. The same headers on all edges."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tandem.clock import Clock
+from tandem.config import ClassSpec
+from tandem.errors import InputError
+
+PRIORITY = "x-tandem-priority"
+TENANT = "x-tandem-tenant"
+TIMEOUT = "x-request-timeout-s"
+MAX_TIMEOUT_S = 86_400.0
+
+_TENANT = re.compile(r"[\w.:@-]{1,64}", re.ASCII)
+_SECONDS = re.compile(r"\d{1,9}(\.\d{0,9})?|\.\d{1,9}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """`tenant` empty: the client named none. `deadline_s` in the router's clock; None: as long as it takes."""
+
+    priority: str
+    tenant: str = ""
+    deadline_s: float | None = None
+
+
+class TermsParser:
+    def __init__(self, classes: Sequence[ClassSpec], clock: Clock) -> None:
+        self._names = [each.name for each in classes]
+        self._clock = clock
+        self.default = Terms(self._names[0])
+
+    def parse(self, header: Callable[[str], str | None], remaining_s: float | None = None) -> Terms:
+        """`header` gives a header's value by its lower-case name; `remaining_s` is what the transport itself allows.
+
+        Raises InputError naming the header.
+        """
+        priority, tenant, timeout = header(PRIORITY), header(TENANT), header(TIMEOUT)
+        if priority is None and tenant is None and timeout is None and remaining_s is None:
+            return self.default
+        if priority is not None and priority not in self._names:
+            known = ", ".join(repr(name) for name in self._names)
+            raise InputError(f"{PRIORITY}: expected one of {known}, got {priority[:40]!r}", field=PRIORITY)
+        if tenant is not None and not _TENANT.fullmatch(tenant):
+            raise InputError(
+                f"{TENANT}: expected 1 to 64 letters, digits and _.:@-, got {tenant[:80]!r}", field=TENANT
+            )
+        limits = [each for each in (_seconds(timeout), remaining_s) if each is not None]
+        return Terms(
+            priority=self._names[0] if priority is None else priority,
+            tenant=tenant or "",
+            deadline_s=None if not limits else self._clock.now_s() + min(*limits, MAX_TIMEOUT_S),
+        )
+
+
+def _seconds(text: str | None) -> float | None:
+    if text is None:
+        return None
+    value = float(text) if _SECONDS.fullmatch(text) else math.nan
+    if not 0 < value <= MAX_TIMEOUT_S:
+        raise InputError(
+            f"{TIMEOUT}: expected seconds above 0 and at most {MAX_TIMEOUT_S:g}, got {text[:40]!r}", field=TIMEOUT
+        )
+    return value

@@ -1,0 +1,203 @@
+"""Whole workers are killed or frozen under 32 streams of a real router: every answer is what it would have been."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.detokenizer import Decoder, Detokenizer
+from router.fleet import Worker
+from router.health import HealthState
+from router.output import OutToken
+from router.request import RawRequest, RawSampling
+from router.service import RouterService
+from router.testing import until
+from tandem.config import EngineSpec, Role
+from tandem.request import SamplingParams
+from tandem.testing import random_prompt, write_tiny_llama
+
+VOCAB = 300
+MAX_TOKENS = 60
+STREAMS = 32
+LONGEST_GAP_S = 3.0
+ENGINE = EngineSpec(kv_blocks=800, max_step_tokens=100)  # small steps, so that prompts go in several chunks
+GREEDY = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
+SEEDED = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7, "max_tokens": MAX_TOKENS}
+ROUNDS = 20 if os.environ.get("TANDEM_SOAK") else 1
+
+
+@dataclass
+class Ask:
+    """A prompt, how to answer it, and what has to come of it."""
+
+    prompt: list[int]
+    sampling: dict[str, Any]
+    tokens: list[int]
+    logprobs: list[float] | None = None
+    stop: str | None = None
+    text: str | None = None  # before the stop string
+
+
+@dataclass
+class Stream:
+    """What did come of it."""
+
+    tokens: list[OutToken] = field(default_factory=list)
+    text: str = ""
+    reason: str = ""
+    longest_gap_s: float = 0.0
+
+    async def read(self, service: RouterService, ask: Ask) -> None:
+        stop = () if ask.stop is None else (ask.stop,)
+        logprobs = None if ask.logprobs is None else 1
+        sampling = RawSampling(**ask.sampling, stop=stop, logprobs=logprobs)
+        submitted = await service.submit(RawRequest("tiny", tuple(ask.prompt), sampling))
+        heard_s = None
+        async for pieces in submitted.stream:
+            now_s = time.monotonic()
+            if heard_s is not None:
+                self.longest_gap_s = max(self.longest_gap_s, now_s - heard_s)
+            heard_s = now_s
+            for piece in pieces:
+                self.text += piece.text
+                self.tokens += piece.tokens
+        assert submitted.stream.final is not None
+        self.reason = submitted.stream.final.reason
+
+    def assert_is(self, ask: Ask) -> None:
+        ids = [token.token_id for token in self.tokens]
+        if ask.stop is None:
+            assert ids == ask.tokens
+            assert self.reason == "length"
+        else:
+            assert ids == ask.tokens[: len(ids)]
+            assert (self.text, self.reason) == (ask.text, "stop")
+        if ask.logprobs is not None:
+            assert [token.logprob for token in self.tokens] == pytest.approx(ask.logprobs, abs=1e-3)
+
+
+def unbroken_text(decoder: Decoder, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    detokenizer = Detokenizer(decoder, prompt)
+    return "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
+
+
+def asks_for(reference: Any, decoder: Decoder) -> list[Ask]:
+    """Greedy ones with logprobs and sampled ones. Half of all end at a stop string, which is the middle half of the
+    answer: wherever in there a break comes, the string lies across it."""
+    asks: list[Ask] = []
+    seed = 0
+    while len(asks) < STREAMS:
+        seed += 1
+        number = len(asks)
+        sampling = SEEDED if number % 2 else GREEDY
+        prompt = random_prompt(100 + 5 * number, VOCAB, seed)
+        try:
+            tokens = reference.answer(prompt, SamplingParams(**sampling))
+        except ValueError:
+            continue  # a near tie
+        ask = Ask(prompt, sampling, tokens)
+        if number % 4 >= 2:
+            text = unbroken_text(decoder, prompt, tokens)
+            ask.stop = text[len(text) // 4 : 3 * len(text) // 4]
+            ask.text = text[: text.index(ask.stop)]
+        elif number % 2 == 0:
+            rows = reference.logprobs([*prompt, *tokens])[len(prompt) - 1 :]
+            ask.logprobs = [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+        asks.append(ask)
+    return asks
+
+
+def workers_of(live: Any, role: Role) -> list[Worker]:
+    found: list[Worker] = live.app.dispatcher.fleet.ready("tiny", role)
+    return found
+
+
+def retries(live: Any) -> float:
+    lines = live.app.metrics.render().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("tandem_retries_total{"))
+
+
+async def kill_one_under_all(live: Any, asks: list[Ask], role: Role) -> list[float]:
+    """The worker with most to do dies. Returns every stream's longest gap."""
+    streams, before = [Stream() for _ in asks], retries(live)
+    pairs = list(zip(streams, asks, strict=True))
+    running = [asyncio.create_task(stream.read(live.app.service, ask)) for stream, ask in pairs]
+    if role is Role.DECODE:
+        await until(lambda: sum(len(stream.tokens) > MAX_TOKENS // 3 for stream in streams) >= STREAMS // 2, 30.0)
+        victim = max(workers_of(live, role), key=lambda worker: worker.account.requests)
+    else:
+        await until(lambda: any(stream.tokens for stream in streams), 30.0)
+        victim = max(workers_of(live, role), key=lambda worker: worker.account.prefill_tokens)
+    live.workers.live[victim.key.worker_id].kill()
+    async with asyncio.timeout(60.0):
+        await asyncio.gather(*running)
+    for stream, ask in pairs:
+        stream.assert_is(ask)
+    assert retries(live) > before, "nothing was disturbed"
+    await live.workers.restart(victim.key.worker_id)
+    await until(lambda: len(workers_of(live, role)) == 2, 30.0)
+    return [stream.longest_gap_s for stream in streams]
+
+
+@pytest.mark.soak
+async def test_every_stream_goes_on_exactly_when_a_worker_is_killed(
+    routed: Any, reference_for: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, scale=2.0)
+    async with routed(model_dir, prefill=2, decode=2, engine=ENGINE) as live:
+        asks = asks_for(reference_for(model_dir), live.app.service.models["tiny"].tokenizer)
+        for role in (Role.DECODE, Role.PREFILL):
+            gaps: list[float] = []
+            for _ in range(ROUNDS):
+                gaps += await kill_one_under_all(live, asks, role)
+            gaps.sort()
+            p99_s = gaps[round(0.99 * (len(gaps) - 1))]
+            with capsys.disabled():
+                figures = {"streams": len(gaps), "p50_s": gaps[len(gaps) // 2], "p99_s": p99_s, "longest_s": gaps[-1]}
+                print(json.dumps({"figure": f"failover.{role.value}_gap"} | figures))
+            assert p99_s <= LONGEST_GAP_S
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, pytest.param(Role.PREFILL, marks=pytest.mark.soak_only)])
+async def test_a_frozen_engine_is_out_within_ten_seconds_and_back_after_a_canary(
+    routed: Any, reference_for: Any, tmp_path: Path, role: Role
+) -> None:
+    """Its rank hangs; its service and agents still answer, and every connection stands."""
+    model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, scale=2.0)
+    counts = {"prefill": 1, "decode": 2} if role is Role.DECODE else {"prefill": 2, "decode": 1}
+    async with routed(model_dir, **counts, engine=ENGINE) as live:
+        fleet = live.app.dispatcher.fleet
+        asks = asks_for(reference_for(model_dir), live.app.service.models["tiny"].tokenizer)
+        streams = [Stream() for _ in asks]
+        pairs = list(zip(streams, asks, strict=True))
+        running = [asyncio.create_task(stream.read(live.app.service, ask)) for stream, ask in pairs]
+        await until(lambda: any(len(stream.tokens) > 5 for stream in streams), 30.0)
+        victim = max(workers_of(live, role), key=lambda worker: worker.account.requests)
+        process = live.workers.live[victim.key.worker_id]
+        process.ranks[0].send_signal(signal.SIGSTOP)
+        frozen_s = time.monotonic()
+        try:
+            await until(lambda: fleet.health.state(victim.key) is HealthState.EJECTED, 10.0)
+            assert victim not in workers_of(live, role)
+            out_s = time.monotonic() - frozen_s
+            async with asyncio.timeout(60.0):
+                await asyncio.gather(*running)
+            assert victim.link.ready, "its port answered all the while"
+        finally:
+            process.ranks[0].send_signal(signal.SIGCONT)
+        print(json.dumps({"figure": f"failover.frozen_{role.value}_out_s", "value": out_s}))
+        for stream, ask in pairs:
+            stream.assert_is(ask)
+        await until(lambda: victim in workers_of(live, role), 15.0)
+        again = Stream()
+        await again.read(live.app.service, asks[0])
+        again.assert_is(asks[0])

@@ -1,0 +1,186 @@
+"""Two router processes of one cluster, as the controller starts them: alike, apart, and each dispensable."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import httpx
+import openai
+import psutil
+import pytest
+import pytest_asyncio
+
+from cluster.commands.status import to_json
+from cluster.controller import Controller, with_free_ports
+from cluster.resolve import resolve
+from cluster.router_slot import RouterSlot, RouterState
+from cluster.subprocess_backend import SubprocessBackend
+from tandem.config import ClusterSpec
+from tandem.errors import NotFound
+from tandem.testing import random_prompt, write_tiny_llama
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
+from worker.testing import assert_conserved, open_session
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # one cluster serves all
+VOCAB = 300
+MAX_TOKENS = 300
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
+# None of these answers rests on a near tie of two logits.
+ASKS = [(random_prompt(60 + 40 * n, VOCAB, n), SEEDED if n % 2 else GREEDY) for n in range(6)]
+
+
+class Client:
+    """Goes to one router, and when that breaks off to the next."""
+
+    def __init__(self, routers: list[RouterSlot], first: int) -> None:
+        order = [*routers[first:], *routers[:first]]
+        self._left = [
+            openai.AsyncOpenAI(base_url=f"http://{r.http_address}/v1", api_key="none", max_retries=0) for r in order
+        ]
+        self.broken: list[str] = []  # what had come of answers that broke off
+        self.text = ""
+        self.begun = asyncio.Event()
+
+    async def ask(self, prompt: list[int], sampling: dict[str, Any], max_tokens: int = MAX_TOKENS) -> str:
+        while True:
+            self.text = ""
+            try:
+                stream = await self._left[0].completions.create(
+                    model="tiny", prompt=prompt, max_tokens=max_tokens, stream=True, **sampling
+                )
+                reason = None
+                async for chunk in stream:
+                    self.text += chunk.choices[0].text if chunk.choices else ""
+                    reason = chunk.choices[0].finish_reason if chunk.choices else reason
+                    self.begun.set()
+                if reason is not None:
+                    return self.text
+            except (openai.APIError, httpx.HTTPError):
+                pass  # the connection broke off
+            self.broken.append(self.text)
+            del self._left[0]
+
+
+async def answers(routers: list[RouterSlot], first: int, max_tokens: int = MAX_TOKENS) -> list[str]:
+    asked = [Client(routers, first).ask(*ask, max_tokens) for ask in ASKS]
+    return await asyncio.gather(*asked)
+
+
+async def metric(router: RouterSlot, name: str, *labels: str) -> float:
+    async with httpx.AsyncClient() as http:
+        lines = (await http.get(f"http://{router.http_address}/metrics")).text.splitlines()
+    found = [line for line in lines if line.startswith(name) and all(label in line for label in labels)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+async def serves_again(router: RouterSlot, restarts: int, timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while router.restarts != restarts or (await router.status()).state is not RouterState.READY:
+            await asyncio.sleep(0.05)
+
+
+async def conserved(controller: Controller) -> None:
+    for slot in controller.slots.values():
+        assert slot.info is not None
+        async with open_session(slot.info.address) as session:
+            await assert_conserved(session)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Controller]:
+    folder = tmp_path_factory.mktemp("r")
+    model = write_tiny_llama(folder / "tiny", vocab=VOCAB, seed=1, scale=2.0)
+    spec = ClusterSpec.model_validate(
+        {
+            "models": [{"source": str(model), "engine": {"kv_blocks": 400, "max_step_tokens": 100}}],
+            "router": {"replicas": 2, "http_port": 0, "grpc_port": 0, "disaggregation": "always"},
+            "control": {"admin_port": 0, "backend": "subprocess"},
+        }
+    )
+    controller = Controller(
+        with_free_ports(resolve(spec, lambda what: None)),
+        SubprocessBackend(folder / "logs"),
+        folder / "run",
+        folder / "logs",
+    )
+    try:
+        await controller.start()
+        await controller.wait_ready(lambda what: None)
+        yield controller
+    finally:
+        await controller.close()
+    left = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    assert not [command for command in left if "-m router" in command]
+
+
+async def test_two_routers_answer_alike_share_their_index_and_are_both_shown(controller: Controller) -> None:
+    second = controller.routers[1]
+    before = await metric(second, "tandem_index_credit_tokens_total", 'kind="given"')
+    told = await answers(controller.routers, 0, 24)
+    assert len(set(told)) == len(told)
+    await asyncio.sleep(0.5)  # events travel
+    assert await answers(controller.routers, 1, 24) == told
+    assert before == 0
+    credited = await metric(second, "tandem_index_credit_tokens_total", 'kind="given"')
+    assert credited >= sum(len(prompt) // 16 * 16 - 16 for prompt, _ in ASKS), "it knew what the first one caused"
+    assert await metric(second, "tandem_index_credit_tokens_total", 'kind="wrong"') == 0
+
+    async with grpc.aio.insecure_channel(controller.admin_address) as channel:
+        stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+        status = await stub.GetStatus(cluster_pb2.GetStatusRequest())
+        listed = await stub.ListTraces(trace_pb2.ListTracesRequest(limit=100))
+    shown = to_json(status)
+    assert shown["router_ready"] is True
+    assert [(router["id"], router["state"]) for router in shown["routers"]] == [
+        ("router-0", "ready"),
+        ("router-1", "ready"),
+    ]
+    assert len({router[kind] for router in shown["routers"] for kind in ("http", "grpc")}) == 4
+    assert {"router-0", "router-1", "redis"} <= {process["name"] for process in shown["processes"]}
+    assert len(listed.traces) == 2 * len(ASKS), "those of both"
+    one = await controller.traces.get(trace_pb2.GetTraceRequest(request_id=listed.traces[0].request_id))
+    assert one == listed.traces[0]
+    with pytest.raises(NotFound):
+        await controller.traces.get(trace_pb2.GetTraceRequest(request_id="nobody"))
+
+
+async def test_a_killed_router_costs_a_client_that_reconnects_nothing_and_comes_back(controller: Controller) -> None:
+    first, second = controller.routers
+    expected = await answers(controller.routers, 1)
+    clients = [Client(controller.routers, 0) for _ in ASKS]
+    asked = [asyncio.create_task(client.ask(*ask)) for client, ask in zip(clients, ASKS, strict=True)]
+    await asyncio.gather(*(client.begun.wait() for client in clients[:3]))
+    os.kill((await first.processes())[0].pid, signal.SIGKILL)
+    killed_s = time.monotonic()
+    assert await asyncio.gather(*asked) == expected
+    broken = [text for client in clients for text in client.broken]
+    assert broken, "nothing was disturbed"
+    assert all(any(whole.startswith(part) for whole in expected) for part in broken)
+    # What it had on workers ended with it: the other one's reports say so.
+    await conserved(controller)
+    assert second.restarts == 0
+    await serves_again(first, 1)
+    print(f"killed router served again after {time.monotonic() - killed_s:.1f} s")
+    assert await answers(controller.routers, 0) == expected
+    credited = await metric(first, "tandem_index_credit_tokens_total", 'kind="given"')
+    assert credited >= sum(len(prompt) // 16 * 16 - 16 for prompt, _ in ASKS), "it has built its index anew"
+
+
+async def test_a_router_that_is_told_to_end_lets_running_answers_end_first(controller: Controller) -> None:
+    second = controller.routers[1]
+    expected = await answers(controller.routers, 0, 16)
+    clients = [Client(controller.routers, 1) for _ in ASKS]
+    asked = [asyncio.create_task(client.ask(*ask, 16)) for client, ask in zip(clients, ASKS, strict=True)]
+    await asyncio.gather(*(client.begun.wait() for client in clients))
+    os.kill((await second.processes())[0].pid, signal.SIGTERM)
+    assert await asyncio.gather(*asked) == expected
+    assert not [text for client in clients for text in client.broken]
+    await conserved(controller)
+    await serves_again(second, 1)

@@ -1,0 +1,90 @@
+"""What requests teach the router about its workers, through the real protocol."""
+
+from typing import Any
+
+import pytest
+
+from router.pace_meter import PACE_TOKENS, PaceMeter
+from router.policies.pace import START_PACE
+from router.testing import StubWorker, until
+from tandem.config import Disaggregation, PolicyName, Role, RouterSpec
+
+MODEL = "tiny"
+TOKEN_DELAY_S = 0.02
+
+
+def test_meter_tells_each_time_it_has_seen_enough_tokens() -> None:
+    meter = PaceMeter()
+    told = [meter.token(0.1 * number) for number in range(2 * PACE_TOKENS + 2)]
+    assert [number for number, seconds in enumerate(told) if seconds is not None] == [PACE_TOKENS, 2 * PACE_TOKENS]
+    assert told[PACE_TOKENS] == pytest.approx(0.1 * PACE_TOKENS)
+
+
+def test_meter_counts_no_time_before_it_was_reset() -> None:
+    meter = PaceMeter()
+    for number in range(PACE_TOKENS):
+        meter.token(float(number))
+    meter.reset()
+    told = [meter.token(1000 + number) for number in range(PACE_TOKENS + 1)]
+    assert told[-1] == PACE_TOKENS
+    assert told[:-1] == [None] * PACE_TOKENS
+
+
+async def test_a_handoff_shows_the_pace_of_both_workers(cluster: Any) -> None:
+    tokens = cluster.says("abcdefghijklmnopqrst")
+    cluster.prefill.behaviour.token_delay_s = 20 * TOKEN_DELAY_S
+    cluster.decode.behaviour.token_delay_s = TOKEN_DELAY_S
+    prefill, decode = (cluster.app.dispatcher.fleet.worker(name, 1).estimates for name in ("p0", "d0"))
+    await cluster.openai.completions.create(model=MODEL, prompt=[70] * 256)
+    await cluster.settled()
+    await until(lambda: prefill.pace() != START_PACE and decode.pace().tpot_s != START_PACE.tpot_s)
+    assert prefill.pace().prefill_s_per_token == pytest.approx(20 * TOKEN_DELAY_S / 256, rel=0.3)
+    assert decode.pace().tpot_at_s(1) == pytest.approx(TOKEN_DELAY_S, rel=0.3)
+    assert decode.pace().transfer_s_per_token != START_PACE.transfer_s_per_token
+    assert decode.pace().reserve_s != START_PACE.reserve_s
+    assert set(prefill.transfer_to) == {("d0", 1)}
+    assert cluster.app.dispatcher.fleet.estimates.answer_tokens(MODEL) == len(tokens)
+
+
+async def test_what_a_worker_had_cached_is_no_work_of_it(cluster: Any) -> None:
+    cluster.prefill.behaviour.cached_tokens = 160
+    cluster.prefill.behaviour.token_delay_s = 0.1
+    await cluster.openai.completions.create(model=MODEL, prompt=[70] * 256, max_tokens=1)
+    await cluster.settled()
+    estimates = cluster.app.dispatcher.fleet.worker("p0", 1).estimates
+    await until(lambda: estimates.pace() != START_PACE)
+    assert estimates.pace().prefill_s_per_token == pytest.approx(0.1 / 96, rel=0.3)
+
+
+class TestSecondWorker:
+    @pytest.fixture
+    async def second(self, bare: Any) -> Any:
+        worker = StubWorker("d1", Role.DECODE, MODEL)
+        await worker.start()
+        await bare.list_workers(bare.prefill, bare.decode, worker)
+        yield worker
+        await worker.kill()
+
+    async def test_requests_of_a_user_meet_again(self, bare: Any, second: Any) -> None:
+        for number in range(16):
+            used = []
+            for _ in range(3):
+                await bare.openai.completions.create(model=MODEL, prompt="Hi", user=f"user-{number}")
+                await bare.settled()
+                used.append(tuple(len(worker.frames("join")) for worker in (bare.decode, second)))
+            first, last = used[0], used[-1]
+            assert sorted((last[0] - first[0], last[1] - first[1])) == [0, 2]
+        assert min(len(worker.frames("join")) for worker in (bare.decode, second)) > 0
+
+
+class TestRoundRobin(TestSecondWorker):
+    @pytest.fixture
+    def spec(self) -> RouterSpec:
+        always = Disaggregation.ALWAYS
+        return RouterSpec(http_port=0, grpc_port=0, disaggregation=always, policy=PolicyName.ROUND_ROBIN)
+
+    async def test_requests_of_a_user_meet_again(self, bare: Any, second: Any) -> None:
+        """Not with this policy: each worker has its turn."""
+        for _ in range(4):
+            await bare.openai.completions.create(model=MODEL, prompt="Hi", user="one")
+        assert [len(worker.frames("join")) for worker in (bare.decode, second)] == [2, 2]
