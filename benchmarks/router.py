@@ -1,7 +1,8 @@
-"""What the router costs.
+"""What the router costs, and what it finds.
 
     make bench-router
     python -m benchmarks.router --figure index
+    python -m benchmarks.router --trace mooncake_conversation.jsonl
 
 Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. `reference` is the same work done by
 a peer in the same run, where one is installed. Medians, one thread. docs/performance.md explains each.
@@ -13,11 +14,14 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from benchmarks import router_index, router_overload
+from benchmarks import router_cost, router_decide, router_index, router_overload, router_share
 from benchmarks.handoff_figures import Figure
 
 FIGURES: dict[str, Callable[[bool], Iterator[Figure]]] = {  # called with: whether to be quick
+    "cost": lambda quick: router_cost.figures(router_cost.QUICK if quick else router_cost.Sizes()),
+    "decide": lambda quick: router_decide.figures(router_decide.QUICK if quick else router_decide.Sizes()),
     "index": lambda quick: router_index.figures(router_index.QUICK if quick else router_index.Sizes()),
     "overload": lambda quick: router_overload.figures(router_overload.QUICK if quick else router_overload.Sizes()),
 }
@@ -26,12 +30,17 @@ FIGURES: dict[str, Callable[[bool], Iterator[Figure]]] = {  # called with: wheth
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.router", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figure", action="append", choices=FIGURES, help="only these (may be repeated)")
+    parser.add_argument("--trace", type=Path, help="in Mooncake's format: the share of cache hits, and only that")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    for name in options.figure or FIGURES:
-        for figure in FIGURES[name](options.quick):
-            print(figure.line(), flush=True)
+    if options.trace is not None:
+        sizes = router_share.QUICK if options.quick else router_share.Sizes()
+        figures = router_share.figures(sizes, options.trace)
+    else:
+        figures = (figure for name in options.figure or FIGURES for figure in FIGURES[name](options.quick))
+    for figure in figures:
+        print(figure.line(), flush=True)
     return 0
 
 

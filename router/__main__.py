@@ -18,6 +18,7 @@ from tandem.launch import RouterLaunch
 from tandem.logs import setup_logging
 
 EXIT_CONFIG = 2
+GC_ALLOCATIONS = 20_000  # more objects made than freed between two collections
 
 
 async def serve(launch: RouterLaunch) -> None:
@@ -29,6 +30,7 @@ async def serve(launch: RouterLaunch) -> None:
     await app.start()
     gc.collect()
     gc.freeze()  # else each full collection looks at all modules anew, for tens of milliseconds
+    gc.set_threshold(GC_ALLOCATIONS, 10, 20)
     await stop.wait()
     await app.close()
 

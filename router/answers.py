@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from router.output import Final, Piece, ResponseStream, Usage
 from router.request import ServingModel, ValidRequest
+from tandem.errors import TandemError
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +20,7 @@ class Submitted:
     stream: ResponseStream
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True):
     """What came of the answer `index`; `final` set: it was the last."""
 
     index: int
@@ -35,32 +37,46 @@ class Answers:
         self.model = submitted[0].model
         self._choices = choices
         self._finals: list[Final | None] = [None] * len(submitted)
+        self._waiting = list(range(len(submitted)))  # answers that have not ended
 
-    async def __aiter__(self) -> AsyncIterator[list[Arrival]]:
-        """All that has come, each time. Raises the TandemError of the first answer that fails, and cancels the rest."""
-        wake = asyncio.Event()
+    @property
+    def ended(self) -> bool:
+        """Everything was taken, of every answer."""
+        return not self._waiting
+
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """Calls `wake` from now on when something has come of any answer."""
         for each in self.submitted:
             each.stream.wake_with(wake)
-        try:
-            waiting = list(range(len(self.submitted)))
-            while waiting:
-                wake.clear()
-                arrivals = [arrival for index in waiting if (arrival := self._take(index)) is not None]
-                if not arrivals:
-                    await wake.wait()
-                    continue
-                yield arrivals
-                waiting = [index for index in waiting if self._finals[index] is None]
-        finally:
-            self.cancel()
 
-    def _take(self, index: int) -> Arrival | None:
-        stream = self.submitted[index].stream
-        pieces = stream.take()
-        if stream.has_ended:
-            self._finals[index] = stream.final
-        final = self._finals[index]
-        return Arrival(index, pieces, final) if pieces or final is not None else None
+    def take(self) -> list[Arrival]:
+        """What has come since the last call. Raises the TandemError of the first answer that fails, and cancels the
+        rest."""
+        arrivals: list[Arrival] = []
+        has_final = False
+        try:
+            for index in self._waiting:
+                stream = self.submitted[index].stream
+                pieces = stream.take()
+                final = self._finals[index] = stream.final if stream.has_ended else None
+                if pieces or final is not None:
+                    arrivals.append(Arrival(index, pieces, final))
+                    has_final = has_final or final is not None
+        except TandemError:
+            self.cancel()
+            raise
+        if has_final:
+            self._waiting = [index for index in self._waiting if self._finals[index] is None]
+        return arrivals
+
+    async def next(self) -> list[Arrival]:
+        """Waits for what comes next, which is at least one arrival while they have not `ended`. Raises as `take`."""
+        wake = asyncio.Event()
+        self.wake_with(wake.set)
+        while not (arrivals := self.take()):
+            wake.clear()
+            await wake.wait()
+        return arrivals
 
     def cancel(self) -> None:
         """The reader wants no more. Idempotent."""

@@ -77,6 +77,7 @@ class RouterApp:
         self._follower = (
             PrefixFollower(launch.redis_url, launch.cluster, self.mirror, clock) if launch.redis_url else None
         )
+        self.dispatcher.fleet.on_load = self.dispatcher.pump_waiting
         self.metrics.watch_index(self.mirror, self._follower)
         self._directory = DirectoryFollower(launch.controller_address, launch.router_id, self._on_directory)
         sock = bind(spec.http_host, spec.http_port)

@@ -39,6 +39,9 @@ class _NoText:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return ""
 
+    def fixed_text(self, token_id: int) -> str | None:
+        return ""
+
 
 class Canary:
     """One canary (a router.run_host.RunHost). `on_end` is called exactly once."""

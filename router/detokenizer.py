@@ -15,10 +15,14 @@ _TAIL_TOKENS = 3  # an incomplete character at the end takes at most 3 byte toke
 class Decoder(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
 
+    def fixed_text(self, token_id: int) -> str | None:
+        """What the token adds to any text; None where that depends on its neighbours."""
+        ...
+
 
 class Detokenizer:
-    """Text of a growing token sequence. Decodes a short window twice per token: what is new is what the longer text
-    has more than the shorter, so that context-dependent decoders come out right."""
+    """Text of a growing token sequence. Where a token's text depends on its neighbours, decodes a short window twice:
+    what is new is what the longer text has more than the shorter, so that context-dependent decoders come out right."""
 
     def __init__(self, decoder: Decoder, prompt: Sequence[int]) -> None:
         self._decoder = decoder
@@ -28,6 +32,9 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The characters that `token_id` completes; often one token's, sometimes none."""
+        if self._shown == len(self._ids) and (fixed := self._decoder.fixed_text(token_id)) is not None:
+            self._ids, self._shown, self._shown_text = [token_id], 1, fixed
+            return fixed
         self._ids.append(token_id)
         text = self._text(len(self._ids))
         if text.endswith(_INCOMPLETE):

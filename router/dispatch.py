@@ -105,6 +105,11 @@ class Dispatcher:
         self._metrics.set_load(queued=len(self._admission), running=len(self._running))
         self._set_timer(now_s)
 
+    def pump_waiting(self) -> None:
+        """A worker may have room now: of no interest while nobody waits."""
+        if len(self._admission):
+            self.pump()
+
     async def close(self) -> None:
         """Refuses new requests and cancels those there are."""
         self._closed = True
@@ -126,14 +131,14 @@ class Dispatcher:
     def _place(self, run: RequestRun) -> bool:
         if self._too_long(run):
             return True
-        placement = self._decide(run)
+        placement = self.decide(run)
         if isinstance(placement, WaitReason) and run.excluded:
             # Nobody else can take it: decode workers that failed or refused are asked again,
             run.excluded -= {worker.key.worker_id for worker in self.fleet.ready(run.request.model, Role.DECODE)}
-            placement = self._decide(run)
+            placement = self.decide(run)
         if isinstance(placement, WaitReason) and run.excluded:
             run.excluded = frozenset()  # and then all.
-            placement = self._decide(run)
+            placement = self.decide(run)
         if isinstance(placement, WaitReason):
             if run.waiting_for is not placement:
                 self._metrics.waited(run.request.model, placement)
@@ -155,7 +160,8 @@ class Dispatcher:
         decode = len(self.fleet.ready(model, Role.DECODE))
         return decode and (len(self.fleet.ready(model, Role.PREFILL)) or decode)
 
-    def _decide(self, run: RequestRun) -> Placement | WaitReason:
+    def decide(self, run: RequestRun) -> Placement | WaitReason:
+        """Where it would go now, or why it would wait. Changes nothing."""
         model = run.request.model
         decode, prefill = self.fleet.ready(model, Role.DECODE), self.fleet.ready(model, Role.PREFILL)
         cached = self._mirror.match(run.request.block_hashes)

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from router.answers import Answers
+from router.fast_routes import FastRoutes, OnError
 from router.http_answers import JsonResponse, answer, error_response
 from router.http_limits import protocol, sweep_forever
 from router.openai_format import ChatFormat, CompletionFormat
@@ -61,16 +62,14 @@ class HttpEdge:
         ]
 
     def app(self) -> ASGIApp:
-        app = Starlette(
-            routes=self.routes(),
-            exception_handlers={
-                TandemError: _on_tandem_error,
-                HTTPException: _on_http_error,
-                ClientDisconnect: _on_disconnect,
-                Exception: _on_bug,
-            },
-        )
-        return RequestIds(app)
+        on_error: dict[type[Exception], OnError] = {
+            TandemError: _on_tandem_error,
+            HTTPException: _on_http_error,
+            ClientDisconnect: _on_disconnect,
+            Exception: _on_bug,
+        }
+        hot = {"/v1/chat/completions": self.chat, "/v1/completions": self.completions}
+        return RequestIds(FastRoutes(Starlette(routes=self.routes(), exception_handlers=on_error), hot, on_error))
 
     async def chat(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get)
@@ -244,6 +243,7 @@ class HttpServer:
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             server_header=False,
             timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]  # a float is as good
             timeout_graceful_shutdown=5,

@@ -91,8 +91,8 @@ class OipEdge(GRPCInferenceServiceServicer):
         """What has come, each time; with the finish reason at the end."""
         answers = await self._service.submit_all([ask.raw], 1, new_request_id(), terms)
         try:
-            async for arrivals in answers:
-                for arrival in arrivals:
+            while not answers.ended:
+                for arrival in await answers.next():
                     yield list(arrival.pieces), None if arrival.final is None else arrival.final.reason.value
         finally:
             answers.cancel()  # the client's cancellation and deadline end up here

@@ -85,6 +85,7 @@ class Fleet:
         self._on_work = on_work
         self._workers: dict[WorkerKey, Worker] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self.on_load = on_change  # called when a worker reports its load, which it does with every step
 
     def set_directory(self, infos: Sequence[cluster_pb2.WorkerInfo]) -> None:
         listed = {WorkerKey(info.worker_id, info.epoch): info for info in infos}
@@ -143,8 +144,7 @@ class Fleet:
         self._on_change()
 
     def load_changed(self, link: WorkerLink) -> None:
-        self.sweep()
-        self._on_change()
+        self.on_load()
 
     def changed(self) -> None:
         """Another set of workers may take requests."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from router.http_body import attach_body
+
 MAX_HEADER_BYTES = 64 << 10
 SPARE_FILES = 256  # for everything but clients
 SWEEP_S = 0.5
@@ -61,6 +63,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._header_bytes = None
         super().on_headers_complete()
+        attach_body(self.cycle)
 
     def on_message_complete(self) -> None:
         self._asked_since_s = None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from kvtransfer.causes import HandoffCause
 from router.admission import Admission
 from router.admission_metrics import AdmissionCollector
 from router.index_metrics import IndexCollector
+from router.labelled import Counter, Gauge, Histogram
 from router.output import Final
 from router.policies.types import PlacementReason, WaitReason
 from router.prefix_index.follower import PrefixFollower

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -62,6 +62,19 @@ def server_sent(event: Json) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+_TEXT = "\x00"
+_TEXT_JSON = msgspec.json.encode(_TEXT)
+
+
+class TextEvents:
+    """Events that differ in one text only, which is most of a stream: what is around the text is encoded once."""
+
+    def __init__(self, make: Callable[[str], bytes]) -> None:
+        """`make` gives the event of a text, which is the last in it that a client can choose."""
+        self._before, _, self._after = make(_TEXT).rpartition(_TEXT_JSON)
+
+    def of(self, text: str) -> bytes:
+        return self._before + msgspec.json.encode(text) + self._after
 
 
 def _of(index: int, arrivals: Sequence[Arrival]) -> tuple[list[Piece], str | None]:
@@ -90,6 +103,10 @@ class ChatFormat:
             "created": int(time.time()),
             "model": answers.model.name,
         }
+        self._texts = [
+            TextEvents(lambda text, at=index: self._chunk(at, {"content": text}, None, None))  # type: ignore[misc]
+            for index in range(len(answers.submitted))
+        ]
 
     def begin(self) -> list[bytes]:
         first: Json = {"role": "assistant", "content": ""}
@@ -99,7 +116,11 @@ class ChatFormat:
         events: list[bytes] = []
         for arrival in arrivals:
             for piece in arrival.pieces:
-                logprobs = chat_logprobs(self._decoder, piece.tokens) if self._logprobs else None
+                if not self._logprobs:
+                    if piece.text:
+                        events.append(self._texts[arrival.index].of(piece.text))
+                    continue
+                logprobs = chat_logprobs(self._decoder, piece.tokens)
                 if piece.text or (logprobs is not None and logprobs["content"]):
                     events.append(self._chunk(arrival.index, {"content": piece.text}, logprobs, None))
             if arrival.final is not None:
@@ -158,6 +179,10 @@ class CompletionFormat:
             "created": int(time.time()),
             "model": answers.model.name,
         }
+        self._texts = [
+            TextEvents(lambda text, at=index: self._event([_choice(at, text, None, None)], None))  # type: ignore[misc]
+            for index in range(len(answers.submitted))
+        ]
 
     def begin(self) -> list[bytes]:
         return []
@@ -167,7 +192,10 @@ class CompletionFormat:
         for arrival in arrivals:
             for piece in arrival.pieces:
                 text, logprobs = self._part(arrival.index, [piece])
-                if text or logprobs is not None:
+                if logprobs is None:
+                    if text:
+                        events.append(self._texts[arrival.index].of(text))
+                else:
                     events.append(self._event([_choice(arrival.index, text, logprobs, None)], None))
             if arrival.final is not None:
                 reason = self._reason(arrival.final.reason.value)

@@ -355,8 +355,11 @@ class StubController(ClusterServicer):
         await self._server.stop(None)
 
     async def set_workers(self, *workers: StubWorker) -> None:
+        await self.set_infos([worker.info() for worker in workers])
+
+    async def set_infos(self, infos: Sequence[cluster_pb2.WorkerInfo]) -> None:
         async with self._changed:
-            self._workers = [worker.info() for worker in workers]
+            self._workers = list(infos)
             self._version += 1
             self._changed.notify_all()
 

@@ -8,10 +8,9 @@ know the salt can aim for a collision (references.md, "weak block hashes").
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 HASH_BYTES = 16
 BlockHash = bytes  # HASH_BYTES long
@@ -38,13 +37,15 @@ def hash_blocks(
 
     `parent` continues a chain: the hash of the block just before `tokens[0]`.
     """
-    root = key.root()
-    words = np.asarray(tokens[: len(tokens) // block_tokens * block_tokens], dtype="<u4").tobytes()
+    full = tokens[: len(tokens) // block_tokens * block_tokens]
+    words = struct.pack(f"<{len(full)}I", *full)
     step = 4 * block_tokens
     previous = parent if parent is not None else b""
     hashes: list[BlockHash] = []
+    keyed = hashlib.blake2b(digest_size=HASH_BYTES, key=key.root()).copy  # cheaper than setting up one for each block
     for start in range(0, len(words), step):
-        digest = hashlib.blake2b(previous + words[start : start + step], digest_size=HASH_BYTES, key=root)
+        digest = keyed()
+        digest.update(previous + words[start : start + step])
         previous = digest.digest()
         hashes.append(previous)
     return hashes

@@ -55,6 +55,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         try:
             self._template = environment.compile_limited(source)
+            self._template.globals = dict(self._template.globals)  # a chain of maps, walked for every prompt
         except (TemplateSyntaxError, RecursionError) as error:
             raise CheckpointError(f"{where}: expected a Jinja template, got: {error}", field="model") from error
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back. The only module that imports `tokenizers`."""
+"""Text to token ids and back. Only this module and tokenizer_words import `tokenizers`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import tokenizers
 
 from tandem.errors import CheckpointError, InputError
+from tandem.tokenizer_words import WordMemory
 
 MAX_FILE_BYTES = 256 << 20
 
@@ -23,6 +24,10 @@ class Tokenizer:
         added = inner.get_added_tokens_decoder()
         self._special = frozenset(number for number, token in added.items() if token.special)
         self._size = inner.get_vocab_size(with_added_tokens=True)
+        self._words = WordMemory.of(inner)
+        # Whether a token stands for the same bytes anywhere, and the texts of those that are whole characters.
+        self._is_byte_level = isinstance(inner.decoder, tokenizers.decoders.ByteLevel)
+        self._fixed: dict[int, str | None] = {}
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
@@ -41,6 +46,10 @@ class Tokenizer:
         """`add_special_tokens`: whether what the checkpoint puts around a bare prompt (often a BOS) is added; a chat
         template's text has it already. Raises InputError for text that is no Unicode (lone surrogates)."""
         try:
+            if not add_special_tokens and self._words is not None:
+                found = self._words.encode(text)
+                if found is not None:
+                    return found
             ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:
             raise InputError(f"prompt: expected Unicode text, got a lone surrogate: {error}", field="prompt") from error
@@ -51,6 +60,17 @@ class Tokenizer:
         gives U+FFFD."""
         text: str = self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def fixed_text(self, token_id: int) -> str | None:
+        """What the token adds to any text, special tokens left out; None where that depends on its neighbours."""
+        if not self._is_byte_level or token_id >= self._size:
+            return None
+        try:
+            return self._fixed[token_id]
+        except KeyError:
+            text = self.decode([token_id])
+            fixed = self._fixed[token_id] = None if "\ufffd" in text else text
+            return fixed
 
     def token(self, token_id: int) -> str | None:
         """The piece as the vocabulary spells it; None for an id without a token."""

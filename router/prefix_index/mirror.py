@@ -16,7 +16,7 @@ from tandem.blockhash import HASH_BYTES, BlockHash
 from tandem.prefix_events import PrefixEvent, PrefixSnapshot
 
 DEFAULT_MEMORY_BYTES = 64 << 20
-MATCH_BLOCKS = 512  # looked up at once: most prompts whole, and a long one not beyond where nobody holds it
+MATCH_BLOCKS = 512  # looked up first: most prompts whole, and a long one not far beyond where nobody holds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,9 @@ class PrefixMirror:
         """Leading blocks of `hashes` cached on each worker; workers with none are left out."""
         found: dict[WorkerKey, int] = {}
         left = self._everybody
-        for start in range(0, len(hashes), MATCH_BLOCKS):
-            keys = words_of(b"".join(hashes[start : start + MATCH_BLOCKS]))
+        start, end = 0, MATCH_BLOCKS
+        while start < len(hashes):
+            keys = words_of(b"".join(hashes[start:end]))
             for at, owners in self._table.owners(keys):
                 ended = left & ~owners
                 if ended:
@@ -129,6 +130,7 @@ class PrefixMirror:
                     left &= owners
                     if not left:
                         return found
+            start, end = end, end + 2 * (end - start)
         self._note(found, left, len(hashes))
         return found
 

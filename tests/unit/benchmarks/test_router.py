@@ -7,6 +7,15 @@ from typing import Any
 
 Figures = Callable[..., dict[str, dict[str, Any]]]
 INDEX = {"index.bytes_per_block": "B", "index.events_per_s": "events/s", "index.lookup_256_us": "us"}
+COST = {
+    "router.cpu_ms_http": "ms",
+    "router.cpu_ms_http_local": "ms",
+    "router.cpu_ms_grpc": "ms",
+    "router.rps_one_core": "requests/s",
+    "router.p99_added_ms": "ms",
+    "router.p99_token_ms": "ms",
+}
+DECIDE = {"router.decide_100k_ms": "ms", "router.hash_100k_ms": "ms"}
 PEERS = {"index.peer": "look-ups/s", "index.peer_events_per_s": "events/s"}  # only where the peer is installed
 OVERLOAD = {"router.overload_goodput": "requests/s", "router.refuse_p99_ms": "ms"}
 
@@ -18,6 +27,19 @@ def test_every_figure_of_the_index_is_one_line(figures: Figures) -> None:
         assert list(line) == ["figure", "value", "unit", "reference", "ratio"]
         assert line["unit"] == (INDEX | PEERS)[name]
         assert line["value"] > 0
+
+
+def test_what_a_request_costs_is_measured_on_a_real_router(figures: Figures) -> None:
+    lines = figures("benchmarks.router", "--figure", "cost")
+    lines.pop("router.peer", None)  # only where the peer is installed
+    assert {name: line["unit"] for name, line in lines.items()} == COST
+    assert all(line["value"] > 0 for line in lines.values())
+
+
+def test_one_decision_is_measured(figures: Figures) -> None:
+    lines = figures("benchmarks.router", "--figure", "decide")
+    assert {name: line["unit"] for name, line in lines.items()} == DECIDE
+    assert all(line["value"] > 0 for line in lines.values())
 
 
 def test_most_of_the_peak_is_kept_under_overload(figures: Figures) -> None:

@@ -13,6 +13,9 @@ class ByteDecoder:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(each for each in ids if each < 256).decode(errors="replace")
 
+    def fixed_text(self, token_id: int) -> str | None:
+        return None
+
 
 def pieces(data: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
     detokenizer = Detokenizer(ByteDecoder(), prompt)

@@ -30,6 +30,15 @@ def test_match_counts_leading_blocks_of_every_worker() -> None:
     assert mirror.match([]) == {}
 
 
+def test_a_long_prompt_is_matched_to_the_block_wherever_the_parts_end_that_are_looked_up_at_once() -> None:
+    prompt = [h(number) for number in range(5000)]
+    held = [1, 511, 512, 513, 1535, 1536, 1537, 3583, 3584, 3585, 4999, 5000]
+    mirror = PrefixMirror()
+    for count in held:
+        mirror.load(str(count), PrefixSnapshot(1, 0, join_hashes(prompt[:count])))
+    assert mirror.match(prompt) == {WorkerKey(str(count), 1): count for count in held}
+
+
 def test_removed_blocks_count_no_more() -> None:
     mirror = PrefixMirror()
     mirror.load("a", snapshot(1, 3))

@@ -1,0 +1,190 @@
+"""Clients that cost little: streams over bare sockets and bare gRPC messages, nothing parsed but where tokens begin."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import grpc
+
+from tandem.v1 import inference_pb2
+
+GENERATE = "/tandem.v1.Inference/Generate"
+_EVENT = b"data: "
+_LAST_CHUNK = b"0\r\n\r\n"
+_REQUEST_ID = b"x-request-id: "
+
+
+@dataclass(slots=True)
+class Heard:
+    """One answer as it came: for each of its tokens when, by the host's monotonic clock."""
+
+    sent_s: float
+    request_id: str = ""
+    tokens_s: list[float] = field(default_factory=list)
+
+
+class Client(Protocol):
+    async def ask(self, prompt: str) -> Heard:
+        """Raises RuntimeError for anything but a whole answer."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class HttpClient:
+    """Streamed chat completions; connections are kept and used again."""
+
+    def __init__(self, port: int, model: str, answer_tokens: int) -> None:
+        self._port = port
+        self._model = model
+        self._answer_tokens = answer_tokens
+        self._idle: list[_HttpConnection] = []
+
+    async def ask(self, prompt: str) -> Heard:
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": prompt}],
+            "stream": True,
+            "max_tokens": self._answer_tokens,
+            "temperature": 0.7,
+        }
+        sent = json.dumps(body).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+        raw = f"{head}content-length: {len(sent)}\r\n\r\n".encode() + sent
+        if self._idle:
+            connection = self._idle.pop()
+        else:
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_connection(_HttpConnection, "127.0.0.1", self._port)
+        heard = await connection.ask(raw)
+        if len(heard.tokens_s) != self._answer_tokens:
+            raise RuntimeError(f"expected {self._answer_tokens} tokens, got {len(heard.tokens_s)}")
+        self._idle.append(connection)
+        return heard
+
+    async def close(self) -> None:
+        for connection in self._idle:
+            connection.close()
+
+
+class _HttpConnection(asyncio.Protocol):
+    """One answer at a time. Of its events the first says the role and the last two the end; the rest are tokens."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._done: asyncio.Future[Heard] | None = None
+        self._heard = Heard(0.0)
+        self._head = b""
+        self._in_head = True
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+
+    def ask(self, raw: bytes) -> asyncio.Future[Heard]:
+        if self._transport is None:
+            raise RuntimeError("the connection is closed")
+        self._done = asyncio.get_running_loop().create_future()
+        self._heard, self._head, self._in_head = Heard(time.monotonic()), b"", True
+        self._transport.write(raw)
+        return self._done
+
+    def data_received(self, data: bytes) -> None:
+        now_s = time.monotonic()
+        if self._in_head:
+            self._head += data
+            head, end, data = self._head.partition(b"\r\n\r\n")
+            if not end:
+                return
+            self._in_head = False
+            if not head.startswith(b"HTTP/1.1 200"):
+                self._fail(self._head[:300].decode(errors="replace"))
+                return
+            self._heard.request_id = head.partition(_REQUEST_ID)[2].partition(b"\r\n")[0].decode()
+        events = data.count(_EVENT)
+        self._heard.tokens_s += [now_s] * events
+        if data.endswith(_LAST_CHUNK) and self._done is not None:
+            del self._heard.tokens_s[0], self._heard.tokens_s[-2:]
+            self._done.set_result(self._heard)
+            self._done = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._fail("the router closed the connection")
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _fail(self, what: str) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(RuntimeError(what))
+
+
+class GrpcClient:
+    """Streams of Generate over a few channels; messages stay bytes but for the first."""
+
+    CHANNELS = 4
+
+    def __init__(self, port: int, model: str, answer_tokens: int) -> None:
+        self._model = model
+        self._answer_tokens = answer_tokens
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        self._channels = [grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) for _ in range(self.CHANNELS)]
+        self._calls = [
+            channel.unary_stream(GENERATE, request_serializer=_as_bytes, response_deserializer=_as_bytes)
+            for channel in self._channels
+        ]
+        self._asked = 0
+
+    async def ask(self, prompt: str) -> Heard:
+        sampling = inference_pb2.SamplingParams(max_tokens=self._answer_tokens, temperature=0.7)
+        chat = inference_pb2.ChatMessages(messages=[inference_pb2.ChatMessage(role="user", content=prompt)])
+        request = inference_pb2.GenerateRequest(model=self._model, chat=chat, sampling=sampling)
+        call = self._calls[self._asked % self.CHANNELS]
+        self._asked += 1
+        heard = Heard(time.monotonic())
+        first = b""
+        async for message in call(request.SerializeToString()):
+            first = first or message
+            heard.tokens_s.append(time.monotonic())
+        del heard.tokens_s[0], heard.tokens_s[-1:]  # `started` and `finished`
+        if len(heard.tokens_s) != self._answer_tokens:
+            raise RuntimeError(f"expected {self._answer_tokens} tokens, got {len(heard.tokens_s)}")
+        heard.request_id = inference_pb2.GenerateResponse.FromString(first).started.request_id
+        return heard
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+
+def _as_bytes(message: bytes) -> bytes:
+    return message
+
+
+async def open_loop(client: Client, prompt: Callable[[], str], rate: float, seconds: float) -> list[Heard]:
+    """Asks `rate` times a second, whether or not answers come."""
+    tasks = []
+    began_s = time.monotonic()
+    for number in range(round(rate * seconds)):
+        await asyncio.sleep(max(0.0, began_s + number / rate - time.monotonic()))
+        tasks.append(asyncio.create_task(client.ask(prompt())))
+    return list(await asyncio.gather(*tasks))
+
+
+async def closed_loop(client: Client, prompt: Callable[[], str], streams: int, seconds: float) -> list[Heard]:
+    """Keeps so many answers on their way."""
+    heard: list[Heard] = []
+    until_s = time.monotonic() + seconds
+
+    async def stream() -> None:
+        while time.monotonic() < until_s:
+            heard.append(await client.ask(prompt()))
+
+    await asyncio.gather(*(stream() for _ in range(streams)))
+    return heard

@@ -1,0 +1,159 @@
+"""What a request costs the router: chats of 256 tokens whose answers of 64 tokens are streamed, through a handoff."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.handoff_figures import Figure
+from benchmarks.proxy_peer import ProxyPeer, peer_running
+from benchmarks.router_bench import MODEL, OTHER_CORES, Bench, Prompts, Setup, on_cores, running
+from benchmarks.router_clients import Client, GrpcClient, Heard, HttpClient, closed_loop, open_loop
+from benchmarks.serving import percentile
+from tandem.config import DEMO_MODEL, Disaggregation, RouterSpec
+from tandem.errors import ConfigError
+from tandem.model_store import resolve
+from tandem.testing import write_tiny_llama
+from tandem.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    prompt_tokens: int = 256
+    answer_tokens: int = 64
+    prefill_workers: int = 2
+    decode_workers: int = 4
+    step_ms: float = 20.0
+    prefill_ms: float = 5.0
+    http_streams: int = 500  # at a time: more than the router can serve in time
+    grpc_streams: int = 200
+    seconds: float = 6.0
+    rounds: int = 5
+    demo_model: bool = True
+
+
+QUICK = Sizes(
+    prompt_tokens=32,
+    answer_tokens=4,
+    step_ms=2,
+    http_streams=4,
+    grpc_streams=4,
+    seconds=0.3,
+    rounds=1,
+    demo_model=False,
+)
+
+ROUTER = RouterSpec(
+    disaggregation=Disaggregation.ALWAYS,  # the same way for every request
+    max_queued_requests=4096,
+    max_prefill_tokens_in_flight=1 << 17,  # the router is measured, not the pace of the stubs
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    cpu_ms: float  # of the router, per request
+    rps: float
+    first_ms: list[float]  # of each request: time to first token beyond the prefill worker's own
+    token_ms: list[float]  # of each later token: from its leaving the worker to the client
+
+
+def figures(sizes: Sizes) -> Iterator[Figure]:
+    with tempfile.TemporaryDirectory() as folder, on_cores(OTHER_CORES):
+        yield from uvloop.run(_figures(sizes, _model_dir(Path(folder), demo=sizes.demo_model)))
+
+
+def _model_dir(folder: Path, *, demo: bool) -> Path:
+    """The demo model where it is at hand, else a tiny one: only its tokenizer and template are used."""
+    if demo:
+        with suppress(ConfigError):
+            return resolve(DEMO_MODEL)
+    return write_tiny_llama(folder / "model", vocab=4096, max_positions=4096)
+
+
+def setup(sizes: Sizes, model_dir: Path) -> Setup:
+    workers = ("--prefill", str(sizes.prefill_workers), "--decode", str(sizes.decode_workers))
+    pace = ("--step-ms", str(sizes.step_ms), "--prefill-ms", str(sizes.prefill_ms))
+    return Setup(model_dir, ROUTER, (*workers, *pace))
+
+
+async def _figures(sizes: Sizes, model_dir: Path) -> list[Figure]:
+    prompts = Prompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
+    async with (
+        running(setup(sizes, model_dir)) as bench,
+        peer_running(sizes.answer_tokens, sizes.step_ms) as peer,
+    ):
+        http = HttpClient(bench.http_port, MODEL, sizes.answer_tokens)
+        grpc = GrpcClient(bench.grpc_port, MODEL, sizes.answer_tokens)
+        try:
+            figures = await _measure(sizes, bench, peer, prompts, http, grpc)
+        finally:
+            await http.close()
+            await grpc.close()
+
+
+    return [*figures, await _without_handoff(replace(sizes, prefill_workers=0), model_dir, prompts)]
+
+
+async def _without_handoff(sizes: Sizes, model_dir: Path, prompts: Callable[[], str]) -> Figure:
+    async with running(setup(sizes, model_dir)) as bench:
+        http = HttpClient(bench.http_port, MODEL, sizes.answer_tokens)
+        await closed_loop(http, prompts, 8, min(2.0, sizes.seconds))
+        rounds = [
+            await measured(bench, closed_loop(http, prompts, sizes.http_streams, sizes.seconds))
+            for _ in range(sizes.rounds)
+        ]
+        await http.close()
+    return Figure("router.cpu_ms_http_local", round(statistics.median(each.cpu_ms for each in rounds), 2), "ms")
+
+
+async def _measure(
+    sizes: Sizes, bench: Bench, peer: ProxyPeer | None, prompts: Callable[[], str], http: Client, grpc: Client
+) -> list[Figure]:
+    for client in (http, grpc):  # warms up, not counted
+        await closed_loop(client, prompts, 8, min(2.0, sizes.seconds))
+    full, half, over_grpc, peers = [], [], [], []
+    for _ in range(sizes.rounds):
+        if peer is not None:
+            through_peer = HttpClient(peer.port, MODEL, sizes.answer_tokens)
+            load = closed_loop(through_peer, prompts, sizes.http_streams, sizes.seconds)
+            peers.append((await measured(peer, load)).cpu_ms)
+            await through_peer.close()
+        full.append(await measured(bench, closed_loop(http, prompts, sizes.http_streams, sizes.seconds)))
+        half.append(await measured(bench, open_loop(http, prompts, full[-1].rps / 2, sizes.seconds)))
+        over_grpc.append(await measured(bench, closed_loop(grpc, prompts, sizes.grpc_streams, sizes.seconds)))
+    median = statistics.median
+    ours = round(median(each.cpu_ms for each in full), 2)
+    theirs = round(median(peers), 2) if peers else None
+    beside = [] if theirs is None else [Figure("router.peer", ours, "ms", theirs, round(theirs / ours, 2))]
+    return [
+        *beside,
+        Figure("router.cpu_ms_http", ours, "ms"),
+        Figure("router.cpu_ms_grpc", round(median(each.cpu_ms for each in over_grpc), 2), "ms"),
+        Figure("router.rps_one_core", round(median(each.rps for each in full)), "requests/s"),
+        Figure("router.p99_added_ms", round(median(percentile(each.first_ms, 0.99) for each in half), 2), "ms"),
+        Figure("router.p99_token_ms", round(median(percentile(each.token_ms, 0.99) for each in half), 2), "ms"),
+    ]
+
+
+async def measured(bench: Bench | ProxyPeer, load: Awaitable[Sequence[Heard]]) -> Round:
+    bench.sent()
+    cpu_s, began_s = bench.cpu_s(), time.monotonic()
+    heard = await load
+    took_s = time.monotonic() - began_s
+    cpu_s = bench.cpu_s() - cpu_s
+    sent = bench.sent()
+    first_ms, token_ms = [], []
+    for each in heard if sent else ():  # of a peer's requests no worker tells
+        told = sent[each.request_id]
+        worker_s = told["tokens_s"][0] - told["taken_s"]
+        first_ms.append(1000 * (each.tokens_s[0] - each.sent_s - worker_s))
+        token_ms += [1000 * (came - left) for came, left in zip(each.tokens_s, told["tokens_s"], strict=True)][1:]
+    return Round(1000 * cpu_s / len(heard), len(heard) / took_s, first_ms, token_ms)

@@ -1,0 +1,146 @@
+"""Server-sent events, from answers straight into their connection.
+
+A streamed answer writes once for every token, so what a write costs is most of what a request costs. Events go past the
+layers of ASGI's `send`, and are pushed by a callback: no task is woken for a token. All that comes within one turn of
+the event loop is one write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router.answers import Answers, Arrival
+from router.openai_format import AnswerFormat
+from tandem.errors import ErrorCode, TandemError
+
+SCOPE_KEY = "tandem.connection"
+
+
+class Connection(Protocol):
+    """The body of the answer that is under way on a client's connection."""
+
+    @property
+    def write_paused(self) -> bool:
+        """The client reads too slowly: write nothing until `drained`."""
+        ...
+
+    async def drained(self) -> None:
+        """Also returns when the client is gone."""
+        ...
+
+    def write_chunk(self, data: bytes) -> None:
+        """Never waits; nothing happens when the client is gone. `data` is not empty."""
+        ...
+
+
+class SseResponse(Response):
+    """Its first words are there already, so that what failed before them had its own HTTP status."""
+
+    def __init__(
+        self, answers: Answers, form: AnswerFormat, first: list[Arrival], watch: asyncio.Task[None]
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache"}, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._answers = answers
+        self._form = form
+        self._first = first
+        self._watch = watch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            pump = _Pump(self._answers, self._form, scope[SCOPE_KEY])
+            try:
+                pump.start(self._first)
+                await pump.ended
+            finally:
+                pump.stop()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._answers.cancel()
+            self._watch.cancel()
+
+
+class _Pump:
+    """`ended` is set when nothing more will be written."""
+
+    def __init__(self, answers: Answers, form: AnswerFormat, connection: Connection) -> None:
+        self._answers = answers
+        self._form = form
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._due = False
+        self._draining: asyncio.Task[None] | None = None
+
+    def start(self, first: list[Arrival]) -> None:
+        events = self._form.begin() + self._form.events(first)
+        if self._answers.ended:
+            events += self._form.end()
+            self.ended.set_result(None)
+        self._write(events)
+        self._answers.wake_with(self._wake)
+        self._wake()
+
+    def stop(self) -> None:
+        self._answers.wake_with(_nobody)
+        self.ended.cancel()
+        if self._draining is not None:
+            self._draining.cancel()
+
+    def _wake(self) -> None:
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._due = False
+        if self.ended.done():
+            return
+        if self._connection.write_paused:
+            self._wait_for_reader()
+            return
+        try:
+            self._move()
+        except Exception as error:  # into the request's own task, as if it had been raised there
+            self.ended.set_exception(error)
+
+    def _move(self) -> None:
+        """All that has come, and the end when that has come too: an error is told only after what came before it."""
+        events: list[bytes] = []
+        try:
+            while not self._answers.ended and (arrivals := self._answers.take()):
+                events += self._form.events(arrivals)
+            if self._answers.ended:
+                events += self._form.end()
+                self.ended.set_result(None)
+        except TandemError as error:
+            if error.code is not ErrorCode.CANCELLED:
+                events += self._form.failed(error)
+            self.ended.set_result(None)
+        self._write(events)
+
+    def _write(self, events: list[bytes]) -> None:
+        if events:
+            self._connection.write_chunk(events[0] if len(events) == 1 else b"".join(events))
+
+    def _wait_for_reader(self) -> None:
+        """What comes meanwhile stays with the answers, which are bounded."""
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._connection.drained())
+            self._draining.add_done_callback(self._drained)
+
+    def _drained(self, task: asyncio.Task[None]) -> None:
+        self._draining = None
+        with contextlib.suppress(asyncio.CancelledError):
+            task.result()
+            self._wake()
+
+
+def _nobody() -> None:
+    """Wakes nobody."""

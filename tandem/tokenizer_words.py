@@ -1,0 +1,126 @@
+"""Encoding word by word from a memory, which takes a tenth of the library's time for ordinary text.
+
+Only for tokenizers that provably cut every text before a space that stands between a visible ASCII character and an
+ASCII letter, and never look across a cut: byte-level BPE with one of the usual patterns.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import tokenizers
+
+MAX_TEXT_CHARS = 16_384  # longer ones go to the library whole: it lets other threads run, this does not
+MAX_WORD_CHARS = 64
+MAX_WORDS = 1 << 16
+MAX_LEARNT = 64  # words of one text; one that has more unknown ones is encoded whole
+
+_CUT = re.compile(r"(?<=[!-~])(?= [A-Za-z])")
+_VISIBLE, _LETTER, _BETWEEN = re.compile("[!-~]"), re.compile("[A-Za-z]"), re.compile("(?s) [A-Za-z]([^ ]*[!-~])?")
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PATTERNS = frozenset(
+    f"{_CONTRACTIONS}|[^\\r\\n\\p{{L}}\\p{{N}}]?\\p{{L}}+|{digits}{_REST}"
+    for digits in (r"\p{N}", r"\p{N}{1,3}")  # Qwen 2; Llama 3
+)
+
+
+class WordMemory:
+    """Shared between threads."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self._inner = inner
+        self._known: dict[str, tuple[int, ...]] = {}  # as they are cut, most with a space before them
+        self._between: dict[str, tuple[int, ...]] = {}  # without it: those that are cut off on both sides anywhere
+
+    @classmethod
+    def of(cls, inner: tokenizers.Tokenizer) -> WordMemory | None:
+        """None for a tokenizer that may look across words."""
+        return cls(inner) if _cuts_at_words(inner) else None
+
+    def encode(self, text: str) -> list[int] | None:
+        """As the library does without special tokens; None for a text that it should encode whole."""
+        if len(text) > MAX_TEXT_CHARS:
+            return None
+        return self._recall(text.split(" ")) or self._learn(_CUT.split(text))
+
+    def _recall(self, parts: list[str]) -> list[int] | None:
+        """Of a text of known words with single spaces between them, which most texts are."""
+        first, last = parts[0], parts[-1]
+        if len(parts) < 2 or not _VISIBLE.fullmatch(first[-1:]) or not _LETTER.fullmatch(last[:1]):
+            return None
+        between = self._between
+        try:
+            ids = list(self._known[first])
+            for part in parts[1:-1]:
+                ids += between[part]
+            ids += self._known[" " + last]
+        except KeyError:
+            return None
+        return ids
+
+    def _learn(self, words: list[str]) -> list[int] | None:
+        known = self._known
+        unknown = [word for word in dict.fromkeys(words) if word not in known]
+        fresh = {word: self._tokens(word) for word in unknown[:MAX_LEARNT]}
+        if len(known) > MAX_WORDS:
+            known.clear()
+            self._between.clear()
+        for word, tokens in fresh.items():
+            if len(word) <= MAX_WORD_CHARS:
+                known[word] = tokens
+                if _BETWEEN.fullmatch(word):
+                    self._between[word[1:]] = tokens
+        found = [fresh.get(word) or known.get(word) for word in words]
+        if None in found:
+            return None
+        return [token for tokens in found if tokens is not None for token in tokens]
+
+    def _tokens(self, word: str) -> tuple[int, ...]:
+        return tuple(self._inner.encode(word, add_special_tokens=False).ids)
+
+
+def _cuts_at_words(inner: tokenizers.Tokenizer) -> bool:
+    model = inner.model
+    if not isinstance(model, tokenizers.models.BPE) or model.dropout is not None:
+        return False
+    if inner.normalizer is not None and _state(inner.normalizer)["type"] != "NFC":
+        return False
+    if inner.pre_tokenizer is None:
+        return False
+    steps = list(_steps(_state(inner.pre_tokenizer)))
+    if not all(map(_is_local, steps)) or not any(map(_splits, steps)):
+        return False
+    added = inner.get_added_tokens_decoder().values()
+    return not any(
+        token.lstrip or token.rstrip or token.single_word or re.search(r"\s", token.content) for token in added
+    )
+
+
+def _state(component: Any) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(component.__getstate__())
+    return state
+
+
+def _steps(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if state["type"] == "Sequence":
+        for each in state["pretokenizers"]:
+            yield from _steps(each)
+    else:
+        yield state
+
+
+def _is_local(step: dict[str, Any]) -> bool:
+    if step["type"] == "ByteLevel":
+        return not step["add_prefix_space"]
+    return step["type"] == "Digits" or _splits(step)
+
+
+def _splits(step: dict[str, Any]) -> bool:
+    if step["type"] == "ByteLevel":
+        return bool(step["use_regex"])
+    isolated = step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]
+    return isolated and step["pattern"].get("Regex") in _PATTERNS

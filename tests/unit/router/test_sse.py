@@ -1,0 +1,167 @@
+"""Events of a streamed answer: one write for all that comes at once, none while the client does not read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any, cast
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from router.answers import Answers, Arrival, Submitted
+from router.labelled import Counter
+from router.openai_format import AnswerFormat, ChatFormat, TextEvents
+from router.output import Final, OutToken, Piece, ResponseStream, Usage
+from router.sse import SCOPE_KEY, SseResponse
+from tandem.errors import WorkerLost
+from tandem.request import FinishReason
+
+
+class Reader:
+    """A client's connection that counts writes, and stops reading when told to."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+        self.write_paused = False
+        self._resumed = asyncio.Event()
+
+    async def drained(self) -> None:
+        await self._resumed.wait()
+
+    def resume(self) -> None:
+        self.write_paused = False
+        self._resumed.set()
+
+    def write_chunk(self, data: bytes) -> None:
+        self.writes.append(data)
+
+
+class Texts:
+    """The plainest format: the texts themselves."""
+
+    def begin(self) -> list[bytes]:
+        return [b"begin "]
+
+    def events(self, arrivals: list[Arrival]) -> list[bytes]:
+        return [piece.text.encode() for arrival in arrivals for piece in arrival.pieces]
+
+    def end(self) -> list[bytes]:
+        return [b" end"]
+
+    def failed(self, error: Exception) -> list[bytes]:
+        return [b" failed"]
+
+
+def piece(text: str) -> Piece:
+    return Piece(text, (OutToken(1, None, (), False),))
+
+
+def final() -> Final:
+    return Final(FinishReason.STOP, Usage(1, 1, 0), cast(Any, None))
+
+
+class Stream:
+    """An answer that is being streamed. `turn` lets what was put go out."""
+
+    def __init__(self) -> None:
+        self.source = ResponseStream("r", lambda: None)
+        self.reader = Reader()
+        self.answers = Answers("r", [Submitted(cast(Any, None), cast(Any, None), self.source)], 1)
+        self.task: asyncio.Task[None]
+
+    async def begin(self, first: str) -> None:
+        self.source.put(piece(first))
+        watch = asyncio.create_task(asyncio.sleep(60))
+        response = SseResponse(self.answers, cast(AnswerFormat, Texts()), await self.answers.next(), watch)
+        scope = {"type": "http", SCOPE_KEY: self.reader}
+        self.task = asyncio.create_task(response(scope, cast(Any, None), _send))
+        await self.turn()
+
+    async def turn(self) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
+async def _send(message: Any) -> None:
+    """Head and end of the answer go another way."""
+
+
+async def test_what_comes_at_once_is_one_write() -> None:
+    stream = Stream()
+    await stream.begin("a")
+    stream.source.put(piece("b"))
+    stream.source.put(piece("c"))
+    await stream.turn()
+    stream.source.put(piece("d"))
+    stream.source.finish(final())
+    await stream.task
+    assert stream.reader.writes == [b"begin a", b"bc", b"d end"]
+
+
+async def test_nothing_is_written_while_the_client_does_not_read_and_nothing_is_lost() -> None:
+    stream = Stream()
+    await stream.begin("a")
+    stream.reader.write_paused = True
+    for text in "bcd":
+        stream.source.put(piece(text))
+        await stream.turn()
+    assert stream.reader.writes == [b"begin a"]
+    stream.reader.resume()
+    await stream.turn()
+    assert stream.reader.writes == [b"begin a", b"bcd"]
+    stream.source.finish(final())
+    await stream.task
+
+
+async def test_an_answer_that_fails_says_so_after_what_came_before() -> None:
+    stream = Stream()
+    await stream.begin("a")
+    stream.source.put(piece("b"))
+    stream.source.fail(WorkerLost("gone"))
+    await stream.task
+    assert b"".join(stream.reader.writes) == b"begin ab failed"
+
+
+async def test_a_fault_of_ours_ends_the_request_that_has_it() -> None:
+    stream = Stream()
+    await stream.begin("a")
+    stream.source.put(cast(Piece, "no piece"))
+    await asyncio.wait([stream.task])
+    assert isinstance(stream.task.exception(), AttributeError)
+
+
+def test_an_event_around_a_text_is_the_event_with_the_text() -> None:
+    def make(text: str) -> bytes:
+        return json.dumps({"model": "\x00", "text": text, "n": 1}, ensure_ascii=False).encode()
+
+    events = TextEvents(make)
+    for text in ("", "a", '"quoted" \\ \n', "\x00", "日本 é", "\u2028"):
+        assert json.loads(events.of(text)) == json.loads(make(text))
+
+
+def test_chat_events_of_several_choices_name_their_choice() -> None:
+    answers = cast(Any, type("A", (), {}))()
+    answers.request_id, answers.submitted = "r", [None, None]
+    answers.model = cast(Any, type("M", (), {"name": "m\x00", "tokenizer": None}))()
+    form = ChatFormat(answers, include_usage=True, logprobs=False)
+    sent = form.events([Arrival(1, [piece('a"b')], None), Arrival(0, [piece("c")], None)])
+    events = [json.loads(each.removeprefix(b"data: ")) for each in sent]
+    assert [(each["choices"][0]["index"], each["choices"][0]["delta"]) for each in events] == [
+        (1, {"content": 'a"b'}),
+        (0, {"content": "c"}),
+    ]
+    assert all(each["usage"] is None and each["model"] == "m\x00" for each in events)
+
+
+def test_a_metric_counts_the_same_however_its_child_is_named() -> None:
+    registry = CollectorRegistry()
+    counter = Counter("c", "Text.", ("a", "b"), registry=registry)
+    child: Callable[..., Any] = counter.labels
+    child("1", "2").inc()
+    child("1", "2").inc()
+    child(b="2", a="1").inc()
+    child("2", "1").inc()
+    exposed = generate_latest(registry).decode()
+    assert 'c_total{a="1",b="2"} 3.0' in exposed
+    assert 'c_total{a="2",b="1"} 1.0' in exposed
