@@ -21,6 +21,8 @@ from tandem.launch import ServedModel
 from tandem.model_config import ModelConfig
 from tandem.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams, check_length
 from tandem.tokenizer import Tokenizer
+from tandem.v1 import worker_pb2
+from worker.wire import sampling_frame
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -83,6 +85,19 @@ class ValidRequest:
     @property
     def prompt_tokens(self) -> int:
         return len(self.prompt)
+
+    def work(self, wire_id: str, answer: Sequence[int]) -> worker_pb2.Work:
+        """What a worker is asked for in one attempt, after the tokens of `answer` were given out."""
+        sampling, given = self.sampling, len(answer)
+        if given:
+            sampling = replace(sampling, max_tokens=sampling.max_tokens - given, prompt_logprobs=None)
+        return worker_pb2.Work(
+            request_id=wire_id,
+            prompt=[*self.prompt, *answer],
+            sampling=sampling_frame(sampling),
+            cache_salt=self.cache_salt,
+            answer_tokens=given,
+        )
 
 
 class ServingModel:

@@ -11,8 +11,6 @@ Every way out cancels the request on each worker that may still know it, and end
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvtransfer.causes import HandoffFault
 from router.fleet import Worker
 from router.output import Final, OutputAssembler, ResponseStream, Timeline, Usage
@@ -27,7 +25,7 @@ from tandem.clock import Clock
 from tandem.errors import DeadlineExceeded, ErrorCode, InternalError, RequestCancelled, TandemError, WorkerLost
 from tandem.request import FinishReason, Lifecycle, RequestState
 from tandem.v1 import inference_pb2, worker_pb2
-from worker.wire import parse_error, sampling_frame
+from worker.wire import FINISH_REASONS, parse_error
 
 DEADLINE_SLACK_S = 0.05  # a client that leaves so shortly before its deadline left because of it
 # The worker is well but cannot take the request now (no KV blocks, a transfer agent being replaced).
@@ -35,10 +33,7 @@ _REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
 _HANDOFF_FAULTS = frozenset({ErrorCode.HANDOFF_FAILED, ErrorCode.DEADLINE_EXCEEDED})
 _BLAMED = _HANDOFF_FAULTS | {ErrorCode.INTERNAL}  # a lost worker is known as such
 _RETRIED = _HANDOFF_FAULTS | _REFUSALS | {ErrorCode.WORKER_LOST}
-_REASONS = {
-    inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-}
+_REASONS = {number: reason for reason, number in FINISH_REASONS.items()}
 
 
 class RequestRun:
@@ -114,7 +109,8 @@ class RequestRun:
             self.trace.begin(self._wire_id, "", decode.key.worker_id, self._clock.now_s())
             self.lifecycle.start_prefill()
             self._attach(decode)
-            decode.link.send(worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=self._work())))
+            work = self.request.work(self._wire_id, self._answer)
+            decode.link.send(worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=work)))
             self._host.sent(self, decode)
         else:
             self._reserve(decode, prefill)
@@ -130,7 +126,7 @@ class RequestRun:
         self.trace.begin(self._wire_id, prefill.key.worker_id, decode.key.worker_id, self._clock.now_s())
         self._attach(decode)
         reserve = worker_pb2.Reserve(
-            work=self._work(),
+            work=self.request.work(self._wire_id, self._answer),
             prefill_worker=prefill.key.worker_id,
             prefill_epoch=prefill.key.epoch,
             use_prefix_cache=True,
@@ -154,7 +150,7 @@ class RequestRun:
             self._cached_decode = reserved.ticket.cached_tokens
         self.lifecycle.start_prefill()
         self._attach(prefill)
-        frame = worker_pb2.Prefill(work=self._work(), ticket=reserved.ticket)
+        frame = worker_pb2.Prefill(work=self.request.work(self._wire_id, self._answer), ticket=reserved.ticket)
         prefill.link.send(worker_pb2.RouterFrame(prefill=frame))
         self._host.sent(self, prefill)
 
@@ -379,18 +375,6 @@ class RequestRun:
 
     def _is_decode(self, link: WorkerLink) -> bool:
         return self.decode is not None and self.decode.link is link
-
-    def _work(self) -> worker_pb2.Work:
-        request, sampling, given = self.request, self.request.sampling, len(self._answer)
-        if given:
-            sampling = replace(sampling, max_tokens=sampling.max_tokens - given, prompt_logprobs=None)
-        return worker_pb2.Work(
-            request_id=self._wire_id,
-            prompt=[*request.prompt, *self._answer],
-            sampling=sampling_frame(sampling),
-            cache_salt=request.cache_salt,
-            answer_tokens=given,
-        )
 
     def _usage(self) -> Usage:
         cached = self._cached_decode if self._prefilled_by is None else self._cached_prefill
