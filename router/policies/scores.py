@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from router.policies.costs import decode_s, prefill_s, transfer_s
-from router.policies.local_prefill import LocalPrefill, start_s
+from router.policies.costs import decode_s, later_s, prefill_s, transfer_s
+from router.policies.local_prefill import LocalPrefill, is_local, start_s
 from router.policies.types import Ask, Candidate
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTtft:
-    """For prefill workers: 1 where the prompt is computed and moved soonest, ½ where that takes twice as long."""
+    """For prefill workers: 1 where the prompt is computed and moved soonest, ½ where that takes twice as long. What it
+    costs later requests is in it."""
 
     def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        times_s = [prefill_s(ask, each) for each in candidates]
+        times_s = [prefill_s(ask, each) + later_s(ask, each) for each in candidates]
         if ask.decode is not None:
             times_s = [s + transfer_s(ask, ask.decode, each) for s, each in zip(times_s, candidates, strict=True)]
         return _shortest_first(times_s)
@@ -30,7 +31,11 @@ class ExpectedTime:
     local: LocalPrefill | None
 
     def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        return _shortest_first([start_s(ask, each, self.local) + decode_s(ask, each) for each in candidates])
+        return _shortest_first([self._time_s(ask, each) for each in candidates])
+
+    def _time_s(self, ask: Ask, worker: Candidate) -> float:
+        later = later_s(ask, worker) if is_local(ask, worker, self.local) else 0.0
+        return start_s(ask, worker, self.local) + decode_s(ask, worker) + later
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ def test_decode_worker(decode: list[Candidate], chosen: str) -> None:
         ([worker("p", outstanding=100, cached=96), worker("q", outstanding=50)], "p"),
         ([worker("p", outstanding=500, cached=96), worker("q", outstanding=100)], "q"),
         ([worker("p", pace=SLOW), worker("q", outstanding=250)], "q"),
-        ([worker("p", pace=SLOW), worker("q", outstanding=350)], "p"),
+        ([worker("p", pace=SLOW), worker("q", outstanding=950)], "p"),
         ([worker("p"), replace(worker("q"), transfer_to={("d", 1): 1e-6})], "q"),
         ([worker("p"), replace(worker("q"), transfer_to={("d", 2): 1e-6})], "p"),
     ],

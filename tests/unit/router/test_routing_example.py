@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from router.policies.costs import decode_s, handoff_s, prefill_s, transfer_s, ttft_s
+from router.policies.costs import decode_s, handoff_s, later_s, prefill_s, transfer_s, ttft_s
 from router.policies.pace import BATCH_SIZES, START_PACE
 from router.policies.profiles import policy_profile
 from router.policies.types import Ask, Candidate, Placement
@@ -33,7 +33,7 @@ TABLES = tables()
 DECODE_IN = TABLES["decode worker / running"]
 PREFILL_IN = TABLES["prefill worker / tokens ahead"]
 DECODE_OUT = TABLES["decode worker / reserve + prefill + transfer = decodes after ms"]
-PREFILL_OUT = TABLES["prefill worker / prefill + transfer ms"]
+PREFILL_OUT = TABLES["prefill worker / prefill + transfer + 2 × computing ms"]
 VARIANTS = TABLES["what is different / decode worker"]
 
 
@@ -92,7 +92,7 @@ def test_decode_workers_times_and_points() -> None:
 
 def test_prefill_workers_times_and_points() -> None:
     decode = DECODE[1]
-    parts_s = [(prefill_s(ASK, each), transfer_s(ASK, decode, each)) for each in PREFILL]
+    parts_s = [(prefill_s(ASK, each), transfer_s(ASK, decode, each), later_s(ASK, each)) for each in PREFILL]
     shortest_s = min(sum(parts) for parts in parts_s)
     for row, each, parts in zip(PREFILL_OUT, PREFILL, parts_s, strict=True):
         points = f"{shortest_s / sum(parts):.3f}"
@@ -103,6 +103,7 @@ def test_prefill_workers_times_and_points() -> None:
 
 CHANGES: dict[str, tuple[str, dict[str, int], float | None]] = {
     "nothing": ("", {}, None),
+    "6,000 tokens ahead on prefill-0": ("prefill-0", {"outstanding_tokens": 6000, "dispatched_tokens": 0}, None),
     "1,600 tokens cached on decode-1": ("decode-1", {"cached_tokens": 1600}, None),
     "1,680 tokens cached on decode-1": ("decode-1", {"cached_tokens": 1680}, None),
     "1,000 tokens ahead on prefill-0": ("prefill-0", {"outstanding_tokens": 1000, "dispatched_tokens": 1000}, None),
