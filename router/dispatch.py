@@ -12,6 +12,7 @@ from router.account import Charge
 from router.admission import Admission
 from router.deadlines import Deadlines
 from router.fleet import Fleet, Worker
+from router.in_flight_prefills import InFlightPrefills
 from router.metrics import RouterMetrics
 from router.output import OutputAssembler, ResponseStream
 from router.pace_meter import observe_decode, observe_handoff, observe_prefill
@@ -61,6 +62,7 @@ class Dispatcher:
         metrics.watch_admission(self._admission)
         self._default_terms = Terms(spec.classes[0].name)
         self._deadlines = Deadlines(clock)
+        self._in_flight = InFlightPrefills(clock)
         self._running: dict[RequestRun, list[tuple[Worker, Charge]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -152,6 +154,7 @@ class Dispatcher:
         self._placed += 1
         run.credited_tokens = placement.prefiller.cached_tokens
         run.tokens_ahead = placement.prefiller.outstanding_tokens
+        self._in_flight.began(run, (prefill or decode).key, run.request.block_hashes)
         run.start(decode, prefill)
         return True
 
@@ -164,7 +167,8 @@ class Dispatcher:
         """Where it would go now, or why it would wait. Changes nothing."""
         model = run.request.model
         decode, prefill = self.fleet.ready(model, Role.DECODE), self.fleet.ready(model, Role.PREFILL)
-        cached = self._mirror.match(run.request.block_hashes)
+        hashes = run.request.block_hashes
+        cached = self._in_flight.credit(self._mirror.match(hashes), hashes)
         return self._policy.place(self._ask(run), self._views(run, decode, cached), self._views(run, prefill, cached))
 
     def _too_long(self, run: RequestRun) -> bool:
@@ -234,6 +238,7 @@ class Dispatcher:
             observe_prefill(run)
             self._metrics.credited(run.request.model, run.credited_tokens, run.wrong_credit_tokens)
         self._admission.first_token(run, self._clock.now_s())
+        self._in_flight.computed(run)
         for worker, charge in self._running.get(run, []):
             if worker is run.prefill:
                 health_facts.prefilled(self.fleet.health, run, worker, charge.prefill_tokens, self._clock.now_s())
@@ -256,6 +261,7 @@ class Dispatcher:
     def ended(self, run: RequestRun, error: TandemError | None) -> None:
         self.traces.add(run.trace)
         had_place = run in self._running or run in self._admission
+        self._in_flight.failed(run)
         self._release(run)
         self._admission.over(run)
         self._deadlines.over(run)
@@ -287,6 +293,7 @@ class Dispatcher:
             worker.account.remove(charge)
 
     def _put_back(self, run: RequestRun, refusal: TandemError | None) -> None:
+        self._in_flight.failed(run)
         self._release(run)
         self._admission.put_back(
             run.request.model,

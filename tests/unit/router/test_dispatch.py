@@ -285,3 +285,21 @@ async def test_credit_that_a_worker_does_not_honour_is_counted(cluster: Any, cac
     assert cluster.metric('tandem_index_credit_tokens_total{kind="wrong"') == wrong
     assert cluster.metric("tandem_index_blocks ") == 2
     await cluster.settled()
+
+
+async def test_a_prompt_that_is_being_computed_draws_the_next_one_like_it(cluster: Any) -> None:
+    workers = [cluster.prefill, StubWorker("p1", Role.PREFILL, MODEL)]
+    await workers[1].start()
+    await cluster.list_workers(*workers, cluster.decode)
+    for worker in workers:
+        worker.behaviour.hold_prefills = True
+
+    def prompts() -> list[list[tuple[int, ...]]]:
+        return [[tuple(each.works[wire_id].prompt) for wire_id in each.frames("prefill")] for each in workers]
+
+    one, another = tuple(range(20, 220)), tuple(range(120, 320))
+    for number, prompt in enumerate((one, another, another, one), 1):
+        await cluster.app.service.submit(RawRequest(MODEL, prompt, RawSampling()))
+        await until(lambda number=number: sum(map(len, prompts())) == number)  # type: ignore[misc]
+    assert prompts() == [[one, one], [another, another]]
+    await workers[1].kill()
