@@ -101,6 +101,7 @@ async def test_an_agent_that_names_blocks_outside_its_pool_is_refused(make_worke
     sender, receiver = await pair(make_worker, prefill=faulty("blocks", "misaddress"))
     broken = start(sender, receiver)
     await sender.ranks[0].expect(SendFailed, ticket_id=broken.ticket_id, timeout_s=30.0)
+    await sender.ranks[0].expect(LinkReport, state="down")  # what is opened on the old connection ends with it
     await complete(start(sender, receiver, seed=1))
 
 
