@@ -201,7 +201,7 @@ class TestAuto:
     async def test_short_prompts_stay_local_and_long_ones_are_handed_off(self, cluster: Any) -> None:
         await cluster.openai.completions.create(model=MODEL, prompt=[70] * 32)
         assert cluster.prefill.received == []
-        await cluster.openai.completions.create(model=MODEL, prompt=[70] * 33)
+        await cluster.openai.completions.create(model=MODEL, prompt=[71] * 33)
         assert len(cluster.prefill.frames("prefill")) == 1
 
 
