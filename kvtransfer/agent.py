@@ -82,7 +82,7 @@ class Attachment:
             listener = listen_tcp(attach.bind_host)
             tcp = tcp_address(listener)
             self._listen(listener)
-        self.where = Attached(own.host_id, mapped_path, tcp, own.device, os.getpid())
+        self.where = Attached(own.host_id, mapped_path, tcp, own.device)
 
     def _listen(self, listener: socket.socket) -> None:
         self._tasks.append(asyncio.create_task(serve(listener, self._acceptor.accept)))

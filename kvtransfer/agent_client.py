@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from kvtransfer.control import Attached, AttachPool, BeginStep, FromAgent, LayerDone, Lead, Range
-from kvtransfer.sockets import connect_unix, send_first
+from kvtransfer.sockets import connect_unix, peer_pid, send_first
 from tandem.channel import Channel, ChannelError, encode
 from tandem.engine.api import ExportRange
 
@@ -43,6 +43,7 @@ class AgentClient:
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop or _start_loop()
         self._channel: Channel[FromAgent] | None = None
+        self._pid: int | None = None
         self._running: Future[None] | None = None
 
     def connect(
@@ -63,6 +64,11 @@ class AgentClient:
         """
         connection = _Connection(Path(socket_path), first, fd, on_message, on_lost, on_connected or _nothing)
         self._running = asyncio.run_coroutine_threadsafe(self._run(connection), self._loop)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the agent, while there is a connection."""
+        return self._pid
 
     def send(self, message: msgspec.Struct) -> None:
         """From any thread; never blocks. Without a connection the message is dropped: `on_lost` told so."""
@@ -93,7 +99,7 @@ class AgentClient:
             except ChannelError as error:
                 log.warning("the transfer agent sent nonsense: %s", error)
             finally:
-                self._channel = None
+                self._channel = self._pid = None
                 channel.close()
             connection.on_lost()
             await asyncio.sleep(retry_s)
@@ -101,6 +107,7 @@ class AgentClient:
     async def _open(self, connection: _Connection) -> Channel[FromAgent]:
         raw = await connect_unix(str(connection.socket_path))
         try:
+            self._pid = peer_pid(raw)
             await send_first(raw, encode(connection.first), [] if connection.fd is None else [connection.fd])
             return Channel(*await asyncio.open_unix_connection(sock=raw), FromAgent)
         except BaseException:

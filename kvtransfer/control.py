@@ -175,7 +175,6 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
     mapped_path: str
     tcp_address: str
     device: str = ""  # as in Peer
-    pid: int | None = None  # for the leader, who ends an agent that says nothing any more
 
 
 class Received(msgspec.Struct, frozen=True, tag=True):

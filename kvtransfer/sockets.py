@@ -82,9 +82,18 @@ async def connect_tcp(address: str) -> socket.socket:
 
 
 def peer_is_same_user(raw: socket.socket) -> bool:
-    credentials = raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(credentials)
-    return bool(uid == os.getuid())
+    return _peer_credentials(raw)[1] == os.getuid()
+
+
+def peer_pid(raw: socket.socket) -> int:
+    """Of the process at the other end of a unix socket, by the kernel's word."""
+    return _peer_credentials(raw)[0]
+
+
+def _peer_credentials(raw: socket.socket) -> tuple[int, int]:
+    """Process and user."""
+    pid, uid, _ = _CREDENTIALS.unpack(raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(pid), int(uid)
 
 
 async def send_first(raw: Wire, framed: bytes, fds: list[int]) -> None:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvtransfer.control import Attached, FromAgent, LinkReport, TakeCensus
+from kvtransfer.control import FromAgent, LinkReport, TakeCensus
 from tandem.clock import Clock
 from tandem.errors import UnavailableError
 from tandem.v1 import worker_pb2
@@ -14,6 +14,11 @@ from worker.agent_watch import AgentWatch
 
 
 class AgentConnection(Protocol):
+    @property
+    def pid(self) -> int | None:
+        """Of the agent, while there is a connection."""
+        ...
+
     def send(self, message: msgspec.Struct) -> None:
         """Never waits; drops the message when the agent is gone (its loss is reported)."""
         ...
@@ -25,7 +30,6 @@ class Agents:
     def __init__(self, connections: list[AgentConnection], clock: Clock) -> None:
         self._connections = connections
         self._watch = AgentWatch(clock)
-        self._pids: dict[int, int] = {}
         self._alive = set(range(len(connections)))
         self._links: dict[tuple[int, str, int], LinkReport] = {}
 
@@ -40,23 +44,20 @@ class Agents:
 
     def note(self, rank: int, message: FromAgent) -> None:
         self._watch.heard(rank)
-        match message:
-            case LinkReport():
-                self._links[(rank, message.peer_worker, message.peer_rank)] = message
-            case Attached(pid=int(pid)):
-                self._pids[rank] = pid
+        if isinstance(message, LinkReport):
+            self._links[(rank, message.peer_worker, message.peer_rank)] = message
 
     def silent(self) -> list[tuple[int, int]]:
         """Ranks and process ids of agents that answer nothing any more and are to be ended: then their loss is heard
         of. Asks those that owe us a word. Called about once a second."""
         for rank in self._watch.to_ask():
             self._connections[rank].send(TakeCensus())
-        return [(rank, self._pids[rank]) for rank in self._watch.silent() if rank in self._pids]
+        found = [(rank, self._connections[rank].pid) for rank in self._watch.silent()]
+        return [(rank, pid) for rank, pid in found if pid is not None]
 
     def lost(self, rank: int) -> None:
         self._alive.discard(rank)
         self._watch.heard(rank)
-        self._pids.pop(rank, None)
         self._links = {key: link for key, link in self._links.items() if key[0] != rank}
 
     def connected(self, rank: int) -> None:

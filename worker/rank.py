@@ -211,8 +211,6 @@ def lead(launch: WorkerLaunch, make_role: MakeRole, rank: Rank, identity: Worker
     service = ServiceLink(io, inbox)
     requests = make_requests(service)
     agents = Agents(list(connections.clients), SystemClock())
-    for index, where in attached.items():
-        agents.note(index, where)
     role = make_role(RoleParts(launch, identity, engine, agents, requests))
     info = worker_info(launch, identity, rank, attached)
     service.listen(launch.leader_socket, LeaderReady(info.SerializeToString()))

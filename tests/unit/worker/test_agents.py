@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvtransfer.control import Attached, CloseSend, LinkReport, TakeCensus
+from kvtransfer.control import CloseSend, LinkReport, TakeCensus
 from worker.agent_watch import ASK_AFTER_S, SILENT_S
 from worker.agents import Agents
 
@@ -10,7 +10,8 @@ from worker.agents import Agents
 class Deaf:
     """Notes what it was told, and says nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, pid: int = 100) -> None:
+        self.pid = pid
         self.told: list[msgspec.Struct] = []
 
     def send(self, message: msgspec.Struct) -> None:
@@ -48,11 +49,8 @@ def test_without_one_of_its_agents_it_reaches_nobody() -> None:
 
 
 def attached_agents() -> tuple[Agents, list[Deaf], HandClock]:
-    connections, clock = [Deaf(), Deaf()], HandClock()
-    agents = Agents([*connections], clock)
-    for rank in range(2):
-        agents.note(rank, Attached("host", "", "", pid=100 + rank))
-    return agents, connections, clock
+    connections, clock = [Deaf(100), Deaf(101)], HandClock()
+    return Agents([*connections], clock), connections, clock
 
 
 def test_an_agent_that_owes_a_word_is_asked_and_then_ended() -> None:
