@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from router.policies.types import Ask, Candidate
 
 # Of a second that a worker computes a prompt. Simulated on a public trace of conversations, the share of possible hits
@@ -49,16 +47,3 @@ def handoff_s(ask: Ask, decode: Candidate, soonest_prefill_s: float) -> float:
 def decode_s(ask: Ask, decode: Candidate) -> float:
     """The expected answer at the pace of a batch with one request more."""
     return ask.answer_tokens * decode.pace.tpot_at_s(decode.running_requests + 1)
-
-
-def soonest_ttft_s(
-    ask: Ask, decode: Sequence[Candidate], prefill: Sequence[Candidate], queued_tokens: int = 0
-) -> float | None:
-    """Predicted TTFT of a request behind `queued_tokens` prompt tokens that wait in the router: these are shared by all
-    workers that prefill, at their rates. Without prefill workers the decode workers prefill. None: nobody could."""
-    workers = prefill or decode
-    if not decode or not workers:
-        return None
-    tokens_per_s = sum(1 / worker.pace.prefill_s_per_token for worker in workers)
-    reserve_s = min(worker.pace.reserve_s for worker in decode) if prefill else 0.0
-    return queued_tokens / tokens_per_s + reserve_s + min(prefill_s(ask, worker) for worker in workers)

@@ -218,30 +218,19 @@ def test_the_layers_of_a_short_prompt_go_in_one_piece() -> None:
     assert (push.piece.layer_start, push.piece.layer_count, push.piece.block_count) == (0, LAYERS, 2)
 
 
-def test_large_layers_go_as_they_finish_and_large_ranges_are_cut() -> None:
+@pytest.mark.parametrize(
+    ("limit", "sizes"), [(MAX_PIECE_BYTES, [16] * 8), (MAX_MAPPED_PIECE_BYTES, [16, 32, 64, 16])]
+)
+def test_large_layers_go_as_they_finish_in_pieces_up_to_what_the_link_takes(limit: int, sizes: list[int]) -> None:
     big = KvPoolLayout(1024, LAYERS, 8, 16, 128, "float32")  # 128 KiB for each block and layer
-    ticket = Ticket("ab" * 16, "r", "decode-0", 2, "prefill-0", 1, 0, 512, 512 * 16, 10.0)
-    sender = SendSession(ticket, reshard_plan(1, 1, 8), big, HandClock())
-    sender.link_ready(0)
-    sender.accepted(0)
-    pushes = sender.ready(Ready(0, tuple(range(512)), 16, 0, 1))
-    sizes = [push.piece.payload_bytes for push in pushes if isinstance(push, Push)]
-    assert sum(sizes) == 64 << 20
-    assert max(sizes) <= MAX_PIECE_BYTES
-    assert len(sizes) == 4
-
-
-def test_pieces_of_a_large_range_grow_to_what_the_link_takes() -> None:
-    big = KvPoolLayout(1024, LAYERS, 8, 16, 128, "float32")
     ticket = Ticket("ab" * 16, "r", "decode-0", 2, "prefill-0", 1, 0, 1024, 1024 * 16, 10.0)
     sender = SendSession(ticket, reshard_plan(1, 1, 8), big, HandClock())
-    sender.link_ready(0, MAX_MAPPED_PIECE_BYTES)
+    sender.link_ready(0, limit)
     sender.accepted(0)
-    pushes = sender.ready(Ready(0, tuple(range(1024)), 16, 0, 1))
-    pieces = [push.piece for push in pushes if isinstance(push, Push)]
-    assert [piece.payload_bytes >> 20 for piece in pieces] == [16, 32, 64, 16]
-    assert [piece.first_block for piece in pieces] == [0, 128, 384, 896]
-    assert pieces[-1].end_block == 1024
+    pieces = [push.piece for push in sender.ready(Ready(0, tuple(range(1024)), 16, 0, 1)) if isinstance(push, Push)]
+    assert [piece.payload_bytes >> 20 for piece in pieces] == sizes
+    assert [piece.first_block for piece in pieces[1:]] == [piece.end_block for piece in pieces[:-1]]
+    assert (pieces[0].first_block, pieces[-1].end_block) == (0, 1024)
 
 
 def test_what_was_gathered_goes_when_other_blocks_follow() -> None:

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.policies.costs import soonest_ttft_s, ttft_s
+from router.policies.costs import ttft_s
 from router.policies.pace import START_PACE, Pace
 from router.policies.policy import PlacementPolicy
 from router.policies.profiles import policy_profile
@@ -268,11 +268,3 @@ class TestPredictedTtft:
         prefill, decode = worker("p", outstanding=300, cached=96), worker("d", outstanding=100)
         assert ttft_s(Ask(196), decode, None) == pytest.approx(296 / 4000)
         assert ttft_s(Ask(196), decode, prefill) == pytest.approx(0.001 + 400 / 4000)
-
-    def test_of_the_soonest_behind_what_waits_in_the_router(self) -> None:
-        prefill = [worker("p", outstanding=300), worker("q", pace=SLOW)]
-        decode = [worker("d")]
-        assert soonest_ttft_s(Ask(100), decode, prefill) == pytest.approx(0.001 + 0.1)
-        assert soonest_ttft_s(Ask(100), decode, prefill, 5000) == pytest.approx(0.101 + 5000 / 5000)
-        assert soonest_ttft_s(Ask(100), decode, [], 4000) == pytest.approx(1.025)
-        assert soonest_ttft_s(Ask(100), [], prefill) is None
