@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 
-.PHONY: help setup demo up test soak bench-handoff bench-router check format proto docs wheel helm-tools clean
+.PHONY: help setup demo up test check-deploy soak bench-handoff bench-router check format proto docs wheel helm-tools clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,10 @@ up: $(RUNTIME)  ## Start a cluster and keep it up (ARGS="--prefill 2 --decode 1"
 
 test: $(DEV)  ## Run the tests (ARGS="tests/unit/planner -k roofline")
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(ARGS)
+
+check-deploy: $(DEV)  ## Run the tests that drive a browser, Prometheus and whole nodes
+	@scripts/system-tools.sh chromium prometheus promtool redis-server
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m system $(ARGS)
 
 soak: $(DEV)  ## Run the tests of failures with their full number of rounds (half an hour)
 	TANDEM_SOAK=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m "soak or soak_only" $(ARGS)
