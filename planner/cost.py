@@ -7,14 +7,27 @@ implements the same protocol.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tandem.errors import ConfigError
 
 
+class PrefillWork(NamedTuple):
+    """`tokens` prompt tokens after `context` tokens that are in the KV cache already."""
+
+    tokens: int
+    context: int
+
+
 class CostModel(Protocol):
     """Seconds of one worker's work."""
+
+    @property
+    def fit_error(self) -> float | None:
+        """Mean relative error against the measurements it was fitted to; None: it was fitted to none."""
+        ...
 
     def prefill_s(self, tokens: int, context: int) -> float:
         """Computing `tokens` prompt tokens that follow `context` tokens already in the KV cache."""
@@ -22,6 +35,10 @@ class CostModel(Protocol):
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
         """One step that adds one token to each of `batch` requests, which hold `context_tokens` tokens together."""
+        ...
+
+    def step_s(self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int) -> float:
+        """One engine step that computes `prefills` and decodes for `batch` requests."""
         ...
 
     def transfer_s(self, num_bytes: int) -> float:
@@ -74,10 +91,15 @@ class DeviceShape:
     memory_bytes_per_s: float
     mfu: float = 1.0
     mbu: float = 1.0
+    step_overhead_s: float = 0.0  # of every engine step, whatever is in it
 
     def __post_init__(self) -> None:
         _require_positive(self, "flops_per_s", "memory_bytes_per_s")
         _require_share(self, "mfu", "mbu")
+        if not self.step_overhead_s >= 0:
+            raise ConfigError(
+                f"step_overhead_s: expected at least 0, got {self.step_overhead_s:g}", field="step_overhead_s"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,38 +119,50 @@ class LinkShape:
 
 @dataclass(frozen=True, slots=True)
 class RooflineCostModel:
-    """A lower bound at `mfu` = `mbu` = 1; an estimate with measured shares. `tp` ranks share the work evenly."""
+    """A lower bound at `mfu` = `mbu` = 1; an estimate with measured shares. `tp` ranks share the work evenly, and add
+    their partial sums up twice a layer over `fabric` (None: at no cost)."""
 
     model: ModelShape
     device: DeviceShape
     link: LinkShape
     tp: int = 1
+    fabric: LinkShape | None = None
 
     def __post_init__(self) -> None:
         _require_positive(self, "tp")
+
+    @property
+    def fit_error(self) -> None:
+        """None: it is fitted to nothing."""
+        return None
 
     def prefill_s(self, tokens: int, context: int) -> float:
         """max of (2·P·n + 2·L·Hq·dh·(n² + 2·n·c))/F and (weights + KV)/BW; lm_head on the last token only."""
         _require_count("tokens", tokens)
         _require_count("context", context)
-        if tokens == 0:
-            return 0.0
-        model = self.model
-        linear = 2.0 * model.block_params * tokens + 2.0 * model.head_params
-        attention = 2.0 * model.layers * model.heads * model.head_dim * (tokens * tokens + 2 * tokens * context)
-        moved = model.weights_bytes + (context + tokens) * model.kv_token_bytes
-        return self._bound_s(linear + attention, moved)
+        return self.step_s([PrefillWork(tokens, context)], 0, 0) if tokens else 0.0
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
         """max of (weights + s·kv)/BW and (2·P·B + 4·L·Hq·dh·s)/F, with s the context of the whole batch."""
         _require_count("batch", batch)
         _require_count("context_tokens", context_tokens)
-        if batch == 0:
-            return 0.0
+        return self.step_s((), batch, context_tokens) if batch else 0.0
+
+    def step_s(self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int) -> float:
+        """The sums of both kinds of work, with the weights read once."""
         model = self.model
-        linear = 2.0 * (model.block_params + model.head_params) * batch
-        attention = 4.0 * model.layers * model.heads * model.head_dim * context_tokens
-        return self._bound_s(linear + attention, model.weights_bytes + context_tokens * model.kv_token_bytes)
+        attention = 2.0 * model.layers * model.heads * model.head_dim
+        flops = 2.0 * (model.block_params + model.head_params) * batch + 2.0 * attention * context_tokens
+        kv_tokens, tokens = context_tokens, batch
+        for count, context in prefills:
+            flops += 2.0 * model.block_params * count + 2.0 * model.head_params
+            flops += attention * (count * count + 2 * count * context)
+            kv_tokens += context + count
+            tokens += count
+        moved = model.weights_bytes + kv_tokens * model.kv_token_bytes
+        compute_s = flops / (self.device.mfu * self.device.flops_per_s * self.tp)
+        memory_s = moved / (self.device.mbu * self.device.memory_bytes_per_s * self.tp)
+        return max(compute_s, memory_s) + self._sums_s(tokens) + self.device.step_overhead_s
 
     def transfer_s(self, num_bytes: int) -> float:
         """bytes/(eta·BW) + latency; nothing to move costs nothing."""
@@ -143,10 +177,14 @@ class RooflineCostModel:
         seconds = self.prefill_s(tokens, 0)
         return tokens * self.model.kv_token_bytes / seconds if seconds else 0.0
 
-    def _bound_s(self, flops: float, moved_bytes: float) -> float:
-        compute_s = flops / (self.device.mfu * self.device.flops_per_s * self.tp)
-        memory_s = moved_bytes / (self.device.mbu * self.device.memory_bytes_per_s * self.tp)
-        return max(compute_s, memory_s)
+    def _sums_s(self, tokens: int) -> float:
+        """Ring all-reduces of the hidden states: 2(t - 1)/t of them cross each rank's link (Patarasuk, Yuan 2009)."""
+        if self.tp == 1 or self.fabric is None:
+            return 0.0
+        model = self.model
+        crossing = 2 * (self.tp - 1) / self.tp * tokens * model.heads * model.head_dim * model.weight_bytes
+        one_s = crossing / (self.fabric.efficiency * self.fabric.bytes_per_s) + self.fabric.latency_s
+        return 2 * model.layers * one_s
 
 
 def _require_positive(owner: object, *names: str) -> None:

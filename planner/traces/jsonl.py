@@ -1,0 +1,158 @@
+"""Traces of one JSON object a line: Mooncake's, and Tandem's own request log.
+
+Mooncake: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` of 512-token blocks.
+Request log: `arrival_s`, `prompt_tokens`, `output_tokens`, and where known `block_tokens` with `block_hashes` (salted,
+hexadecimal or numbers), `class`, `tenant`. Other columns are refused, so that a misspelt one is noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from planner.traces.trace import DEFAULT_CLASS, Trace, TraceBuilder
+from tandem.errors import InputError
+
+MOONCAKE_BLOCK_TOKENS = 512
+LOG_EARLY_S = 3600.0  # a log is written as requests end
+_MAX_ID = 2**62
+_MOONCAKE = {"timestamp", "input_length", "output_length", "hash_ids"}
+_LOG = {"arrival_s", "prompt_tokens", "output_tokens", "block_tokens", "block_hashes", "class", "tenant"}
+
+
+def read_mooncake(path: Path) -> Trace:
+    """Raises InputError naming line, column and what was expected."""
+    builder = TraceBuilder(path.name, MOONCAKE_BLOCK_TOKENS)
+    for line, row in _rows(path, builder, _MOONCAKE, _MOONCAKE):
+        arrival_ms = _number(builder, line, row, "timestamp")
+        prompt = _count(builder, line, row, "input_length")
+        output = _count(builder, line, row, "output_length")
+        ids = _ids(builder, line, row, "hash_ids")
+        builder.add(line, arrival_ms / 1000, prompt, output, ids)
+    return builder.build()
+
+
+def read_request_log(path: Path) -> Trace:
+    """Raises InputError naming line, column and what was expected."""
+    block_tokens = _first_block_tokens(path)
+    builder = TraceBuilder(path.name, block_tokens, most_early_s=LOG_EARLY_S)
+    for line, row in _rows(path, builder, _LOG, {"arrival_s", "prompt_tokens", "output_tokens"}):
+        ids = _ids(builder, line, row, "block_hashes") if "block_hashes" in row else []
+        if ids and row.get("block_tokens") != block_tokens:
+            raise builder.wrong(line, "block_tokens", f"{block_tokens}, as in the first line", row.get("block_tokens"))
+        label = (_text(builder, line, row, "class"), _text(builder, line, row, "tenant"))
+        builder.add(
+            line,
+            _number(builder, line, row, "arrival_s"),
+            _count(builder, line, row, "prompt_tokens"),
+            _count(builder, line, row, "output_tokens"),
+            ids,
+            label,
+        )
+    return builder.build()
+
+
+def write_request_log(trace: Trace, path: Path) -> None:
+    """What `read_request_log` reads."""
+    with path.open("w", encoding="utf-8") as file:
+        for index in range(len(trace)):
+            row: dict[str, Any] = {
+                "arrival_s": round(float(trace.arrival_s[index]), 6),
+                "prompt_tokens": int(trace.prompt_tokens[index]),
+                "output_tokens": int(trace.output_tokens[index]),
+            }
+            if trace.prefixes is not None:
+                row |= {"block_tokens": trace.prefixes.block_tokens}
+                row |= {"block_hashes": trace.prefixes.of(index).tolist()}
+            names = zip(("class", "tenant"), trace.label_of(index), strict=True)
+            file.write(json.dumps(row | {key: name for key, name in names if name}) + "\n")
+
+
+def keys_of_first_line(path: Path) -> frozenset[str]:
+    """Raises InputError when the file does not begin with a JSON object."""
+    return frozenset(_object(path.name, 1, _first_line(path)))
+
+
+def _first_line(path: Path) -> str:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.readline(1 << 24)
+
+
+def _first_block_tokens(path: Path) -> int | None:
+    row = _object(path.name, 1, _first_line(path))
+    if "block_hashes" not in row:
+        return None
+    value = row.get("block_tokens")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 16:
+        raise InputError(
+            f"{path.name}, line 1, block_tokens: expected the tokens of each block (1 to 65536), got {value!r}",
+            field="block_tokens",
+        )
+    return value
+
+
+def _rows(
+    path: Path, builder: TraceBuilder, known: set[str], needed: set[str]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line, text in enumerate(file, start=1):
+            if not text.strip():
+                raise builder.wrong(line, "row", "a JSON object: a trace has no holes", "an empty line")
+            row = _object(path.name, line, text)
+            if missing := sorted(needed - row.keys()):
+                raise builder.wrong(line, missing[0], "a value", "none")
+            if unknown := sorted(row.keys() - known):
+                raise builder.wrong(line, unknown[0], f"only the columns {', '.join(sorted(known))}", unknown[0])
+            yield line, row
+
+
+def _object(name: str, line: int, text: str) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict):
+        raise InputError(f"{name}, line {line}: expected a JSON object, got {text.strip()[:60]!r}", field="row")
+    return row
+
+
+def _number(builder: TraceBuilder, line: int, row: dict[str, Any], column: str) -> float:
+    value = row[column]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise builder.wrong(line, column, "a number", value)
+    return float(value)
+
+
+def _count(builder: TraceBuilder, line: int, row: dict[str, Any], column: str) -> int:
+    value = row[column]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise builder.wrong(line, column, "a whole number of tokens", value)
+    return value
+
+
+def _text(builder: TraceBuilder, line: int, row: dict[str, Any], column: str) -> str:
+    value = row.get(column, DEFAULT_CLASS)
+    if not isinstance(value, str) or len(value) > 128:
+        raise builder.wrong(line, column, "a name of at most 128 characters", value)
+    return value
+
+
+def _ids(builder: TraceBuilder, line: int, row: dict[str, Any], column: str) -> list[int]:
+    values = row[column]
+    if not isinstance(values, list):
+        raise builder.wrong(line, column, "a list", values)
+    return [_id(builder, line, column, value) for value in values]
+
+
+def _id(builder: TraceBuilder, line: int, column: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_ID:
+        return value
+    if isinstance(value, str) and 8 <= len(value) <= 64:
+        try:
+            return int(value, 16) % _MAX_ID
+        except ValueError:
+            pass  # said below
+    raise builder.wrong(line, column, f"hexadecimal hashes, or numbers from 0 to {_MAX_ID}", value)

@@ -1,0 +1,89 @@
+"""Traffic that is made up: an arrival process, distributions of lengths, and prefixes that prompts share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.traces.arrivals import ArrivalProcess
+from planner.traces.trace import Prefixes, Trace
+from tandem.errors import InputError
+
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LengthSpec:
+    """Lengths of mean `mean`: lognormal with coefficient of variation `cv`, all the same when that is 0."""
+
+    mean: float
+    cv: float = 0.0
+    most: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.mean <= self.most):
+            raise InputError(f"mean: expected 1 to {self.most} tokens, got {self.mean:g}", field="mean")
+        if not (self.cv >= 0 and math.isfinite(self.cv)):
+            raise InputError(f"cv: expected at least 0, got {self.cv:g}", field="cv")
+
+    def draw(self, count: int, random: np.random.Generator) -> NDArray[np.int64]:
+        variance = math.log(1 + self.cv**2)
+        drawn = random.lognormal(math.log(self.mean) - variance / 2, math.sqrt(variance), count)
+        return np.clip(np.rint(drawn), 1, self.most).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """`share` of the requests begin with one of `count` prefixes of `tokens` tokens, the k-th 1/k times as often as the
+    first (Zipf), as system prompts and documents do."""
+
+    count: int
+    tokens: int
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.tokens < 1 or not 0 <= self.share <= 1:
+            raise InputError(
+                "shared prefixes: expected a count and tokens of at least 1, and a share from 0 to 1, got "
+                f"{self.count}, {self.tokens}, {self.share:g}",
+                field="prefixes",
+            )
+
+
+def synthetic_trace(
+    count: int,
+    arrivals: ArrivalProcess,
+    prompt: LengthSpec,
+    output: LengthSpec,
+    *,
+    prefixes: SharedPrefixes | None = None,
+    seed: int = 0,
+) -> Trace:
+    """With `prefixes` a prompt is its prefix and tokens of its own after it, of `prompt`'s lengths."""
+    if count < 1:
+        raise InputError(f"requests: expected at least 1, got {count}", field="requests")
+    random = np.random.default_rng(seed)
+    arrival_s = arrivals.times_s(count, random)
+    own, answers = prompt.draw(count, random), output.draw(count, random)
+    shared, prompt_tokens = None, own
+    if prefixes is not None:
+        shared, shared_tokens = _share(prefixes, count, random)
+        prompt_tokens = own + shared_tokens
+    note = f"synthetic: {arrivals.describe()}, prompts of {prompt.mean:g}, answers of {output.mean:g} tokens"
+    return Trace("synthetic", arrival_s - arrival_s[0], prompt_tokens, answers, shared, notes=(note,))
+
+
+def _share(spec: SharedPrefixes, count: int, random: np.random.Generator) -> tuple[Prefixes, NDArray[np.int64]]:
+    weights = 1 / np.arange(1, spec.count + 1)
+    which = random.choice(spec.count, count, p=weights / weights.sum())
+    shares = random.random(count) < spec.share
+    blocks = spec.tokens // BLOCK_TOKENS  # of a prefix's last, partial block nothing can be reused
+    rows = np.where(shares, blocks, 0)
+    ids = [prefix * blocks + np.arange(blocks) for prefix in which[shares]]
+    return (
+        Prefixes(BLOCK_TOKENS, np.concatenate([*ids, np.empty(0, np.int64)]).astype(np.int64), np.cumsum(rows)),
+        np.where(shares, spec.tokens, 0),
+    )

@@ -1,0 +1,216 @@
+"""One form for every trace: columns of numbers, a million requests in some tens of megabytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.errors import InputError
+
+MAX_TOKENS = 1 << 30
+DEFAULT_CLASS = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """What prompts share. Request i begins with the blocks `ids[ends[i - 1] : ends[i]]` of `block_tokens` tokens each,
+    the last one perhaps partly; two requests share a prefix as far as their ids agree. Tokens beyond are its own."""
+
+    block_tokens: int
+    ids: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    def of(self, index: int) -> NDArray[np.int64]:
+        start = int(self.ends[index - 1]) if index else 0
+        return self.ids[start : int(self.ends[index])]
+
+    def head(self, count: int) -> Prefixes:
+        return replace(self, ids=self.ids[: int(self.ends[count - 1]) if count else 0], ends=self.ends[:count])
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in order of arrival; the first arrives at 0.
+
+    Args:
+        arrival_s: [n], seconds. prompt_tokens, output_tokens: [n], at least 1 each.
+        prefixes: None where the source says nothing of shared prompts.
+        labels: names of (class, tenant) pairs; `label` [n] is each request's. The empty class is the router's default.
+        notes: what was done to the source on the way here, for whoever reads the results.
+    """
+
+    name: str
+    arrival_s: NDArray[np.float64]
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    prefixes: Prefixes | None = None
+    labels: tuple[tuple[str, str], ...] = ((DEFAULT_CLASS, ""),)
+    label: NDArray[np.int32] | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not len(self.arrival_s):
+            raise InputError(f"{self.name}: expected at least one request, got none", field="trace")
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def span_s(self) -> float:
+        """First arrival to last."""
+        return float(self.arrival_s[-1] - self.arrival_s[0])
+
+    @property
+    def requests_per_s(self) -> float:
+        return len(self) / self.span_s if self.span_s else float("inf")
+
+    def label_of(self, index: int) -> tuple[str, str]:
+        """Class and tenant."""
+        return self.labels[0 if self.label is None else int(self.label[index])]
+
+    def head(self, count: int) -> Trace:
+        """The first `count` requests."""
+        count = min(count, len(self))
+        return replace(
+            self,
+            arrival_s=self.arrival_s[:count],
+            prompt_tokens=self.prompt_tokens[:count],
+            output_tokens=self.output_tokens[:count],
+            prefixes=None if self.prefixes is None else self.prefixes.head(count),
+            label=None if self.label is None else self.label[:count],
+        )
+
+    def at_rate(self, factor: float) -> Trace:
+        """The same requests, `factor` times as fast."""
+        if factor == 1.0:
+            return self
+        return replace(self, arrival_s=self.arrival_s / factor, notes=(*self.notes, f"load x {factor:g}"))
+
+    def with_lengths(self, prompt_factor: float, output_factor: float) -> Trace:
+        """Longer or shorter prompts and answers. A prompt grows by tokens of its own; what it shares stays."""
+        return replace(
+            self,
+            prompt_tokens=_scaled(self.prompt_tokens, prompt_factor),
+            output_tokens=_scaled(self.output_tokens, output_factor),
+            notes=(*self.notes, f"prompts x {prompt_factor:g}, answers x {output_factor:g}"),
+        )
+
+    def repeated(self, times: int) -> Trace:
+        """One after the other; the repetitions share nothing with each other."""
+        period_s = self.span_s + 1.0 / self.requests_per_s
+        shifts = np.repeat(np.arange(times), len(self))
+        prefixes = self.prefixes
+        if prefixes is not None:
+            per_time = int(prefixes.ends[-1])
+            distinct = int(prefixes.ids.max(initial=0)) + 1
+            prefixes = Prefixes(
+                prefixes.block_tokens,
+                np.tile(prefixes.ids, times) + np.repeat(np.arange(times), per_time) * distinct,
+                np.tile(prefixes.ends, times) + shifts * per_time,
+            )
+        return replace(
+            self,
+            arrival_s=np.tile(self.arrival_s, times) + shifts * period_s,
+            prompt_tokens=np.tile(self.prompt_tokens, times),
+            output_tokens=np.tile(self.output_tokens, times),
+            prefixes=prefixes,
+            label=None if self.label is None else np.tile(self.label, times),
+            notes=(*self.notes, f"repeated {times} times"),
+        )
+
+
+def _scaled(tokens: NDArray[np.int64], factor: float) -> NDArray[np.int64]:
+    return np.maximum(1, np.rint(tokens * factor)).astype(np.int64)
+
+
+class TraceBuilder:
+    """Collects the rows of a file. Raises InputError that names the line and the column."""
+
+    def __init__(self, name: str, block_tokens: int | None = None, most_early_s: float = 0.0) -> None:
+        """`most_early_s`: rows may stand so much before their predecessor; they are put in order."""
+        self._name = name
+        self._block_tokens = block_tokens
+        self._most_early_s = most_early_s
+        self._latest_s = float("-inf")
+        self._arrival_s: list[float] = []
+        self._prompt: list[int] = []
+        self._output: list[int] = []
+        self._ids: list[int] = []
+        self._ends: list[int] = []
+        self._labels: dict[tuple[str, str], int] = {}
+        self._label: list[int] = []
+
+    def add(
+        self,
+        line: int,
+        arrival_s: float,
+        prompt_tokens: int,
+        output_tokens: int,
+        ids: Sequence[int] = (),
+        label: tuple[str, str] = (DEFAULT_CLASS, ""),
+    ) -> None:
+        if arrival_s < self._latest_s - self._most_early_s:
+            raise self.wrong(
+                line, "arrival", f"at least that of the line before ({self._latest_s:g} s): sort the trace", arrival_s
+            )
+        for column, tokens in (("prompt tokens", prompt_tokens), ("output tokens", output_tokens)):
+            if not 1 <= tokens <= MAX_TOKENS:
+                raise self.wrong(line, column, f"a number from 1 to {MAX_TOKENS}", tokens)
+        if self._block_tokens is not None and len(ids) > -(-prompt_tokens // self._block_tokens):
+            most = -(-prompt_tokens // self._block_tokens)
+            raise self.wrong(
+                line, "block hashes", f"at most {most} for {prompt_tokens} tokens in blocks of {self._block_tokens}",
+                len(ids),
+            )  # fmt: skip
+        self._latest_s = max(self._latest_s, arrival_s)
+        self._arrival_s.append(arrival_s)
+        self._prompt.append(prompt_tokens)
+        self._output.append(output_tokens)
+        self._ids.extend(ids)
+        self._ends.append(len(self._ids))
+        self._label.append(self._labels.setdefault(label, len(self._labels)))
+
+    def wrong(self, line: int, column: str, expected: str, got: object) -> InputError:
+        shown = got if isinstance(got, int | float) else repr(got)[:60]
+        return InputError(f"{self._name}, line {line}, {column}: expected {expected}, got {shown}", field=column)
+
+    def build(self, notes: tuple[str, ...] = ()) -> Trace:
+        if not self._arrival_s:
+            raise InputError(f"{self._name}: expected at least one request, got none", field="trace")
+        arrival_s = np.array(self._arrival_s)
+        prefixes = None
+        if self._block_tokens is not None:
+            prefixes = Prefixes(self._block_tokens, np.array(self._ids, np.int64), np.array(self._ends, np.int64))
+        trace = Trace(
+            self._name,
+            arrival_s - arrival_s.min(),
+            np.array(self._prompt, np.int64),
+            np.array(self._output, np.int64),
+            prefixes,
+            tuple(self._labels),
+            None if len(self._labels) == 1 else np.array(self._label, np.int32),
+            notes,
+        )
+        return in_order(trace) if self._most_early_s else trace
+
+
+def in_order(trace: Trace) -> Trace:
+    """Sorted by arrival; requests that arrive together stay in their order."""
+    order = np.argsort(trace.arrival_s, kind="stable")
+    if (order[1:] > order[:-1]).all():
+        return trace
+    prefixes = trace.prefixes
+    if prefixes is not None:
+        rows = [prefixes.of(int(index)) for index in order]
+        prefixes = Prefixes(prefixes.block_tokens, np.concatenate(rows), np.cumsum([len(row) for row in rows]))
+    return replace(
+        trace,
+        arrival_s=trace.arrival_s[order],
+        prompt_tokens=trace.prompt_tokens[order],
+        output_tokens=trace.output_tokens[order],
+        prefixes=prefixes,
+        label=None if trace.label is None else trace.label[order],
+    )
