@@ -1,0 +1,114 @@
+"""The workers of a simulated cluster and how the router sees them.
+
+Simulated workers of a pool are alike, so they share one set of measured paces: what sets them apart (queue, batch,
+cache) is in each candidate. In a large pool a decision looks at a shortlist: those that hold most of the prompt and
+those with least to do, which are the ones that can win.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+
+from planner.simulator.events import EventLoop
+from planner.simulator.recorder import IntervalHistogram
+from planner.simulator.setup import Setup
+from planner.simulator.worker import SimWorker, WorkerHost
+from router.policies.estimates import Estimates, WorkerEstimates
+from router.policies.types import Candidate
+from router.prefix_index.mirror import WorkerKey
+from tandem.config import Role
+
+MODEL = "model"
+SHORTLIST = 64  # a pool of so many is looked at whole
+HOLDERS = 16  # of a larger one: holders of the longest prefixes
+
+
+class SimFleet:
+    def __init__(self, setup: Setup, loop: EventLoop, host: WorkerHost, intervals: IntervalHistogram) -> None:
+        self._setup, self._loop, self._host, self._intervals = setup, loop, host, intervals
+        self.estimates = Estimates(loop)
+        self._pace: dict[Role, WorkerEstimates] = {role: self.estimates.worker(MODEL, role) for role in Role}
+        self.workers: dict[str, SimWorker] = {}
+        self._by_role: dict[Role, dict[str, SimWorker]] = {role: {} for role in Role}
+        self._idlest: dict[Role, list[tuple[int, int, str]]] = {role: [] for role in Role}  # heaps; some are out of date
+        self._load: dict[str, int] = {}
+        self._pushed = 0
+        self.gone: list[SimWorker] = []  # ended lives
+        for role, pool in setup.pools():
+            for number in range(pool.workers):
+                self.start(f"{role.value}-{number}", role, epoch=1)
+
+    def start(self, worker_id: str, role: Role, epoch: int) -> SimWorker:
+        pool = self._setup.decode if role is Role.DECODE or self._setup.prefill is None else self._setup.prefill
+        key = WorkerKey(worker_id, epoch)
+        worker = SimWorker(key, role, pool, self._setup, self._loop, self._host, self._intervals)
+        self.workers[worker_id] = self._by_role[role][worker_id] = worker
+        self.note(worker)
+        return worker
+
+    def lose(self, worker: SimWorker) -> None:
+        worker.lose()
+        self.gone.append(worker)
+        del self.workers[worker.key.worker_id], self._by_role[worker.role][worker.key.worker_id]
+        self._load.pop(worker.key.worker_id, None)
+
+    def role(self, role: Role) -> Iterable[SimWorker]:
+        return self._by_role[role].values()
+
+    def count(self, role: Role) -> int:
+        return len(self._by_role[role])
+
+    def pace(self, role: Role) -> WorkerEstimates:
+        return self._pace[role]
+
+    def note(self, worker: SimWorker) -> None:
+        """Its load may have changed."""
+        pool = self._by_role[worker.role]
+        if len(pool) <= SHORTLIST or worker.lost:
+            return
+        worker.note_report()
+        load = worker.running_requests if worker.role is Role.DECODE else worker.outstanding_tokens
+        if self._load.get(worker.key.worker_id) != load:
+            self._load[worker.key.worker_id] = load
+            self._pushed += 1
+            heapq.heappush(self._idlest[worker.role], (load, self._pushed, worker.key.worker_id))
+
+    def candidates(self, role: Role, cached_blocks: Mapping[WorkerKey, int]) -> list[Candidate]:
+        pool = self._by_role[role]
+        chosen = pool.values() if len(pool) <= SHORTLIST else self._shortlist(role, cached_blocks)
+        size = self._setup.block_tokens
+        return [self.candidate(worker, cached_blocks.get(worker.key, 0) * size) for worker in chosen]
+
+    def candidate(self, worker: SimWorker, cached_tokens: int) -> Candidate:
+        worker.note_report()
+        blocks, account = worker.blocks.counts(), worker.account
+        return Candidate(
+            worker_id=worker.key.worker_id,
+            epoch=worker.key.epoch,
+            cached_tokens=cached_tokens,
+            dispatched_tokens=account.prefill_tokens,
+            outstanding_tokens=worker.outstanding_tokens,
+            running_requests=worker.running_requests,
+            free_blocks=max(0, blocks.free + blocks.cached - account.unreported_blocks),
+            total_blocks=blocks.total,
+            pace=self._pace[worker.role].pace(),
+        )
+
+    def _shortlist(self, role: Role, cached_blocks: Mapping[WorkerKey, int]) -> list[SimWorker]:
+        pool, heap = self._by_role[role], self._idlest[role]
+        holders = (key for key in cached_blocks if (found := pool.get(key.worker_id)) is not None and found.key == key)
+        chosen = {key.worker_id: pool[key.worker_id] for key in heapq.nlargest(HOLDERS, holders, cached_blocks.get)}
+        looked_at: list[tuple[int, int, str]] = []
+        seen: set[str] = set()
+        while heap and len(chosen) < SHORTLIST:
+            entry = heapq.heappop(heap)
+            load, _, worker_id = entry
+            if self._load.get(worker_id) != load or worker_id in seen or worker_id not in pool:
+                continue  # out of date
+            seen.add(worker_id)
+            looked_at.append(entry)
+            chosen[worker_id] = pool[worker_id]
+        for entry in looked_at:
+            heapq.heappush(heap, entry)
+        return list(chosen.values())

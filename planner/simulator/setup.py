@@ -1,0 +1,102 @@
+"""What is simulated: pools, their cost models, the router's configuration, faults and objectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from planner.cost import CostModel
+from tandem.config import Role, RouterSpec
+from tandem.errors import ConfigError
+
+MAX_MODEL_TOKENS = 1 << 30
+NETWORK_S = 0.0003  # one frame between router and worker
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSetup:
+    """All workers of one role. `kv_tokens`: what one worker's KV pool holds."""
+
+    workers: int
+    tp: int
+    cost: CostModel
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """None: no objective."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}: expected an objective above 0 s, got {value:g}", field=name)
+
+
+class FaultKind(StrEnum):
+    WORKER = "worker"  # lost; comes back empty after `for_s`, when that is given
+    REDIS = "redis"  # cache events stop for `for_s`
+    LINK = "link"  # a worker's links are `factor` times as slow for `for_s`
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    kind: FaultKind
+    at_s: float
+    worker_id: str = ""
+    for_s: float | None = None
+    factor: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """`worker:decode-0@30`, `worker:decode-0@30+10`, `redis@30+20`, `link:prefill-1@30+20*8`.
+
+        Raises ConfigError that shows the form.
+        """
+        try:
+            what, _, when = text.partition("@")
+            kind, _, worker_id = what.partition(":")
+            when, _, factor = when.partition("*")
+            at, _, lasting = when.partition("+")
+            fault = cls(FaultKind(kind), float(at), worker_id, float(lasting) if lasting else None, float(factor or 1))
+        except ValueError:
+            raise _wrong_fault(text) from None
+        if (fault.kind is FaultKind.REDIS) == bool(worker_id) or not fault.at_s >= 0 or not fault.factor >= 1:
+            raise _wrong_fault(text)
+        if fault.for_s is not None and not fault.for_s > 0:
+            raise _wrong_fault(text)
+        return fault
+
+
+def _wrong_fault(text: str) -> ConfigError:
+    forms = "worker:decode-0@30, worker:decode-0@30+10 (back after 10 s), redis@30+20, link:prefill-0@30+20*8"
+    return ConfigError(f"--fault: expected one of the forms {forms}, got {text[:60]!r}", field="--fault")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """`block_tokens` is the bookkeeping's, which may be coarser than the engine's. `layers`, `kv_token_bytes`: of the
+    model, all ranks together. `prefill` None makes the cluster aggregated."""
+
+    prefill: PoolSetup | None
+    decode: PoolSetup
+    layers: int
+    kv_token_bytes: float
+    router: RouterSpec = field(default_factory=RouterSpec)
+    max_running_requests: int = 64
+    max_step_tokens: int = 512
+    max_model_tokens: int = MAX_MODEL_TOKENS
+    block_tokens: int = 16
+    network_s: float = NETWORK_S
+    faults: tuple[Fault, ...] = ()
+
+    def pools(self) -> list[tuple[Role, PoolSetup]]:
+        pools = [(Role.DECODE, self.decode)]
+        return pools if self.prefill is None else [(Role.PREFILL, self.prefill), *pools]
+
+    @property
+    def devices(self) -> int:
+        return sum(pool.workers * pool.tp for _, pool in self.pools())

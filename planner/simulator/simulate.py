@@ -1,0 +1,90 @@
+"""Runs a trace through a simulated cluster."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+from planner.simulator.cluster import SimCluster
+from planner.simulator.events import EventLoop
+from planner.simulator.recorder import Recorder
+from planner.simulator.result import SimResult, summarize
+from planner.simulator.setup import Fault, FaultKind, Setup, Slo
+from planner.traces.trace import Trace
+from tandem.config import Role
+from tandem.errors import ConfigError, InternalError
+
+Progress = Callable[[int], None]  # requests that have arrived
+_PROGRESS_EVERY = 256
+
+
+def simulate(
+    trace: Trace,
+    setup: Setup,
+    slo: Slo | None = None,
+    *,
+    progress: Progress | None = None,
+    most_misses: int | None = None,
+) -> SimResult:
+    """Every request of `trace` to its end, or until more than `most_misses` have missed an objective.
+
+    Raises ConfigError when a fault names a worker there is not.
+    """
+    slo = slo or Slo()
+    loop = EventLoop()
+    recorder = Recorder(len(trace), trace.arrival_s, slo)
+    cluster = SimCluster(trace, setup, loop, recorder)
+    for fault in setup.faults:
+        _plan_fault(fault, cluster, loop)
+
+    def arrive(index: int) -> None:
+        if index + 1 < len(trace):
+            loop.at(float(trace.arrival_s[index + 1]), arrive, index + 1)
+        if progress is not None and index % _PROGRESS_EVERY == 0:
+            progress(index)
+        cluster.arrive(index)
+
+    loop.at(float(trace.arrival_s[0]), arrive, 0)
+    # Millions of small objects with few cycles among them: looking for cycles would take a third of the time.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        loop.run(_never if most_misses is None else lambda: recorder.misses > most_misses)
+    finally:
+        if was_enabled:
+            gc.enable()
+    if most_misses is None or recorder.misses <= most_misses:
+        _check_conservation(cluster, recorder)
+    return summarize(trace, setup, slo, recorder, cluster.fleet)
+
+
+def _never() -> bool:
+    return False
+
+
+def _plan_fault(fault: Fault, cluster: SimCluster, loop: EventLoop) -> None:
+    if fault.kind is FaultKind.REDIS:
+        loop.at(fault.at_s, cluster.cache.redis_lost)
+        if fault.for_s is not None:
+            loop.at(fault.at_s + fault.for_s, cluster.cache.redis_back)
+        return
+    if fault.worker_id not in cluster.fleet.workers:
+        known = ", ".join(list(cluster.fleet.workers)[:8])
+        raise ConfigError(f"--fault: expected a worker of {known}, ..., got {fault.worker_id!r}", field="--fault")
+    if fault.kind is FaultKind.WORKER:
+        loop.at(fault.at_s, cluster.lose_worker, fault.worker_id, fault.for_s)
+        return
+    loop.at(fault.at_s, cluster.slow_link, fault.worker_id, fault.factor)
+    if fault.for_s is not None:
+        loop.at(fault.at_s + fault.for_s, cluster.slow_link, fault.worker_id, 1.0)
+
+
+def _check_conservation(cluster: SimCluster, recorder: Recorder) -> None:
+    """Nothing is left: every request ended once, no block is held, every block is in one state."""
+    if cluster.active or recorder.ended != len(recorder.state):
+        raise InternalError(f"{cluster.active} simulated requests never ended")
+    for role in Role:
+        for worker in cluster.fleet.role(role):
+            counts = worker.blocks.counts()
+            if not counts.conserved or counts.in_use or counts.leased:
+                raise InternalError(f"simulated {worker.key.worker_id} holds blocks of requests that ended: {counts}")

@@ -1,0 +1,233 @@
+"""One worker: the engine's scheduler and block pool, turned by a step loop in virtual time.
+
+As in worker.leader, what comes in is taken up between two steps; a step lasts as long as the cost model says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from planner.cost import CostModel, PrefillWork
+from planner.simulator.links import Port
+from planner.simulator.scheduler import RepeatingScheduler, SimBlockPool
+from planner.simulator.sequence import SimSequence
+from router.account import Account
+from router.prefix_index.mirror import WorkerKey
+from tandem.config import Role
+from tandem.errors import TandemError
+
+if TYPE_CHECKING:
+    from planner.simulator.events import EventLoop
+    from planner.simulator.recorder import IntervalHistogram
+    from planner.simulator.setup import PoolSetup, Setup
+    from tandem.scheduler.scheduler import ExportRange, StepPlan
+
+MAX_REPEATED_STEPS = 256  # a step's context is taken in the middle of those it stands for
+
+
+class WorkerHost(Protocol):
+    """Who hears of what a worker did."""
+
+    def first_token(self, worker: SimWorker, sequence: SimSequence) -> None: ...
+    def finished(self, worker: SimWorker, sequence: SimSequence) -> None: ...
+    def failed(self, worker: SimWorker, sequence_id: str, error: TandemError) -> None: ...
+    def export(self, worker: SimWorker, part: ExportRange, start_s: float, end_s: float) -> None: ...
+    def paced(self, worker: SimWorker, batch: int, tokens: int, seconds: float) -> None: ...
+    def changed(self, worker: SimWorker, *, room: bool) -> None: ...
+
+
+class SimWorker:
+    """One life of a worker. `room` in `changed`: prompts were computed or blocks freed, so waiting requests may fit."""
+
+    def __init__(
+        self, key: WorkerKey, role: Role, pool: PoolSetup, setup: Setup, loop: EventLoop, host: WorkerHost,
+        intervals: IntervalHistogram,
+    ) -> None:  # fmt: skip
+        self.key, self.role = key, role
+        self.blocks = SimBlockPool(pool.kv_tokens // setup.block_tokens)
+        self.scheduler = RepeatingScheduler(
+            self.blocks,
+            setup.block_tokens,
+            setup.max_running_requests,
+            setup.max_step_tokens,
+            setup.max_model_tokens,
+        )
+        self.cost: CostModel = pool.cost
+        self.account = Account()
+        self.egress, self.ingress = Port(), Port()
+        self.lost = False
+        self.busy_s = 0.0
+        self.sent_frames = 0
+        self.event_seq = 0
+        self.events_due = False
+        self._seen_frames = 0
+        self._loop, self._host, self._intervals = loop, host, intervals
+        self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._stepping = False
+        self._repeat: tuple[float, float, int, int] | None = None  # start, step, steps, context: while steps repeat
+        self._generation = 0  # of the planned end of a step; an older one means nothing
+
+    # --- what comes in -------------------------------------------------------------------------------------------
+
+    def receive(self, frame: int, handle: Callable[..., None], *args: object) -> None:
+        """`frame` is counted as the session's frames are; `handle` runs between two steps."""
+        if self.lost:
+            return
+        self._inbox.append((self._take_frame, (frame, handle, args)))
+        if not self._stepping:
+            self._turn()
+        elif self._repeat is not None:
+            self._cut_short(self._repeat)
+
+    def lose(self) -> None:
+        self.lost = True
+        self._generation += 1
+        self._inbox.clear()
+
+    def _take_frame(self, frame: int, handle: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self._seen_frames = max(self._seen_frames, frame)
+        handle(*args)
+
+    # --- its load ------------------------------------------------------------------------------------------------
+
+    def note_report(self) -> None:
+        """Its report tells which frames it has taken up."""
+        if self.account.unreported_requests:
+            self.account.seen(self._seen_frames)
+
+    @property
+    def running_requests(self) -> int:
+        return len(self.scheduler.sequences) + self.account.unreported_requests
+
+    @property
+    def outstanding_tokens(self) -> int:
+        return self.scheduler.waiting_tokens + self.account.unreported_tokens
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Takes up what came in and begins the next step, if there is anything to do."""
+        took = bool(self._inbox)
+        while self._inbox:
+            handle, args = self._inbox.popleft()
+            handle(*args)
+        if self.scheduler.has_work:
+            self._begin()
+        if took:
+            self._host.changed(self, room=False)
+
+    def _begin(self) -> None:
+        steps = self.scheduler.steady_steps(MAX_REPEATED_STEPS)
+        if steps:
+            self._begin_repeat(steps)
+            return
+        plan = self.scheduler.schedule()
+        for sequence_id, error in plan.failed:
+            self._host.failed(self, sequence_id, error)
+        if not plan.chunks:
+            if self.scheduler.has_work:  # somebody gave way: the next plan has room
+                self._loop.at(self._loop.now_s(), self._resume)
+            return
+        now_s = self._loop.now_s()
+        prefills = [PrefillWork(each.count, each.start) for each in plan.chunks if each.count > 1]
+        decodes = [each.start + 1 for each in plan.chunks if each.count == 1]
+        seconds = self.cost.step_s(prefills, len(decodes), sum(decodes))
+        for part in plan.exports:
+            if part.in_cache:
+                self._host.export(self, part, now_s, now_s)
+        self._stepping = True
+        self._generation += 1
+        self.busy_s += seconds
+        self._loop.at(now_s + seconds, self._end, self._generation, plan, now_s)
+
+    def _resume(self) -> None:
+        if not self._stepping and not self.lost:
+            self._turn()
+
+    def _end(self, generation: int, plan: StepPlan, start_s: float) -> None:
+        if generation != self._generation:
+            return
+        now_s = self._loop.now_s()
+        self._stepping = False
+        self.scheduler.advance(plan)
+        computed = False
+        intervals: list[float] = []
+        for chunk in plan.chunks:
+            sequence = cast(SimSequence, chunk.sequence)
+            computed = computed or chunk.count > 1
+            if chunk.samples:
+                self._sample(sequence, now_s, intervals)
+        if intervals:
+            self._host.paced(self, len(intervals), len(intervals), sum(intervals))
+        for part in plan.exports:
+            if not part.in_cache:
+                self._host.export(self, part, start_s, now_s)
+        self._after_step(room=computed)
+
+    def _sample(self, sequence: SimSequence, now_s: float, intervals: list[float]) -> None:
+        sequence.tokens.append(0)
+        if sequence.last_token_s > 0:
+            interval_s = now_s - sequence.last_token_s
+            self._intervals.add(interval_s)
+            intervals.append(interval_s)
+        is_first = sequence.generated == 1
+        sequence.last_token_s = now_s
+        if sequence.is_exporting or sequence.generated >= sequence.sampling.max_tokens:
+            self.scheduler.finish(sequence)
+        if is_first:
+            self._host.first_token(self, sequence)
+        if not sequence.is_exporting and sequence.generated >= sequence.sampling.max_tokens:
+            self._host.finished(self, sequence)
+
+    def _after_step(self, *, room: bool) -> None:
+        self._host.changed(self, room=room)
+        if not self._stepping and not self.lost:
+            self._turn()
+
+    # --- steps that repeat ---------------------------------------------------------------------------------------
+
+    def _begin_repeat(self, steps: int) -> None:
+        now_s = self._loop.now_s()
+        running = self.scheduler.decoding
+        context = sum(each.computed + 1 for each in running)
+        step_s = self.cost.step_s((), len(running), context + len(running) * (steps - 1) // 2)
+        self._repeat = (now_s, step_s, steps, context)
+        self._stepping = True
+        self._generation += 1
+        self._loop.at(now_s + steps * step_s, self._end_repeat, self._generation, steps)
+
+    def _cut_short(self, repeat: tuple[float, float, int, int]) -> None:
+        """Something came in: the step it came in is the last."""
+        start_s, step_s, steps, context = repeat
+        done = max(1, math.ceil((self._loop.now_s() - start_s) / step_s))
+        if done < steps:
+            self._repeat = (start_s, step_s, done, context)
+            self._generation += 1
+            self._loop.at(start_s + done * step_s, self._end_repeat, self._generation, done)
+
+    def _end_repeat(self, generation: int, steps: int) -> None:
+        if generation != self._generation or self._repeat is None:
+            return
+        start_s, step_s, _, _ = self._repeat
+        self._repeat, self._stepping = None, False
+        end_s = start_s + steps * step_s
+        self.busy_s += steps * step_s
+        took_part = self.scheduler.repeat(steps)
+        ended = []
+        seconds = 0.0
+        for sequence in took_part:
+            first_s = start_s + step_s - sequence.last_token_s
+            self._intervals.add(first_s)
+            seconds += end_s - sequence.last_token_s
+            sequence.last_token_s = end_s
+            if sequence.generated >= sequence.sampling.max_tokens:
+                ended.append(sequence)
+        self._intervals.add(step_s, (steps - 1) * len(took_part))
+        self._host.paced(self, len(took_part), steps * len(took_part), seconds)
+        for sequence in ended:
+            self.scheduler.finish(sequence)
+            self._host.finished(self, sequence)
+        self._after_step(room=bool(ended))
