@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from cluster import planning_cli
+
 # ruff: noqa: PLC0415 (commands import what they need when they run: gRPC, pydantic, Ray and torch take seconds)
 
 app = typer.Typer(
@@ -117,6 +119,9 @@ def doctor(config: Config = None, model: Model = None) -> None:
     from cluster.commands.doctor import run_doctor
 
     raise typer.Exit(run_doctor(config, model))
+
+
+planning_cli.add_to(app)
 
 
 @app.command()

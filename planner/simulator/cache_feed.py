@@ -8,7 +8,7 @@ from planner.simulator.worker import SimWorker
 from router.prefix_index.mirror import PrefixMirror, WorkerKey
 from tandem.prefix_events import PrefixEvent, PrefixSnapshot
 
-LAG_S = 0.1  # half of what the follower's poll may take
+LAG_S = 0.25  # as often as a router looks
 
 
 class CacheFeed:

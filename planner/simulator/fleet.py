@@ -67,7 +67,6 @@ class SimFleet:
         pool = self._by_role[worker.role]
         if len(pool) <= SHORTLIST or worker.lost:
             return
-        worker.note_report()
         load = worker.running_requests if worker.role is Role.DECODE else worker.outstanding_tokens
         if self._load.get(worker.key.worker_id) != load:
             self._load[worker.key.worker_id] = load
@@ -81,17 +80,16 @@ class SimFleet:
         return [self.candidate(worker, cached_blocks.get(worker.key, 0) * size) for worker in chosen]
 
     def candidate(self, worker: SimWorker, cached_tokens: int) -> Candidate:
-        worker.note_report()
-        blocks, account = worker.blocks.counts(), worker.account
+        account, load = worker.account, worker.load()
         return Candidate(
             worker_id=worker.key.worker_id,
             epoch=worker.key.epoch,
             cached_tokens=cached_tokens,
             dispatched_tokens=account.prefill_tokens,
-            outstanding_tokens=worker.outstanding_tokens,
-            running_requests=worker.running_requests,
-            free_blocks=max(0, blocks.free + blocks.cached - account.unreported_blocks),
-            total_blocks=blocks.total,
+            outstanding_tokens=load.waiting_tokens + account.unreported_tokens,
+            running_requests=load.requests + account.unreported_requests,
+            free_blocks=max(0, load.available_blocks - account.unreported_blocks),
+            total_blocks=load.total_blocks,
             pace=self._pace[worker.role].pace(),
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from planner.cost import CostModel, PrefillWork
 from planner.simulator.links import Port
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from tandem.scheduler.scheduler import ExportRange, StepPlan
 
 MAX_REPEATED_STEPS = 256  # a step's context is taken in the middle of those it stands for
+
+
+class Load(NamedTuple):
+    requests: int  # waiting, running, reserved or exported
+    waiting_tokens: int
+    available_blocks: int
+    total_blocks: int
 
 
 class WorkerHost(Protocol):
@@ -66,6 +73,8 @@ class SimWorker:
         self._seen_frames = 0
         self._loop, self._host, self._intervals = loop, host, intervals
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._load: Load | None = None  # None: to be counted anew
+        self._total_blocks = self.blocks.counts().total
         self._stepping = False
         self._repeat: tuple[float, float, int, int] | None = None  # start, step, steps, context: while steps repeat
         self._generation = 0  # of the planned end of a step; an older one means nothing
@@ -93,18 +102,24 @@ class SimWorker:
 
     # --- its load ------------------------------------------------------------------------------------------------
 
-    def note_report(self) -> None:
-        """Its report tells which frames it has taken up."""
+    def load(self) -> Load:
+        """Its report, which is as old as its last turn; it tells which frames have been taken up."""
         if self.account.unreported_requests:
             self.account.seen(self._seen_frames)
+        if self._load is None:
+            scheduler = self.scheduler
+            self._load = Load(
+                len(scheduler.sequences), scheduler.waiting_tokens, scheduler.pool.available(), self._total_blocks
+            )
+        return self._load
 
     @property
     def running_requests(self) -> int:
-        return len(self.scheduler.sequences) + self.account.unreported_requests
+        return self.load().requests + self.account.unreported_requests
 
     @property
     def outstanding_tokens(self) -> int:
-        return self.scheduler.waiting_tokens + self.account.unreported_tokens
+        return self.load().waiting_tokens + self.account.unreported_tokens
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -114,6 +129,7 @@ class SimWorker:
         while self._inbox:
             handle, args = self._inbox.popleft()
             handle(*args)
+        self._load = None
         if self.scheduler.has_work:
             self._begin()
         if took:
@@ -183,6 +199,7 @@ class SimWorker:
             self._host.finished(self, sequence)
 
     def _after_step(self, *, room: bool) -> None:
+        self._load = None
         self._host.changed(self, room=room)
         if not self._stepping and not self.lost:
             self._turn()

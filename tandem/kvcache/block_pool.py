@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 
 from tandem.blockhash import BlockHash
 from tandem.errors import InternalError, KvExhausted
@@ -132,9 +133,9 @@ class BlockPool:
 
     def convert(self, blocks: Iterable[int], before: Hold, after: Hold) -> None:
         """Changes what kind of hold a request has; the blocks are held throughout."""
+        uses = (after is Hold.USE) - (before is Hold.USE)
         for block in blocks:
-            self._hold(block, after, 1)
-            self._hold(block, before, -1)
+            self._change(block, uses=uses, leases=-uses)
 
     def commit(self, block: int, block_hash: BlockHash) -> None:
         """A held block is full and holds `block_hash`'s tokens: from now on it can be found. Of two blocks with the
@@ -149,12 +150,8 @@ class BlockPool:
 
     def take_events(self) -> list[CacheEvent]:
         """What became findable or was evicted since the last call, neighbours of one kind merged."""
-        merged: list[CacheEvent] = []
-        for event in self._events:
-            if merged and merged[-1].stored is event.stored:
-                merged[-1] = CacheEvent(event.stored, merged[-1].hashes + event.hashes)
-            else:
-                merged.append(event)
+        runs = groupby(self._events, key=lambda event: event.stored)
+        merged = [CacheEvent(stored, tuple(each for event in run for each in event.hashes)) for stored, run in runs]
         self._events = []
         return merged
 
@@ -178,26 +175,32 @@ class BlockPool:
     def _set(self, block: int, block_hash: BlockHash | None) -> None:
         before = self._blocks[block].state
         self._blocks[block].block_hash = block_hash
-        self._moved(block, before)
+        self._count(before, self._blocks[block].state)
 
     def _hold(self, block: int, hold: Hold, change: int) -> None:
+        if hold is Hold.USE:
+            self._change(block, uses=change, leases=0)
+        else:
+            self._change(block, uses=0, leases=change)
+
+    def _change(self, block: int, uses: int, leases: int) -> None:
         held = self._blocks[block]
         before = held.state
-        if hold is Hold.USE:
-            held.uses += change
-        else:
-            held.leases += change
+        held.uses += uses
+        held.leases += leases
         if held.uses < 0 or held.leases < 0:
             raise InternalError(f"block {block} was released more often than held")
         after = held.state
-        self._moved(block, before)
-        if before is BlockState.CACHED and after is not BlockState.CACHED:
+        if after is before:
+            return
+        self._count(before, after)
+        if before is BlockState.CACHED:
             self._evictable.pop(block, None)
-        if after is BlockState.CACHED and before is not BlockState.CACHED:
+        if after is BlockState.CACHED:
             self._evictable[block] = None
-        elif after is BlockState.FREE and before is not BlockState.FREE:
+        elif after is BlockState.FREE:
             self._free.append(block)
 
-    def _moved(self, block: int, before: BlockState) -> None:
+    def _count(self, before: BlockState, after: BlockState) -> None:
         self._counts[before] -= 1
-        self._counts[self._blocks[block].state] += 1
+        self._counts[after] += 1

@@ -1,0 +1,78 @@
+"""The commands that plan: `tandem simulate` and `tandem plan`. Their options; what they do is imported when they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# ruff: noqa: PLC0415 (as in cluster.cli: `--help` answers at once)
+
+Traffic = Annotated[
+    str, typer.Argument(help="A trace file, a folder of ServeGen clients, or `synthetic`; see docs/planning.md.")
+]
+Arrivals = Annotated[
+    str | None,
+    typer.Option(help="For lengths without arrivals: poisson:RATE, gamma:RATE:CV, ramp:FROM:TO:S, diurnal:RATE:SWING:S."),
+]
+Lengths = Annotated[str | None, typer.Option(help="synthetic: mean tokens PROMPT:OUTPUT, or with :CV:CV.")]
+Prefixes = Annotated[str | None, typer.Option(help="synthetic: shared prefixes, COUNT:TOKENS:SHARE.")]
+Requests = Annotated[int | None, typer.Option(help="Only so many requests.", min=1)]
+Load = Annotated[float, typer.Option(help="Requests come so many times as fast.")]
+Prompts = Annotated[float, typer.Option(help="Prompts are so many times as long.")]
+Outputs = Annotated[float, typer.Option(help="Answers are so many times as long.")]
+Seed = Annotated[int, typer.Option(help="Of everything that is drawn.")]
+Jitter = Annotated[bool, typer.Option(help="Spread arrivals that the source rounded to seconds.")]
+ModelName = Annotated[str | None, typer.Option("--model", help="llama-3-70b, ..., or a checkpoint folder.")]
+Device = Annotated[str, typer.Option(help="a100, h100, h200, b200, cpu, or a YAML file.")]
+Cost = Annotated[
+    str | None, typer.Option(help="Measured step times: FILE.json, or a published table FILE:MODEL[/HARDWARE].")
+]
+ElementBytes = Annotated[float, typer.Option(help="Of weights and KV: 2 for bf16, 1 for fp8.")]
+Ttft = Annotated[float | None, typer.Option("--ttft", help="Objective for the time to first token, seconds.")]
+Tpot = Annotated[float | None, typer.Option("--tpot", help="Objective for the time per output token, seconds.")]
+
+
+def simulate(
+    trace: Traffic,
+    config: Annotated[Path | None, typer.Option("--config", help="Cluster spec (YAML).")] = None,
+    model: ModelName = None,
+    device: Device = "cpu",
+    cost: Cost = None,
+    element_bytes: ElementBytes = 2.0,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0: aggregated.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
+    prefill_tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks of a prefill worker.")] = None,
+    decode_tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks of a decode worker.")] = None,
+    ttft: Ttft = None,
+    tpot: Tpot = None,
+    arrivals: Arrivals = None,
+    lengths: Lengths = None,
+    prefixes: Prefixes = None,
+    requests: Requests = None,
+    load: Load = 1.0,
+    prompts: Prompts = 1.0,
+    outputs: Outputs = 1.0,
+    seed: Seed = 0,
+    jitter: Jitter = True,
+    fault: Annotated[
+        list[str] | None, typer.Option(help="worker:decode-0@30+10, redis@30+20 or link:prefill-0@30+20*8.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Run a trace through a simulated cluster: latencies, objectives met, use of workers and links."""
+    from cluster.commands.planning import HardwareFlags, TrafficFlags
+    from cluster.commands.simulate import SimulateFlags, run_simulate
+    from planner.simulator.setup import Slo
+
+    traffic = TrafficFlags(trace, arrivals, lengths, prefixes, requests, load, prompts, outputs, seed, jitter)
+    hardware = HardwareFlags(model or "", device, cost, None, element_bytes)
+    flags = SimulateFlags(
+        traffic, hardware, Slo(ttft, tpot), config, prefill, decode, prefill_tp, decode_tp, tuple(fault or ()), json
+    )
+    raise typer.Exit(run_simulate(flags))
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(simulate)

@@ -1,0 +1,80 @@
+"""Devices by name: one YAML file each, shipped here or one's own (docs/planning.md says what the fields mean)."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import Field, ValidationError
+
+from planner.cost import DeviceShape, LinkShape
+from tandem.config import Frozen
+from tandem.errors import ConfigError
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class LinkSpec(Frozen):
+    bytes_per_s: Positive
+    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    efficiency: Share = 1.0
+
+    def shape(self, ranks: int = 1) -> LinkShape:
+        """`ranks` of them side by side."""
+        return LinkShape(self.bytes_per_s * ranks, self.latency_s, self.efficiency)
+
+
+class DeviceSpec(Frozen):
+    """One device, and how it is connected."""
+
+    name: str
+    flops_per_s: Positive = Field(description="Dense, in the precision that is served.")
+    memory_bytes_per_s: Positive
+    memory_bytes: Positive
+    mfu: Share = Field(1.0, description="Share of flops_per_s that prefill reaches.")
+    mbu: Share = Field(1.0, description="Share of memory_bytes_per_s that decode reaches.")
+    step_overhead_s: Annotated[float, Field(ge=0)] = 0.0
+    memory_share: Share = Field(0.9, description="Of memory_bytes, for weights and KV; the rest is work space.")
+    fabric: LinkSpec = Field(description="Between the ranks of a worker.")
+    link: LinkSpec = Field(description="Between workers, of one device: what KV moves over.")
+    devices_per_node: Annotated[int, Field(ge=1, le=1024)] = 8
+    price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        0.0, description="Of one device. Those shipped are round numbers of 2026: give your own."
+    )
+
+    def shape(self) -> DeviceShape:
+        return DeviceShape(self.flops_per_s, self.memory_bytes_per_s, self.mfu, self.mbu, self.step_overhead_s)
+
+
+def shipped_devices() -> tuple[str, ...]:
+    return tuple(sorted(each.name.removesuffix(".yaml") for each in files(__package__).iterdir() if _is_yaml(each.name)))
+
+
+def find_device(name: str) -> DeviceSpec:
+    """A shipped name or a file of one's own. Raises ConfigError naming the field and what was expected."""
+    shipped = files(__package__) / f"{name.lower()}.yaml"
+    own = Path(name)
+    try:
+        if name.lower() in shipped_devices():
+            text = shipped.read_text(encoding="utf-8")
+        elif _is_yaml(name):
+            text = own.read_text(encoding="utf-8")
+        else:
+            known = ", ".join(shipped_devices())
+            raise ConfigError(f"--device: expected {known} or a YAML file, got {name!r}", field="--device")
+        return DeviceSpec.model_validate(yaml.safe_load(text))
+    except OSError as error:
+        raise ConfigError(f"--device: {name}: {error.strerror}", field="--device") from None
+    except yaml.YAMLError:
+        raise ConfigError(f"--device: {name}: expected YAML", field="--device") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"--device: {name}: {where}: {first['msg']}", field=where or "--device") from None
+
+
+def _is_yaml(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))

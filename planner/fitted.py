@@ -1,0 +1,200 @@
+"""Cost models fitted to measurements: published tables, or those of `tandem profile`.
+
+    prefill(n, c) = a + b·n + c·(n² + 2·n·c)          n tokens after c tokens of context
+    decode(B, s)  = a + b·s + c·B                     B requests with s tokens of context together
+
+Attention is the quadratic term; a chunk after context costs what it adds to it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from planner.cost import CostModel, LinkShape, PrefillWork
+from tandem.errors import ConfigError
+
+_SPLITWISE = {"model", "hardware", "prompt_size", "batch_size", "token_size", "prompt_time", "token_time"}
+
+
+class PrefillPoint(NamedTuple):
+    """A measured prefill of `sequences` prompts of `tokens` tokens each, after `context` each."""
+
+    tokens: int
+    context: int
+    seconds: float
+    sequences: int = 1
+
+
+class DecodePoint(NamedTuple):
+    """A measured step."""
+
+    batch: int
+    context_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Line3:
+    """a + b·x + c·y, at least 0."""
+
+    a: float
+    b: float
+    c: float
+
+    def at(self, x: float, y: float) -> float:
+        return max(0.0, self.a + self.b * x + self.c * y)
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCostModel:
+    """`large`: the decode line from `large_from` requests on, where batches behave differently."""
+
+    prefill: Line3
+    decode: Line3
+    link: LinkShape
+    fit_error: float | None = None
+    large: Line3 | None = None
+    large_from: int = 0
+    source: str = ""
+
+    def prefill_s(self, tokens: int, context: int) -> float:
+        return self.step_s([PrefillWork(tokens, context)], 0, 0) if tokens else 0.0
+
+    def decode_step_s(self, batch: int, context_tokens: int) -> float:
+        return self.step_s((), batch, context_tokens) if batch else 0.0
+
+    def step_s(self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int) -> float:
+        """Both kinds add up; what a step costs in any case is paid once."""
+        tokens = sum(work.tokens for work in prefills)
+        pairs = sum(work.tokens * (work.tokens + 2 * work.context) for work in prefills)
+        line = self.large if self.large is not None and batch >= self.large_from else self.decode
+        prefill_s = self.prefill.at(tokens, pairs) if prefills else 0.0
+        decode_s = line.at(context_tokens, batch) if batch else 0.0
+        shared_s = min(max(0.0, self.prefill.a), max(0.0, line.a)) if prefills and batch else 0.0
+        return max(0.0, prefill_s + decode_s - shared_s)
+
+    def transfer_s(self, num_bytes: int) -> float:
+        if num_bytes == 0:
+            return 0.0
+        return num_bytes / (self.link.efficiency * self.link.bytes_per_s) + self.link.latency_s
+
+
+def fit(prefills: Sequence[PrefillPoint], decodes: Sequence[DecodePoint], link: LinkShape, source: str) -> FittedCostModel:
+    """Least squares of relative errors. Raises ConfigError when there are too few points."""
+    if len(prefills) < 3 or len(decodes) < 3:
+        raise ConfigError(
+            f"{source}: expected at least 3 prefill and 3 decode measurements, got {len(prefills)} and {len(decodes)}",
+            field="--cost",
+        )
+    rows = [(p.sequences * p.tokens, p.sequences * p.tokens * (p.tokens + 2 * p.context)) for p in prefills]
+    prefill, prefill_error = _fit(rows, [p.seconds for p in prefills])
+    decode, decode_error = _fit([(d.context_tokens, d.batch) for d in decodes], [d.seconds for d in decodes])
+    return FittedCostModel(prefill, decode, link, fit_error=max(prefill_error, decode_error), source=source)
+
+
+def _fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[Line3, float]:
+    """Coefficients of at least 0 (more work never costs less), and the mean relative error."""
+    target = np.array(seconds)
+    columns = np.column_stack([np.ones(len(rows)), np.array(rows, dtype=np.float64)])
+    weighted = columns / target[:, None]
+    scale = np.maximum(np.abs(weighted).max(axis=0), 1e-300)
+    used = [0, 1, 2]
+    found = np.zeros(3)
+    while used:
+        part = np.linalg.lstsq(weighted[:, used] / scale[used], np.ones(len(rows)), rcond=None)[0] / scale[used]
+        if (part >= 0).all():
+            found[used] = part
+            break
+        used.pop(int(np.argmin(part * scale[used])))  # the least believable one counts for nothing
+    error = float(np.abs(columns @ found / target - 1).mean())
+    return Line3(*found.tolist()), error
+
+
+def read_splitwise(path: Path, model: str, hardware: str, link: Callable[[int], LinkShape]) -> dict[int, CostModel]:
+    """Cost models by TP width from a table of Splitwise's form (milliseconds). Raises ConfigError."""
+    points: dict[int, tuple[list[PrefillPoint], list[DecodePoint]]] = {}
+    names: set[tuple[str, str]] = set()
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        if missing := sorted(_SPLITWISE - set(reader.fieldnames or ())):
+            raise ConfigError(f"{path.name}, line 1: expected a column {missing[0]}", field=missing[0])
+        for row in reader:
+            names.add((row["model"], row["hardware"]))
+            if (row["model"], row["hardware"]) != (model, hardware):
+                continue
+            prefills, decodes = points.setdefault(int(row["tensor_parallel"]), ([], []))
+            prompt, batch, answer = (int(row[name]) for name in ("prompt_size", "batch_size", "token_size"))
+            prefills.append(PrefillPoint(prompt, 0, float(row["prompt_time"]) / 1000, batch))
+            decodes.append(DecodePoint(batch, batch * (prompt + answer // 2), float(row["token_time"]) / 1000))
+    if not points:
+        known = ", ".join(f"{one}/{two}" for one, two in sorted(names))
+        raise ConfigError(f"{path.name}: expected one of {known}, got {model}/{hardware}", field="--cost")
+    return {tp: fit(*found, link(tp), f"{path.name} {model}/{hardware}") for tp, found in sorted(points.items())}
+
+
+def read_distserve(path: Path, model: str, link: Callable[[int], LinkShape]) -> dict[int, CostModel]:
+    """Cost models by TP width from DistServe's published fits; they come without their measurements, and so without an
+    error. Raises ConfigError."""
+    tables = _json(path)
+    if model not in tables:
+        raise ConfigError(f"{path.name}: expected one of {', '.join(tables)}, got {model!r}", field="--cost")
+    try:
+        return {int(tp): _distserve(entry, link(int(tp)), path.name) for tp, entry in tables[model].items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path.name}: expected DistServe's fields: {error}", field="--cost") from None
+
+
+def _distserve(entry: dict[str, Any], link: LinkShape, name: str) -> FittedCostModel:
+    prefill, small, large = (
+        Line3(*(float(each) / 1000 for each in entry[key])) for key in ("prefill", "decoding_smallbs", "decoding_largebs")
+    )
+    threshold = int(entry["decoding_large_small_bs_threshold"])
+    return FittedCostModel(prefill, small, link, None, large, threshold, name)
+
+
+def read_measured(path: Path) -> dict[int, CostModel]:
+    """What `write_measured` wrote. Raises ConfigError."""
+    try:
+        found: dict[int, CostModel] = {}
+        for entry in _json(path)["widths"]:
+            prefills = [PrefillPoint(*point) for point in entry["prefill"]]
+            decodes = [DecodePoint(*point) for point in entry["decode"]]
+            found[int(entry["tp"])] = fit(prefills, decodes, LinkShape(**entry["link"]), path.name)
+        return found
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path.name}: expected a cost model of `tandem profile`: {error}", field="--cost") from None
+
+
+def write_measured(
+    path: Path, widths: dict[int, tuple[Sequence[PrefillPoint], Sequence[DecodePoint], LinkShape]], about: dict[str, str]
+) -> None:
+    """The measurements themselves: the fit is made anew whenever they are read."""
+    entries = [
+        {
+            "tp": tp,
+            "prefill": [list(point) for point in prefills],
+            "decode": [list(point) for point in decodes],
+            "link": {"bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s, "efficiency": link.efficiency},
+        }
+        for tp, (prefills, decodes, link) in widths.items()
+    ]
+    path.write_text(json.dumps({"about": about, "widths": entries}, indent=1) + "\n", encoding="utf-8")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--cost: {path}: {error.strerror}", field="--cost") from None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--cost: {path}: expected a JSON object", field="--cost")
+    return found
