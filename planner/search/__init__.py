@@ -1,0 +1,1 @@
+"""Which cluster serves given traffic within its objectives for the least money."""

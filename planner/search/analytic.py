@@ -1,0 +1,116 @@
+"""What can be said of a layout without simulating it: bounds that no queue, no burst and no cold cache can better.
+
+A layout that fails here fails in every simulation. Those that pass are ranked by how close to their limits they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from planner.cost import CostModel
+from planner.hardware import Hardware
+from planner.search.layout import Layout
+from planner.search.traffic import TrafficShape
+from planner.simulator.setup import Slo
+
+_ROUNDS = 40
+TOLERANCE = 1.05  # means, not percentiles: somewhat beyond a limit may still be within it
+
+
+class Limit(StrEnum):
+    PREFILL_TIME = "prefill_time"  # an idle worker's time for a long prompt, against the TTFT objective
+    PREFILL_LOAD = "prefill_load"  # prompts come faster than they are computed
+    DECODE_STEP = "decode_step"  # the mean step, against the TPOT objective
+    DECODE_LOAD = "decode_load"  # more requests run than a worker takes
+    KV_MEMORY = "kv_memory"  # their KV against the pool
+    PROMPT_MEMORY = "prompt_memory"  # the longest prompt against one worker's pool
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Each limit's use: 1 is at the limit. `worst`: the one that binds."""
+
+    use: dict[Limit, float]
+
+    @property
+    def worst(self) -> tuple[Limit, float]:
+        return max(self.use.items(), key=lambda item: item[1])
+
+    @property
+    def possible(self) -> bool:
+        return self.worst[1] <= TOLERANCE
+
+
+class Analysis:
+    """Of one traffic on one hardware; remembers what widths cost."""
+
+    def __init__(
+        self, shape: TrafficShape, hardware: Hardware, slo: Slo, attainment: float, max_running_requests: int
+    ) -> None:
+        self._shape, self._hardware, self._slo = shape, hardware, slo
+        self._attainment, self._max_running = attainment, max_running_requests
+        self._prefill: dict[tuple[int, int], float] = {}
+        self._costs: dict[int, CostModel] = {}
+
+    def possible(self, candidates: Iterable[Layout]) -> list[tuple[float, Layout]]:
+        """Those that may meet their objectives, each with the use of the limit that binds, best first."""
+        found = [(self.bounds(each), each) for each in candidates]
+        return sorted((bounds.worst[1], layout) for bounds, layout in found if bounds.possible)
+
+    def bounds(self, layout: Layout) -> Bounds:
+        shape = self._shape
+        prefill_tp = layout.decode_tp if layout.is_aggregated else layout.prefill_tp
+        prefillers = layout.decode_workers if layout.is_aggregated else layout.prefill_workers
+        prefill_load = shape.requests_per_s * self._mean_prefill_s(prefill_tp, layout.step_tokens) / prefillers
+        use = {Limit.PREFILL_LOAD: prefill_load} | self._decode_use(layout, prefill_load)
+        if self._slo.ttft_s is not None:
+            # The prompt at the wanted share, as far as no cache helps it, on a worker that does nothing else.
+            tokens = shape.prompt_at(self._attainment) * shape.uncached
+            use[Limit.PREFILL_TIME] = (
+                prompt_s(self._cost(prefill_tp), round(tokens), layout.step_tokens) / self._slo.ttft_s
+            )
+        pools = [self._hardware.kv_tokens(tp) for tp in {prefill_tp, layout.decode_tp}]
+        use[Limit.PROMPT_MEMORY] = max(shape.prompt_at(self._attainment) / max(1, pool) for pool in pools)
+        return Bounds(use)
+
+    def _decode_use(self, layout: Layout, prefill_load: float) -> dict[Limit, float]:
+        """The batch in which as many tokens are made as come: B = rate · length · step(B), from below."""
+        shape, cost = self._shape, self._cost(layout.decode_tp)
+        tokens_per_s = shape.requests_per_s * shape.mean_output / layout.decode_workers
+        context = shape.mean_prompt + shape.mean_output / 2
+        # Prompts that are computed on the same worker take their time from decoding.
+        stretch = 1.0 / max(0.02, 1.0 - prefill_load) if layout.is_aggregated else 1.0
+        batch, step_s = 1.0, 0.0
+        for _ in range(_ROUNDS):
+            count = max(1, round(batch))
+            step_s = cost.decode_step_s(count, round(count * context)) * stretch
+            batch = min(max(1.0, tokens_per_s * step_s), 4.0 * self._max_running)
+        use = {
+            Limit.DECODE_LOAD: batch / self._max_running,
+            Limit.KV_MEMORY: batch * context / max(1, self._hardware.kv_tokens(layout.decode_tp)),
+        }
+        if self._slo.tpot_s is not None:
+            use[Limit.DECODE_STEP] = step_s / self._slo.tpot_s
+        return use
+
+    def _mean_prefill_s(self, tp: int, step_tokens: int) -> float:
+        known = self._prefill.get((tp, step_tokens))
+        if known is None:
+            cost, shape = self._cost(tp), self._shape
+            times = [prompt_s(cost, max(1, round(each * shape.uncached)), step_tokens) for each in shape.prompts]
+            known = self._prefill[tp, step_tokens] = sum(times) / len(times)
+        return known
+
+    def _cost(self, tp: int) -> CostModel:
+        if tp not in self._costs:
+            self._costs[tp] = self._hardware.cost(tp)
+        return self._costs[tp]
+
+
+def prompt_s(cost: CostModel, tokens: int, step_tokens: int) -> float:
+    """A prompt alone, in chunks."""
+    return sum(
+        cost.prefill_s(min(step_tokens, tokens - start), start) for start in range(0, tokens, step_tokens)
+    )

@@ -1,0 +1,161 @@
+"""One layout under one variant of the traffic, simulated."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from planner.hardware import Hardware, make_setup, simulated_block_tokens
+from planner.search.layout import Layout
+from planner.search.traffic import busiest
+from planner.simulator.result import SimResult
+from planner.simulator.setup import Setup, Slo
+from planner.simulator.simulate import simulate
+from planner.traces.trace import Trace
+from tandem.config import RouterSpec
+
+ENGINE_BLOCK_TOKENS = 16
+MAX_QUEUED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`most_misses`: the share of requests beyond which it is given up; None: never."""
+
+    layout: Layout
+    requests: int
+    load: float = 1.0
+    prompts: float = 1.0
+    outputs: float = 1.0
+    most_misses: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Job:
+        return cls(**(fields | {"layout": Layout(**fields["layout"])}))
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a plan is judged by. Latencies in seconds; `busy` and `prefill_busy`: mean shares of the workers' time.
+
+    `complete` False: given up, and all figures are of what had happened by then."""
+
+    job: Job
+    joint: float
+    ttft_share: float | None
+    tpot_share: float | None
+    goodput_per_s: float
+    ttft_p50_s: float | None
+    ttft_p90_s: float | None
+    ttft_p99_s: float | None
+    tpot_p50_s: float | None
+    tpot_p90_s: float | None
+    tpot_p99_s: float | None
+    prefill_busy: float | None
+    decode_busy: float
+    hit_rate: float
+    tokens_per_s: float
+    output_tokens_per_s: float
+    rejected: int
+    complete: bool
+
+    @property
+    def layout(self) -> Layout:
+        return self.job.layout
+
+    @property
+    def busy(self) -> float:
+        """Of all devices."""
+        layout = self.layout
+        prefill = (self.prefill_busy or 0.0) * layout.prefill_workers * layout.prefill_tp
+        return (prefill + self.decode_busy * layout.decode_workers * layout.decode_tp) / layout.devices
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Evaluation:
+        return cls(**(fields | {"job": Job.from_json(fields["job"])}))
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Everything a job needs beside itself. `trace` is the stretch that the last round simulates whole."""
+
+    trace: Trace
+    hardware: Hardware
+    slo: Slo
+    max_running_requests: int = 256
+
+    def evaluate(self, job: Job) -> Evaluation:
+        trace = busiest(self.trace, job.requests)
+        if (job.prompts, job.outputs) != (1.0, 1.0):
+            trace = trace.with_lengths(job.prompts, job.outputs)
+        trace = trace.at_rate(job.load)
+        most = None if job.most_misses is None else int(job.most_misses * len(trace))
+        result = simulate(trace, self.setup(job.layout), self.slo, most_misses=most)
+        return _evaluation(job, result)
+
+    def setup(self, layout: Layout) -> Setup:
+        hardware, prefixes = self.hardware, self.trace.prefixes
+        return make_setup(
+            hardware,
+            None if layout.is_aggregated else hardware.pool(layout.prefill_workers, layout.prefill_tp),
+            hardware.pool(layout.decode_workers, layout.decode_tp),
+            router=router_spec(layout),
+            max_running_requests=self.max_running_requests,
+            max_step_tokens=layout.step_tokens,
+            block_tokens=simulated_block_tokens(
+                ENGINE_BLOCK_TOKENS,
+                float(self.trace.prompt_tokens.mean()),
+                None if prefixes is None else prefixes.block_tokens,
+            ),
+        )
+
+
+def router_spec(layout: Layout) -> RouterSpec:
+    """What the plan's values file tells the router: enough prompts on a worker for two steps, a queue that waits
+    rather than refuses (a refusal misses its objective as well)."""
+    spec = RouterSpec(max_prefill_tokens_in_flight=2 * layout.step_tokens, max_queued_requests=MAX_QUEUED)
+    classes = tuple(each.model_copy(update={"ttft_slo_s": None}) for each in spec.classes)
+    return spec.model_copy(update={"classes": classes})
+
+
+def _evaluation(job: Job, result: SimResult) -> Evaluation:
+    prefill = result.pools.get("prefill")
+    found = result.attainment
+    return Evaluation(
+        job=job,
+        joint=1.0 if found.joint is None else found.joint,
+        ttft_share=found.ttft,
+        tpot_share=found.tpot,
+        goodput_per_s=result.goodput_per_s if result.goodput_per_s is not None else result.finished / result.span_s,
+        ttft_p50_s=result.ttft_s.p50,
+        ttft_p90_s=result.ttft_s.p90,
+        ttft_p99_s=result.ttft_s.p99,
+        tpot_p50_s=result.tpot_s.p50,
+        tpot_p90_s=result.tpot_s.p90,
+        tpot_p99_s=result.tpot_s.p99,
+        prefill_busy=None if prefill is None else prefill.busy,
+        decode_busy=result.pools["decode"].busy,
+        hit_rate=result.hit_rate,
+        tokens_per_s=result.prompt_tokens_per_s + result.output_tokens_per_s,
+        output_tokens_per_s=result.output_tokens_per_s,
+        rejected=result.rejected,
+        complete=result.complete,
+    )
+
+
+def lost_worker(job: Job, *, prefill: bool) -> Job | None:
+    """The same with one worker less; None when none would be left."""
+    layout = job.layout
+    if prefill:
+        if layout.prefill_workers < 1:
+            return None
+        return replace(job, layout=replace(layout, prefill_workers=layout.prefill_workers - 1))
+    if layout.decode_workers < 2:
+        return None
+    return replace(job, layout=replace(layout, decode_workers=layout.decode_workers - 1))

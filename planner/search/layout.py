@@ -1,0 +1,47 @@
+"""A cluster's layout, the one thing that the search varies, and all layouts that some devices can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Layout:
+    """`prefill_workers` 0: aggregated. `step_tokens`: the chunk budget of an engine step."""
+
+    prefill_workers: int
+    prefill_tp: int
+    decode_workers: int
+    decode_tp: int
+    step_tokens: int
+
+    @property
+    def devices(self) -> int:
+        return self.prefill_workers * self.prefill_tp + self.decode_workers * self.decode_tp
+
+    @property
+    def is_aggregated(self) -> bool:
+        return self.prefill_workers == 0
+
+    def __str__(self) -> str:
+        decode = f"{self.decode_workers} x TP {self.decode_tp}"
+        if self.is_aggregated:
+            return f"aggregated {decode}, {self.step_tokens}-token steps"
+        return f"{self.prefill_workers} x TP {self.prefill_tp} : {decode}, {self.step_tokens}-token steps"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def layouts(widths: Sequence[int], max_devices: int, step_tokens: Sequence[int]) -> Iterator[Layout]:
+    """Every layout of at most `max_devices` devices."""
+    for tokens in step_tokens:
+        for decode_tp in widths:
+            for decode_workers in range(1, max_devices // decode_tp + 1):
+                yield Layout(0, 1, decode_workers, decode_tp, tokens)
+                left = max_devices - decode_workers * decode_tp
+                for prefill_tp in widths:
+                    for prefill_workers in range(1, left // prefill_tp + 1):
+                        yield Layout(prefill_workers, prefill_tp, decode_workers, decode_tp, tokens)

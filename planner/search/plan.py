@@ -1,0 +1,285 @@
+"""The search from traffic, hardware and objectives to a plan, and everything that is said about the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from planner.hardware import Hardware
+from planner.search.analytic import Analysis, Bounds
+from planner.search.evaluate import Evaluation, Evaluator, Job, lost_worker
+from planner.search.halving import Effort, halve, rank, select
+from planner.search.layout import Layout, layouts
+from planner.search.traffic import TrafficShape, busiest
+from planner.search.workforce import Journal, Workforce
+from planner.simulator.setup import Slo
+from planner.traces.trace import Trace
+from tandem.errors import ConfigError
+
+Progress = Callable[[str, int, int], None]  # what is done, jobs done, jobs in all
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """`attainment`: the share of requests that shall meet both objectives."""
+
+    slo: Slo
+    attainment: float = 0.95
+    max_devices: int = 16
+    step_tokens: tuple[int, ...] = (2048, 8192)
+    max_running_requests: int = 256
+
+    def __post_init__(self) -> None:
+        if self.slo.ttft_s is None and self.slo.tpot_s is None:
+            raise ConfigError("expected an objective: --ttft, --tpot, or both", field="--ttft")
+        if not 0 < self.attainment < 1:
+            raise ConfigError(
+                f"--attainment: expected a share above 0 and below 1, got {self.attainment:g}", field="--attainment"
+            )
+        if self.max_devices < 1:
+            raise ConfigError(f"--devices: expected at least 1, got {self.max_devices}", field="--devices")
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """`state`: where results are kept, so that an interrupted search goes on; None: nowhere."""
+
+    processes: int = 1
+    state: Path | None = None
+    effort: Effort = Effort(requests=2000)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Dollars. Per million tokens, prompt and answer together, and of answers alone; busy: as if only the time in
+    which workers ran steps were paid for."""
+
+    per_hour: float
+    per_million_tokens: float | None
+    per_million_tokens_busy: float | None
+    per_million_output_tokens: float | None
+
+    @classmethod
+    def of(cls, found: Evaluation, price_per_hour: float) -> Costs:
+        per_hour = found.layout.devices * price_per_hour
+
+        def per_million(tokens_per_s: float, share: float = 1.0) -> float | None:
+            return per_hour * share / (tokens_per_s * 3600) * 1e6 if tokens_per_s > 0 else None
+
+        return cls(
+            per_hour,
+            per_million(found.tokens_per_s),
+            per_million(found.tokens_per_s, found.busy),
+            per_million(found.output_tokens_per_s),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The plan under other circumstances."""
+
+    name: str
+    evaluation: Evaluation
+    meets: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why nothing meets the objectives: the limit that binds for the layout that comes closest, and by how much."""
+
+    closest: Evaluation | None
+    limit: str
+    excess: float  # 1.5: half as much again as is allowed
+    explanation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`chosen` None: nothing meets the goal, and `miss` says why. `finalists`: simulated to the end, best first."""
+
+    goal: Goal
+    model: str
+    device: str
+    price_per_hour: float
+    traffic: tuple[str, ...]
+    requests_per_s: float
+    considered: int
+    possible: int
+    simulated: int
+    chosen: Evaluation | None
+    costs: Costs | None
+    miss: Miss | None
+    finalists: tuple[Evaluation, ...]
+    variants: tuple[Variant, ...]
+    verdict: str
+
+    def meets(self, found: Evaluation) -> bool:
+        return found.complete and found.joint >= self.goal.attainment
+
+    def frontier(self) -> list[Evaluation]:
+        """The best of each number of devices, as long as more devices give more goodput."""
+        best: list[Evaluation] = []
+        for each in sorted(self.finalists, key=lambda found: (found.layout.devices, -found.goodput_per_s)):
+            if not best or each.goodput_per_s > best[-1].goodput_per_s:
+                best.append(each)
+        return best
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_plan(
+    trace: Trace, hardware: Hardware, goal: Goal, means: Means, progress: Progress = lambda what, done, total: None
+) -> Plan:
+    """Raises ConfigError when the devices cannot hold the model at all."""
+    trace = busiest(trace, means.effort.requests)
+    means = replace(means, effort=replace(means.effort, requests=len(trace)))
+    widths = [tp for tp in hardware.widths() if tp <= goal.max_devices]
+    if not widths:
+        raise ConfigError(
+            f"--devices: {hardware.model.name} does not fit on {goal.max_devices} x {hardware.device.name} "
+            f"({hardware.model.weights_bytes / 1e9:.0f} GB of weights)",
+            field="--devices",
+        )
+    analysis = Analysis(TrafficShape.of(trace), hardware, goal.slo, goal.attainment, goal.max_running_requests)
+    everything = list(layouts(widths, goal.max_devices, goal.step_tokens))
+    ranked = analysis.possible(everything)
+    evaluator = Evaluator(trace, hardware, goal.slo, goal.max_running_requests)
+    with Workforce(evaluator, means.processes, Journal(means.state, evaluator)) as workforce:
+        search = _Search(workforce, goal, means.effort, progress)
+        finalists = search.finalists([layout for layout in select(ranked, means.effort.per_price)])
+        chosen = _cheapest(finalists, goal)
+        variants = search.variants(chosen) if chosen is not None else []
+    price = hardware.device.price_per_hour
+    return Plan(
+        goal=goal,
+        model=hardware.model.name,
+        device=hardware.device.name,
+        price_per_hour=price,
+        traffic=(trace.name, *trace.notes),
+        requests_per_s=trace.requests_per_s,
+        considered=len(everything),
+        possible=len(ranked),
+        simulated=search.simulated,
+        chosen=chosen,
+        costs=None if chosen is None else Costs.of(chosen, price),
+        miss=None if chosen is not None else _miss(finalists, everything, analysis, goal),
+        finalists=tuple(finalists),
+        variants=tuple(variants),
+        verdict=_verdict(finalists, goal),
+    )
+
+
+class _Search:
+    def __init__(self, workforce: Workforce, goal: Goal, effort: Effort, progress: Progress) -> None:
+        self._workforce, self._goal, self._effort, self._progress = workforce, goal, effort, progress
+        self._round = 0
+        self.simulated = 0
+
+    def finalists(self, chosen: Sequence[Layout]) -> list[Evaluation]:
+        if not chosen:
+            return []
+        found = halve(chosen, self._effort, self._goal.attainment, self._next_round)
+        return sorted(found, key=rank, reverse=True)
+
+    def variants(self, chosen: Evaluation) -> list[Variant]:
+        base = replace(chosen.job, most_misses=None)
+        jobs = {
+            "load -25 %": replace(base, load=0.75),
+            "load +25 %": replace(base, load=1.25),
+            "prompts +25 %": replace(base, prompts=1.25),
+            "answers +25 %": replace(base, outputs=1.25),
+            "one prefill worker lost": lost_worker(base, prefill=True),
+            "one decode worker lost": lost_worker(base, prefill=False),
+        }
+        known = {name: job for name, job in jobs.items() if job is not None}
+        found = self._run("variants of the plan", list(known.values()))
+        share = self._goal.attainment
+        return [
+            Variant(name, each, each.joint >= share) for name, each in zip(known, found, strict=True)
+        ]
+
+    def _next_round(self, jobs: Sequence[Job]) -> list[Evaluation]:
+        self._round += 1
+        return self._run(f"round {self._round}: {len(jobs)} layouts, {jobs[0].requests} requests", jobs)
+
+    def _run(self, what: str, jobs: Sequence[Job]) -> list[Evaluation]:
+        ended = 0
+
+        def done(_: Evaluation) -> None:
+            nonlocal ended
+            ended += 1
+            self._progress(what, ended, len(jobs))
+
+        self._progress(what, 0, len(jobs))
+        self.simulated += len(jobs)
+        return self._workforce.run(jobs, done)
+
+
+def _cheapest(finalists: Sequence[Evaluation], goal: Goal) -> Evaluation | None:
+    """Of those that meet the goal, the fewest devices; among them the best."""
+    meeting = [each for each in finalists if each.complete and each.joint >= goal.attainment]
+    return min(meeting, key=lambda each: (each.layout.devices, *(-value for value in rank(each))), default=None)
+
+
+def _verdict(finalists: Sequence[Evaluation], goal: Goal) -> str:
+    """Whether prefill and decode had better be apart here."""
+    apart = _cheapest([each for each in finalists if not each.layout.is_aggregated], goal)
+    together = _cheapest([each for each in finalists if each.layout.is_aggregated], goal)
+    if apart is None and together is None:
+        return "neither disaggregated nor aggregated layouts meet the objectives"
+    if together is None:
+        return "disaggregation pays: no aggregated layout of these devices meets the objectives"
+    if apart is None:
+        return "disaggregation does not pay: only aggregated layouts meet the objectives"
+    few, many = apart.layout.devices, together.layout.devices
+    if few < many:
+        return f"disaggregation pays: {few} devices do what takes {many} aggregated"
+    if few > many:
+        return f"disaggregation does not pay: {many} devices aggregated do what takes {few} disaggregated"
+    if apart.joint > together.joint:
+        return (
+            f"disaggregation pays at the same price ({few} devices): {apart.joint:.1%} of requests within their "
+            f"objectives, {together.joint:.1%} aggregated"
+        )
+    return (
+        f"disaggregation does not pay at the same price ({few} devices): {apart.joint:.1%} of requests within their "
+        f"objectives, {together.joint:.1%} aggregated"
+    )
+
+
+def _miss(
+    finalists: Sequence[Evaluation], everything: Sequence[Layout], analysis: Analysis, goal: Goal
+) -> Miss:
+    if not finalists:
+        least: tuple[Bounds, Layout] = min(
+            ((analysis.bounds(each), each) for each in everything), key=lambda found: found[0].worst[1]
+        )
+        limit, excess = least[0].worst
+        return Miss(
+            None,
+            limit.value,
+            excess,
+            f"no layout of {goal.max_devices} devices is possible; the closest ({least[1]}) needs {excess:.2f} x what "
+            f"its limit {limit.value} allows, before any queue",
+        )
+    closest = finalists[0]
+    slo = goal.slo
+    overs = []
+    if slo.ttft_s is not None and closest.ttft_p90_s is not None:
+        overs.append((1 - (closest.ttft_share or 0.0), "ttft", closest.ttft_p90_s / slo.ttft_s, closest.ttft_p90_s))
+    if slo.tpot_s is not None and closest.tpot_p90_s is not None:
+        overs.append((1 - (closest.tpot_share or 0.0), "tpot", closest.tpot_p90_s / slo.tpot_s, closest.tpot_p90_s))
+    if not overs:
+        return Miss(closest, "capacity", float("inf"), f"the closest layout ({closest.layout}) finishes no request")
+    missing, limit_name, excess, seconds = max(overs)
+    return Miss(
+        closest,
+        limit_name,
+        excess,
+        f"the closest layout ({closest.layout}) keeps both objectives for {closest.joint:.1%} of the requests, "
+        f"{goal.attainment:.1%} are wanted; {limit_name.upper()} binds: {missing:.1%} miss it, its p90 is "
+        f"{seconds:.3g} s ({excess:.2f} x the objective)",
+    )

@@ -1,0 +1,68 @@
+"""The part of a trace that is simulated, and its figures for estimates by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planner.traces.hits import infinite_cache_hits
+from planner.traces.trace import Prefixes, Trace
+
+_SAMPLES = 48
+_ANSWER_WEIGHT = 8  # prompt tokens that an answer token is taken to weigh, when the busiest stretch is looked for
+
+
+def busiest(trace: Trace, requests: int) -> Trace:
+    """The stretch of so many requests in which most work comes in the least time."""
+    if requests >= len(trace):
+        return trace
+    work = np.concatenate([[0.0], np.cumsum(trace.prompt_tokens + _ANSWER_WEIGHT * trace.output_tokens)])
+    starts = np.arange(len(trace) - requests)
+    seconds = trace.arrival_s[starts + requests] - trace.arrival_s[starts]
+    start = int(np.argmax((work[starts + requests] - work[starts]) / np.maximum(seconds, 1e-9)))
+    return _stretch(trace, start, start + requests)
+
+
+def _stretch(trace: Trace, start: int, end: int) -> Trace:
+    prefixes = trace.prefixes
+    if prefixes is not None:
+        before = int(prefixes.ends[start - 1]) if start else 0
+        ids = prefixes.ids[before : int(prefixes.ends[end - 1])]
+        prefixes = Prefixes(prefixes.block_tokens, ids, prefixes.ends[start:end] - before)
+    arrival_s = trace.arrival_s[start:end]
+    return replace(
+        trace,
+        arrival_s=arrival_s - arrival_s[0],
+        prompt_tokens=trace.prompt_tokens[start:end],
+        output_tokens=trace.output_tokens[start:end],
+        prefixes=prefixes,
+        label=None if trace.label is None else trace.label[start:end],
+        notes=(*trace.notes, f"the busiest {end - start} of {len(trace)} requests"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficShape:
+    """`prompts`: a sample of prompt lengths, evenly over their distribution. `uncached`: the least share of prompt
+    tokens that has to be computed."""
+
+    requests_per_s: float
+    prompts: tuple[int, ...]
+    mean_prompt: float
+    mean_output: float
+    uncached: float
+
+    @classmethod
+    def of(cls, trace: Trace) -> TrafficShape:
+        shares = (np.arange(_SAMPLES) + 0.5) / _SAMPLES
+        return cls(
+            trace.requests_per_s,
+            tuple(int(each) for each in np.quantile(trace.prompt_tokens, shares)),
+            float(trace.prompt_tokens.mean()),
+            float(trace.output_tokens.mean()),
+            1.0 - infinite_cache_hits(trace).token_hit_rate,
+        )
+
+    def prompt_at(self, share: float) -> int:
+        return self.prompts[min(len(self.prompts) - 1, int(share * len(self.prompts)))]
