@@ -1,4 +1,4 @@
-"""The commands that plan: `tandem simulate` and `tandem plan`. Their options; what they do is imported when they run."""
+"""The options of `tandem simulate` and `tandem plan`. What they do is imported when they run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Traffic = Annotated[
 ]
 Arrivals = Annotated[
     str | None,
-    typer.Option(help="For lengths without arrivals: poisson:RATE, gamma:RATE:CV, ramp:FROM:TO:S, diurnal:RATE:SWING:S."),
+    typer.Option(help="Without arrivals: poisson:RATE, gamma:RATE:CV, ramp:FROM:TO:S or diurnal:RATE:SWING:S."),
 ]
 Lengths = Annotated[str | None, typer.Option(help="synthetic: mean tokens PROMPT:OUTPUT, or with :CV:CV.")]
 Prefixes = Annotated[str | None, typer.Option(help="synthetic: shared prefixes, COUNT:TOKENS:SHARE.")]
@@ -74,5 +74,50 @@ def simulate(
     raise typer.Exit(run_simulate(flags))
 
 
+def plan(
+    trace: Traffic,
+    model: Annotated[str, typer.Option("--model", help="llama-3-70b, ..., or a checkpoint folder.")],
+    device: Device = "h100",
+    devices: Annotated[int, typer.Option(help="At most so many.", min=1, max=1024)] = 16,
+    ttft: Ttft = None,
+    tpot: Tpot = None,
+    attainment: Annotated[float, typer.Option(help="Share of requests that shall meet both objectives.")] = 0.95,
+    price: Annotated[float | None, typer.Option(help="Dollars per device and hour.")] = None,
+    cost: Cost = None,
+    element_bytes: ElementBytes = 2.0,
+    step_tokens: Annotated[list[int] | None, typer.Option(help="Chunk budgets to try.", min=16)] = None,
+    running: Annotated[int, typer.Option(help="Most requests that a worker runs.", min=1, max=4096)] = 256,
+    source: Annotated[str | None, typer.Option(help="Checkpoint for the values file; unset: the model.")] = None,
+    simulated: Annotated[int, typer.Option(help="Requests of the last round: the busiest ones.", min=50)] = 2000,
+    jobs: Annotated[int | None, typer.Option(help="Processes; unset: all cores.", min=1)] = None,
+    state: Annotated[Path | None, typer.Option(help="Results are kept here; an interrupted search goes on.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report with charts.")] = None,
+    values: Annotated[Path | None, typer.Option(help="Write a values file for the Helm chart.")] = None,
+    arrivals: Arrivals = None,
+    lengths: Lengths = None,
+    prefixes: Prefixes = None,
+    requests: Requests = None,
+    load: Load = 1.0,
+    prompts: Prompts = 1.0,
+    outputs: Outputs = 1.0,
+    seed: Seed = 0,
+    jitter: Jitter = True,
+    json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Find the cheapest cluster that serves a traffic within its objectives."""
+    from cluster.commands.plan import PlanFlags, run_plan
+    from cluster.commands.planning import HardwareFlags, TrafficFlags
+    from planner.search.plan import Goal
+    from planner.simulator.setup import Slo
+
+    traffic = TrafficFlags(trace, arrivals, lengths, prefixes, requests, load, prompts, outputs, seed, jitter)
+    hardware = HardwareFlags(model, device, cost, price, element_bytes)
+    goal = Goal(Slo(ttft, tpot), attainment, devices, tuple(step_tokens or (2048, 8192)), running)
+    raise typer.Exit(
+        run_plan(PlanFlags(traffic, hardware, goal, source, simulated, jobs, state, report, values, json))
+    )
+
+
 def add_to(app: typer.Typer) -> None:
     app.command()(simulate)
+    app.command()(plan)

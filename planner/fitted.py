@@ -86,7 +86,9 @@ class FittedCostModel:
         return num_bytes / (self.link.efficiency * self.link.bytes_per_s) + self.link.latency_s
 
 
-def fit(prefills: Sequence[PrefillPoint], decodes: Sequence[DecodePoint], link: LinkShape, source: str) -> FittedCostModel:
+def fit(
+    prefills: Sequence[PrefillPoint], decodes: Sequence[DecodePoint], link: LinkShape, source: str
+) -> FittedCostModel:
     """Least squares of relative errors. Raises ConfigError when there are too few points."""
     if len(prefills) < 3 or len(decodes) < 3:
         raise ConfigError(
@@ -152,9 +154,8 @@ def read_distserve(path: Path, model: str, link: Callable[[int], LinkShape]) -> 
 
 
 def _distserve(entry: dict[str, Any], link: LinkShape, name: str) -> FittedCostModel:
-    prefill, small, large = (
-        Line3(*(float(each) / 1000 for each in entry[key])) for key in ("prefill", "decoding_smallbs", "decoding_largebs")
-    )
+    keys = ("prefill", "decoding_smallbs", "decoding_largebs")
+    prefill, small, large = (Line3(*(float(each) / 1000 for each in entry[key])) for key in keys)
     threshold = int(entry["decoding_large_small_bs_threshold"])
     return FittedCostModel(prefill, small, link, None, large, threshold, name)
 
@@ -172,9 +173,10 @@ def read_measured(path: Path) -> dict[int, CostModel]:
         raise ConfigError(f"{path.name}: expected a cost model of `tandem profile`: {error}", field="--cost") from None
 
 
-def write_measured(
-    path: Path, widths: dict[int, tuple[Sequence[PrefillPoint], Sequence[DecodePoint], LinkShape]], about: dict[str, str]
-) -> None:
+Measured = tuple[Sequence[PrefillPoint], Sequence[DecodePoint], LinkShape]
+
+
+def write_measured(path: Path, widths: dict[int, Measured], about: dict[str, str]) -> None:
     """The measurements themselves: the fit is made anew whenever they are read."""
     entries = [
         {

@@ -41,15 +41,20 @@ class Hardware:
         known = sorted(self.measured) if self.measured else [1 << power for power in range(most.bit_length())]
         return [tp for tp in known if tp <= most and self.model.fits_tp(tp) and self.kv_tokens(tp) > 0]
 
-    def kv_tokens(self, tp: int) -> int:
-        """What the KV pool of one worker holds. Ranks beyond the KV heads keep copies."""
-        memory = tp * self.device.memory_bytes * self.device.memory_share - self.model.weights_bytes
+    def kv_rank_bytes(self, *widths: int) -> float:
+        """What each rank has for KV. The spec gives the ranks of both roles the same, so the narrowest width says."""
+        return self.device.memory_bytes * self.device.memory_share - self.model.weights_bytes / min(widths)
+
+    def kv_tokens(self, tp: int, rank_bytes: float | None = None) -> int:
+        """What the KV pool of one worker holds; `rank_bytes` None: all there is. Ranks beyond the KV heads keep
+        copies."""
+        memory = tp * (self.kv_rank_bytes(tp) if rank_bytes is None else rank_bytes)
         copies = max(1, tp / self.model.kv_heads)
         return max(0, int(memory / (self.model.shape.kv_token_bytes * copies)))
 
-    def pool(self, workers: int, tp: int) -> PoolSetup:
+    def pool(self, workers: int, tp: int, rank_bytes: float | None = None) -> PoolSetup:
         """Raises ConfigError when the weights leave no room."""
-        tokens = self.kv_tokens(tp)
+        tokens = self.kv_tokens(tp, rank_bytes)
         if tokens == 0:
             need = self.model.weights_bytes / (self.device.memory_bytes * self.device.memory_share)
             raise ConfigError(
@@ -59,7 +64,9 @@ class Hardware:
         return PoolSetup(workers, tp, self.cost(tp), tokens)
 
 
-def setup_of_spec(spec: ClusterSpec, hardware: Hardware, *, mean_prompt_tokens: float, trace_block: int | None) -> Setup:
+def setup_of_spec(
+    spec: ClusterSpec, hardware: Hardware, *, mean_prompt_tokens: float, trace_block: int | None
+) -> Setup:
     """The cluster that `spec` describes, on this hardware. Raises ConfigError."""
     if len(spec.models) != 1:
         raise ConfigError(f"models: expected one to simulate, got {len(spec.models)}", field="models")

@@ -50,7 +50,8 @@ class DeviceSpec(Frozen):
 
 
 def shipped_devices() -> tuple[str, ...]:
-    return tuple(sorted(each.name.removesuffix(".yaml") for each in files(__package__).iterdir() if _is_yaml(each.name)))
+    names = (each.name for each in files(__package__).iterdir())
+    return tuple(sorted(name.removesuffix(".yaml") for name in names if _is_yaml(name)))
 
 
 def find_device(name: str) -> DeviceSpec:

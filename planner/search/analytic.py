@@ -71,7 +71,8 @@ class Analysis:
             use[Limit.PREFILL_TIME] = (
                 prompt_s(self._cost(prefill_tp), round(tokens), layout.step_tokens) / self._slo.ttft_s
             )
-        pools = [self._hardware.kv_tokens(tp) for tp in {prefill_tp, layout.decode_tp}]
+        rank_bytes = self._hardware.kv_rank_bytes(*layout.widths)
+        pools = [self._hardware.kv_tokens(tp, rank_bytes) for tp in layout.widths]
         use[Limit.PROMPT_MEMORY] = max(shape.prompt_at(self._attainment) / max(1, pool) for pool in pools)
         return Bounds(use)
 
@@ -89,11 +90,14 @@ class Analysis:
             batch = min(max(1.0, tokens_per_s * step_s), 4.0 * self._max_running)
         use = {
             Limit.DECODE_LOAD: batch / self._max_running,
-            Limit.KV_MEMORY: batch * context / max(1, self._hardware.kv_tokens(layout.decode_tp)),
+            Limit.KV_MEMORY: batch * context / max(1, self._decode_kv_tokens(layout)),
         }
         if self._slo.tpot_s is not None:
             use[Limit.DECODE_STEP] = step_s / self._slo.tpot_s
         return use
+
+    def _decode_kv_tokens(self, layout: Layout) -> int:
+        return self._hardware.kv_tokens(layout.decode_tp, self._hardware.kv_rank_bytes(*layout.widths))
 
     def _mean_prefill_s(self, tp: int, step_tokens: int) -> float:
         known = self._prefill.get((tp, step_tokens))

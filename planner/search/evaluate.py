@@ -101,10 +101,11 @@ class Evaluator:
 
     def setup(self, layout: Layout) -> Setup:
         hardware, prefixes = self.hardware, self.trace.prefixes
+        rank_bytes = hardware.kv_rank_bytes(*layout.widths)
         return make_setup(
             hardware,
-            None if layout.is_aggregated else hardware.pool(layout.prefill_workers, layout.prefill_tp),
-            hardware.pool(layout.decode_workers, layout.decode_tp),
+            None if layout.is_aggregated else hardware.pool(layout.prefill_workers, layout.prefill_tp, rank_bytes),
+            hardware.pool(layout.decode_workers, layout.decode_tp, rank_bytes),
             router=router_spec(layout),
             max_running_requests=self.max_running_requests,
             max_step_tokens=layout.step_tokens,

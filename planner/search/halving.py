@@ -25,7 +25,7 @@ Run = Callable[[Sequence[Job]], list[Evaluation]]
 class Effort:
     """`per_price`: how many layouts of each number of devices are simulated at all."""
 
-    requests: int
+    requests: int = 2000
     per_price: int = 6
     finalists: int = 2
 

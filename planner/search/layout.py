@@ -25,11 +25,14 @@ class Layout:
     def is_aggregated(self) -> bool:
         return self.prefill_workers == 0
 
+    @property
+    def widths(self) -> set[int]:
+        return {self.decode_tp} if self.is_aggregated else {self.prefill_tp, self.decode_tp}
+
     def __str__(self) -> str:
-        decode = f"{self.decode_workers} x TP {self.decode_tp}"
-        if self.is_aggregated:
-            return f"aggregated {decode}, {self.step_tokens}-token steps"
-        return f"{self.prefill_workers} x TP {self.prefill_tp} : {decode}, {self.step_tokens}-token steps"
+        """`3xTP2 : 1xTP4 @2048`: prefill, decode, tokens of a step."""
+        decode = f"{self.decode_workers}xTP{self.decode_tp} @{self.step_tokens}"
+        return f"aggregated {decode}" if self.is_aggregated else f"{self.prefill_workers}xTP{self.prefill_tp} : {decode}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Means:
 
     processes: int = 1
     state: Path | None = None
-    effort: Effort = Effort(requests=2000)
+    effort: Effort = field(default_factory=Effort)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Miss:
 
     closest: Evaluation | None
     limit: str
-    excess: float  # 1.5: half as much again as is allowed
+    excess: float | None  # 1.5: half as much again as is allowed; None: nothing was finished
     explanation: str
 
 
@@ -149,7 +149,7 @@ def make_plan(
     evaluator = Evaluator(trace, hardware, goal.slo, goal.max_running_requests)
     with Workforce(evaluator, means.processes, Journal(means.state, evaluator)) as workforce:
         search = _Search(workforce, goal, means.effort, progress)
-        finalists = search.finalists([layout for layout in select(ranked, means.effort.per_price)])
+        finalists = search.finalists(select(ranked, means.effort.per_price))
         chosen = _cheapest(finalists, goal)
         variants = search.variants(chosen) if chosen is not None else []
     price = hardware.device.price_per_hour
@@ -273,7 +273,7 @@ def _miss(
     if slo.tpot_s is not None and closest.tpot_p90_s is not None:
         overs.append((1 - (closest.tpot_share or 0.0), "tpot", closest.tpot_p90_s / slo.tpot_s, closest.tpot_p90_s))
     if not overs:
-        return Miss(closest, "capacity", float("inf"), f"the closest layout ({closest.layout}) finishes no request")
+        return Miss(closest, "capacity", None, f"the closest layout ({closest.layout}) finishes no request")
     missing, limit_name, excess, seconds = max(overs)
     return Miss(
         closest,

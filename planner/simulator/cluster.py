@@ -1,4 +1,4 @@
-"""The router in virtual time: admission, placement, the steps of a handoff, and what is lost with a worker.
+"""The router in virtual time: admission, placement, and the steps of a handoff.
 
 Follows router.dispatch and router.run, with the same pure classes; only what they do by gRPC is an event here.
 """
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 from planner.simulator.cache_feed import CacheFeed
 from planner.simulator.events import EventLoop
 from planner.simulator.fleet import MODEL, SimFleet
+from planner.simulator.frames import Frames
 from planner.simulator.links import push
+from planner.simulator.losses import Losses
 from planner.simulator.recorder import Recorder
 from planner.simulator.requests import SimRequest
-from planner.simulator.sequence import BlockNames, SimSequence, TokenCount
+from planner.simulator.sequence import BlockNames, SimSequence
 from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker
 from router.account import Charge
@@ -23,18 +25,16 @@ from router.in_flight_prefills import InFlightPrefills
 from router.policies.profiles import policy_profile
 from router.policies.types import Ask, Candidate, Placement, WaitReason
 from router.terms import Terms
-from tandem.blockhash import HashKey
 from tandem.config import Role
-from tandem.errors import ContextExceeded, KvExhausted, TandemError, WorkerLost
+from tandem.errors import ContextExceeded, TandemError
 from tandem.kvcache.layout import blocks_for
-from tandem.request import RequestState, SamplingParams
+from tandem.request import RequestState
 
 if TYPE_CHECKING:
     from planner.traces.trace import Trace
     from tandem.scheduler.scheduler import ExportRange
 
 PUMP_EVERY_S = 0.001
-_KEY = HashKey("simulated")
 Handler = Callable[..., None]
 
 
@@ -56,9 +56,10 @@ class SimCluster:
         self._names = BlockNames(trace.prefixes, setup.block_tokens)
         self.fleet = SimFleet(setup, loop, self, recorder.intervals)
         self.cache = CacheFeed(loop, spec.index_memory_bytes, self.fleet)
-        self._running: dict[str, SimRequest] = {}  # by the id of its sequences
+        self.running: dict[str, SimRequest] = {}  # by the id of its sequences
+        self.losses = Losses(self, setup, loop, recorder, self._names)
+        self._frames = Frames(self, setup, loop, recorder, self._names)
         self._placed = 0
-        self._arrivals = 0
         self._next_pump_s: float | None = None
         self._pumped_s = -PUMP_EVERY_S
 
@@ -69,7 +70,7 @@ class SimCluster:
         prompt = int(self._trace.prompt_tokens[index])
         name, tenant = self._trace.label_of(index)
         priority = name if name in self._classes else self._setup.router.classes[0].name
-        hashes = self._names.of(index, prompt)
+        hashes = self._names.of(index, prompt) if self._setup.caches else []
         output = int(self._trace.output_tokens[index])
         request = SimRequest(index, now_s, prompt, output, Terms(priority, tenant), hashes, waiting_since_s=now_s)
         request.lifecycle.admit()
@@ -81,9 +82,9 @@ class SimCluster:
         request.lifecycle.enqueue()
         for other, reason in pushed_out:
             self._reject(other, reason)
-        self._pump()
+        self.pump()
 
-    def _pump(self) -> None:
+    def pump(self) -> None:
         now_s = self._pumped_s = self._loop.now_s()
         self._admission.dispatch(now_s, self._place, self._prefillers)
         for request, error in self._admission.expire(now_s):
@@ -101,7 +102,7 @@ class SimCluster:
     def _pump_due(self, at_s: float) -> None:
         if self._next_pump_s == at_s:
             self._next_pump_s = None
-            self._pump()
+            self.pump()
 
     def _prefillers(self, model: str) -> int:
         decode = self.fleet.count(Role.DECODE)
@@ -124,7 +125,8 @@ class SimCluster:
 
     def _decide(self, request: SimRequest) -> Placement | WaitReason:
         cached = self._in_flight.credit(self.cache.mirror.match(request.block_hashes), request.block_hashes)
-        decode, prefill = (self._fitting(request, self.fleet.candidates(role, cached)) for role in (Role.DECODE, Role.PREFILL))
+        decode = self._fitting(request, self.fleet.candidates(Role.DECODE, cached))
+        prefill = self._fitting(request, self.fleet.candidates(Role.PREFILL, cached))
         return self._policy.place(self._ask(request), decode, prefill)
 
     def _fitting(self, request: SimRequest, candidates: list[Candidate]) -> list[Candidate]:
@@ -156,13 +158,13 @@ class SimCluster:
         request.tokens_ahead = placement.prefiller.outstanding_tokens
         request.first_token_s = request.landed_s = request.sequence = None
         self._in_flight.began(request, (request.prefill or request.decode).key, request.block_hashes)
-        self._running[request.sequence_id] = request
+        self.running[request.sequence_id] = request
         request.lifecycle.start_prefill()
         if not request.migrations:
             self._recorder.dispatched_s[request.index] = now_s
         if request.prefill is None:
             self._recorder.local_prefills += 1
-            self._send(request.decode, self._generate, request, request.decode, request.attempt)
+            self._send(request.decode, self._frames.generate, request, request.decode, request.attempt)
         else:
             self._recorder.handoffs += 1
             self._reserve_on(request, request.decode)
@@ -193,109 +195,36 @@ class SimCluster:
         arrives_s = self._loop.now_s() + self._setup.network_s
         self._loop.at(arrives_s, worker.receive, worker.sent_frames, handle, request, *args)
 
-    def _later(self, handle: Handler, *args: object) -> None:
+    def later(self, handle: Handler, *args: object) -> None:
         """A frame to the router."""
         self._loop.at(self._loop.now_s() + self._setup.network_s, handle, *args)
 
-    def _sequence(self, request: SimRequest, export_from_block: int | None = None) -> SimSequence:
-        self._arrivals += 1
-        tokens = TokenCount(request.prompt_tokens)
-        return SimSequence(
-            request_id=request.sequence_id,
-            tokens=tokens,
-            prompt_tokens=request.prompt_tokens,
-            sampling=SamplingParams(max_tokens=request.output_tokens),
-            hash_key=_KEY,
-            block_tokens=self._setup.block_tokens,
-            arrival=self._arrivals,
-            export_from_block=export_from_block,
-            index=request.index,
-            maker=self._names,
-            counted=tokens,
-            last_token_s=self._last_token_s(request),
-            _hashes=request.block_hashes,
-        )
-
-    def _last_token_s(self, request: SimRequest) -> float:
-        """Of one that goes on elsewhere; 0 before its first token."""
-        return float(self._recorder.last_token_s[request.index]) if request.migrations else 0.0
-
-    # --- on workers: these run between two steps ------------------------------------------------------------------
-
-    def _generate(self, request: SimRequest, worker: SimWorker, attempt: int) -> None:
-        if self._is_over(request, attempt):
-            return
-        sequence = request.sequence = self._sequence(request)
-        try:
-            worker.scheduler.add(sequence)
-        except TandemError as error:
-            self._later(self._fail, request, attempt, error)
-
     def _reserve_on(self, request: SimRequest, worker: SimWorker) -> None:
         request.reserve_sent_s = self._loop.now_s()
-        self._send(worker, self._reserve, request, worker, request.attempt)
+        self._send(worker, self._frames.reserve, request, worker, request.attempt)
 
-    def _reserve(self, request: SimRequest, worker: SimWorker, attempt: int) -> None:
-        if self._is_over(request, attempt):
-            return
-        sequence = self._sequence(request)
-        try:
-            cached_blocks = worker.scheduler.reserve(sequence)
-        except KvExhausted as refusal:
-            self._later(self._refused, request, attempt, refusal)
-            return
-        except TandemError as error:
-            self._later(self._fail, request, attempt, error)
-            return
-        request.sequence, request.cached_blocks = sequence, cached_blocks
-        self._later(self._reserved, request, attempt)
-
-    def _prefill(self, request: SimRequest, worker: SimWorker, attempt: int) -> None:
-        if self._is_over(request, attempt):
-            return
-        if request.cached_blocks * self._setup.block_tokens >= request.prompt_tokens:
-            request.landed_s = self._loop.now_s()  # nothing to send: only the first token is wanted
-        try:
-            worker.scheduler.add(self._sequence(request, export_from_block=request.cached_blocks))
-        except TandemError as error:
-            self._later(self._fail, request, attempt, error)
-
-    def _join(self, request: SimRequest, worker: SimWorker, attempt: int) -> None:
-        sequence = request.sequence
-        if self._is_over(request, attempt) or sequence is None or request.first_token_s is None:
-            return
-        worker.scheduler.join(sequence.request_id, 0)
-        sequence.last_token_s = request.first_token_s
-        request.lifecycle.start_decode()
-        exposed_s = max(0.0, self._loop.now_s() - request.first_token_s)
-        moved = request.prompt_tokens - request.cached_blocks * self._setup.block_tokens
-        self.fleet.pace(Role.DECODE).received(moved, exposed_s)
-
-    def _cancel(self, request: SimRequest, worker: SimWorker, sequence_id: str) -> None:
-        worker.scheduler.cancel(sequence_id)
-
-    def _is_over(self, request: SimRequest, attempt: int) -> bool:
+    def is_over(self, request: SimRequest, attempt: int) -> bool:
         return request.attempt != attempt or request.lifecycle.state.is_end or not request.charges
 
     # --- what workers say ------------------------------------------------------------------------------------------
 
-    def _reserved(self, request: SimRequest, attempt: int) -> None:
-        if self._is_over(request, attempt) or request.prefill is None:
+    def reserved(self, request: SimRequest, attempt: int) -> None:
+        if self.is_over(request, attempt) or request.prefill is None:
             return
         now_s = self._loop.now_s()
         self.fleet.pace(Role.DECODE).reserved(now_s - request.reserve_sent_s)
         request.prefill_sent_s = now_s
-        self._send(request.prefill, self._prefill, request, request.prefill, attempt)
+        self._send(request.prefill, self._frames.prefill, request, request.prefill, attempt)
 
-    def _refused(self, request: SimRequest, attempt: int, refusal: TandemError) -> None:
-        if self._is_over(request, attempt) or request.decode is None or request.prefill is None:
+    def refused(self, request: SimRequest, attempt: int, refusal: TandemError) -> None:
+        if self.is_over(request, attempt) or request.decode is None or request.prefill is None:
             return
         request.excluded |= {request.decode.key.worker_id}
         cached = self.cache.mirror.match(request.block_hashes)
         others = self._fitting(request, self.fleet.candidates(Role.DECODE, cached))
         choice = self._policy.another_decode(self._ask(request), others, self.fleet.candidate(request.prefill, 0))
         if choice is None:
-            self._put_back(request, refusal)
+            self.put_back(request, refusal)
             return
         tokens = sum(charge.prefill_tokens for _, charge in request.charges)
         self._release(request)
@@ -303,8 +232,11 @@ class SimCluster:
         self._charge(request, tokens)
         self._reserve_on(request, request.decode)
 
+    def joined(self, moved_tokens: int, exposed_s: float) -> None:
+        self.fleet.pace(Role.DECODE).received(moved_tokens, exposed_s)
+
     def first_token(self, worker: SimWorker, sequence: SimSequence) -> None:
-        request = self._running.get(sequence.request_id)
+        request = self.running.get(sequence.request_id)
         if request is None:
             return
         now_s = self._loop.now_s() + self._setup.network_s
@@ -331,18 +263,18 @@ class SimCluster:
         self._pump_soon()
 
     def finished(self, worker: SimWorker, sequence: SimSequence) -> None:
-        request = self._running.get(sequence.request_id)
+        request = self.running.get(sequence.request_id)
         if request is not None:
             self._recorder.last_token_s[request.index] = sequence.last_token_s + self._setup.network_s
             self._end(request, RequestState.FINISHED)
 
     def failed(self, worker: SimWorker, sequence_id: str, error: TandemError) -> None:
-        request = self._running.get(sequence_id)
+        request = self.running.get(sequence_id)
         if request is not None:
-            self._fail(request, request.attempt, error)
+            self.fail(request, request.attempt, error)
 
     def export(self, worker: SimWorker, part: ExportRange, start_s: float, end_s: float) -> None:
-        request = self._running.get(part.request_id)
+        request = self.running.get(part.request_id)
         if request is None or request.decode is None:
             return
         setup = self._setup
@@ -371,22 +303,18 @@ class SimCluster:
             self._pump_at(self._loop.now_s())
 
     def _landed(self, request: SimRequest, worker: SimWorker, attempt: int) -> None:
-        self._send(worker, self._release_export, request, worker, f"{request.index}.{attempt}")
-        if not self._is_over(request, attempt):
+        self._send(worker, self._frames.release_export, request, worker, f"{request.index}.{attempt}")
+        if not self.is_over(request, attempt):
             request.landed_s = self._loop.now_s()
             self._try_join(request)
-
-    def _release_export(self, request: SimRequest, worker: SimWorker, sequence_id: str) -> None:
-        if sequence_id in worker.scheduler.sequences:
-            worker.scheduler.release_export(sequence_id)
 
     def _try_join(self, request: SimRequest) -> None:
         """The first token and every block are there."""
         if request.first_token_s is None or request.landed_s is None or request.decode is None:
             return
         if request.prefill is not None and request.cached_blocks * self._setup.block_tokens >= request.prompt_tokens:
-            self._send(request.prefill, self._release_export, request, request.prefill, request.sequence_id)
-        self._send(request.decode, self._join, request, request.decode, request.attempt)
+            self._send(request.prefill, self._frames.release_export, request, request.prefill, request.sequence_id)
+        self._send(request.decode, self._frames.join, request, request.decode, request.attempt)
 
     # --- ends ------------------------------------------------------------------------------------------------------
 
@@ -406,10 +334,10 @@ class SimCluster:
         self._pump_soon()
 
     def _stop_on(self, worker: SimWorker, request: SimRequest) -> None:
-        self._send(worker, self._cancel, request, worker, request.sequence_id)
+        self._send(worker, self._frames.cancel, request, worker, request.sequence_id)
 
-    def _fail(self, request: SimRequest, attempt: int, error: TandemError) -> None:
-        if not self._is_over(request, attempt):
+    def fail(self, request: SimRequest, attempt: int, error: TandemError) -> None:
+        if not self.is_over(request, attempt):
             self._count_refusal(error)
             self._end(request, RequestState.FAILED)
 
@@ -424,11 +352,11 @@ class SimCluster:
         self._recorder.refusals[code] = self._recorder.refusals.get(code, 0) + 1
 
     def _forget(self, request: SimRequest) -> None:
-        self._running.pop(request.sequence_id, None)
+        self.running.pop(request.sequence_id, None)
         self._in_flight.failed(request)
         self._release(request)
 
-    def _put_back(self, request: SimRequest, refusal: TandemError | None) -> None:
+    def put_back(self, request: SimRequest, refusal: TandemError | None) -> None:
         for worker in request.workers:
             if not worker.lost:
                 self._stop_on(worker, request)
@@ -442,61 +370,6 @@ class SimCluster:
         )  # fmt: skip
         self._pump_soon()
 
-    # --- what is lost ------------------------------------------------------------------------------------------------
-
-    def lose_worker(self, worker_id: str, back_after_s: float | None) -> None:
-        """Its requests go on elsewhere: their prompts and what was answered are computed again."""
-        worker = self.fleet.workers[worker_id]
-        self.fleet.lose(worker)
-        self.cache.drop(worker.key)
-        error = WorkerLost(f"{worker_id} was lost")
-        for request in [each for each in self._running.values() if worker in each.workers]:
-            self._move_on(request, worker, error)
-        if back_after_s is not None:
-            key = worker.key
-            self._loop.at(
-                self._loop.now_s() + back_after_s, self._come_back, key.worker_id, worker.role, key.epoch + 1
-            )
-
-    def _come_back(self, worker_id: str, role: Role, epoch: int) -> None:
-        self.cache.load(self.fleet.start(worker_id, role, epoch))
-        self._pump()
-
-    def _move_on(self, request: SimRequest, lost: SimWorker, error: TandemError) -> None:
-        if lost is request.prefill and request.landed_s is not None and request.first_token_s is not None:
-            return  # it has left that worker
-        if request.migrations >= self._setup.router.max_migrations:
-            self._fail(request, request.attempt, error)
-            return
-        answered = self._answered(request)
-        if answered:
-            request.prompt_tokens += answered
-            request.output_tokens -= answered
-            full = request.prompt_tokens // self._setup.block_tokens
-            own = self._names.own(request.index, len(request.block_hashes), full)
-            request.block_hashes = request.block_hashes + own
-        request.migrations += 1
-        self._recorder.migrations[request.index] += 1
-        request.waiting_since_s = self._loop.now_s()
-        self._put_back(request, None)
-
-    def _answered(self, request: SimRequest) -> int:
-        """Tokens of this attempt that the router has; also notes when the last of them came."""
-        if request.first_token_s is None:
-            return 0
-        sequence = request.sequence
-        if sequence is None or sequence.last_token_s <= 0:
-            return 1
-        self._recorder.last_token_s[request.index] = sequence.last_token_s
-        return min(max(1, sequence.generated), request.output_tokens - 1)
-
-    def slow_link(self, worker_id: str, factor: float) -> None:
-        """`factor` 1 makes it whole again."""
-        worker = self.fleet.workers.get(worker_id)
-        if worker is not None:
-            for port in (worker.egress, worker.ingress):
-                port.slowdown = factor
-
     @property
     def active(self) -> int:
-        return len(self._running) + len(self._admission)
+        return len(self.running) + len(self._admission)

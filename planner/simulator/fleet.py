@@ -31,7 +31,8 @@ class SimFleet:
         self._pace: dict[Role, WorkerEstimates] = {role: self.estimates.worker(MODEL, role) for role in Role}
         self.workers: dict[str, SimWorker] = {}
         self._by_role: dict[Role, dict[str, SimWorker]] = {role: {} for role in Role}
-        self._idlest: dict[Role, list[tuple[int, int, str]]] = {role: [] for role in Role}  # heaps; some are out of date
+        # Heaps of (load, order, id); some entries are out of date.
+        self._idlest: dict[Role, list[tuple[int, int, str]]] = {role: [] for role in Role}
         self._load: dict[str, int] = {}
         self._pushed = 0
         self.gone: list[SimWorker] = []  # ended lives
@@ -96,7 +97,8 @@ class SimFleet:
     def _shortlist(self, role: Role, cached_blocks: Mapping[WorkerKey, int]) -> list[SimWorker]:
         pool, heap = self._by_role[role], self._idlest[role]
         holders = (key for key in cached_blocks if (found := pool.get(key.worker_id)) is not None and found.key == key)
-        chosen = {key.worker_id: pool[key.worker_id] for key in heapq.nlargest(HOLDERS, holders, cached_blocks.get)}
+        longest = heapq.nlargest(HOLDERS, holders, lambda key: cached_blocks[key])
+        chosen = {key.worker_id: pool[key.worker_id] for key in longest}
         looked_at: list[tuple[int, int, str]] = []
         seen: set[str] = set()
         while heap and len(chosen) < SHORTLIST:

@@ -59,7 +59,8 @@ class Recorder:
 
     @property
     def finished(self) -> NDArray[np.bool_]:
-        return self.state == STATES.index(RequestState.FINISHED)
+        ended: NDArray[np.bool_] = self.state == STATES.index(RequestState.FINISHED)
+        return ended
 
     def end(self, index: int, state: RequestState) -> None:
         if state is not RequestState.FINISHED:

@@ -35,12 +35,13 @@ class Percentiles:
         seen = seconds[~np.isnan(seconds)]
         if not len(seen):
             return cls(None, None, None, None)
-        found = np.quantile(seen, list(SHARES.values())).tolist()
-        return cls(*found, mean=float(seen.mean()))
+        p50, p90, p95, p99 = np.quantile(seen, list(SHARES.values())).tolist()
+        return cls(p50, p90, p95, p99, float(seen.mean()))
 
     @classmethod
     def of_intervals(cls, intervals: IntervalHistogram) -> Percentiles:
-        return cls(*(intervals.percentile(share) for share in SHARES.values()))
+        p50, p90, p95, p99 = (intervals.percentile(share) for share in SHARES.values())
+        return cls(p50, p90, p95, p99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,8 @@ def summarize(trace: Trace, setup: Setup, slo: Slo, recorder: Recorder, fleet: S
     possible = infinite_cache_hits(trace)
     prompt_tokens = int(trace.prompt_tokens[finished].sum())
     workers = [*fleet.workers.values(), *fleet.gone]
-    pools = {role.value: _use([each for each in workers if each.role is role], float(last_s)) for role, _ in setup.pools()}
+    by_role = {role: [each for each in workers if each.role is role] for role, _ in setup.pools()}
+    pools = {role.value: _use(mine, float(last_s)) for role, mine in by_role.items()}
     return SimResult(
         trace=trace.name,
         notes=trace.notes,

@@ -24,6 +24,10 @@ class SimBlockPool(BlockPool):
 
 @dataclass(slots=True)
 class RepeatingScheduler(Scheduler):
+    """`caches` False: no two prompts share anything, so what is cached would never be found and is not noted."""
+
+    caches: bool = True
+
     @property
     def sequences(self) -> Mapping[str, Sequence]:
         """Waiting, running, reserved or exported."""
@@ -63,6 +67,10 @@ class RepeatingScheduler(Scheduler):
             each.last_step = self._steps
             each.counted.grow(steps)
         return took_part
+
+    def _commit(self, sequence: Sequence) -> None:
+        if self.caches:
+            Scheduler._commit(self, sequence)
 
     def _growth(self, steps: int) -> int:
         size = self.block_tokens

@@ -75,9 +75,10 @@ class BlockNames:
         ids = self._prefixes.of(index).astype(np.uint64)
         if self.block_tokens > self._prefixes.block_tokens:
             run = self.block_tokens // self._prefixes.block_tokens
-            return ids[run - 1 :: run]
+            named: NDArray[np.uint64] = ids[run - 1 :: run]
+            return named
         cuts = self._prefixes.block_tokens // self.block_tokens
-        return (ids[:, None] * np.uint64(cuts) + np.arange(cuts, dtype=np.uint64)).ravel()
+        return np.repeat(ids * np.uint64(cuts), cuts) + np.tile(np.arange(cuts, dtype=np.uint64), len(ids))
 
 
 def _hashes(names: NDArray[np.uint64]) -> list[BlockHash]:

@@ -90,6 +90,7 @@ class Setup:
     max_step_tokens: int = 512
     max_model_tokens: int = MAX_MODEL_TOKENS
     block_tokens: int = 16
+    caches: bool = True  # False: nothing is shared, and no bookkeeping of caches is done
     network_s: float = NETWORK_S
     faults: tuple[Fault, ...] = ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 from planner.simulator.cluster import SimCluster
 from planner.simulator.events import EventLoop
@@ -33,6 +34,7 @@ def simulate(
     slo = slo or Slo()
     loop = EventLoop()
     recorder = Recorder(len(trace), trace.arrival_s, slo)
+    setup = replace(setup, caches=trace.prefixes is not None)
     cluster = SimCluster(trace, setup, loop, recorder)
     for fault in setup.faults:
         _plan_fault(fault, cluster, loop)
@@ -72,11 +74,11 @@ def _plan_fault(fault: Fault, cluster: SimCluster, loop: EventLoop) -> None:
         known = ", ".join(list(cluster.fleet.workers)[:8])
         raise ConfigError(f"--fault: expected a worker of {known}, ..., got {fault.worker_id!r}", field="--fault")
     if fault.kind is FaultKind.WORKER:
-        loop.at(fault.at_s, cluster.lose_worker, fault.worker_id, fault.for_s)
+        loop.at(fault.at_s, cluster.losses.lose_worker, fault.worker_id, fault.for_s)
         return
-    loop.at(fault.at_s, cluster.slow_link, fault.worker_id, fault.factor)
+    loop.at(fault.at_s, cluster.losses.slow_link, fault.worker_id, fault.factor)
     if fault.for_s is not None:
-        loop.at(fault.at_s + fault.for_s, cluster.slow_link, fault.worker_id, 1.0)
+        loop.at(fault.at_s + fault.for_s, cluster.losses.slow_link, fault.worker_id, 1.0)
 
 
 def _check_conservation(cluster: SimCluster, recorder: Recorder) -> None:

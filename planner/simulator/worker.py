@@ -61,6 +61,7 @@ class SimWorker:
             setup.max_running_requests,
             setup.max_step_tokens,
             setup.max_model_tokens,
+            caches=setup.caches,
         )
         self.cost: CostModel = pool.cost
         self.account = Account()

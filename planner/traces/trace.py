@@ -123,7 +123,8 @@ class Trace:
 
 
 def _scaled(tokens: NDArray[np.int64], factor: float) -> NDArray[np.int64]:
-    return np.maximum(1, np.rint(tokens * factor)).astype(np.int64)
+    scaled: NDArray[np.int64] = np.maximum(1, np.rint(tokens * factor)).astype(np.int64)
+    return scaled
 
 
 class TraceBuilder:

@@ -1,0 +1,131 @@
+"""`tandem plan`: the cheapest cluster that serves a traffic within its objectives, and what it would do."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cluster.commands.planning import HardwareFlags, TrafficFlags, describe_cost, load_hardware, load_traffic
+from cluster.commands.simulate import seconds
+from planner.hardware import Hardware
+from planner.search.evaluate import Evaluation
+from planner.search.halving import Effort
+from planner.search.plan import Goal, Means, Plan, make_plan
+from planner.search.report import html_report
+from planner.search.values import helm_values
+from planner.traces.trace import Trace
+
+UNSATISFIABLE = 3  # exit code
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFlags:
+    """`source`: the checkpoint that the values file names. Paths None: not written."""
+
+    traffic: TrafficFlags
+    hardware: HardwareFlags
+    goal: Goal
+    source: str | None = None
+    simulate: int = 2000
+    jobs: int | None = None
+    state: Path | None = None
+    report: Path | None = None
+    values: Path | None = None
+    json: bool = False
+
+
+def run_plan(flags: PlanFlags) -> int:
+    """Raises InputError, ConfigError."""
+    hardware = load_hardware(flags.hardware)
+    trace = load_traffic(flags.traffic)
+    means = Means(flags.jobs or len(os.sched_getaffinity(0)), flags.state, Effort(flags.simulate))
+    plan = _search(trace, hardware, flags, means)
+    cost_model = describe_cost(hardware, plan.finalists[0].layout.decode_tp if plan.finalists else hardware.widths()[0])
+    if flags.report is not None:
+        flags.report.write_text(html_report(plan, cost_model), encoding="utf-8")
+    if flags.values is not None and plan.chosen is not None:
+        flags.values.write_text(helm_values(plan, hardware, flags.source or flags.hardware.model), encoding="utf-8")
+    if flags.json:
+        print(json.dumps({"cost_model": cost_model, **plan.to_json()}, indent=2, allow_nan=False))
+    else:
+        show(plan, cost_model, Console(highlight=False))
+    return 0 if plan.chosen is not None else UNSATISFIABLE
+
+
+def _search(trace: Trace, hardware: Hardware, flags: PlanFlags, means: Means) -> Plan:
+    if flags.json or not sys.stderr.isatty():
+        return make_plan(trace, hardware, flags.goal, means)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done)
+
+        return make_plan(trace, hardware, flags.goal, means, progress)
+
+
+def show(plan: Plan, cost_model: str, console: Console) -> None:
+    devices = f"{plan.goal.max_devices} x {plan.device}"
+    console.print(f"[bold]{plan.model}[/] on up to {devices}, {plan.requests_per_s:.2f} requests/s")
+    for note in (*plan.traffic, f"step times: {cost_model}"):
+        console.print(f"note: {note}", style="dim")
+    console.print(
+        f"{plan.considered} layouts, {plan.possible} possible by their bounds, {plan.simulated} simulations", style="dim"
+    )
+    if plan.finalists:
+        console.print(_finalists(plan))
+    if plan.chosen is None or plan.costs is None:
+        console.print(f"[red]Nothing meets the objectives:[/] {'' if plan.miss is None else plan.miss.explanation}")
+        return
+    costs = plan.costs
+    console.print(f"[green]The plan:[/] [bold]{plan.chosen.layout}[/] ({plan.chosen.layout.devices} devices)")
+    console.print(
+        f"${costs.per_hour:.2f} per hour; per million tokens {_money(costs.per_million_tokens)} "
+        f"({_money(costs.per_million_tokens_busy)} busy), per million answer tokens "
+        f"{_money(costs.per_million_output_tokens)}"
+    )
+    console.print(_variants(plan))
+    console.print(plan.verdict)
+
+
+def _finalists(plan: Plan) -> Table:
+    title = "Finalists (prefill : decode @ tokens of a step)"
+    table = Table("layout", "devices", "$/h", "met", "goodput", "TTFT p90", "TPOT p90", "busy", title=title)
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for each in sorted(plan.finalists, key=lambda found: (found.layout.devices, -found.joint)):
+        style = "green" if plan.meets(each) else None
+        table.add_row(*_row(each, plan), style=style)
+    return table
+
+
+def _row(found: Evaluation, plan: Plan) -> tuple[str, ...]:
+    layout = found.layout
+    return (
+        str(layout), str(layout.devices), f"{layout.devices * plan.price_per_hour:.2f}", f"{found.joint:.1%}",
+        f"{found.goodput_per_s:.2f}", seconds(found.ttft_p90_s), seconds(found.tpot_p90_s), f"{found.busy:.0%}",
+    )  # fmt: skip
+
+
+def _variants(plan: Plan) -> Table:
+    table = Table("what if", "met", "TTFT p90", "TPOT p90", "", title="The plan under other circumstances")
+    for each in plan.variants:
+        found = each.evaluation
+        verdict = "[green]holds[/]" if each.meets else "[red]does not hold[/]"
+        table.add_row(each.name, f"{found.joint:.1%}", seconds(found.ttft_p90_s), seconds(found.tpot_p90_s), verdict)
+    return table
+
+
+def _money(value: float | None) -> str:
+    return "–" if value is None else f"${value:.3f}"
