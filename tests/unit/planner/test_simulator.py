@@ -1,0 +1,275 @@
+"""The simulator against what can be worked out by hand, and against itself without its shortcuts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from planner.cost import PrefillWork
+from planner.simulator import worker as worker_module
+from planner.simulator.links import Port, push
+from planner.simulator.result import SimResult
+from planner.simulator.scheduler import RepeatingScheduler, SimBlockPool
+from planner.simulator.sequence import BlockNames, SimSequence, TokenCount
+from planner.simulator.setup import Fault, FaultKind, PoolSetup, Setup, Slo
+from planner.simulator.simulate import simulate
+from planner.traces.arrivals import Gamma
+from planner.traces.hits import infinite_cache_hits
+from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
+from planner.traces.trace import Trace
+from tandem.blockhash import HashKey
+from tandem.config import ClassSpec, Disaggregation, RouterSpec
+from tandem.errors import ConfigError
+from tandem.request import SamplingParams
+
+PER_TOKEN_S, STEP_S, BYTE_S, KV_BYTES, LAYERS, HOP_S = 1e-4, 0.01, 1e-9, 100_000, 10, 0.0003
+
+
+@dataclass(frozen=True)
+class FlatCost:
+    """A token of a prompt takes 0.1 ms, a decode step 10 ms whatever is in it, a byte a nanosecond."""
+
+    fit_error: float | None = None
+
+    def prefill_s(self, tokens: int, context: int) -> float:
+        return PER_TOKEN_S * tokens
+
+    def decode_step_s(self, batch: int, context_tokens: int) -> float:
+        return STEP_S if batch else 0.0
+
+    def step_s(self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int) -> float:
+        return sum(PER_TOKEN_S * work.tokens for work in prefills) + (STEP_S if batch else 0.0)
+
+    def transfer_s(self, num_bytes: int) -> float:
+        return num_bytes * BYTE_S
+
+
+CLASSES = (ClassSpec(name="interactive"), ClassSpec(name="batch", batch=True))
+
+
+def setup_of(prefill: int, decode: int, **changes: object) -> Setup:
+    pool = PoolSetup(prefill, 1, FlatCost(), 200_000)
+    spec = RouterSpec(disaggregation=Disaggregation.ALWAYS, max_queued_requests=4096, classes=CLASSES)
+    base = Setup(
+        pool if prefill else None, replace(pool, workers=decode), LAYERS, KV_BYTES, spec, max_step_tokens=4096
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def one(prompt: int, output: int, *more: tuple[float, int, int]) -> Trace:
+    rows = np.array([(0.0, prompt, output), *more])
+    return Trace("hand", rows[:, 0], rows[:, 1].astype(np.int64), rows[:, 2].astype(np.int64))
+
+
+def traffic(count: int = 300, rate: float = 8.0) -> Trace:
+    shared = SharedPrefixes(count=5, tokens=640, share=0.7)
+    lengths = LengthSpec(300, 0.8, 3000), LengthSpec(40, 0.7, 400)
+    return synthetic_trace(count, Gamma(rate, 1.5), *lengths, prefixes=shared, seed=3)
+
+
+def ended(result: SimResult) -> int:
+    return result.finished + result.rejected + result.failed
+
+
+class TestOneRequest:
+    def test_by_hand_on_an_aggregated_worker(self) -> None:
+        result = simulate(one(1000, 11), setup_of(0, 1))
+        # A frame there, the prompt, a frame back; then ten steps of one token each.
+        assert result.ttft_s.p50 == pytest.approx(2 * HOP_S + 1000 * PER_TOKEN_S)
+        assert result.tpot_s.p50 == pytest.approx(STEP_S)
+        assert result.e2e_s.p50 == pytest.approx(2 * HOP_S + 1000 * PER_TOKEN_S + 10 * STEP_S)
+
+    def test_by_hand_through_a_handoff(self) -> None:
+        result = simulate(one(1000, 11), setup_of(1, 1))
+        # Reserve, reserved, prefill, first token: four frames. The first token does not wait for the blocks.
+        assert result.ttft_s.p50 == pytest.approx(4 * HOP_S + 1000 * PER_TOKEN_S)
+        moved_s = 1000 * KV_BYTES * BYTE_S
+        assert result.kv_bytes_moved == 1000 * KV_BYTES
+        # As long as computing: all but the last layer's blocks are hidden behind it.
+        exposed_s = moved_s / LAYERS + HOP_S
+        assert result.tpot_s.p50 == pytest.approx(STEP_S + (exposed_s - HOP_S) / 10, rel=0.01)
+
+    def test_a_single_token_needs_no_handoff(self) -> None:
+        result = simulate(one(1000, 1), setup_of(1, 1))
+        assert result.finished == 1
+        assert result.tpot_s.p50 is None
+
+    def test_a_prompt_no_worker_can_hold_is_rejected(self) -> None:
+        result = simulate(one(500_000, 5, (1.0, 100, 5)), setup_of(1, 1))
+        assert (result.rejected, result.finished) == (1, 1)
+        assert result.refusals == {"context_length_exceeded": 1}
+
+
+def test_waiting_is_what_queueing_theory_says() -> None:
+    """M/D/1: one worker, one prompt a step, one token each. Mean wait = rho * D / (2 * (1 - rho))."""
+    load, service_s = 0.7, 0.1
+    trace = synthetic_trace(8_000, Gamma(load / service_s), LengthSpec(1000), LengthSpec(1), seed=5)
+    one_a_step = RouterSpec(max_prefill_tokens_in_flight=1, max_queued_requests=4096, classes=CLASSES)
+    result = simulate(trace, setup_of(0, 1, router=one_a_step, max_step_tokens=1000, network_s=0.0))
+    expected_s = service_s + load * service_s / (2 * (1 - load))
+    assert result.ttft_s.mean == pytest.approx(expected_s, rel=0.08)
+    assert result.pools["decode"].busy == pytest.approx(load, rel=0.02)
+
+
+class TestShortcuts:
+    def test_repeated_steps_leave_what_single_steps_leave(self) -> None:
+        schedulers = [RepeatingScheduler(SimBlockPool(64), 4, 8, 64, 1 << 20) for _ in range(2)]
+        for scheduler in schedulers:
+            for number, prompt in enumerate((5, 8, 3)):
+                tokens = TokenCount(prompt)
+                scheduler.add(
+                    SimSequence(
+                        str(number), tokens, prompt, SamplingParams(max_tokens=50), HashKey("m"), 4, number,
+                        index=number, maker=BlockNames(None, 4), counted=tokens,
+                    )
+                )  # fmt: skip
+        repeated, single = schedulers
+        for scheduler in schedulers:
+            _step(scheduler)
+        steps = repeated.steady_steps(100)
+        assert steps == 49
+        repeated.repeat(steps)
+        for _ in range(steps):
+            _step(single)
+        for one_, other in zip(repeated.decoding, single.decoding, strict=True):
+            assert (one_.computed, len(one_.tokens), one_.committed) == (other.computed, len(other.tokens), other.committed)
+        assert repeated.pool.counts() == single.pool.counts()
+        assert sum(len(each.hashes) for each in repeated.pool.take_events()) == sum(
+            len(each.hashes) for each in single.pool.take_events()
+        )
+
+    def test_a_run_with_repeated_steps_is_the_run_without_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        trace, setup = traffic(120), setup_of(1, 2)
+        quick = simulate(trace, setup)
+        monkeypatch.setattr(worker_module, "MAX_REPEATED_STEPS", 1)
+        slow = simulate(trace, setup)
+        assert quick.ttft_s.p99 == pytest.approx(slow.ttft_s.p99, rel=0.02)
+        assert quick.tpot_s.p90 == pytest.approx(slow.tpot_s.p90, rel=0.02)
+        assert quick.seconds == pytest.approx(slow.seconds, rel=0.01)
+
+    def test_without_shared_prompts_caches_change_nothing(self) -> None:
+        trace = replace(traffic(150), prefixes=None)
+        lone = np.arange(150)
+        own = replace(trace, prefixes=replace(_prefixes(), ids=lone, ends=lone + 1))
+        assert simulate(trace, setup_of(1, 1)).e2e_s == simulate(own, setup_of(1, 1)).e2e_s
+
+
+def _prefixes() -> object:
+    found = traffic(150).prefixes
+    assert found is not None
+    return found
+
+
+def _step(scheduler: RepeatingScheduler) -> None:
+    plan = scheduler.schedule()
+    scheduler.advance(plan)
+    for chunk in plan.chunks:
+        if chunk.samples:
+            chunk.sequence.tokens.append(0)
+
+
+class TestCaches:
+    def test_slow_traffic_on_one_worker_hits_all_that_an_infinite_cache_would(self) -> None:
+        trace = traffic(200, rate=0.3)
+        # An answer's first block holds the end of a prompt: only whole blocks are found again.
+        assert simulate(trace, setup_of(0, 1)).hit_rate == pytest.approx(
+            infinite_cache_hits(trace).token_hit_rate, rel=1e-9
+        )
+
+    def test_coarser_bookkeeping_finds_nearly_the_same(self) -> None:
+        trace = traffic(200, rate=0.3)
+        coarse = simulate(trace, setup_of(0, 1, block_tokens=64)).hit_rate
+        assert coarse == pytest.approx(infinite_cache_hits(trace).token_hit_rate, rel=0.05)
+
+    def test_a_router_without_redis_keeps_what_it_knew_and_serves_on(self) -> None:
+        faults = (Fault(FaultKind.REDIS, 1.0, for_s=10.0),)
+        lost, whole = simulate(traffic(), setup_of(1, 2, faults=faults)), simulate(traffic(), setup_of(1, 2))
+        assert lost.finished == 300
+        assert lost.hit_rate <= whole.hit_rate
+
+
+class TestFaults:
+    @pytest.mark.parametrize("worker", ["decode-0", "prefill-0"])
+    def test_a_lost_workers_requests_go_on_elsewhere(self, worker: str) -> None:
+        faults = (Fault.parse(f"worker:{worker}@10+5"),)
+        result = simulate(traffic(rate=16.0), setup_of(2, 2, faults=faults))
+        assert result.finished == 300
+        assert result.migrated > 0
+
+    def test_a_pool_that_is_lost_for_good_leaves_nobody_waiting_for_ever(self) -> None:
+        result = simulate(traffic(), setup_of(1, 1, faults=(Fault.parse("worker:decode-0@10"),)))
+        assert ended(result) == 300
+        assert result.refusals["no_worker"] > 0
+
+    def test_a_slow_link_exposes_the_handoff(self) -> None:
+        faults = (Fault.parse("link:prefill-0@0+1000*4"),)
+        slow, whole = simulate(traffic(), setup_of(1, 2, faults=faults)), simulate(traffic(), setup_of(1, 2))
+        assert slow.finished == whole.finished == 300
+        assert slow.tpot_s.p90 is not None
+        assert whole.tpot_s.p90 is not None
+        assert slow.tpot_s.p90 > 1.5 * whole.tpot_s.p90
+
+    @pytest.mark.parametrize("text", ["worker@3", "redis:x@3", "link:prefill-0@3*0.5", "worker:a@-1", "fire@3", "x"])
+    def test_a_fault_of_no_known_form_is_refused(self, text: str) -> None:
+        with pytest.raises(ConfigError, match="expected one of the forms"):
+            Fault.parse(text)
+
+    def test_a_fault_of_a_worker_there_is_not_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="decode-0"):
+            simulate(traffic(), setup_of(1, 1, faults=(Fault.parse("worker:decode-7@1"),)))
+
+
+class TestRuns:
+    def test_the_same_run_twice_is_the_same(self) -> None:
+        assert simulate(traffic(), setup_of(2, 2)) == simulate(traffic(), setup_of(2, 2))
+
+    @pytest.mark.parametrize(("prefill", "decode"), [(0, 1), (1, 1), (2, 1), (1, 3)])
+    def test_every_request_ends_even_under_far_too_much_load(self, prefill: int, decode: int) -> None:
+        setup = setup_of(prefill, decode, max_running_requests=8)
+        tight = replace(setup, decode=replace(setup.decode, kv_tokens=8000))
+        assert ended(simulate(traffic(rate=60.0), tight)) == 300
+
+    def test_objectives_are_attained_by_finished_requests_alone(self) -> None:
+        slo = Slo(ttft_s=0.2, tpot_s=0.012)
+        result = simulate(traffic(rate=20.0), setup_of(1, 1), slo)
+        found = result.attainment
+        assert found.ttft is not None
+        assert found.tpot is not None
+        assert found.joint is not None
+        assert max(0.0, found.ttft + found.tpot - 1) <= found.joint <= min(found.ttft, found.tpot) < 1
+        assert result.goodput_per_s == pytest.approx(found.joint * result.requests_per_s)
+
+    def test_a_run_that_cannot_attain_its_objectives_ends_early(self) -> None:
+        result = simulate(traffic(rate=60.0), setup_of(1, 1), Slo(ttft_s=0.01), most_misses=20)
+        assert not result.complete
+        assert ended(result) < 300
+
+
+class TestLargePools:
+    def test_a_shortlist_serves_as_well_as_the_whole_pool(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        trace = traffic(300, rate=100.0)
+        whole = simulate(trace, setup_of(40, 40))
+        monkeypatch.setattr("planner.simulator.fleet.SHORTLIST", 16)
+        listed = simulate(trace, setup_of(40, 40))
+        assert listed.finished == whole.finished == 300
+        assert listed.ttft_s.p90 == pytest.approx(whole.ttft_s.p90, rel=0.1)
+        assert listed.hit_rate == pytest.approx(whole.hit_rate, rel=0.1)
+
+
+class TestLinks:
+    def test_blocks_that_are_there_take_the_links_time(self) -> None:
+        assert push(Port(), Port(), start_s=1, end_s=1, layers=10, transfer_s=0.5, num_bytes=1) == 1.5
+
+    def test_a_fast_link_exposes_the_last_layer_only(self) -> None:
+        assert push(Port(), Port(), start_s=0, end_s=1, layers=10, transfer_s=0.5, num_bytes=1) == pytest.approx(1.05)
+
+    def test_a_slow_link_starts_with_the_first_layer(self) -> None:
+        assert push(Port(), Port(), start_s=0, end_s=1, layers=10, transfer_s=5, num_bytes=1) == pytest.approx(5.1)
+
+    def test_one_range_after_the_other_on_either_end(self) -> None:
+        source = Port()
+        push(source, Port(), start_s=0, end_s=0, layers=1, transfer_s=2, num_bytes=1)
+        assert push(source, Port(), start_s=0, end_s=0, layers=1, transfer_s=1, num_bytes=1) == 3
