@@ -21,7 +21,7 @@ from planner.traces.hits import infinite_cache_hits
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
 from planner.traces.trace import Trace
 from tandem.blockhash import HashKey
-from tandem.config import ClassSpec, Disaggregation, RouterSpec
+from tandem.config import ClassSpec, Disaggregation, PolicyName, RouterSpec
 from tandem.errors import ConfigError
 from tandem.request import SamplingParams
 
@@ -64,7 +64,7 @@ def one(prompt: int, output: int, *more: tuple[float, int, int]) -> Trace:
     return Trace("hand", rows[:, 0], rows[:, 1].astype(np.int64), rows[:, 2].astype(np.int64))
 
 
-def traffic(count: int = 300, rate: float = 8.0) -> Trace:
+def traffic(count: int = 200, rate: float = 8.0) -> Trace:
     shared = SharedPrefixes(count=5, tokens=640, share=0.7)
     lengths = LengthSpec(300, 0.8, 3000), LengthSpec(40, 0.7, 400)
     return synthetic_trace(count, Gamma(rate, 1.5), *lengths, prefixes=shared, seed=3)
@@ -106,12 +106,12 @@ class TestOneRequest:
 def test_waiting_is_what_queueing_theory_says() -> None:
     """M/D/1: one worker, one prompt a step, one token each. Mean wait = rho * D / (2 * (1 - rho))."""
     load, service_s = 0.7, 0.1
-    trace = synthetic_trace(8_000, Gamma(load / service_s), LengthSpec(1000), LengthSpec(1), seed=5)
+    trace = synthetic_trace(4_000, Gamma(load / service_s), LengthSpec(1000), LengthSpec(1), seed=5)
     one_a_step = RouterSpec(max_prefill_tokens_in_flight=1, max_queued_requests=4096, classes=CLASSES)
-    result = simulate(trace, setup_of(0, 1, router=one_a_step, max_step_tokens=1000, network_s=0.0))
+    result = simulate(trace, setup_of(0, 1, router=one_a_step, max_step_tokens=1000, network_s=0.0, block_tokens=64))
     expected_s = service_s + load * service_s / (2 * (1 - load))
-    assert result.ttft_s.mean == pytest.approx(expected_s, rel=0.08)
-    assert result.pools["decode"].busy == pytest.approx(load, rel=0.02)
+    assert result.ttft_s.mean == pytest.approx(expected_s, rel=0.1)
+    assert result.pools["decode"].busy == pytest.approx(load, rel=0.05)
 
 
 class TestShortcuts:
@@ -187,27 +187,30 @@ class TestCaches:
     def test_a_router_without_redis_keeps_what_it_knew_and_serves_on(self) -> None:
         faults = (Fault(FaultKind.REDIS, 1.0, for_s=10.0),)
         lost, whole = simulate(traffic(), setup_of(1, 2, faults=faults)), simulate(traffic(), setup_of(1, 2))
-        assert lost.finished == 300
+        assert lost.finished == 200
         assert lost.hit_rate <= whole.hit_rate
 
 
 class TestFaults:
     @pytest.mark.parametrize("worker", ["decode-0", "prefill-0"])
     def test_a_lost_workers_requests_go_on_elsewhere(self, worker: str) -> None:
-        faults = (Fault.parse(f"worker:{worker}@10+5"),)
-        result = simulate(traffic(rate=16.0), setup_of(2, 2, faults=faults))
-        assert result.finished == 300
+        long_prompts = one(20_000, 100, *((0.01 * number, 20_000, 100) for number in range(1, 12)))
+        # Each takes a prefill worker 2 s: by then the first decode, and the next are being computed.
+        faults = (Fault.parse(f"worker:{worker}@2.5+5"),)
+        in_turn = RouterSpec(policy=PolicyName.ROUND_ROBIN, disaggregation=Disaggregation.ALWAYS, classes=CLASSES)
+        result = simulate(long_prompts, setup_of(2, 2, faults=faults, router=in_turn))
+        assert result.finished == 12
         assert result.migrated > 0
 
     def test_a_pool_that_is_lost_for_good_leaves_nobody_waiting_for_ever(self) -> None:
-        result = simulate(traffic(), setup_of(1, 1, faults=(Fault.parse("worker:decode-0@10"),)))
-        assert ended(result) == 300
+        result = simulate(traffic(), setup_of(1, 1, faults=(Fault.parse("worker:decode-0@6"),)))
+        assert ended(result) == 200
         assert result.refusals["no_worker"] > 0
 
     def test_a_slow_link_exposes_the_handoff(self) -> None:
         faults = (Fault.parse("link:prefill-0@0+1000*4"),)
         slow, whole = simulate(traffic(), setup_of(1, 2, faults=faults)), simulate(traffic(), setup_of(1, 2))
-        assert slow.finished == whole.finished == 300
+        assert slow.finished == whole.finished == 200
         assert slow.tpot_s.p90 is not None
         assert whole.tpot_s.p90 is not None
         assert slow.tpot_s.p90 > 1.5 * whole.tpot_s.p90
@@ -226,11 +229,11 @@ class TestRuns:
     def test_the_same_run_twice_is_the_same(self) -> None:
         assert simulate(traffic(), setup_of(2, 2)) == simulate(traffic(), setup_of(2, 2))
 
-    @pytest.mark.parametrize(("prefill", "decode"), [(0, 1), (1, 1), (2, 1), (1, 3)])
+    @pytest.mark.parametrize(("prefill", "decode"), [(0, 1), (1, 2)])
     def test_every_request_ends_even_under_far_too_much_load(self, prefill: int, decode: int) -> None:
         setup = setup_of(prefill, decode, max_running_requests=8)
         tight = replace(setup, decode=replace(setup.decode, kv_tokens=8000))
-        assert ended(simulate(traffic(rate=60.0), tight)) == 300
+        assert ended(simulate(traffic(rate=60.0), tight)) == 200
 
     def test_objectives_are_attained_by_finished_requests_alone(self) -> None:
         slo = Slo(ttft_s=0.2, tpot_s=0.012)
@@ -245,16 +248,16 @@ class TestRuns:
     def test_a_run_that_cannot_attain_its_objectives_ends_early(self) -> None:
         result = simulate(traffic(rate=60.0), setup_of(1, 1), Slo(ttft_s=0.01), most_misses=20)
         assert not result.complete
-        assert ended(result) < 300
+        assert ended(result) < 200
 
 
 class TestLargePools:
     def test_a_shortlist_serves_as_well_as_the_whole_pool(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        trace = traffic(300, rate=100.0)
-        whole = simulate(trace, setup_of(40, 40))
-        monkeypatch.setattr("planner.simulator.fleet.SHORTLIST", 16)
-        listed = simulate(trace, setup_of(40, 40))
-        assert listed.finished == whole.finished == 300
+        trace = traffic(150, rate=100.0)
+        whole = simulate(trace, setup_of(20, 20))
+        monkeypatch.setattr("planner.simulator.fleet.SHORTLIST", 8)
+        listed = simulate(trace, setup_of(20, 20))
+        assert listed.finished == whole.finished == 150
         assert listed.ttft_s.p90 == pytest.approx(whole.ttft_s.p90, rel=0.1)
         assert listed.hit_rate == pytest.approx(whole.hit_rate, rel=0.1)
 

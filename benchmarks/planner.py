@@ -1,0 +1,181 @@
+"""How fast the simulator and the search are, and how good what the search finds is.
+
+    make bench-planner ARGS="--traces FOLDER"
+    python -m benchmarks.planner --figure search
+
+Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. `reference` is the target that the
+figure is held against, `ratio` value over target. FOLDER holds Mooncake's conversation trace, whole or its beginning;
+figures that need it are left out without it. docs/planning.md explains each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.handoff_figures import Figure
+from planner.devices import find_device
+from planner.hardware import Hardware, make_setup, simulated_block_tokens
+from planner.models import find_model
+from planner.search.evaluate import Evaluator, Job, router_spec
+from planner.search.halving import Effort
+from planner.search.layout import Layout, layouts
+from planner.search.plan import Goal, Means, make_plan
+from planner.search.traffic import busiest
+from planner.search.workforce import Journal, Workforce
+from planner.simulator.setup import Setup, Slo
+from planner.simulator.simulate import simulate
+from planner.traces.arrivals import Gamma
+from planner.traces.hits import infinite_cache_hits
+from planner.traces.read import read_trace
+from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
+from planner.traces.trace import Trace
+
+GOLDEN = {11_500: 0.3710, 2_000: 0.2941, 12_031: 0.3736}  # by requests; computed from the published trace
+HOUR_TARGET_S, MILLION_TARGET_MIN, MILLION_TARGET_GB, SEARCH_TARGET_S, REGRET_TARGET = 60.0, 30.0, 4.0, 180.0, 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    hour_requests: int = 11_500
+    million: int = 1_000_000
+    million_workers: int = 2_000
+    search_requests: int = 2_000
+    search_devices: int = 16
+    regret_requests: int = 400
+    regret_devices: int = 6
+
+
+QUICK = Sizes(100, 500, 80, 60, 2, 60, 2)
+
+
+def golden_hits(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
+    for path in traces:
+        trace = read_trace(path)
+        golden = GOLDEN.get(len(trace))
+        if golden is not None:
+            value = round(infinite_cache_hits(trace).token_hit_rate, 4)
+            yield Figure(f"sim.golden_hits_{len(trace)}", value, "share", golden, value / golden)
+
+
+def hour(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
+    """64 workers, 32 of each role."""
+    trace = max((read_trace(path) for path in traces), key=len, default=None)
+    if trace is None:
+        return
+    trace = trace.head(sizes.hour_requests)
+    setup = _setup("llama-3-70b", Layout(32, 4, 32, 4, 8192), trace)
+    started_s = time.process_time()
+    simulate(trace, setup, Slo(10.0, 0.05))
+    seconds = time.process_time() - started_s
+    yield Figure("sim.hour_64_s", round(seconds, 2), "s", HOUR_TARGET_S, round(seconds / HOUR_TARGET_S, 3))
+
+
+def million(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
+    """Half of the workers of each role; half of the prompts share one of a thousand prefixes."""
+    half = sizes.million_workers // 2
+    trace = synthetic_trace(
+        sizes.million, Gamma(5.0 * half, 2.0), LengthSpec(1500, 1.0, 16_000), LengthSpec(100, 0.8, 1000),
+        prefixes=SharedPrefixes(1000, 1024, 0.5),
+    )  # fmt: skip
+    setup = _setup("llama-3-8b", Layout(half, 1, half, 1, 8192), trace, block_tokens=256)
+    started_s = time.process_time()
+    result = simulate(trace, setup, Slo(1.0, 0.05))
+    minutes = (time.process_time() - started_s) / 60
+    gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+    # At other sizes the time for a million, as far as it can be told from fewer.
+    minutes *= 1_000_000 / sizes.million
+    name = "" if sizes.million == 1_000_000 else f"_from_{result.finished}"
+    yield Figure(f"sim.million_min{name}", round(minutes, 2), "min", MILLION_TARGET_MIN, round(minutes / MILLION_TARGET_MIN, 3))
+    ratio = gigabytes / MILLION_TARGET_GB
+    yield Figure(f"sim.million_rss_gb{name}", round(gigabytes, 2), "GiB", MILLION_TARGET_GB, round(ratio, 3))
+
+
+def search(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
+    """A plan for 16 H100, all cores, wall clock."""
+    goal = Goal(Slo(0.5, 0.02), 0.95, sizes.search_devices)
+    hardware = Hardware(find_model("llama-3-8b"), find_device("h100"))
+    started_s = time.monotonic()
+    make_plan(_chat(sizes.search_requests, 60.0), hardware, goal, _means(sizes.search_requests))
+    seconds = time.monotonic() - started_s
+    yield Figure("plan.search_s", round(seconds, 1), "s", SEARCH_TARGET_S, round(seconds / SEARCH_TARGET_S, 3))
+
+
+def regret(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
+    """How much more the plan costs than the cheapest layout there is, found by simulating every one."""
+    trace, requests = _chat(sizes.regret_requests, 20.0), sizes.regret_requests
+    hardware = Hardware(find_model("llama-3-8b"), find_device("h100"))
+    goal = Goal(Slo(0.4, 0.015), 0.95, sizes.regret_devices, (2048,))
+    evaluator = Evaluator(busiest(trace, requests), hardware, goal.slo, goal.max_running_requests)
+    jobs = [Job(each, requests) for each in layouts([1, 2], goal.max_devices, goal.step_tokens)]
+    with Workforce(evaluator, _cores(), Journal(None, evaluator)) as workforce:
+        tried = workforce.run(jobs, lambda found: None)
+    meeting = [each.layout.devices for each in tried if each.complete and each.joint >= goal.attainment]
+    plan = make_plan(trace, hardware, goal, _means(requests))
+    if not meeting or plan.chosen is None:
+        value = 0.0 if not meeting and plan.chosen is None else 1.0
+    else:
+        value = plan.chosen.layout.devices / min(meeting) - 1
+    yield Figure("plan.regret", round(value, 4), "share", REGRET_TARGET, round(value / REGRET_TARGET, 3))
+
+
+FIGURES: dict[str, Callable[[Sizes, list[Path]], Iterator[Figure]]] = {
+    "golden_hits": golden_hits,
+    "hour": hour,
+    "million": million,
+    "search": search,
+    "regret": regret,
+}
+
+
+def _setup(model: str, layout: Layout, trace: Trace, block_tokens: int | None = None) -> Setup:
+    hardware = Hardware(find_model(model), find_device("h100"))
+    trace_block = None if trace.prefixes is None else trace.prefixes.block_tokens
+    return make_setup(
+        hardware,
+        hardware.pool(layout.prefill_workers, layout.prefill_tp),
+        hardware.pool(layout.decode_workers, layout.decode_tp),
+        router=router_spec(layout),
+        max_running_requests=256,
+        max_step_tokens=layout.step_tokens,
+        block_tokens=block_tokens or simulated_block_tokens(16, float(trace.prompt_tokens.mean()), trace_block),
+    )
+
+
+def _chat(requests: int, rate: float) -> Trace:
+    prompts, answers = LengthSpec(1200, 1.0, 14_000), LengthSpec(200, 0.7, 1000)
+    return synthetic_trace(requests, Gamma(rate, 1.5), prompts, answers, seed=1)
+
+
+def _means(requests: int) -> Means:
+    return Means(_cores(), None, Effort(requests))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--figure", action="append", choices=FIGURES, help="only these (may be repeated)")
+    parser.add_argument("--traces", type=Path, help="a folder with slices of Mooncake's conversation trace (*.jsonl)")
+    parser.add_argument("--million", type=int, default=None, help="so many requests instead of a million")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    options = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1"}
+    sizes = QUICK if options.quick else Sizes(million=options.million or 1_000_000)
+    traces = [] if options.traces is None else sorted(options.traces.glob("*.jsonl"))
+    for name in options.figure or FIGURES:
+        for figure in FIGURES[name](sizes, traces):
+            print(figure.line(), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""The search: what it finds is what trying everything finds, and what it says of it can be deployed and opened."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from plotly.offline import get_plotlyjs
+
+from planner.devices import find_device
+from planner.hardware import Hardware
+from planner.models import find_model
+from planner.search.analytic import Analysis, Limit
+from planner.search.evaluate import Evaluation, Evaluator, Job
+from planner.search.halving import Effort
+from planner.search.layout import Layout, layouts
+from planner.search.plan import Goal, Means, Plan, make_plan
+from planner.search.report import html_report
+from planner.search.traffic import TrafficShape, busiest
+from planner.search.values import helm_values
+from planner.search.workforce import Journal, Workforce
+from planner.simulator.setup import Slo
+from planner.traces.arrivals import Gamma
+from planner.traces.synthetic import LengthSpec, synthetic_trace
+from planner.traces.trace import Trace
+from tandem.config import ClusterSpec
+from tandem.errors import ConfigError, InputError
+
+ROOT = Path(__file__).resolve().parents[3]
+GOAL = Goal(Slo(ttft_s=0.4, tpot_s=0.02), attainment=0.9, max_devices=3, step_tokens=(2048,), max_running_requests=128)
+EFFORT = Effort(requests=100, per_price=3, finalists=1)
+
+
+@cache
+def hardware() -> Hardware:
+    return Hardware(find_model("llama-3-8b"), find_device("h100"))
+
+
+@cache
+def traffic(rate: float = 12.0) -> Trace:
+    return synthetic_trace(200, Gamma(rate), LengthSpec(1200, 0.8, 8000), LengthSpec(60, 0.5, 300), seed=2)
+
+
+@cache
+def plan() -> Plan:
+    return make_plan(traffic(), hardware(), GOAL, Means(effort=EFFORT))
+
+
+class TestSearch:
+    def test_the_plan_is_the_cheapest_that_trying_everything_finds(self) -> None:
+        trace = busiest(traffic(), 100)
+        evaluator = Evaluator(trace, hardware(), GOAL.slo, GOAL.max_running_requests)
+        tried = [evaluator.evaluate(Job(each, 100)) for each in layouts([1], 3, GOAL.step_tokens)]
+        cheapest = min(each.layout.devices for each in tried if each.joint >= GOAL.attainment)
+        found = plan().chosen
+        assert found is not None
+        assert found.layout.devices == cheapest
+
+    def test_it_meets_the_goal_and_says_what_it_costs(self) -> None:
+        found = plan()
+        assert found.chosen is not None
+        assert found.costs is not None
+        assert found.chosen.joint >= GOAL.attainment
+        assert found.costs.per_hour == found.chosen.layout.devices * 3.0
+        tokens_per_hour = found.chosen.tokens_per_s * 3600
+        assert found.costs.per_million_tokens == pytest.approx(found.costs.per_hour / tokens_per_hour * 1e6)
+        assert found.costs.per_million_tokens_busy is not None
+        assert found.costs.per_million_tokens_busy < found.costs.per_million_tokens
+
+    def test_it_is_tried_under_other_load_lengths_and_with_a_worker_lost(self) -> None:
+        found = {each.name: each.evaluation for each in plan().variants}
+        assert {"load -25 %", "load +25 %", "prompts +25 %", "answers +25 %"} <= found.keys()
+        assert found["load -25 %"].joint >= found["load +25 %"].joint
+
+    def test_the_verdict_says_whether_disaggregation_pays(self) -> None:
+        assert re.search("disaggregation (pays|does not pay)", plan().verdict)
+
+    def test_more_money_buys_more_along_the_frontier(self) -> None:
+        frontier = plan().frontier()
+        assert [each.layout.devices for each in frontier] == sorted({each.layout.devices for each in frontier})
+        assert [each.goodput_per_s for each in frontier] == sorted(each.goodput_per_s for each in frontier)
+
+
+class TestUnsatisfiable:
+    def test_an_objective_beyond_the_hardware_names_the_limit_and_the_excess(self) -> None:
+        goal = Goal(Slo(ttft_s=0.01, tpot_s=0.02), max_devices=4, step_tokens=(2048,))
+        found = make_plan(traffic(), hardware(), goal, Means(effort=EFFORT))
+        assert found.chosen is None
+        assert found.miss is not None
+        assert found.miss.limit == Limit.PREFILL_TIME
+        assert found.miss.excess is not None
+        assert found.miss.excess > 2
+
+    def test_an_objective_missed_in_queues_names_what_the_closest_layout_does(self) -> None:
+        goal = Goal(Slo(ttft_s=0.12), 0.99, 2, (2048,))
+        found = make_plan(traffic(20.0), hardware(), goal, Means(effort=EFFORT))
+        assert found.chosen is None
+        assert found.miss is not None
+        assert found.miss.limit in ("ttft", *Limit)
+        assert "x" in found.miss.explanation
+
+    def test_a_model_that_does_not_fit_says_so(self) -> None:
+        goal = Goal(GOAL.slo, max_devices=1)
+        with pytest.raises(ConfigError, match="does not fit on 1 x h100"):
+            make_plan(traffic(), Hardware(find_model("llama-3-70b"), find_device("h100")), goal, Means())
+
+    @pytest.mark.parametrize("build", [lambda: Goal(Slo()), lambda: Goal(GOAL.slo, 1.0), lambda: Goal(GOAL.slo, 0.9, 0)])
+    def test_a_goal_that_is_none_is_refused(self, build: object) -> None:
+        assert callable(build)
+        with pytest.raises(ConfigError):
+            build()
+
+
+class TestBounds:
+    def analysis(self) -> Analysis:
+        return Analysis(TrafficShape.of(traffic()), hardware(), GOAL.slo, 0.9, 128)
+
+    def test_what_they_rule_out_fails_in_simulation(self) -> None:
+        evaluator = Evaluator(busiest(traffic(), 100), hardware(), GOAL.slo, 128)
+        hopeless = [each for each in layouts([1], 2, (512,)) if not self.analysis().bounds(each).possible]
+        slow = Analysis(TrafficShape.of(traffic(200.0)), hardware(), GOAL.slo, 0.9, 128)
+        assert all(evaluator.evaluate(Job(each, 100)).joint < 0.9 for each in hopeless)
+        assert slow.bounds(Layout(1, 1, 1, 1, 2048)).worst[0] is Limit.PREFILL_LOAD
+
+    def test_workers_of_both_roles_share_one_size_of_pool(self) -> None:
+        """The spec gives all ranks the same: a narrow prefill worker leaves a wide decode worker little."""
+        big = Hardware(find_model("llama-3-70b"), find_device("h100"))
+        setup = Evaluator(traffic(), big, GOAL.slo).setup(Layout(1, 2, 1, 8, 2048))
+        assert setup.prefill is not None
+        assert setup.decode.kv_tokens == pytest.approx(4 * setup.prefill.kv_tokens, rel=0.01)
+
+
+class TestWorkforce:
+    def jobs(self) -> list[Job]:
+        return [Job(Layout(0, 1, count, 1, 2048), 60) for count in (1, 2, 3)]
+
+    def evaluator(self) -> Evaluator:
+        return Evaluator(busiest(traffic(), 100), hardware(), GOAL.slo)
+
+    def test_two_processes_find_what_one_does(self) -> None:
+        results = []
+        for processes in (1, 2):
+            with Workforce(self.evaluator(), processes, Journal(None, self.evaluator())) as workforce:
+                results.append(workforce.run(self.jobs(), lambda found: None))
+        assert results[0] == results[1]
+
+    def test_an_interrupted_search_goes_on_where_it_was(self, tmp_path: Path) -> None:
+        path = tmp_path / "state.jsonl"
+        with Workforce(self.evaluator(), 1, Journal(path, self.evaluator())) as workforce:
+            first = workforce.run(self.jobs()[:2], lambda found: None)
+        with path.open("a") as file:
+            file.write('{"about": "cut sho')
+        journal = Journal(path, self.evaluator())
+        assert [journal.find(job) for job in self.jobs()] == [*first, None]
+
+    def test_results_of_other_traffic_are_not_taken(self, tmp_path: Path) -> None:
+        path = tmp_path / "state.jsonl"
+        with Workforce(self.evaluator(), 1, Journal(path, self.evaluator())) as workforce:
+            workforce.run(self.jobs()[:1], lambda found: None)
+        other = Evaluator(busiest(traffic(13.0), 100), hardware(), GOAL.slo)
+        assert Journal(path, other).find(self.jobs()[0]) is None
+
+    def test_an_evaluation_survives_json(self) -> None:
+        found = self.evaluator().evaluate(self.jobs()[0])
+        assert Evaluation.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+class TestWhatIsWritten:
+    def test_the_values_file_is_one_that_chart_and_spec_accept(self) -> None:
+        values = yaml.safe_load(helm_values(plan(), hardware(), "/models/llama"))
+        schema = json.loads((ROOT / "helm" / "tandem" / "values.schema.json").read_text())
+        schema["required"] = []  # the rest has defaults in values.yaml
+        jsonschema.validate(values, schema)
+        spec = ClusterSpec.model_validate(values["cluster"])
+        chosen = plan().chosen
+        assert chosen is not None
+        assert spec.models[0].decode.workers == chosen.layout.decode_workers
+        assert values["node"]["gpus"] == chosen.layout.devices
+
+    def test_without_a_plan_there_are_no_values(self) -> None:
+        goal = Goal(Slo(ttft_s=0.01), max_devices=2)
+        nothing = make_plan(traffic(), hardware(), goal, Means(effort=EFFORT))
+        with pytest.raises(InputError, match="nothing to deploy"):
+            helm_values(nothing, hardware(), "m")
+
+    def test_the_report_needs_no_network_and_names_what_it_shows(self) -> None:
+        page = html_report(plan(), "roofline <of> h100").replace(get_plotlyjs(), "")
+        assert not re.search(r'(?:src|href)\s*=\s*["\']?(?:https?:)?//', page)
+        assert "roofline &lt;of&gt; h100" in page
+        for chart in ("goodput-cost", "ttft-tpot", "variants"):
+            assert f"Plotly.newPlot('{chart}'" in page
+
+    def test_json_has_no_numbers_that_json_lacks(self) -> None:
+        json.dumps(plan().to_json(), allow_nan=False)
