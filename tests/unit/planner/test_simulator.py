@@ -254,9 +254,11 @@ class TestRuns:
 class TestLargePools:
     def test_a_shortlist_serves_as_well_as_the_whole_pool(self, monkeypatch: pytest.MonkeyPatch) -> None:
         trace = traffic(150, rate=100.0)
-        whole = simulate(trace, setup_of(20, 20))
+        small = PoolSetup(20, 1, FlatCost(), 20_000)
+        setup = setup_of(20, 20, prefill=small, decode=small)
+        whole = simulate(trace, setup)
         monkeypatch.setattr("planner.simulator.fleet.SHORTLIST", 8)
-        listed = simulate(trace, setup_of(20, 20))
+        listed = simulate(trace, setup)
         assert listed.finished == whole.finished == 150
         assert listed.ttft_s.p90 == pytest.approx(whole.ttft_s.p90, rel=0.1)
         assert listed.hit_rate == pytest.approx(whole.hit_rate, rel=0.1)

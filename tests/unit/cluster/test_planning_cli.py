@@ -1,0 +1,99 @@
+"""`tandem simulate` and `tandem plan` as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from cluster.cli import app
+from cluster.commands.planning import parse_arrivals
+from tandem.config import ClusterSpec
+from tandem.errors import ConfigError, TandemError
+
+TRAFFIC = ["synthetic", "--arrivals", "poisson:4", "--lengths", "600:30", "--requests", "60"]
+MODEL = ["--model", "llama-3-8b", "--device", "h100"]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_simulate_prints_the_whole_report_as_json() -> None:
+    result = run("simulate", *TRAFFIC, *MODEL, "--ttft", "1", "--tpot", "0.05", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["finished"] == 60
+    assert report["ttft_s"].keys() >= {"p50", "p90", "p95", "p99"}
+    assert report["attainment"]["joint"] == 1.0
+    assert report["pools"].keys() == {"prefill", "decode"}
+    assert "roofline" in report["cost_model"]
+
+
+def test_simulate_shows_people_the_same() -> None:
+    result = run("simulate", *TRAFFIC, *MODEL, "--prefill", "0", "--fault", "redis@1+1", "--load", "2")
+    assert result.exit_code == 0, result.output
+    assert "1 decode x TP 1" in result.stdout
+    assert "load x 2" in result.stdout
+    assert "finished 60" in result.stdout
+
+
+def test_simulate_takes_the_spec_that_tandem_up_takes(tmp_path: Path) -> None:
+    spec = tmp_path / "cluster.yaml"
+    spec.write_text("models: [{source: llama-3-8b, prefill: {workers: 2}, decode: {workers: 3}}]\n")
+    result = run("simulate", *TRAFFIC, "--device", "h100", "--config", str(spec), "--json")
+    assert {name: pool["workers"] for name, pool in json.loads(result.stdout)["pools"].items()} == {
+        "prefill": 2,
+        "decode": 3,
+    }
+
+
+def test_plan_writes_values_and_report_and_goes_on_from_its_state(tmp_path: Path) -> None:
+    values, report, state = tmp_path / "values.yaml", tmp_path / "report.html", tmp_path / "state.jsonl"
+    goal = ["--ttft", "0.5", "--tpot", "0.03", "--devices", "2", "--simulated", "50", "--step-tokens", "2048"]
+    outputs = ["--values", str(values), "--report", str(report), "--state", str(state)]
+    first = run("plan", *TRAFFIC, *MODEL, *goal, *outputs, "--jobs", "1")
+    assert first.exit_code == 0, first.output
+    assert "The plan:" in first.stdout
+    spec = ClusterSpec.model_validate(yaml.safe_load(values.read_text())["cluster"])
+    assert spec.models[0].source == "llama-3-8b"
+    assert report.read_text().startswith("<!doctype html>")
+    lines = state.read_text()
+    again = run("plan", *TRAFFIC, *MODEL, *goal, "--state", str(state), "--jobs", "1")
+    assert again.stdout == first.stdout
+    assert state.read_text() == lines  # nothing was simulated again
+
+
+def test_a_goal_that_nothing_meets_has_an_exit_code_of_its_own() -> None:
+    result = run("plan", *TRAFFIC, *MODEL, "--ttft", "0.001", "--devices", "2", "--jobs", "1", "--json")
+    assert result.exit_code == 3
+    assert json.loads(result.stdout)["miss"]["limit"] == "prefill_time"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["simulate", "no-such-file.csv", *MODEL], "expected a trace"),
+        (["simulate", "synthetic", *MODEL], "--arrivals and --lengths"),
+        (["simulate", *TRAFFIC, "--model", "gpt-9"], "llama-3-8b"),
+        (["simulate", *TRAFFIC, "--model", "llama-3-8b", "--device", "abacus"], "a100"),
+        (["simulate", *TRAFFIC, "--model", "llama-3-70b", "--device", "h100"], "expected more ranks than 1"),
+        (["simulate", *TRAFFIC, *MODEL, "--load", "0"], "factors above 0"),
+        (["simulate", *TRAFFIC, *MODEL, "--cost", "nothing.json"], "nothing.json"),
+        (["plan", *TRAFFIC, *MODEL], "expected an objective"),
+    ],
+)
+def test_what_cannot_be_is_one_line_that_says_what_was_expected(arguments: list[str], said: str) -> None:
+    result = run(*arguments)
+    assert isinstance(result.exception, TandemError)
+    assert said in result.exception.message
+    assert "\n" not in result.exception.message
+
+
+@pytest.mark.parametrize("text", ["poisson", "poisson:x", "gamma:1", "often:3", "ramp:1:2"])
+def test_arrivals_of_no_known_form_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="poisson:RATE"):
+        parse_arrivals(text)
