@@ -79,9 +79,8 @@ def show(plan: Plan, cost_model: str, console: Console) -> None:
     console.print(f"[bold]{plan.model}[/] on up to {devices}, {plan.requests_per_s:.2f} requests/s")
     for note in (*plan.traffic, f"step times: {cost_model}"):
         console.print(f"note: {note}", style="dim")
-    console.print(
-        f"{plan.considered} layouts, {plan.possible} possible by their bounds, {plan.simulated} simulations", style="dim"
-    )
+    possible = f"{plan.possible} possible by their bounds"
+    console.print(f"{plan.considered} layouts, {possible}, {plan.simulated} simulations", style="dim")
     if plan.finalists:
         console.print(_finalists(plan))
     if plan.chosen is None or plan.costs is None:

@@ -32,7 +32,9 @@ class Layout:
     def __str__(self) -> str:
         """`3xTP2 : 1xTP4 @2048`: prefill, decode, tokens of a step."""
         decode = f"{self.decode_workers}xTP{self.decode_tp} @{self.step_tokens}"
-        return f"aggregated {decode}" if self.is_aggregated else f"{self.prefill_workers}xTP{self.prefill_tp} : {decode}"
+        if self.is_aggregated:
+            return f"aggregated {decode}"
+        return f"{self.prefill_workers}xTP{self.prefill_tp} : {decode}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

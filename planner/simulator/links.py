@@ -1,7 +1,7 @@
 """When pushed KV arrives: each worker sends and receives over one port, one range after the other.
 
-The piece timing of the handoff, without its sessions (docs/decisions/0017-what-the-simulator-leaves-out.md): a layer's blocks go
-as soon as that layer is computed, so all but the last layer's may be hidden behind the computing.
+The piece timing of the handoff, without its sessions (docs/decisions/0017-what-the-simulator-leaves-out.md): a
+layer's blocks go as soon as that layer is computed, so all but the last layer's may be hidden behind the computing.
 """
 
 from __future__ import annotations

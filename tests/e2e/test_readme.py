@@ -4,6 +4,7 @@
     serve     starts that cluster: stays up, answers, ends cleanly on Ctrl-C
     own       the same, each on its own
     hub       in order, against a model hub on this machine
+    plan      in an empty folder
     doctor    while no cluster runs
     activate  only where .venv is
     make      `make demo` is run here; `make test` by .ci/run, since it runs this
@@ -19,6 +20,7 @@ import http.server
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -172,7 +174,7 @@ def ratio_of(status: dict[str, object]) -> tuple[list[int], list[int]]:
 def test_every_block_says_how_it_is_tested() -> None:
     unmarked = [str(block) for block in BLOCKS if block.how is None]
     assert unmarked == []
-    assert {block.how for block in BLOCKS} == {"make", "activate", "serve", "live", "own", "hub", "doctor"}
+    assert {block.how for block in BLOCKS} == {"make", "activate", "serve", "live", "own", "hub", "plan", "doctor"}
 
 
 def test_the_two_commands_are_targets_and_ci_runs_the_second() -> None:
@@ -258,6 +260,13 @@ class TestOwn:
 def test_doctor(environment: dict[str, str]) -> None:
     (block,) = marked("doctor")
     assert run(["bash", "-euo", "pipefail", "-c", block.code], environment).strip()
+
+
+def test_plan(environment: dict[str, str], tmp_path: Path) -> None:
+    (block,) = marked("plan")
+    output = run(["bash", "-euo", "pipefail", "-c", f"cd {shlex.quote(str(tmp_path))}\n{block.code}"], environment)
+    assert "The plan:" in output
+    assert {each.name for each in tmp_path.iterdir()} == {"plan.html", "plan.yaml"}
 
 
 def test_make_demo(environment: dict[str, str]) -> None:

@@ -121,7 +121,7 @@ class TestDevicesAndModels:
     def test_70b_does_not_fit_one_h100_and_says_so(self) -> None:
         hardware = Hardware(find_model("llama-3-70b"), find_device("h100"))
         assert hardware.widths() == [2, 4, 8]
-        with pytest.raises(ConfigError, match="more than 2.0 x h100"):
+        with pytest.raises(ConfigError, match=r"more than 2\.0 x h100"):
             hardware.pool(1, 1)
 
     def test_wider_workers_are_faster_but_not_by_their_width(self) -> None:

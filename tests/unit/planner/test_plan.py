@@ -109,7 +109,9 @@ class TestUnsatisfiable:
         with pytest.raises(ConfigError, match="does not fit on 1 x h100"):
             make_plan(traffic(), Hardware(find_model("llama-3-70b"), find_device("h100")), goal, Means())
 
-    @pytest.mark.parametrize("build", [lambda: Goal(Slo()), lambda: Goal(GOAL.slo, 1.0), lambda: Goal(GOAL.slo, 0.9, 0)])
+    @pytest.mark.parametrize(
+        "build", [lambda: Goal(Slo()), lambda: Goal(GOAL.slo, 1.0), lambda: Goal(GOAL.slo, 0.9, 0)]
+    )
     def test_a_goal_that_is_none_is_refused(self, build: object) -> None:
         assert callable(build)
         with pytest.raises(ConfigError):

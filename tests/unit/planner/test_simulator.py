@@ -134,8 +134,11 @@ class TestShortcuts:
         repeated.repeat(steps)
         for _ in range(steps):
             _step(single)
-        for one_, other in zip(repeated.decoding, single.decoding, strict=True):
-            assert (one_.computed, len(one_.tokens), one_.committed) == (other.computed, len(other.tokens), other.committed)
+        states = [
+            [(each.computed, len(each.tokens), each.committed) for each in scheduler.decoding]
+            for scheduler in schedulers
+        ]
+        assert states[0] == states[1]
         assert repeated.pool.counts() == single.pool.counts()
         assert sum(len(each.hashes) for each in repeated.pool.take_events()) == sum(
             len(each.hashes) for each in single.pool.take_events()

@@ -68,7 +68,8 @@ class TestFormats:
     def test_a_servegen_client_draws_its_rates_and_lengths(self, tmp_path: Path) -> None:
         written(tmp_path, "chunk-1-trace.csv", "0,0,0,,0,0\n600,2.0,1.0,Gamma,1.0,0.5\n1200,1.0,2.0,Weibull,0.6,0.7\n")
         window = {"input_tokens": "{100: 0.5, 300: 0.5}", "output_tokens": "{10: 1.0}"}
-        written(tmp_path, "chunk-1-dataset.json", json.dumps({"0": {"input_tokens": "{}", "output_tokens": "{}"}, "600": window}))
+        windows = {"0": {"input_tokens": "{}", "output_tokens": "{}"}, "600": window}
+        written(tmp_path, "chunk-1-dataset.json", json.dumps(windows))
         trace = read_trace(tmp_path)
         assert 1500 < len(trace) < 2100
         assert trace.prompt_tokens.mean() == pytest.approx(200, rel=0.05)
@@ -127,7 +128,11 @@ def test_a_bad_trace_is_refused_by_line_and_column(
 
 @pytest.mark.parametrize(
     ("rows", "said"),
-    [("0,1,1,Gamma,1\n", "6 values"), ("0,1,1,Normal,1,1\n", "Gamma or Weibull"), ("9,1,1,Gamma,1,1\n0,1,1,Gamma,1,1\n", "sort")],
+    [
+        ("0,1,1,Gamma,1\n", "6 values"),
+        ("0,1,1,Normal,1,1\n", "Gamma or Weibull"),
+        ("9,1,1,Gamma,1,1\n0,1,1,Gamma,1,1\n", "sort"),
+    ],
 )
 def test_a_bad_servegen_client_is_refused(tmp_path: Path, rows: str, said: str) -> None:
     written(tmp_path, "chunk-1-trace.csv", rows)
