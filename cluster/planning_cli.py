@@ -1,4 +1,4 @@
-"""The options of `tandem simulate` and `tandem plan`. What they do is imported when they run."""
+"""The options of `tandem profile`, `simulate` and `plan`. What they do is imported when they run."""
 
 from __future__ import annotations
 
@@ -118,6 +118,19 @@ def plan(
     )
 
 
+def profile(
+    output: Annotated[Path, typer.Argument(help="The cost model, JSON: `--cost` of simulate and plan takes it.")],
+    config: Annotated[Path | None, typer.Option("--config", help="Cluster spec (YAML): its first model.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Pulled model, checkpoint folder or GGUF file.")] = None,
+    device: Annotated[str, typer.Option(help="Whose links are meant: a100, ..., cpu, or a YAML file.")] = "cpu",
+) -> None:
+    """Measure this hardware's engine steps over a grid, for `tandem simulate --cost` and `tandem plan --cost`."""
+    from cluster.commands.profile import run_profile
+
+    raise typer.Exit(run_profile(config, model, device, output))
+
+
 def add_to(app: typer.Typer) -> None:
+    app.command()(profile)
     app.command()(simulate)
     app.command()(plan)

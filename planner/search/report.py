@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 
@@ -116,7 +117,10 @@ def _ttft_tpot(plan: Plan) -> go.Figure:
     if plan.goal.slo.tpot_s is not None:
         figure.add_vline(x=1000 * plan.goal.slo.tpot_s, line_dash="dot", annotation_text="TPOT objective")
     if plan.goal.slo.ttft_s is not None:
-        figure.add_hline(y=plan.goal.slo.ttft_s, line_dash="dot", annotation_text="TTFT objective")
+        figure.add_hline(y=plan.goal.slo.ttft_s, line_dash="dot")
+        # On a logarithmic axis annotations stand at the logarithm, lines at the value.
+        at = math.log10(plan.goal.slo.ttft_s)
+        figure.add_annotation(x=1, xref="x domain", y=at, text="TTFT objective", showarrow=False, yshift=9)
     figure.update_layout(xaxis_title="TPOT, p90 (ms)", yaxis_title="TTFT, p90 (s)", yaxis_type="log", margin={"t": 20})
     return figure
 

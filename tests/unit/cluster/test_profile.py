@@ -1,0 +1,46 @@
+"""`tandem profile` measures a real engine, and what it writes is a cost model that the simulator runs on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cluster.cli import app
+from cluster.commands.profile import Grid, run_profile
+from planner.fitted import read_measured
+from tandem.errors import ConfigError
+from tandem.testing import write_tiny_llama
+
+GRID = Grid(chunks=(16, 32, 64), batches=(1, 2, 4), contexts=(16, 48))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_llama(folder)
+    return folder
+
+
+def test_steps_are_measured_and_simulated_with(model: Path, tmp_path: Path) -> None:
+    cost = tmp_path / "cost.json"
+    assert run_profile(None, str(model), "cpu", cost, GRID) == 0
+    (measured,) = read_measured(cost).values()
+    assert measured.fit_error is not None
+    assert measured.prefill_s(64, 0) >= measured.prefill_s(16, 0) > 0
+    assert measured.decode_step_s(4, 100) >= measured.decode_step_s(1, 100) > 0
+    traffic = ["synthetic", "--arrivals", "poisson:5", "--lengths", "30:5", "--requests", "20"]
+    hardware = ["--model", str(model), "--cost", str(cost), "--element-bytes", "4"]
+    result = CliRunner().invoke(app, ["simulate", *traffic, *hardware])
+    assert result.exit_code == 0, result.output
+    assert "mean fit error" in result.stdout
+
+
+def test_a_pool_too_small_to_measure_in_says_so(model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "cluster.yaml"
+    engine = {"kv_blocks": 8, "block_tokens": 8}
+    config.write_text(yaml.safe_dump({"models": [{"source": str(model), "engine": engine}]}))
+    with pytest.raises(ConfigError, match="too few to profile"):
+        run_profile(config, None, "cpu", tmp_path / "cost.json", Grid((16,), (16,), (48,)))
