@@ -18,6 +18,8 @@ Arrivals = Annotated[
 ]
 Lengths = Annotated[str | None, typer.Option(help="synthetic: mean tokens PROMPT:OUTPUT, or with :CV:CV.")]
 Prefixes = Annotated[str | None, typer.Option(help="synthetic: shared prefixes, COUNT:TOKENS:SHARE.")]
+Start = Annotated[float, typer.Option("--start", help="Leave out what arrives before, seconds.", min=0)]
+Duration = Annotated[float | None, typer.Option("--duration", help="Only what arrives in so many seconds.", min=0)]
 Requests = Annotated[int | None, typer.Option(help="Only so many requests.", min=1)]
 Load = Annotated[float, typer.Option(help="Requests come so many times as fast.")]
 Prompts = Annotated[float, typer.Option(help="Prompts are so many times as long.")]
@@ -50,6 +52,8 @@ def simulate(
     arrivals: Arrivals = None,
     lengths: Lengths = None,
     prefixes: Prefixes = None,
+    start: Start = 0.0,
+    duration: Duration = None,
     requests: Requests = None,
     load: Load = 1.0,
     prompts: Prompts = 1.0,
@@ -66,7 +70,9 @@ def simulate(
     from cluster.commands.simulate import SimulateFlags, run_simulate
     from planner.simulator.setup import Slo
 
-    traffic = TrafficFlags(trace, arrivals, lengths, prefixes, requests, load, prompts, outputs, seed, jitter)
+    traffic = TrafficFlags(
+        trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter
+    )
     hardware = HardwareFlags(model or "", device, cost, None, element_bytes)
     flags = SimulateFlags(
         traffic, hardware, Slo(ttft, tpot), config, prefill, decode, prefill_tp, decode_tp, tuple(fault or ()), json
@@ -96,6 +102,8 @@ def plan(
     arrivals: Arrivals = None,
     lengths: Lengths = None,
     prefixes: Prefixes = None,
+    start: Start = 0.0,
+    duration: Duration = None,
     requests: Requests = None,
     load: Load = 1.0,
     prompts: Prompts = 1.0,
@@ -110,7 +118,9 @@ def plan(
     from planner.search.plan import Goal
     from planner.simulator.setup import Slo
 
-    traffic = TrafficFlags(trace, arrivals, lengths, prefixes, requests, load, prompts, outputs, seed, jitter)
+    traffic = TrafficFlags(
+        trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter
+    )
     hardware = HardwareFlags(model, device, cost, price, element_bytes)
     goal = Goal(Slo(ttft, tpot), attainment, devices, tuple(step_tokens or (2048, 8192)), running)
     raise typer.Exit(

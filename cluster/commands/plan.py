@@ -45,7 +45,7 @@ def run_plan(flags: PlanFlags) -> int:
     """Raises InputError, ConfigError."""
     hardware = load_hardware(flags.hardware)
     trace = load_traffic(flags.traffic)
-    means = Means(flags.jobs or len(os.sched_getaffinity(0)), flags.state, Effort(flags.simulate))
+    means = Means(flags.jobs or _cores(), flags.state, Effort(flags.simulate))
     plan = _search(trace, hardware, flags, means)
     cost_model = describe_cost(hardware, plan.finalists[0].layout.decode_tp if plan.finalists else hardware.widths()[0])
     if flags.report is not None:
@@ -57,6 +57,11 @@ def run_plan(flags: PlanFlags) -> int:
     else:
         show(plan, cost_model, Console(highlight=False))
     return 0 if plan.chosen is not None else UNSATISFIABLE
+
+
+def _cores() -> int:
+    """Those this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _search(trace: Trace, hardware: Hardware, flags: PlanFlags, means: Means) -> Plan:

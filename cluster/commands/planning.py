@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +30,8 @@ class TrafficFlags:
     arrivals: str | None = None
     lengths: str | None = None
     prefixes: str | None = None
+    start_s: float = 0.0
+    duration_s: float | None = None
     requests: int | None = None
     load: float = 1.0
     prompts: float = 1.0
@@ -55,6 +58,9 @@ def load_traffic(flags: TrafficFlags) -> Trace:
         trace = _synthetic(flags, process)
     else:
         trace = read_trace(Path(flags.trace), arrivals=process, seed=flags.seed, jitter=flags.jitter)
+    if flags.start_s or flags.duration_s is not None:
+        end_s = math.inf if flags.duration_s is None else flags.start_s + flags.duration_s
+        trace = trace.between(flags.start_s, end_s)
     if flags.requests is not None:
         trace = trace.head(flags.requests)
     if not (flags.load > 0 and flags.prompts > 0 and flags.outputs > 0):

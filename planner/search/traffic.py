@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.traces.hits import infinite_cache_hits
-from planner.traces.trace import Prefixes, Trace
+from planner.traces.trace import Trace
 
 _SAMPLES = 48
 _ANSWER_WEIGHT = 8  # prompt tokens that an answer token is taken to weigh, when the busiest stretch is looked for
@@ -21,25 +21,8 @@ def busiest(trace: Trace, requests: int) -> Trace:
     starts = np.arange(len(trace) - requests)
     seconds = trace.arrival_s[starts + requests] - trace.arrival_s[starts]
     start = int(np.argmax((work[starts + requests] - work[starts]) / np.maximum(seconds, 1e-9)))
-    return _stretch(trace, start, start + requests)
-
-
-def _stretch(trace: Trace, start: int, end: int) -> Trace:
-    prefixes = trace.prefixes
-    if prefixes is not None:
-        before = int(prefixes.ends[start - 1]) if start else 0
-        ids = prefixes.ids[before : int(prefixes.ends[end - 1])]
-        prefixes = Prefixes(prefixes.block_tokens, ids, prefixes.ends[start:end] - before)
-    arrival_s = trace.arrival_s[start:end]
-    return replace(
-        trace,
-        arrival_s=arrival_s - arrival_s[0],
-        prompt_tokens=trace.prompt_tokens[start:end],
-        output_tokens=trace.output_tokens[start:end],
-        prefixes=prefixes,
-        label=None if trace.label is None else trace.label[start:end],
-        notes=(*trace.notes, f"the busiest {end - start} of {len(trace)} requests"),
-    )
+    note = f"the busiest {requests} of {len(trace)} requests"
+    return replace(trace.stretch(start, start + requests), notes=(*trace.notes, note))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -109,7 +109,7 @@ class Workforce:
             done(result)
         return [found[number] for number in range(len(jobs))]
 
-    def _results(self, jobs: Sequence[Job], numbers: list[int]) -> Any:
+    def _results(self, jobs: Sequence[Job], numbers: list[int]) -> Iterator[tuple[int, Evaluation]]:
         if not self._children:
             for number in numbers:
                 yield number, self._evaluator.evaluate(jobs[number])

@@ -57,8 +57,8 @@ class Client:
         return known[-1][1:]
 
 
-def read_servegen(folder: Path, seed: int, from_s: float = 0.0, duration_s: float | None = None) -> Trace:
-    """Draws the traffic of all clients of a folder from `from_s` on, for `duration_s` (all of it when None).
+def read_servegen(folder: Path, seed: int) -> Trace:
+    """Draws the traffic of all clients of a folder.
 
     Raises InputError naming file, line, column and what was expected.
     """
@@ -66,14 +66,11 @@ def read_servegen(folder: Path, seed: int, from_s: float = 0.0, duration_s: floa
     if not names:
         raise InputError(f"{folder}: expected ServeGen's *-trace.csv files, found none", field="trace")
     random = np.random.default_rng(seed)
-    end_s = math.inf if duration_s is None else from_s + duration_s
     arrivals, prompts, outputs, owners = [], [], [], []
     for number, path in enumerate(names):
         client = read_client(path, path.with_name(path.name.removesuffix("trace.csv") + "dataset.json"))
         for window in client.windows:
-            if window.end_s <= from_s or window.start_s >= end_s:
-                continue
-            times_s = _draw(window, max(from_s, window.start_s), min(end_s, window.end_s), random)
+            times_s = _draw(window, random)
             prompt, output = client.lengths_at(window.start_s)
             arrivals.append(times_s)
             prompts.append(prompt.draw(len(times_s), random))
@@ -81,7 +78,7 @@ def read_servegen(folder: Path, seed: int, from_s: float = 0.0, duration_s: floa
             owners.append(np.full(len(times_s), number, np.int32))
     arrival_s = np.concatenate([*arrivals, np.empty(0)])
     if not len(arrival_s):
-        raise InputError(f"{folder}: expected requests from {from_s:g} s to {end_s:g} s, drew none", field="trace")
+        raise InputError(f"{folder}: expected rates above 0, drew no request", field="trace")
     trace = Trace(
         folder.name,
         arrival_s,
@@ -165,17 +162,17 @@ def _lengths(text: str) -> Lengths | None:
     return Lengths(values, weights / weights.sum())
 
 
-def _draw(window: Window, start_s: float, end_s: float, random: np.random.Generator) -> NDArray[np.float64]:
+def _draw(window: Window, random: np.random.Generator) -> NDArray[np.float64]:
     """Arrivals of one window. The file's parameters give the family's form, its rate the mean interval."""
-    mean = int((end_s - start_s) * window.requests_per_s)
+    mean = int((window.end_s - window.start_s) * window.requests_per_s)
     count = mean + 10 * math.isqrt(mean + 1) + 10
     shape = window.shape if window.shape > 0 else 1.0
     if window.family == "Gamma":
         intervals = random.gamma(shape, 1.0 / shape, count)
     else:
         intervals = random.weibull(shape, count) / math.gamma(1 + 1 / shape)
-    times_s = start_s + np.cumsum(intervals) / window.requests_per_s
-    return times_s[times_s < end_s]
+    times_s: NDArray[np.float64] = window.start_s + np.cumsum(intervals) / window.requests_per_s
+    return times_s[times_s < window.end_s]
 
 
 def _wrong(name: str, line: int, column: str, expected: str, got: object) -> InputError:

@@ -27,8 +27,10 @@ class Prefixes:
         start = int(self.ends[index - 1]) if index else 0
         return self.ids[start : int(self.ends[index])]
 
-    def head(self, count: int) -> Prefixes:
-        return replace(self, ids=self.ids[: int(self.ends[count - 1]) if count else 0], ends=self.ends[:count])
+    def stretch(self, start: int, end: int) -> Prefixes:
+        before = int(self.ends[start - 1]) if start else 0
+        ids = self.ids[before : int(self.ends[end - 1])]
+        return replace(self, ids=ids, ends=self.ends[start:end] - before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +75,27 @@ class Trace:
 
     def head(self, count: int) -> Trace:
         """The first `count` requests."""
-        count = min(count, len(self))
+        return self.stretch(0, count)
+
+    def stretch(self, start: int, end: int) -> Trace:
+        """Requests [start, end), the first of them at 0. Raises InputError when there are none."""
+        start, end = max(0, start), min(end, len(self))
+        if end <= start:
+            raise InputError(f"{self.name}: expected requests in the stretch asked for, there are none", field="trace")
+        arrival_s = self.arrival_s[start:end]
         return replace(
             self,
-            arrival_s=self.arrival_s[:count],
-            prompt_tokens=self.prompt_tokens[:count],
-            output_tokens=self.output_tokens[:count],
-            prefixes=None if self.prefixes is None else self.prefixes.head(count),
-            label=None if self.label is None else self.label[:count],
+            arrival_s=arrival_s - arrival_s[0],
+            prompt_tokens=self.prompt_tokens[start:end],
+            output_tokens=self.output_tokens[start:end],
+            prefixes=None if self.prefixes is None else self.prefixes.stretch(start, end),
+            label=None if self.label is None else self.label[start:end],
         )
+
+    def between(self, start_s: float, end_s: float) -> Trace:
+        """Those that arrive from `start_s` on and before `end_s`."""
+        start, end = np.searchsorted(self.arrival_s, [start_s, end_s])
+        return self.stretch(int(start), int(end))
 
     def at_rate(self, factor: float) -> Trace:
         """The same requests, `factor` times as fast."""

@@ -217,6 +217,16 @@ def test_a_repeated_trace_shares_nothing_between_repetitions(tmp_path: Path) -> 
     assert (np.diff(twice.arrival_s) > 0).all()
 
 
+def test_a_stretch_keeps_its_prefixes_and_begins_at_0(tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path, "m.jsonl", lines(*MOONCAKE)))
+    stretch = trace.between(1.0, 4.0)
+    assert stretch.arrival_s.tolist() == pytest.approx([0.0, 0.2])
+    assert stretch.prefixes is not None
+    assert stretch.prefixes.of(1).tolist() == [4, 1]
+    with pytest.raises(InputError, match="there are none"):
+        trace.between(2.0, 3.0)
+
+
 def test_load_and_lengths_can_be_changed(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, "m.jsonl", lines(*MOONCAKE)))
     assert trace.at_rate(2.0).span_s == pytest.approx(trace.span_s / 2)
