@@ -271,7 +271,8 @@ class SimCluster:
     def failed(self, worker: SimWorker, sequence_id: str, error: TandemError) -> None:
         request = self.running.get(sequence_id)
         if request is not None:
-            self.fail(request, request.attempt, error)
+            request.excluded |= {worker.key.worker_id}
+            self.losses.move_on(request, worker, error)
 
     def export(self, worker: SimWorker, part: ExportRange, start_s: float, end_s: float) -> None:
         request = self.running.get(part.request_id)
@@ -343,9 +344,13 @@ class SimCluster:
 
     def _reject(self, request: SimRequest, error: TandemError) -> None:
         self._admission.over(request)
-        request.lifecycle.reject()
         self._count_refusal(error)
-        self._recorder.end(request.index, RequestState.REJECTED)
+        if request.was_answered:
+            request.lifecycle.fail()
+            self._recorder.end(request.index, RequestState.FAILED)
+        else:
+            request.lifecycle.reject()
+            self._recorder.end(request.index, RequestState.REJECTED)
 
     def _count_refusal(self, error: TandemError) -> None:
         code = error.code.value

@@ -1,4 +1,4 @@
-"""Faults: a worker that is lost, and comes back under a new epoch; a link that is slow."""
+"""Faults: a worker that is lost, and comes back under a new epoch; a request it failed; a link that is slow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Losses:
         self._cluster.cache.drop(worker.key)
         error = WorkerLost(f"{worker_id} was lost")
         for request in [each for each in self._cluster.running.values() if worker in each.workers]:
-            self._move_on(request, worker, error)
+            self.move_on(request, worker, error)
         if back_after_s is not None:
             key = worker.key
             self._loop.at(
@@ -41,7 +41,8 @@ class Losses:
         self._cluster.cache.load(self._cluster.fleet.start(worker_id, role, epoch))
         self._cluster.pump()
 
-    def _move_on(self, request: SimRequest, lost: SimWorker, error: TandemError) -> None:
+    def move_on(self, request: SimRequest, lost: SimWorker, error: TandemError) -> None:
+        """To other workers, as often as the router does that."""
         if lost is request.prefill and request.landed_s is not None and request.first_token_s is not None:
             return  # it has left that worker
         if request.migrations >= self._setup.router.max_migrations:
@@ -55,6 +56,7 @@ class Losses:
         if answered:
             request.prompt_tokens += answered
             request.output_tokens -= answered
+            request.was_answered = True
         request.migrations += 1
         self._recorder.migrations[request.index] += 1
         request.waiting_since_s = self._loop.now_s()

@@ -29,6 +29,7 @@ class SimRequest:
     waiting_for: WaitReason | None = None
     attempt: int = 0
     migrations: int = 0
+    was_answered: bool = False  # in part, before its last attempt
     charges: list[tuple[SimWorker, Charge]] = field(default_factory=list)
     decode: SimWorker | None = None
     prefill: SimWorker | None = None

@@ -93,6 +93,12 @@ class SimWorker:
             self._cut_short(self._repeat)
 
     def lose(self) -> None:
+        """What it had sent by now was sent."""
+        if self._repeat is not None:
+            start_s, step_s, steps, _ = self._repeat
+            done = min(steps - 1, int((self._loop.now_s() - start_s) / step_s))
+            for sequence in self.scheduler.repeat(done) if done > 0 else []:
+                sequence.last_token_s = start_s + done * step_s
         self.lost = True
         self._generation += 1
         self._inbox.clear()

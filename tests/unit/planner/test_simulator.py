@@ -258,7 +258,7 @@ class TestLargePools:
     def test_a_shortlist_serves_as_well_as_the_whole_pool(self, monkeypatch: pytest.MonkeyPatch) -> None:
         trace = traffic(150, rate=100.0)
         small = PoolSetup(20, 1, FlatCost(), 20_000)
-        setup = setup_of(20, 20, prefill=small, decode=small)
+        setup = replace(setup_of(20, 20), prefill=small, decode=small)
         whole = simulate(trace, setup)
         monkeypatch.setattr("planner.simulator.fleet.SHORTLIST", 8)
         listed = simulate(trace, setup)
