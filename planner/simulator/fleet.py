@@ -20,8 +20,9 @@ from router.prefix_index.mirror import WorkerKey
 from tandem.config import Role
 
 MODEL = "model"
-SHORTLIST = 64  # a pool of so many is looked at whole
-HOLDERS = 16  # of a larger one: holders of the longest prefixes
+WHOLE_POOL = 64  # a pool of so many is looked at whole
+SHORTLIST = 16  # of a larger one so many
+HOLDERS = 8  # of these: who holds the longest prefixes
 
 
 class SimFleet:
@@ -33,6 +34,7 @@ class SimFleet:
         self._by_role: dict[Role, dict[str, SimWorker]] = {role: {} for role in Role}
         # Heaps of (load, order, id); some entries are out of date.
         self._idlest: dict[Role, list[tuple[int, int, str]]] = {role: [] for role in Role}
+        self._large = {role for role, pool in setup.pools() if pool.workers > WHOLE_POOL}
         self._load: dict[str, int] = {}
         self._pushed = 0
         self.gone: list[SimWorker] = []  # ended lives
@@ -65,8 +67,7 @@ class SimFleet:
 
     def note(self, worker: SimWorker) -> None:
         """Its load may have changed."""
-        pool = self._by_role[worker.role]
-        if len(pool) <= SHORTLIST or worker.lost:
+        if worker.role not in self._large or worker.lost:
             return
         load = worker.running_requests if worker.role is Role.DECODE else worker.outstanding_tokens
         if self._load.get(worker.key.worker_id) != load:
@@ -76,7 +77,7 @@ class SimFleet:
 
     def candidates(self, role: Role, cached_blocks: Mapping[WorkerKey, int]) -> list[Candidate]:
         pool = self._by_role[role]
-        chosen = pool.values() if len(pool) <= SHORTLIST else self._shortlist(role, cached_blocks)
+        chosen = self._shortlist(role, cached_blocks) if role in self._large else pool.values()
         size = self._setup.block_tokens
         return [self.candidate(worker, cached_blocks.get(worker.key, 0) * size) for worker in chosen]
 
