@@ -75,6 +75,9 @@ def find_model(name: str, *, element_bytes: float = 2.0) -> PlannedModel:
             field="--model",
         )
     config = ModelConfig.load(folder)
+    if config.traits.experts is not None:
+        # A step reads the experts that its tokens chose: neither all parameters nor those of one token.
+        raise ConfigError(f"--model: {name}: models with experts cannot be planned for yet", field="--model")
     found = KnownModel(
         config.layers, config.hidden_size, config.heads, config.kv_heads, config.intermediate_size,
         config.vocab_size, config.head_dim, config.max_position_tokens,
