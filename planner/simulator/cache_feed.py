@@ -9,6 +9,7 @@ from router.prefix_index.mirror import PrefixMirror, WorkerKey
 from tandem.prefix_events import PrefixEvent, PrefixSnapshot
 
 LAG_S = 0.25  # as often as a router looks
+LOOKS_PER_S = 2000  # at workers, in all: thousands of them are looked at less often
 
 
 class CacheFeed:
@@ -16,6 +17,7 @@ class CacheFeed:
         self.mirror = PrefixMirror(memory_bytes)
         self._loop, self._fleet = loop, fleet
         self._is_down = False
+        self._lag_s = max(LAG_S, len(fleet.workers) / LOOKS_PER_S)
         for worker in fleet.workers.values():
             self.load(worker)
 
@@ -29,7 +31,7 @@ class CacheFeed:
     def changed(self, worker: SimWorker) -> None:
         if not worker.events_due:
             worker.events_due = True
-            self._loop.at(self._loop.now_s() + LAG_S, self._flush, worker)
+            self._loop.at(self._loop.now_s() + self._lag_s, self._flush, worker)
 
     def _flush(self, worker: SimWorker) -> None:
         worker.events_due = False
