@@ -46,7 +46,7 @@ class Sizes:
     hour_requests: int = 11_500
     million: int = 1_000_000
     million_workers: int = 2_000
-    search_requests: int = 2_000
+    search_requests: int = 1_000
     search_devices: int = 16
     regret_requests: int = 400
     regret_devices: int = 6

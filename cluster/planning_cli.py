@@ -94,7 +94,7 @@ def plan(
     step_tokens: Annotated[list[int] | None, typer.Option(help="Chunk budgets to try.", min=16)] = None,
     running: Annotated[int, typer.Option(help="Most requests that a worker runs.", min=1, max=4096)] = 256,
     source: Annotated[str | None, typer.Option(help="Checkpoint for the values file; unset: the model.")] = None,
-    simulated: Annotated[int, typer.Option(help="Requests of the last round: the busiest ones.", min=50)] = 2000,
+    simulated: Annotated[int, typer.Option(help="Requests of the last round: the busiest ones.", min=50)] = 1000,
     jobs: Annotated[int | None, typer.Option(help="Processes; unset: all cores.", min=1)] = None,
     state: Annotated[Path | None, typer.Option(help="Results are kept here; an interrupted search goes on.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report with charts.")] = None,

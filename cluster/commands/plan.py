@@ -33,7 +33,7 @@ class PlanFlags:
     hardware: HardwareFlags
     goal: Goal
     source: str | None = None
-    simulate: int = 2000
+    simulate: int = 1000
     jobs: int | None = None
     state: Path | None = None
     report: Path | None = None

@@ -16,6 +16,7 @@ from planner.search.layout import Layout
 RUNGS = (1 / 12, 1 / 4, 1.0)
 LEAST_REQUESTS = 150
 KEEP = 1 / 2
+DEARER = 1.25  # than the cheapest of its kind that meets the goal: such layouts have nothing left to show
 HOPELESS = 2.0  # times the misses that the objective allows: a short stretch says that much for sure
 
 Run = Callable[[Sequence[Job]], list[Evaluation]]
@@ -25,7 +26,7 @@ Run = Callable[[Sequence[Job]], list[Evaluation]]
 class Effort:
     """`per_price`: how many layouts of each number of devices are simulated at all."""
 
-    requests: int = 2000
+    requests: int = 1000
     per_price: int = 6
     finalists: int = 2
 
@@ -57,8 +58,13 @@ def halve(layouts: Sequence[Layout], effort: Effort, attainment: float, run: Run
 
 def _survivors(found: Sequence[Evaluation], effort: Effort, attainment: float) -> list[Layout]:
     by_price: dict[int, list[Evaluation]] = defaultdict(list)
-    for each in found:
-        by_price[each.layout.devices].append(each)
+    for is_aggregated in (False, True):
+        kind = [each for each in found if each.layout.is_aggregated is is_aggregated]
+        meeting = [each.layout.devices for each in kind if each.complete and each.joint >= attainment]
+        most = DEARER * min(meeting, default=max((each.layout.devices for each in kind), default=0))
+        for each in kind:
+            if each.layout.devices <= most:
+                by_price[each.layout.devices].append(each)
     kept: list[Layout] = []
     for mine in by_price.values():
         mine.sort(key=rank, reverse=True)

@@ -151,6 +151,7 @@ class TestShortcuts:
         slow = simulate(trace, setup)
         assert quick.ttft_s.p99 == pytest.approx(slow.ttft_s.p99, rel=0.02)
         assert quick.tpot_s.p90 == pytest.approx(slow.tpot_s.p90, rel=0.02)
+        assert quick.itl_s.p50 == pytest.approx(slow.itl_s.p50, rel=0.021)
         assert quick.seconds == pytest.approx(slow.seconds, rel=0.01)
 
     def test_without_shared_prompts_caches_change_nothing(self) -> None:
@@ -204,6 +205,15 @@ class TestFaults:
         result = simulate(long_prompts, setup_of(2, 2, faults=faults, router=in_turn))
         assert result.finished == 12
         assert result.migrated > 0
+
+    def test_only_what_was_not_answered_yet_is_answered_elsewhere(self) -> None:
+        never = RouterSpec(disaggregation=Disaggregation.NEVER, classes=CLASSES)
+        lost_at_s = 2 * HOP_S + 1000 * PER_TOKEN_S + 50.5 * STEP_S
+        faults = tuple(Fault(FaultKind.WORKER, lost_at_s, f"decode-{number}", 0.001) for number in (0, 1))
+        result = simulate(one(1000, 101), setup_of(0, 2, router=never, faults=faults))
+        assert result.finished == result.migrated == 1
+        again_s = (1000 + 51) * PER_TOKEN_S + 49 * STEP_S
+        assert result.e2e_s.p50 == pytest.approx(lost_at_s + again_s, rel=0.02)
 
     def test_a_pool_that_is_lost_for_good_leaves_nobody_waiting_for_ever(self) -> None:
         result = simulate(traffic(), setup_of(1, 1, faults=(Fault.parse("worker:decode-0@6"),)))
