@@ -20,9 +20,9 @@ from router.prefix_index.mirror import WorkerKey
 from tandem.config import Role
 
 MODEL = "model"
-WHOLE_POOL = 64  # a pool of so many is looked at whole
-SHORTLIST = 16  # of a larger one so many
-HOLDERS = 8  # of these: who holds the longest prefixes
+WHOLE_POOL = 24  # a pool of so many is looked at whole
+SHORTLIST = 20  # of a larger one so many: simulated p90 of TTFT within 2 % of the whole
+HOLDERS = 12  # of these: who holds the longest prefixes
 
 
 class SimFleet:

@@ -270,7 +270,8 @@ class TestLargePools:
         small = PoolSetup(20, 1, FlatCost(), 20_000)
         setup = replace(setup_of(20, 20), prefill=small, decode=small)
         whole = simulate(trace, setup)
-        monkeypatch.setattr("planner.simulator.fleet.WHOLE_POOL", 16)
+        monkeypatch.setattr("planner.simulator.fleet.WHOLE_POOL", 19)
+        monkeypatch.setattr("planner.simulator.fleet.SHORTLIST", 16)
         listed = simulate(trace, setup)
         assert listed.finished == whole.finished == 150
         assert listed.ttft_s.p90 == pytest.approx(whole.ttft_s.p90, rel=0.1)
