@@ -1,0 +1,66 @@
+"""The few shapes that the dashboards' queries have. The variables of every dashboard choose the series."""
+
+from __future__ import annotations
+
+WINDOW = "$__rate_interval"
+QUANTILES = (0.5, 0.9, 0.99)
+CLUSTER = 'namespace=~"$namespace",job=~"$job"'
+MODEL = f'{CLUSTER},model=~"$model"'
+
+
+def of(metric: str, more: str = "", *, model: bool = False) -> str:
+    """The chosen series of a metric, only those that `more` matches."""
+    matchers = ",".join(filter(None, (MODEL if model else CLUSTER, more)))
+    return f"{metric}{{{matchers}}}"
+
+
+def rate(metric: str, more: str = "", *, by: str = "", model: bool = False) -> str:
+    """Per second, summed."""
+    return total(f"rate({of(metric, more, model=model)}[{WINDOW}])", by=by)
+
+
+def total(expr: str, *, by: str = "") -> str:
+    return f"sum by ({by}) ({expr})" if by else f"sum({expr})"
+
+
+def gauge(metric: str, more: str = "", *, by: str = "", model: bool = False) -> str:
+    """Now, summed."""
+    return total(of(metric, more, model=model), by=by)
+
+
+def percentile(quantile: float, histogram: str, more: str = "", *, by: str = "") -> str:
+    """Of a histogram with the label model, in its own unit."""
+    labels = ", ".join(filter(None, ("le", by)))
+    return f"histogram_quantile({quantile}, {rate(f'{histogram}_bucket', more, by=labels, model=True)})"
+
+
+def mean(histogram: str, more: str = "", *, by: str = "") -> str:
+    """Of a histogram with the label model, in its own unit."""
+    summed, number = (rate(f"{histogram}_{part}", more, by=by, model=True) for part in ("sum", "count"))
+    return f"{summed} / {number}"
+
+
+def share(part: str, whole: str) -> str:
+    """0 to 1; nothing while the whole is nothing."""
+    return f"{part} / ({whole} > 0)"
+
+
+def worker_gauge(metric: str, more: str = "", *, by: str) -> str:
+    """Of the workers, summed. Every router shows every worker, so the routers' answers are not added up."""
+    return total(each_worker(of(metric, more, model=True), by), by=by)
+
+
+def worker_rate(metric: str, more: str = "", *, by: str, window: str = WINDOW) -> str:
+    """Per second, of the workers, summed."""
+    return total(each_worker(f"rate({of(metric, more, model=True)}[{window}])", by), by=by)
+
+
+def each_worker(expr: str, by: str) -> str:
+    """One series for each worker and each of `by`, whichever routers show it."""
+    labels = dict.fromkeys(["namespace", "job", "model", "role", "worker", *by.split(", ")])
+    return f"max by ({', '.join(labels)}) ({expr})"
+
+
+def increase(metric: str, more: str = "", *, by: str, model: bool = False) -> str:
+    """In the time between two points of a graph, summed."""
+    return total(f"increase({of(metric, more, model=model)}[{WINDOW}])", by=by)
