@@ -56,9 +56,10 @@ format: $(DEV)  ## Let ruff fix what it can
 proto: $(DEV)  ## Generate tandem/v1 and tandem/oip from proto/
 	@PYTHON=$(BIN)/python scripts/generate-proto.sh
 
-docs: $(DEV)  ## Generate docs/configuration.md and the chart's schema from the configuration schema
+docs: $(DEV)  ## Generate docs/configuration.md, the chart's schema and its dashboards
 	@$(BIN)/python scripts/generate-config-doc.py
 	@$(BIN)/python scripts/generate-chart-schema.py
+	@$(BIN)/python scripts/generate-dashboards.py
 
 wheel: $(DEV)  ## Build dist/*.whl
 	@rm -rf dist

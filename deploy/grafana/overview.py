@@ -194,7 +194,7 @@ OVERVIEW = Dashboard(
                 ),
                 lines(
                     "Memory",
-                    "Resident.",
+                    "Resident memory of each router.",
                     "bytes",
                     (of("process_resident_memory_bytes"), "{{instance}}"),
                     width=6,
