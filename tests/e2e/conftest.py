@@ -170,11 +170,11 @@ def start_cluster(folder: Path, *arguments: str, spec: dict[str, Any] | None = N
 
 @pytest.fixture
 def cluster_with(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
-    """`cluster_with("--routers", "2")`: a cluster of the test's own, started so and ended after it."""
+    """`cluster_with("--routers", "2", spec={...})`: a cluster of the test's own, started so and ended after it."""
     started: list[Cluster] = []
 
-    def start(*arguments: str) -> Cluster:
-        started.append(start_cluster(tmp_path_factory.mktemp("cluster"), *arguments))
+    def start(*arguments: str, spec: dict[str, Any] | None = None) -> Cluster:
+        started.append(start_cluster(tmp_path_factory.mktemp("cluster"), *arguments, spec=spec))
         return started[-1]
 
     yield start
