@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks import router_cost, router_decide, router_index, router_overload, router_share
+from benchmarks import router_cost, router_decide, router_index, router_overload, router_redis, router_share
 from benchmarks.handoff_figures import Figure
 
 FIGURES: dict[str, Callable[[bool], Iterator[Figure]]] = {  # called with: whether to be quick
@@ -24,6 +24,7 @@ FIGURES: dict[str, Callable[[bool], Iterator[Figure]]] = {  # called with: wheth
     "decide": lambda quick: router_decide.figures(router_decide.QUICK if quick else router_decide.Sizes()),
     "index": lambda quick: router_index.figures(router_index.QUICK if quick else router_index.Sizes()),
     "overload": lambda quick: router_overload.figures(router_overload.QUICK if quick else router_overload.Sizes()),
+    "redis": lambda quick: router_redis.figures(router_redis.QUICK if quick else router_redis.Sizes()),
 }
 
 

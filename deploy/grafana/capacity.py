@@ -5,9 +5,7 @@ from __future__ import annotations
 from deploy.grafana.panels import Dashboard, Row, lines, number, stack
 from deploy.grafana.promql import (
     MODEL,
-    each_worker,
     gauge,
-    of,
     rate,
     share,
     worker_gauge,
@@ -18,10 +16,7 @@ HELD = share(
     worker_gauge("tandem_worker_blocks", 'state=~"leased|in_use"', by="role"),
     worker_gauge("tandem_worker_blocks", by="role"),
 )
-LONG_STEPS = (
-    f"histogram_quantile(0.99, sum by (le, role, kind) "
-    f"({each_worker(f'rate(tandem_worker_step_seconds_bucket{{{MODEL}}}[$__rate_interval])', 'kind, le')}))"
-)
+LONG_STEPS = f"histogram_quantile(0.99, {worker_rate('tandem_worker_step_seconds_bucket', by='le, role, kind')})"
 
 
 def used(work: str, peak: str) -> str:
@@ -150,8 +145,8 @@ CAPACITY = Dashboard(
                     "MFU and MBU while stepping",
                     "Over the steps of the last 15 s.",
                     "percentunit",
-                    (each_worker(of("tandem_worker_mfu_ratio", model=True), "worker"), "{{worker}} MFU"),
-                    (each_worker(of("tandem_worker_mbu_ratio", model=True), "worker"), "{{worker}} MBU"),
+                    (worker_gauge("tandem_worker_mfu_ratio", by="worker"), "{{worker}} MFU"),
+                    (worker_gauge("tandem_worker_mbu_ratio", by="worker"), "{{worker}} MBU"),
                 ),
             ),
         ),

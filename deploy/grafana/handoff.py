@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.grafana.panels import Dashboard, Row, lines, number, percentiles, stack
-from deploy.grafana.promql import each_worker, increase, mean, of, percentile, rate, share, worker_rate
+from deploy.grafana.promql import increase, mean, percentile, rate, share, worker_gauge, worker_rate
 
 STAGE = "tandem_handoff_stage_seconds"
 JOINED = rate("tandem_handoff_seconds_count", model=True)
@@ -105,13 +105,13 @@ HANDOFF = Dashboard(
                     "Speed",
                     "What handoffs got lately while they were sending. One far below the others: look at its hosts.",
                     "Bps",
-                    (each_worker(of("tandem_worker_link_bytes_per_second", model=True), LINK), LINK_LEGEND),
+                    (worker_gauge("tandem_worker_link_bytes_per_second", by=LINK), LINK_LEGEND),
                 ),
                 lines(
                     "Latency",
                     "Shortest probe when the link was made.",
                     "s",
-                    (each_worker(of("tandem_worker_link_latency_seconds", model=True), LINK), LINK_LEGEND),
+                    (worker_gauge("tandem_worker_link_latency_seconds", by=LINK), LINK_LEGEND),
                 ),
             ),
         ),

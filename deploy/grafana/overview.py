@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.grafana.panels import Dashboard, Row, lines, number, percentiles, stack
-from deploy.grafana.promql import each_worker, gauge, increase, of, percentile, rate, share
+from deploy.grafana.promql import gauge, increase, of, percentile, rate, share, worker_gauge
 
 FAILED = share(
     rate("tandem_requests_total", 'state="failed"', model=True),
@@ -154,7 +154,7 @@ OVERVIEW = Dashboard(
                     "Workers up",
                     "1: linked and listed. 0: down, or still starting.",
                     "none",
-                    (each_worker(of("tandem_worker_up", model=True), "worker"), "{{worker}}"),
+                    (worker_gauge("tandem_worker_up", by="worker"), "{{worker}}"),
                     maximum=1.0,
                     width=6,
                 ),
@@ -170,7 +170,7 @@ OVERVIEW = Dashboard(
                     "Times a router left a worker out, by reason; times the controller started one again.",
                     "none",
                     (increase("tandem_ejections_total", by="role, reason"), "{{role}} {{reason}}"),
-                    (f"sum({each_worker(of('tandem_worker_restarts_total', model=True), 'worker')})", "restarts, ever"),
+                    (worker_gauge("tandem_worker_restarts_total", by="role"), "{{role}} restarts, ever"),
                     width=6,
                 ),
                 lines(

@@ -5,6 +5,16 @@ from __future__ import annotations
 WINDOW = "$__rate_interval"
 QUANTILES = (0.5, 0.9, 0.99)
 CLUSTER = 'namespace=~"$namespace",job=~"$job"'
+OF_A_WORKER = ("namespace", "job", "model", "role", "worker")
+OWN_LABELS = {
+    "tandem_worker_blocks": ("state",),
+    "tandem_worker_requests": ("state",),
+    "tandem_worker_tokens_total": ("kind",),
+    "tandem_worker_step_seconds_bucket": ("kind", "le"),
+    "tandem_worker_link_bytes_total": ("peer", "transport"),
+    "tandem_worker_link_bytes_per_second": ("peer", "transport"),
+    "tandem_worker_link_latency_seconds": ("peer", "transport"),
+}
 MODEL = f'{CLUSTER},model=~"$model"'
 
 
@@ -47,18 +57,17 @@ def share(part: str, whole: str) -> str:
 
 def worker_gauge(metric: str, more: str = "", *, by: str) -> str:
     """Of the workers, summed. Every router shows every worker, so the routers' answers are not added up."""
-    return total(each_worker(of(metric, more, model=True), by), by=by)
+    return total(each_worker(metric, of(metric, more, model=True)), by=by)
 
 
 def worker_rate(metric: str, more: str = "", *, by: str, window: str = WINDOW) -> str:
     """Per second, of the workers, summed."""
-    return total(each_worker(f"rate({of(metric, more, model=True)}[{window}])", by), by=by)
+    return total(each_worker(metric, f"rate({of(metric, more, model=True)}[{window}])"), by=by)
 
 
-def each_worker(expr: str, by: str) -> str:
-    """One series for each worker and each of `by`, whichever routers show it."""
-    labels = dict.fromkeys(["namespace", "job", "model", "role", "worker", *by.split(", ")])
-    return f"max by ({', '.join(labels)}) ({expr})"
+def each_worker(metric: str, expr: str) -> str:
+    """`expr` of a metric: one series for each worker and each of the metric's own labels, whichever routers show it."""
+    return f"max by ({', '.join((*OF_A_WORKER, *OWN_LABELS.get(metric, ())))}) ({expr})"
 
 
 def increase(metric: str, more: str = "", *, by: str, model: bool = False) -> str:

@@ -38,7 +38,8 @@ SPEC: dict[str, Any] = {
     "control": {"backend": "subprocess"},
     "router": {
         "disaggregation": "always",
-        "max_prefill_tokens_in_flight": 64,  # so that requests wait
+        "max_prefill_tokens_in_flight": 64,  # so that requests wait, and some are refused
+        "max_queued_requests": 4,
         "classes": [{"name": "standard", "ttft_slo_s": 60.0}, {"name": "tight", "ttft_slo_s": 0.001}],
     },
 }
@@ -119,7 +120,7 @@ def send_load(cluster: Cluster, seconds: float) -> None:
                 http.post("/v1/completions", json=body, headers=headers)
             http.post("/v1/completions", json={"model": "tiny"})
 
-    clients = [threading.Thread(target=client) for _ in range(6)]
+    clients = [threading.Thread(target=client) for _ in range(12)]
     for each in clients:
         each.start()
     for each in clients:
