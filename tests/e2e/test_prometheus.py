@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.e2e, pytest.mark.system]
 
 ROOT = Path(__file__).resolve().parents[2]
-RULES_FILE = ROOT / "helm" / "tandem" / "files" / "rules.yaml"
+RULES_FILE = ROOT / "helm" / "tandem" / "files" / "alerts" / "tandem.yaml"
 RULES = [rule for group in yaml.safe_load(RULES_FILE.read_text())["groups"] for rule in group["rules"]]
 VARIABLES = {"$__rate_interval": "30s", "$namespace": ".*", "$job": ".*", "$model": ".*"}
 LOAD_S = 12.0

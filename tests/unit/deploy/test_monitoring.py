@@ -24,7 +24,7 @@ from tandem.testing import write_tiny_llama
 ROOT = Path(__file__).resolve().parents[3]
 FILES = ROOT / "helm" / "tandem" / "files"
 RUNBOOKS = ROOT / "docs" / "runbooks"
-GROUPS: list[dict[str, Any]] = yaml.safe_load((FILES / "rules.yaml").read_text())["groups"]
+GROUPS: list[dict[str, Any]] = yaml.safe_load((FILES / "alerts" / "tandem.yaml").read_text())["groups"]
 RULES: list[dict[str, Any]] = [rule for group in GROUPS for rule in group["rules"]]
 ALERTS = [rule for rule in RULES if "alert" in rule]
 PAGES = {page.stem: page for page in RUNBOOKS.glob("*.md") if page.stem != "index"}

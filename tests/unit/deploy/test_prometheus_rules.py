@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-RULES = ROOT / "helm" / "tandem" / "files" / "rules.yaml"
+RULES = ROOT / "helm" / "tandem" / "files" / "alerts" / "tandem.yaml"
 CASES = sorted((ROOT / "tests" / "data" / "prometheus").glob("*.yaml"))
 
 pytestmark = pytest.mark.system
