@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from deploy.grafana.panels import Dashboard, Row, lines, number, stack
-from deploy.grafana.promql import increase, of, rate, share, worker_gauge
+from deploy.grafana.promql import increase, of, rate, ratio, worker_gauge
 
-HIT_RATE = share(
+HIT_RATE = ratio(
     rate("tandem_tokens_total", 'kind="cached"', model=True), rate("tandem_tokens_total", 'kind="prompt"', model=True)
 )
-WRONG = share(
+WRONG = ratio(
     rate("tandem_index_credit_tokens_total", 'kind="wrong"', model=True),
     rate("tandem_index_credit_tokens_total", 'kind="given"', model=True),
 )

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from deploy.grafana.panels import Dashboard, Row, lines, number, stack
-from deploy.grafana.promql import (
-    MODEL,
-    gauge,
-    rate,
-    share,
-    worker_gauge,
-    worker_rate,
-)
+from deploy.grafana.promql import MODEL, gauge, rate, ratio, worker_gauge, worker_rate
 
-HELD = share(
+HELD = ratio(
     worker_gauge("tandem_worker_blocks", 'state=~"leased|in_use"', by="role"),
     worker_gauge("tandem_worker_blocks", by="role"),
 )
@@ -21,7 +14,7 @@ LONG_STEPS = f"histogram_quantile(0.99, {worker_rate('tandem_worker_step_seconds
 
 def used(work: str, peak: str) -> str:
     """Of a device's peak over the last 5 minutes, idle time counted."""
-    return share(worker_rate(work, by="role, worker", window="5m"), worker_gauge(peak, by="role, worker"))
+    return ratio(worker_rate(work, by="role, worker", window="5m"), worker_gauge(peak, by="role, worker"))
 
 
 CAPACITY = Dashboard(

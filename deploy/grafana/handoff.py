@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.grafana.panels import Dashboard, Row, lines, number, percentiles, stack
-from deploy.grafana.promql import increase, mean, percentile, rate, share, worker_gauge, worker_rate
+from deploy.grafana.promql import increase, mean, percentile, rate, ratio, worker_gauge, worker_rate
 
 STAGE = "tandem_handoff_stage_seconds"
 JOINED = rate("tandem_handoff_seconds_count", model=True)
@@ -25,7 +25,7 @@ HANDOFF = Dashboard(
                     "Share of requests",
                     "Finished requests that went through a handoff; the others were prefilled on their decode worker.",
                     "percentunit",
-                    share(JOINED, rate("tandem_ttft_seconds_count", model=True)),
+                    ratio(JOINED, rate("tandem_ttft_seconds_count", model=True)),
                     maximum=1.0,
                 ),
                 number(
@@ -33,7 +33,7 @@ HANDOFF = Dashboard(
                     "Share of the moved bytes that had arrived when the last layer was computed. Low: links are slower "
                     "than prefill, or prompts are short.",
                     "percentunit",
-                    share(HIDDEN, MOVED),
+                    ratio(HIDDEN, MOVED),
                     maximum=1.0,
                     colour="orange",
                     colours_from=((0.5, "green"),),
@@ -87,8 +87,8 @@ HANDOFF = Dashboard(
                     "Size of a handoff",
                     "Mean bytes, and mean bytes of a piece. Small pieces cost more per byte.",
                     "bytes",
-                    (share(MOVED, JOINED), "handoff"),
-                    (share(MOVED, rate("tandem_handoff_pieces_total", model=True)), "piece"),
+                    (ratio(MOVED, JOINED), "handoff"),
+                    (ratio(MOVED, rate("tandem_handoff_pieces_total", model=True)), "piece"),
                 ),
             ),
         ),

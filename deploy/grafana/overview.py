@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from deploy.grafana.panels import Dashboard, Row, lines, number, percentiles, stack
-from deploy.grafana.promql import gauge, increase, of, percentile, rate, share, worker_gauge
+from deploy.grafana.promql import gauge, increase, of, percentile, rate, ratio, worker_gauge
 
-FAILED = share(
+FAILED = ratio(
     rate("tandem_requests_total", 'state="failed"', model=True),
     rate("tandem_requests_total", 'state!="cancelled"', model=True),
 )
 GOODPUT = rate("tandem_slo_requests_total", 'outcome="met"', by="class", model=True)
-ATTAINED = share(GOODPUT, rate("tandem_slo_requests_total", by="class", model=True))
+ATTAINED = ratio(GOODPUT, rate("tandem_slo_requests_total", by="class", model=True))
 
 OVERVIEW = Dashboard(
     uid="tandem-overview",
@@ -39,7 +39,7 @@ OVERVIEW = Dashboard(
                     "Objectives met",
                     "Share of requests that met the TTFT and TPOT objectives of their class; all classes.",
                     "percentunit",
-                    share(
+                    ratio(
                         rate("tandem_slo_requests_total", 'outcome="met"', model=True),
                         rate("tandem_slo_requests_total", model=True),
                     ),

@@ -112,6 +112,7 @@ class Dashboard:
             .tooltip(DashboardCursorSync.CROSSHAIR)
             .editable()
             .link(_links())
+            .annotation(_alerts())
         )
         for variable in _variables():
             built = built.with_variable(variable)
@@ -134,9 +135,17 @@ def _links() -> dashboard.DashboardLink:
     )
 
 
+def _alerts() -> dashboard.AnnotationQuery:
+    """When an alert of ours began and ended, drawn into every graph."""
+    firing = 'ALERTS{alertname=~"Tandem.*",alertstate="firing",namespace=~"$namespace",job=~"$job"}'
+    return (
+        dashboard.AnnotationQuery().name("Alerts").datasource(SOURCE).enable(True).icon_color("red").expr(firing)
+    )
+
+
 def _variables() -> list[dashboard.DatasourceVariable | dashboard.QueryVariable]:
     """`namespace` and `job` tell clusters apart; one that scrapes without a namespace has only All."""
-    names = {"namespace": "tandem_workers", "job": "tandem_workers", "model": "tandem_ttft_seconds_count"}
+    names = {"namespace": "tandem_workers", "job": "tandem_workers", "model": "tandem_worker_up"}
     return [
         dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"),
         *(

@@ -5,6 +5,7 @@ from __future__ import annotations
 WINDOW = "$__rate_interval"
 QUANTILES = (0.5, 0.9, 0.99)
 CLUSTER = 'namespace=~"$namespace",job=~"$job"'
+MODEL = f'{CLUSTER},model=~"$model"'
 OF_A_WORKER = ("namespace", "job", "model", "role", "worker")
 OWN_LABELS = {
     "tandem_worker_blocks": ("state",),
@@ -15,7 +16,6 @@ OWN_LABELS = {
     "tandem_worker_link_bytes_per_second": ("peer", "transport"),
     "tandem_worker_link_latency_seconds": ("peer", "transport"),
 }
-MODEL = f'{CLUSTER},model=~"$model"'
 
 
 def of(metric: str, more: str = "", *, model: bool = False) -> str:
@@ -50,8 +50,8 @@ def mean(histogram: str, more: str = "", *, by: str = "") -> str:
     return f"{summed} / {number}"
 
 
-def share(part: str, whole: str) -> str:
-    """0 to 1; nothing while the whole is nothing."""
+def ratio(part: str, whole: str) -> str:
+    """Nothing while the whole is nothing."""
     return f"{part} / ({whole} > 0)"
 
 
@@ -71,5 +71,5 @@ def each_worker(metric: str, expr: str) -> str:
 
 
 def increase(metric: str, more: str = "", *, by: str, model: bool = False) -> str:
-    """In the time between two points of a graph, summed."""
+    """Over the window of a rate, summed."""
     return total(f"increase({of(metric, more, model=model)}[{WINDOW}])", by=by)
