@@ -11,6 +11,7 @@ from zlib import crc32
 
 from prometheus_client import CollectorRegistry
 
+from router.certificate_metrics import CertificateCollector
 from router.directory import DirectoryFollower
 from router.dispatch import Dispatcher
 from router.edge_grpc import GrpcServer
@@ -79,6 +80,7 @@ class RouterApp:
         )
         self.dispatcher.fleet.on_load = self.dispatcher.pump_waiting
         self.metrics.watch_index(self.mirror, self._follower)
+        registry.register(CertificateCollector({}))
         self._directory = DirectoryFollower(launch.controller_address, launch.router_id, self._on_directory)
         sock = bind(spec.http_host, spec.http_port)
         self.http_port: int = sock.getsockname()[1]
