@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import uvloop
 from redis.asyncio import Redis
@@ -33,8 +35,8 @@ class Sizes:
     prompt_tokens: int = 256
     answer_tokens: int = 8
     requests_per_s: float = 40.0
-    seconds: float = 5.0  # of a phase
-    rounds: int = 4
+    seconds: float = 3.0  # of a phase
+    rounds: int = 7
 
 
 QUICK = Sizes(prompt_tokens=32, answer_tokens=2, requests_per_s=10.0, seconds=0.5, rounds=1)
@@ -79,44 +81,49 @@ FAULTS: dict[str, Callable[[Server], AbstractAsyncContextManager[None]]] = {
 
 
 def figures(sizes: Sizes) -> Iterator[Figure]:
-    """What each fault adds to the 99th percentile; the reference is that of the healthy phases."""
+    """What each fault adds to the 99th percentile of the healthy phase before it: medians over the rounds, for what
+    else the machine does meanwhile may weigh more. The reference is the healthy phases' median."""
     with tempfile.TemporaryDirectory() as folder, on_cores(OTHER_CORES):
-        healthy_ms, faulty_ms = uvloop.run(_measure(sizes, Path(folder)))
-    reference_ms = percentile(healthy_ms, 0.99)
-    added_ms = {fault: percentile(first_ms, 0.99) - reference_ms for fault, first_ms in faulty_ms.items()}
+        pairs = uvloop.run(_measure(sizes, Path(folder)))
+    reference_ms = median(pair.healthy_ms for rounds in pairs.values() for pair in rounds)
+    added_ms = {fault: median(pair.faulty_ms - pair.healthy_ms for pair in rounds) for fault, rounds in pairs.items()}
     for fault, value_ms in added_ms.items():
         yield Figure(f"router.redis_{fault}_ttft_p99_ms", round(value_ms, 2), "ms", round(reference_ms, 2))
     yield Figure("router.redis_lost_ttft_p99_ms", round(max(added_ms.values()), 2), "ms", round(reference_ms, 2))
 
 
-async def _measure(sizes: Sizes, folder: Path) -> tuple[list[float], dict[str, list[float]]]:
-    """First tokens' times, in milliseconds: of the healthy phases, and of those with each fault."""
+class Pair(NamedTuple):
+    """The 99th percentiles of a healthy phase and of one with a fault."""
+
+    healthy_ms: float
+    faulty_ms: float
+
+
+async def _measure(sizes: Sizes, folder: Path) -> dict[str, list[Pair]]:
+    """By fault, the rounds."""
     model_dir = write_tiny_llama(folder / "model", vocab=4096, max_positions=4096)
     prompts = Prompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
     server = Server(folder)
     server.start()
-    healthy_ms: list[float] = []
-    faulty_ms: dict[str, list[float]] = {fault: [] for fault in FAULTS}
+    pairs: dict[str, list[Pair]] = {fault: [] for fault in FAULTS}
     try:
         async with running(Setup(model_dir, ROUTER, (*WORKERS, "--redis", server.url), server.url)) as bench:
             client = HttpClient(bench.http_port, MODEL, sizes.answer_tokens)
 
-            async def phase() -> list[float]:
-                return await _phase(sizes, bench, client, prompts)
-
-            await closed_loop(client, prompts, 4, sizes.seconds / 2)  # warms up, not counted
+            await closed_loop(client, prompts, 4, 2 * sizes.seconds)  # warms up, not counted
             for _ in range(sizes.rounds):
                 for fault, broken in FAULTS.items():
-                    healthy_ms += await phase()
+                    healthy_ms = await _p99_ms(sizes, bench, client, prompts)
                     async with broken(server):
-                        faulty_ms[fault] += await phase()
+                        faulty_ms = await _p99_ms(sizes, bench, client, prompts)
+                    pairs[fault].append(Pair(healthy_ms, faulty_ms))
             await client.close()
     finally:
         server.kill()
-    return healthy_ms, faulty_ms
+    return pairs
 
 
-async def _phase(sizes: Sizes, bench: Bench, client: HttpClient, prompts: Callable[[], str]) -> list[float]:
-    """Of each request, in milliseconds."""
+async def _p99_ms(sizes: Sizes, bench: Bench, client: HttpClient, prompts: Callable[[], str]) -> float:
+    """Of the requests of one phase."""
     load = open_loop(client, prompts, sizes.requests_per_s, sizes.seconds)
-    return (await measured(bench, load)).first_ms
+    return percentile((await measured(bench, load)).first_ms, 0.99)
