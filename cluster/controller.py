@@ -191,6 +191,7 @@ class Controller:
                 controller_address=self._admin_address,
                 redis_url=self._redis_url,
                 controller_secret=self._router_secret,
+                observability=self.spec.observability,
                 log_level=self.spec.log_level,
             )
             member = await self.backend.place_here(launch.router_id)

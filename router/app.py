@@ -29,9 +29,11 @@ from router.readiness import Readiness
 from router.request import ServingModel
 from router.service import RouterService
 from router.terms import TermsParser
+from router.trace_export import TraceExport
 from tandem.clock import Clock, SystemClock
 from tandem.config import Role
 from tandem.launch import RouterLaunch
+from tandem.trace_context import TraceSampler
 from tandem.v1 import cluster_pb2
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,8 @@ class RouterApp:
         self.mirror = PrefixMirror(spec.index_memory_bytes)
         registry = CollectorRegistry()
         self.metrics = RouterMetrics(registry, frozenset(model.name for model in launch.models))
+        tracing = launch.observability.tracing
+        self._export = TraceExport.of(tracing, launch.cluster, launch.router_id)
         self.dispatcher = Dispatcher(
             spec=spec,
             fleet_of=partial(self._new_fleet, Estimates(clock)),
@@ -59,6 +63,7 @@ class RouterApp:
             policy=policy_profile(spec, seed=crc32(launch.router_id.encode())),
             metrics=self.metrics,
             clock=clock,
+            export=self._export,
         )
         fleet, models = self.dispatcher.fleet, [model.name for model in launch.models]
         health_metrics = HealthMetrics(registry, fleet.health)
@@ -72,7 +77,7 @@ class RouterApp:
             metrics=self.metrics,
             executor=self._executor,
             readiness=self._readiness,
-            terms=TermsParser(spec.classes, clock),
+            terms=TermsParser(spec.classes, clock, TraceSampler(tracing.sample_ratio if self._export else None)),
         )
         self._follower = (
             PrefixFollower(launch.redis_url, launch.cluster, self.mirror, clock) if launch.redis_url else None
@@ -114,6 +119,8 @@ class RouterApp:
         )
         if self._follower is not None:
             self._follower.start()
+        if self._export is not None:
+            self._export.start()
         self._directory.start()
 
     async def close(self) -> None:
@@ -129,6 +136,8 @@ class RouterApp:
         await asyncio.gather(self._http.close(), self._grpc.close())
         if self._follower is not None:
             await self._follower.close()
+        if self._export is not None:
+            await asyncio.to_thread(self._export.close)
         self._executor.shutdown(wait=False, cancel_futures=True)
         log.info("router stopped")
 

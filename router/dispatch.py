@@ -23,6 +23,7 @@ from router.request import ServingModel, ValidRequest
 from router.run import RequestRun
 from router.terms import Terms
 from router.trace import Attempt, TraceStore
+from router.trace_export import TraceExport
 from tandem.clock import Clock
 from tandem.config import Role, RouterSpec
 from tandem.errors import ContextExceeded, ErrorCode, KvExhausted, TandemError, UnavailableError
@@ -46,8 +47,10 @@ class Dispatcher:
         policy: PlacementPolicy,
         metrics: RouterMetrics,
         clock: Clock,
+        export: TraceExport | None = None,
     ) -> None:
         self.traces = TraceStore()
+        self._export = export
         self._mirror = mirror
         self._policy = policy
         self._metrics = metrics
@@ -260,6 +263,8 @@ class Dispatcher:
 
     def ended(self, run: RequestRun, error: TandemError | None) -> None:
         self.traces.add(run.trace)
+        if self._export is not None:
+            self._export.offer(run.trace)
         had_place = run in self._running or run in self._admission
         self._in_flight.failed(run)
         self._release(run)

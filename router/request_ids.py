@@ -1,6 +1,8 @@
-"""`x-request-id` and W3C `traceparent`: what a client sends of them comes back with its answer, over HTTP and gRPC.
+"""`x-request-id` and W3C `traceparent` with `tracestate`: what a client sends of them comes back with its answer, over
+HTTP and gRPC. Every HTTP answer has a request id: ours, where none came.
 
-They are for the client's own books and go no further. Every HTTP answer has a request id: ours, where none came.
+The client's request id is for its own books and goes no further; the trace context is also read
+(tandem/trace_context.py).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ HEADER = b"x-request-id"
 _SHAPES = {
     HEADER: re.compile(rb"[\w.:-]{1,128}", re.ASCII),
     b"traceparent": re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"),
+    b"tracestate": re.compile(rb"[\x21-\x7e][\x20-\x7e]{0,511}"),
 }
 
 Headers = list[tuple[bytes, bytes]]

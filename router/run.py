@@ -47,7 +47,14 @@ class RequestRun:
         self.stream = ResponseStream(request.request_id, self.cancel)
         self.excluded: frozenset[str] = frozenset()
         self.received_s = self.waiting_since_s = clock.now_s()
-        self.trace = Trace(request.request_id, request.model, request.prompt_tokens, self.received_s)
+        self.trace = Trace(
+            request.request_id,
+            request.model,
+            request.prompt_tokens,
+            self.received_s,
+            arrived_s=terms.arrived_s,
+            context=terms.trace,
+        )
         self.decode: Worker | None = None
         self.prefill: Worker | None = None  # None: local prefill
         self.waiting_for: WaitReason | None = None

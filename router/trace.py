@@ -17,6 +17,7 @@ from kvtransfer.causes import HandoffFault
 from router.output import Usage
 from tandem.errors import ErrorCode, NotFound, TandemError
 from tandem.request import RequestState
+from tandem.trace_context import TraceContext
 from tandem.v1 import trace_pb2, worker_pb2
 
 MAX_TRACES = 1000
@@ -144,12 +145,15 @@ class Attempt:
 
 @dataclass(slots=True)
 class Trace:
-    """One request. `received_unix_s` is the wall clock, for people; nothing is computed with it."""
+    """One request. `received_unix_s` is the wall clock, for people; nothing is computed with it. `arrived_s`: when its
+    first byte was looked at; `received_s`: when it was parsed."""
 
     request_id: str
     model: str
     prompt_tokens: int
     received_s: float
+    arrived_s: float | None = None
+    context: TraceContext | None = None
     received_unix_s: float = field(default_factory=time.time)
     attempts: list[Attempt] = field(default_factory=list)
     state: RequestState = RequestState.RECEIVED

@@ -247,7 +247,7 @@ def main(make_role: MakeRole, description: str) -> None:
     parser.add_argument("--rank", type=int, required=True)
     arguments = parser.parse_args()
     launch = WorkerLaunch.load(arguments.launch)
-    setup_logging(launch.log_level, process=f"{launch.worker_id}/rank-{arguments.rank}")
+    setup_logging(launch.log_level, process=f"{launch.worker_id}/rank-{arguments.rank}", log_format=launch.log_format)
     try:
         run(launch, arguments.rank, make_role)
     except TandemError as error:
