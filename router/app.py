@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from zlib import crc32
@@ -20,7 +20,7 @@ from router.fleet import Fleet
 from router.health_metrics import HealthMetrics
 from router.health_watch import HealthWatch
 from router.http_limits import connections_for
-from router.metrics import RouterMetrics
+from router.observe import Observation, router_metrics
 from router.policies.estimates import Estimates
 from router.policies.profiles import policy_profile
 from router.prefix_index.follower import PrefixFollower
@@ -53,7 +53,7 @@ class RouterApp:
         self._executor = ThreadPoolExecutor(PARSER_THREADS, thread_name_prefix="parser")
         self.mirror = PrefixMirror(spec.index_memory_bytes)
         registry = CollectorRegistry()
-        self.metrics = RouterMetrics(registry, frozenset(model.name for model in launch.models))
+        self.metrics = router_metrics(registry, launch)
         tracing = launch.observability.tracing
         self._export = TraceExport.of(tracing, launch.cluster, launch.router_id)
         self.dispatcher = Dispatcher(
@@ -66,6 +66,7 @@ class RouterApp:
             export=self._export,
         )
         fleet, models = self.dispatcher.fleet, [model.name for model in launch.models]
+        self._observation = Observation(registry, launch, fleet, self._export, clock)
         health_metrics = HealthMetrics(registry, fleet.health)
         self._readiness = Readiness(fleet, models, health_metrics, clock, self._tell_readiness)
         self._watch = HealthWatch(fleet, health_metrics, clock, spec.worker_stall_s, on_change=fleet.changed)
@@ -119,6 +120,7 @@ class RouterApp:
         )
         if self._follower is not None:
             self._follower.start()
+        self._observation.start()
         if self._export is not None:
             self._export.start()
         self._directory.start()
@@ -131,6 +133,7 @@ class RouterApp:
                 break
             await asyncio.sleep(0.05)
         self._watch.close()
+        self._observation.close()
         self._readiness.close()
         await self.dispatcher.close()
         await asyncio.gather(self._http.close(), self._grpc.close())
@@ -141,9 +144,10 @@ class RouterApp:
         self._executor.shutdown(wait=False, cancel_futures=True)
         log.info("router stopped")
 
-    def _on_directory(self, workers: Sequence[cluster_pb2.WorkerInfo]) -> None:
+    def _on_directory(self, directory: cluster_pb2.Directory) -> None:
         fleet = self.dispatcher.fleet
-        fleet.set_directory(workers)
+        self._observation.set_directory(directory)
+        fleet.set_directory(directory.workers)
         if self._follower is not None:
             self._follower.set_workers(fleet.keys())
 

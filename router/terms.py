@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem.clock import Clock
 from tandem.config import ClassSpec
@@ -29,7 +29,7 @@ class Terms:
     priority: str
     tenant: str = ""
     deadline_s: float | None = None
-    arrived_s: float | None = None
+    arrived_s: float | None = field(default=None, compare=False)
     trace: TraceContext | None = None
 
 

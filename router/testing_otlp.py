@@ -83,7 +83,7 @@ def otlp_receiver(credentials: grpc.ServerCredentials | None = None) -> Iterator
     """Listens on loopback until the end of the block."""
     server = grpc.server(ThreadPoolExecutor(2))
     receiver = OtlpReceiver()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]
     if credentials is None:
         receiver.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     else:

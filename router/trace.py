@@ -15,6 +15,8 @@ from itertools import islice
 
 from kvtransfer.causes import HandoffFault
 from router.output import Usage
+from router.request import ValidRequest
+from router.terms import Terms
 from tandem.errors import ErrorCode, NotFound, TandemError
 from tandem.request import RequestState
 from tandem.trace_context import TraceContext
@@ -162,6 +164,26 @@ class Trace:
     cached_tokens_prefill: int = 0
     cached_tokens_decode: int = 0
     ended_s: float | None = None
+
+    @classmethod
+    def of(cls, request: ValidRequest, terms: Terms, received_s: float) -> Trace:
+        return cls(
+            request.request_id,
+            request.model,
+            request.prompt_tokens,
+            received_s,
+            arrived_s=terms.arrived_s,
+            context=terms.trace,
+        )
+
+    @property
+    def trace_id(self) -> str:
+        """Of W3C trace context; empty: it has none."""
+        return "" if self.context is None else self.context.trace_id
+
+    def names(self) -> dict[str, str]:
+        """What logs call the request."""
+        return {"request": self.request_id} | ({"trace_id": self.trace_id} if self.context is not None else {})
 
     @property
     def last(self) -> Attempt | None:

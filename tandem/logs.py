@@ -1,7 +1,8 @@
 """Logging of every Tandem process: one line per event on stderr, text or JSON.
 
 Modules log through `logging.getLogger(__name__)`; what they pass as `extra={...}` becomes `key=value` pairs (text) or
-members (JSON). Only a process's `__main__` calls `setup_logging`.
+members (JSON), and so do `request` and `trace_id` where a task serves one request (tandem/log_context.py). Prompts and
+answers are never logged. Only a process's `__main__` calls `setup_logging`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from datetime import UTC, datetime
 
 from tandem.config import LogFormat
+from tandem.log_context import log_names
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -21,7 +23,9 @@ _QUIET = ("grpc", "asyncio", "uvicorn", "httpx", "httpcore", "urllib3")
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
-    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    """With the names of the task's request, unless the record is about another."""
+    own = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    return own if "request" in own else {**log_names(), **own}
 
 
 def _when(record: logging.LogRecord) -> str:
