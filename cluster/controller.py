@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from cluster import embedded_redis
-from cluster.admin_service import AdminService
+from cluster.admin_service import ROLES, AdminService
 from cluster.directory import Directory
 from cluster.processes import Backend, Resources, RunningProcess
 from cluster.redis_probe import check_redis
@@ -191,6 +191,7 @@ class Controller:
                 controller_address=self._admin_address,
                 redis_url=self._redis_url,
                 controller_secret=self._router_secret,
+                observability=self.spec.observability,
                 log_level=self.spec.log_level,
             )
             member = await self.backend.place_here(launch.router_id)
@@ -213,11 +214,13 @@ class Controller:
         members = await self.backend.place(worker_id, [_rank_resources(model)] * pool.tp)
         slot = WorkerSlot(worker_id, role, model, members, settings, self._slot_changed)
         self.slots[worker_id] = slot
+        self.directory.put_place(_place(slot))
         self._tasks.append(asyncio.create_task(slot.run()))
 
     def _slot_changed(self, slot: WorkerSlot) -> None:
         if slot.state is not WorkerState.READY:
             self.directory.remove(slot.worker_id)
+        self.directory.put_place(_place(slot))
 
     # --- what the admin service asks ---------------------------------------------------------------------------
 
@@ -285,6 +288,17 @@ def _served(model: ResolvedModel) -> ServedModel:
         model_fingerprint=model.fingerprint,
         block_tokens=model.spec.engine.block_tokens,
         max_model_tokens=model.max_model_tokens,
+    )
+
+
+def _place(slot: WorkerSlot) -> cluster_pb2.WorkerPlace:
+    pool = slot.model.spec.prefill if slot.role is Role.PREFILL else slot.model.spec.decode
+    return cluster_pb2.WorkerPlace(
+        worker_id=slot.worker_id,
+        model=slot.model.spec.served_name,
+        role=ROLES[slot.role],
+        ranks=pool.tp,
+        restarts=slot.restarts,
     )
 
 

@@ -15,11 +15,20 @@ class Directory:
 
     def __init__(self) -> None:
         self._workers: dict[str, cluster_pb2.WorkerInfo] = {}
+        self._places: dict[str, cluster_pb2.WorkerPlace] = {}
         self._version = 1
         self._changed = asyncio.Event()
 
     def snapshot(self) -> cluster_pb2.Directory:
-        return cluster_pb2.Directory(version=self._version, workers=self._workers.values())
+        return cluster_pb2.Directory(
+            version=self._version, workers=self._workers.values(), places=self._places.values()
+        )
+
+    def put_place(self, place: cluster_pb2.WorkerPlace) -> None:
+        """A worker that there should be, and how often it was started again."""
+        if self._places.get(place.worker_id) != place:
+            self._places[place.worker_id] = place
+            self._bump()
 
     def put(self, worker: cluster_pb2.WorkerInfo) -> None:
         """Raises IncompatiblePools when its KV cannot be exchanged with a worker of the same model."""

@@ -163,6 +163,7 @@ class WorkerSlot:
             redis_url=self._settings.redis_url,
             run_dir=str(self._settings.run_base / f"{self.worker_id}-{self.epoch:x}"),
             log_level=spec.log_level,
+            log_format=spec.observability.logs.format,
         )
 
     def _start(self, launch: WorkerLaunch, rank: int) -> MemberStart:
@@ -173,7 +174,7 @@ class WorkerSlot:
         processes = [
             ProcessSpec(
                 name=f"agent-{rank}",
-                argv=python("kvtransfer.agent", "--socket", str(launch.agent_socket(rank))),
+                argv=python("kvtransfer.agent", *_agent_options(launch, rank)),
                 env=AGENT_ENV,
                 restart=True,
             ),
@@ -185,3 +186,7 @@ class WorkerSlot:
             processes.append(ProcessSpec(name="service", argv=python("worker.service", "--launch", launch_file)))
         files = {"launch.json": launch.model_dump_json()}
         return MemberStart(run_dir=launch.run_dir, files=files, processes=tuple(processes))
+
+
+def _agent_options(launch: WorkerLaunch, rank: int) -> tuple[str, ...]:
+    return ("--socket", str(launch.agent_socket(rank)), "--log-format", launch.log_format.value)

@@ -60,7 +60,7 @@ class DecodeRole:
             self._end(engine_id, RequestCancelled("the router's session ended"))
 
     def _generate(self, session: int, work: worker_pb2.Work) -> None:
-        engine_id = self._requests.open(session, work.request_id)
+        engine_id = self._requests.open(session, work.request_id, work.trace_id)
         try:
             self._engine.add(self._parse(work, engine_id))
         except TandemError as error:
@@ -68,7 +68,7 @@ class DecodeRole:
 
     def _reserve(self, session: int, reserve: worker_pb2.Reserve) -> None:
         taken_up_at_s = self._clock.now_s()
-        engine_id = self._requests.open(session, reserve.work.request_id)
+        engine_id = self._requests.open(session, reserve.work.request_id, reserve.work.trace_id)
         try:
             self._agents.require_all()
             request = self._parse(reserve.work, engine_id, use_prefix_cache=reserve.use_prefix_cache)

@@ -51,6 +51,7 @@ from kvtransfer.tls import RenewedTls
 from kvtransfer.transports.factory import MAPPED, Transports, offered
 from tandem.channel import Channel, ChannelError
 from tandem.clock import Clock, SystemClock
+from tandem.config import LogFormat
 from tandem.errors import ConfigError
 from tandem.logs import setup_logging
 
@@ -292,8 +293,9 @@ def main(transports: Transports | None = None, arguments: list[str] | None = Non
     parser = argparse.ArgumentParser(prog="python -m kvtransfer.agent", description="A rank's transfer agent.")
     parser.add_argument("--socket", type=Path, required=True, help="the unix socket for the rank and its leader")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument("--log-format", choices=[*LogFormat], type=LogFormat, default=LogFormat.TEXT)
     options = parser.parse_args(arguments)
-    setup_logging(options.log_level, process=options.socket.stem)
+    setup_logging(options.log_level, process=options.socket.stem, log_format=options.log_format)
     try:
         asyncio.run(serve_agent(options.socket, transports or Transports()))
     except OSError as error:

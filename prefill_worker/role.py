@@ -52,7 +52,7 @@ class PrefillRole:
             self._end(engine_id, RequestCancelled("the router's session ended"))
 
     def _prefill(self, session: int, prefill: worker_pb2.Prefill) -> None:
-        engine_id = self._requests.open(session, prefill.work.request_id)
+        engine_id = self._requests.open(session, prefill.work.request_id, prefill.work.trace_id)
         try:
             self._start(engine_id, prefill)
         except TandemError as error:

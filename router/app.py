@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from zlib import crc32
@@ -21,7 +21,7 @@ from router.fleet import Fleet
 from router.health_metrics import HealthMetrics
 from router.health_watch import HealthWatch
 from router.http_limits import connections_for
-from router.metrics import RouterMetrics
+from router.observe import Observation, router_metrics
 from router.policies.estimates import Estimates
 from router.policies.profiles import policy_profile
 from router.prefix_index.follower import PrefixFollower
@@ -30,9 +30,11 @@ from router.readiness import Readiness
 from router.request import ServingModel
 from router.service import RouterService
 from router.terms import TermsParser
+from router.trace_export import TraceExport
 from tandem.clock import Clock, SystemClock
 from tandem.config import Role
 from tandem.launch import RouterLaunch
+from tandem.trace_context import TraceSampler
 from tandem.v1 import cluster_pb2
 
 log = logging.getLogger(__name__)
@@ -52,7 +54,9 @@ class RouterApp:
         self._executor = ThreadPoolExecutor(PARSER_THREADS, thread_name_prefix="parser")
         self.mirror = PrefixMirror(spec.index_memory_bytes)
         registry = CollectorRegistry()
-        self.metrics = RouterMetrics(registry, frozenset(model.name for model in launch.models))
+        self.metrics = router_metrics(registry, launch)
+        tracing = launch.observability.tracing
+        self._export = TraceExport.of(tracing, launch.cluster, launch.router_id)
         self.dispatcher = Dispatcher(
             spec=spec,
             fleet_of=partial(self._new_fleet, Estimates(clock)),
@@ -60,8 +64,10 @@ class RouterApp:
             policy=policy_profile(spec, seed=crc32(launch.router_id.encode())),
             metrics=self.metrics,
             clock=clock,
+            export=self._export,
         )
         fleet, models = self.dispatcher.fleet, [model.name for model in launch.models]
+        self._observation = Observation(registry, launch, fleet, self._export, clock)
         health_metrics = HealthMetrics(registry, fleet.health)
         self._readiness = Readiness(fleet, models, health_metrics, clock, self._tell_readiness)
         self._watch = HealthWatch(fleet, health_metrics, clock, spec.worker_stall_s, on_change=fleet.changed)
@@ -73,7 +79,7 @@ class RouterApp:
             metrics=self.metrics,
             executor=self._executor,
             readiness=self._readiness,
-            terms=TermsParser(spec.classes, clock),
+            terms=TermsParser(spec.classes, clock, TraceSampler(tracing.sample_ratio if self._export else None)),
         )
         self._follower = (
             PrefixFollower(launch.redis_url, launch.cluster, self.mirror, clock) if launch.redis_url else None
@@ -116,6 +122,9 @@ class RouterApp:
         )
         if self._follower is not None:
             self._follower.start()
+        self._observation.start()
+        if self._export is not None:
+            self._export.start()
         self._directory.start()
 
     async def close(self) -> None:
@@ -126,17 +135,21 @@ class RouterApp:
                 break
             await asyncio.sleep(0.05)
         self._watch.close()
+        self._observation.close()
         self._readiness.close()
         await self.dispatcher.close()
         await asyncio.gather(self._http.close(), self._grpc.close())
         if self._follower is not None:
             await self._follower.close()
+        if self._export is not None:
+            await asyncio.to_thread(self._export.close)
         self._executor.shutdown(wait=False, cancel_futures=True)
         log.info("router stopped")
 
-    def _on_directory(self, workers: Sequence[cluster_pb2.WorkerInfo]) -> None:
+    def _on_directory(self, directory: cluster_pb2.Directory) -> None:
         fleet = self.dispatcher.fleet
-        fleet.set_directory(workers)
+        self._observation.set_directory(directory)
+        fleet.set_directory(directory.workers)
         if self._follower is not None:
             self._follower.set_workers(fleet.keys())
 

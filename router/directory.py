@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import grpc
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 2.0
 
-OnDirectory = Callable[[Sequence[cluster_pb2.WorkerInfo]], None]
+OnDirectory = Callable[[cluster_pb2.Directory], None]
 
 
 class DirectoryFollower:
@@ -43,7 +43,7 @@ class DirectoryFollower:
                     request = cluster_pb2.WatchDirectoryRequest(watcher=self._watcher)
                     async for directory in stub.WatchDirectory(request, wait_for_ready=True):
                         backoff_s = 0.05
-                        self._on_directory(directory.workers)
+                        self._on_directory(directory)
                     log.info("the controller ended the directory stream; following again")
                 except grpc.aio.AioRpcError as error:
                     log.warning("controller lost; keeping the last directory", extra={"error": error.details()})

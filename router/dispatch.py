@@ -23,6 +23,7 @@ from router.request import ServingModel, ValidRequest
 from router.run import RequestRun
 from router.terms import Terms
 from router.trace import Attempt, TraceStore
+from router.trace_export import TraceExport
 from tandem.clock import Clock
 from tandem.config import Role, RouterSpec
 from tandem.errors import ContextExceeded, ErrorCode, KvExhausted, TandemError, UnavailableError
@@ -46,8 +47,10 @@ class Dispatcher:
         policy: PlacementPolicy,
         metrics: RouterMetrics,
         clock: Clock,
+        export: TraceExport | None = None,
     ) -> None:
         self.traces = TraceStore()
+        self._export = export
         self._mirror = mirror
         self._policy = policy
         self._metrics = metrics
@@ -60,6 +63,7 @@ class Dispatcher:
             budget_tokens=spec.max_prefill_tokens_in_flight,
         )
         metrics.watch_admission(self._admission)
+        metrics.watch_classes(spec.classes)
         self._default_terms = Terms(spec.classes[0].name)
         self._deadlines = Deadlines(clock)
         self._in_flight = InFlightPrefills(clock)
@@ -79,6 +83,7 @@ class Dispatcher:
             model.tokenizer, request.prompt, request.stop, request.sampling.stop_token_ids
         )
         run = RequestRun(request, assembler, terms, self._clock, self, self._max_migrations)
+        run.on_gap = self._metrics.gap_observer(request.model)
         run.lifecycle.admit()
         try:
             if self._closed:
@@ -228,7 +233,7 @@ class Dispatcher:
         self._put_back(run, refusal)
 
     def requeue(self, run: RequestRun, cause: TandemError, *, refused: bool) -> None:
-        words = {"request": run.request.request_id, "cause": str(cause), "answer_tokens": run.answer_tokens}
+        words = run.trace.names() | {"cause": str(cause), "answer_tokens": str(run.answer_tokens)}
         log.info("request goes back in line", extra=words)
         self._metrics.retried(run.request.model, cause.code)
         self._put_back(run, cause if refused else None)
@@ -260,20 +265,23 @@ class Dispatcher:
 
     def ended(self, run: RequestRun, error: TandemError | None) -> None:
         self.traces.add(run.trace)
+        if self._export is not None:
+            self._export.offer(run.trace)
         had_place = run in self._running or run in self._admission
         self._in_flight.failed(run)
         self._release(run)
         self._admission.over(run)
         self._deadlines.over(run)
-        model = run.request.model
+        model, code = run.request.model, None if error is None else error.code
+        self._metrics.judged(model, run.terms.priority, run.stream.final, run.lifecycle.state, code)
         if run.stream.final is not None:
             self._metrics.finished(model, run.stream.final)
             health_facts.finished(self.fleet.health, run, run.stream.final, self._clock.now_s())
             self.fleet.estimates.answered(model, run.stream.final.usage.completion_tokens)
         else:
-            self._metrics.ended(model, run.lifecycle.state, None if error is None else error.code)
+            self._metrics.ended(model, run.lifecycle.state, code)
         if error is not None and error.code is ErrorCode.INTERNAL:
-            log.error("request failed", extra={"request": run.request.request_id, "error": str(error)})
+            log.error("request failed", extra=run.trace.names() | {"error": str(error)})
         if had_place:  # what was refused at once leaves nothing to others
             self._pump_soon()
 

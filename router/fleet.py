@@ -18,7 +18,7 @@ from tandem.v1 import cluster_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
-_ROLES = {cluster_pb2.ROLE_PREFILL: Role.PREFILL, cluster_pb2.ROLE_DECODE: Role.DECODE}
+ROLES = {cluster_pb2.ROLE_PREFILL: Role.PREFILL, cluster_pb2.ROLE_DECODE: Role.DECODE}
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class Fleet:
     def set_directory(self, infos: Sequence[cluster_pb2.WorkerInfo]) -> None:
         listed = {WorkerKey(info.worker_id, info.epoch): info for info in infos}
         for key, info in listed.items():
-            role = _ROLES.get(info.role)
+            role = ROLES.get(info.role)
             if key in self._workers:
                 self._workers[key].listed = True
             elif role is None:

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from router.call_limit import CallLimit
 from router.proto_limits import decoder
-from router.request_ids import echoed
+from router.request_ids import echoed, name_call
 from tandem.errors import RequestCancelled, TandemError
 from tandem.grpc_errors import abort
 
@@ -89,7 +89,9 @@ class GuardedServer:
 
 async def _echo(context: Any) -> None:
     given = context.invocation_metadata() or ()
-    if shown := echoed((name.encode(), value if isinstance(value, bytes) else value.encode()) for name, value in given):
+    shown = echoed((name.encode(), value if isinstance(value, bytes) else value.encode()) for name, value in given)
+    name_call(shown)
+    if shown:
         await context.send_initial_metadata(tuple((name.decode(), value.decode()) for name, value in shown))
 
 

@@ -86,8 +86,9 @@ class ValidRequest:
     def prompt_tokens(self) -> int:
         return len(self.prompt)
 
-    def work(self, wire_id: str, answer: Sequence[int]) -> worker_pb2.Work:
-        """What a worker is asked for in one attempt, after the tokens of `answer` were given out."""
+    def work(self, wire_id: str, answer: Sequence[int], trace_id: str = "") -> worker_pb2.Work:
+        """What a worker is asked for in one attempt, after the tokens of `answer` were given out. `trace_id`: for its
+        logs."""
         sampling, given = self.sampling, len(answer)
         if given:
             sampling = replace(sampling, max_tokens=sampling.max_tokens - given, prompt_logprobs=None)
@@ -97,6 +98,7 @@ class ValidRequest:
             sampling=sampling_frame(sampling),
             cache_salt=self.cache_salt,
             answer_tokens=given,
+            trace_id=trace_id,
         )
 
 

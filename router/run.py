@@ -11,7 +11,10 @@ Every way out cancels the request on each worker that may still know it, and end
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvtransfer.causes import HandoffFault
+from router.attempt_faults import BLAMED, HANDOFF_FAULTS, REFUSALS, RETRIED
 from router.fleet import Worker
 from router.output import Final, OutputAssembler, ResponseStream, Timeline, Usage
 from router.pace_meter import PaceMeter
@@ -22,17 +25,12 @@ from router.terms import Terms
 from router.trace import Trace
 from router.worker_client import WorkerLink
 from tandem.clock import Clock
-from tandem.errors import DeadlineExceeded, ErrorCode, InternalError, RequestCancelled, TandemError, WorkerLost
+from tandem.errors import DeadlineExceeded, InternalError, RequestCancelled, TandemError, WorkerLost
 from tandem.request import FinishReason, Lifecycle, RequestState
 from tandem.v1 import inference_pb2, worker_pb2
 from worker.wire import FINISH_REASONS, parse_error
 
 DEADLINE_SLACK_S = 0.05  # a client that leaves so shortly before its deadline left because of it
-# The worker is well but cannot take the request now (no KV blocks, a transfer agent being replaced).
-_REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
-_HANDOFF_FAULTS = frozenset({ErrorCode.HANDOFF_FAILED, ErrorCode.DEADLINE_EXCEEDED})
-_BLAMED = _HANDOFF_FAULTS | {ErrorCode.INTERNAL}  # a lost worker is known as such
-_RETRIED = _HANDOFF_FAULTS | _REFUSALS | {ErrorCode.WORKER_LOST}
 _REASONS = {number: reason for reason, number in FINISH_REASONS.items()}
 
 
@@ -47,7 +45,8 @@ class RequestRun:
         self.stream = ResponseStream(request.request_id, self.cancel)
         self.excluded: frozenset[str] = frozenset()
         self.received_s = self.waiting_since_s = clock.now_s()
-        self.trace = Trace(request.request_id, request.model, request.prompt_tokens, self.received_s)
+        self.trace = Trace.of(request, terms, self.received_s)
+        self.on_gap: Callable[[float], None] | None = None  # hears the seconds between two tokens
         self.decode: Worker | None = None
         self.prefill: Worker | None = None  # None: local prefill
         self.waiting_for: WaitReason | None = None
@@ -109,7 +108,7 @@ class RequestRun:
             self.trace.begin(self._wire_id, "", decode.key.worker_id, self._clock.now_s())
             self.lifecycle.start_prefill()
             self._attach(decode)
-            work = self.request.work(self._wire_id, self._answer)
+            work = self.request.work(self._wire_id, self._answer, self.trace.trace_id)
             decode.link.send(worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=work)))
             self._host.sent(self, decode)
         else:
@@ -126,7 +125,7 @@ class RequestRun:
         self.trace.begin(self._wire_id, prefill.key.worker_id, decode.key.worker_id, self._clock.now_s())
         self._attach(decode)
         reserve = worker_pb2.Reserve(
-            work=self.request.work(self._wire_id, self._answer),
+            work=self.request.work(self._wire_id, self._answer, self.trace.trace_id),
             prefill_worker=prefill.key.worker_id,
             prefill_epoch=prefill.key.epoch,
             use_prefix_cache=True,
@@ -150,7 +149,8 @@ class RequestRun:
             self._cached_decode = reserved.ticket.cached_tokens
         self.lifecycle.start_prefill()
         self._attach(prefill)
-        frame = worker_pb2.Prefill(work=self.request.work(self._wire_id, self._answer), ticket=reserved.ticket)
+        work = self.request.work(self._wire_id, self._answer, self.trace.trace_id)
+        frame = worker_pb2.Prefill(work=work, ticket=reserved.ticket)
         prefill.link.send(worker_pb2.RouterFrame(prefill=frame))
         self._host.sent(self, prefill)
 
@@ -178,7 +178,10 @@ class RequestRun:
             worker = link.key.worker_id
             self._fail_or_retry(InternalError(f"worker {worker} left out logprobs of the prompt"))
             return
-        now_s = self._last_token_s = self._clock.now_s()
+        now_s = self._clock.now_s()
+        if self._answer and self.on_gap is not None:
+            self.on_gap(now_s - self._last_token_s)
+        self._last_token_s = now_s
         if not self._has_first_token:
             self._on_first_token(token, now_s)
         elif self.lifecycle.state is RequestState.HANDOFF and self._is_decode(link):
@@ -260,14 +263,14 @@ class RequestRun:
 
     def _on_worker_error(self, link: WorkerLink, error: worker_pb2.WorkerError) -> None:
         typed = parse_error(error)
-        refused = typed.code in _REFUSALS and self.lifecycle.state is RequestState.QUEUED
+        refused = typed.code in REFUSALS and self.lifecycle.state is RequestState.QUEUED
         if refused and self._is_decode(link):
             self.excluded |= {link.key.worker_id}
             self.trace.failed(typed, self._clock.now_s())
             self._host.refused(self, typed)
         elif not self._is_decode(link) and self.lifecycle.state is RequestState.DECODING:
             pass  # verified and joined: what the prefill worker says no longer matters
-        elif typed.code in _HANDOFF_FAULTS:  # either side may be at fault
+        elif typed.code in HANDOFF_FAULTS:  # either side may be at fault
             if isinstance(typed, HandoffFault):
                 self._host.handoff_failed(self, typed)
             self._fail_or_retry(typed, *(each.key.worker_id for each in (self.decode, self.prefill) if each))
@@ -331,14 +334,14 @@ class RequestRun:
         if state.is_end:
             return
         self.trace.failed(error, self._clock.now_s())
-        if failed and error.code in _BLAMED:
+        if failed and error.code in BLAMED:
             self._host.blamed(self, failed)
         if (reason := self._whole_by()) is not None:
             self._finish(reason)
             return
         # No room to start is no fault: such a request may try as long as it may wait.
-        no_room = error.code in _REFUSALS and state in (RequestState.QUEUED, RequestState.PREFILLING)
-        if no_room or (error.code in _RETRIED and self._migrations < self._max_migrations):
+        no_room = error.code in REFUSALS and state in (RequestState.QUEUED, RequestState.PREFILLING)
+        if no_room or (error.code in RETRIED and self._migrations < self._max_migrations):
             self._migrations += not no_room
             self.excluded |= set(failed)
             self.leave_workers()

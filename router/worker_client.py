@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import grpc
 
 from router.clock_offset import ClockOffset
+from router.meter_history import MeterHistory
 from router.prefix_index.mirror import WorkerKey
 from router.progress import Progress
 from tandem.errors import WorkerLost
@@ -68,6 +69,7 @@ class WorkerLink:
         self.info = info
         self.key = WorkerKey(info.worker_id, info.epoch)
         self.load: worker_pb2.WorkerLoad | None = None
+        self.meters = MeterHistory()
         self.reaches: frozenset[tuple[str, int]] | None = None
         self.ready = False
         self.sent_frames = 0  # of this session, hello not counted
@@ -228,6 +230,8 @@ class WorkerLink:
             self._listener.load_changed(self)
         if frame.reserved or frame.tokens or frame.handoffs or frame.ended or frame.prompt_scores:
             self.progress.spoke(now_s)
+        if frame.HasField("meters"):
+            self.meters.take(frame.meters, now_s)
         if frame.HasField("load"):
             self._take_load(frame.load, now_s)
         if len(self._outbox) > MAX_OUTBOX_FRAMES:

@@ -52,6 +52,12 @@ class EngineSpec(Frozen):
     max_model_tokens: Annotated[int, Field(ge=16)] | None = Field(
         None, description="Longest prompt plus answer; unset: the model's own context."
     )
+    peak_flops_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Of one rank's device, dense, in this dtype: MFU is a share of it; unset: measured at start."
+    )
+    peak_memory_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Of one rank's device: MBU is a share of it; unset: measured at start."
+    )
 
 
 class ModelSpec(Frozen):
@@ -148,6 +154,9 @@ class ClassSpec(Frozen):
     )
     ttft_slo_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="Time to first token beyond which a request is refused at once; unset: it may wait."
+    )
+    tpot_slo_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Time per output token after the first that counts as goodput; nothing is refused for it."
     )
     queue_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="Longest wait; unset: router.queue_timeout_s."
@@ -248,6 +257,73 @@ class ControlSpec(Frozen):
     start_timeout_s: Annotated[float, Field(gt=0)] = 120.0
 
 
+class OtlpTls(Frozen):
+    """PEM files for an https endpoint."""
+
+    ca: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="Signed the collector's certificate; unset: one of the system's authorities did."
+    )
+    cert: Annotated[str, Field(min_length=1)] | None = Field(None, description="What the collector is shown.")
+    key: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _cert_has_key(self) -> OtlpTls:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("tls.key: expected exactly when tls.cert is given")
+        return self
+
+
+class TracingSpec(Frozen):
+    """Where the routers send OpenTelemetry traces (docs/observability.md)."""
+
+    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$")] | None = Field(
+        None,
+        description="A collector: http://HOST:4317 (grpc), http://HOST:4318 (http), or https; unset: none.",
+    )
+    otlp_protocol: Literal["grpc", "http"] = "grpc"
+    headers_file: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="File with a `name: value` line for each header that the collector wants (API keys)."
+    )
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.01, description="Share of the requests traced that come without a `traceparent`; those with one decide it."
+    )
+    tls: OtlpTls | None = None
+
+    @model_validator(mode="after")
+    def _tls_needs_https(self) -> TracingSpec:
+        if self.tls is not None and not (self.otlp_endpoint or "").startswith("https://"):
+            raise ValueError(f"tls: expected an https:// otlp_endpoint with it, got {self.otlp_endpoint!r}")
+        return self
+
+
+class LogFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+class LogsSpec(Frozen):
+    format: LogFormat = LogFormat.TEXT
+
+
+class MetricsSpec(Frozen):
+    enabled: bool = Field(True, description="false: the routers count nothing, and /metrics is not there.")
+
+
+class CostSpec(Frozen):
+    """What the cluster's time costs, for the metrics of cost."""
+
+    per_rank_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Price of one rank (one device) for an hour, in whatever currency; unset: no such metrics."
+    )
+
+
+class ObservabilitySpec(Frozen):
+    tracing: TracingSpec = TracingSpec()
+    logs: LogsSpec = LogsSpec()
+    metrics: MetricsSpec = MetricsSpec()
+    cost: CostSpec = CostSpec()
+
+
 class ClusterSpec(Frozen):
     """The whole cluster."""
 
@@ -257,6 +333,7 @@ class ClusterSpec(Frozen):
     router: RouterSpec = RouterSpec()
     redis: RedisSpec = RedisSpec()
     control: ControlSpec = ControlSpec()
+    observability: ObservabilitySpec = ObservabilitySpec()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @model_validator(mode="after")

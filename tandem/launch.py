@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from tandem.config import Frozen, ModelSpec, Role, RouterSpec, TransferSpec
+from tandem.config import Frozen, LogFormat, ModelSpec, ObservabilitySpec, Role, RouterSpec, TransferSpec
 
 
 class WorkerLaunch(Frozen):
@@ -26,6 +26,7 @@ class WorkerLaunch(Frozen):
     redis_url: str | None
     run_dir: str
     log_level: str = "info"
+    log_format: LogFormat = LogFormat.TEXT
 
     @property
     def tp(self) -> int:
@@ -72,6 +73,7 @@ class RouterLaunch(Frozen):
     controller_address: str
     redis_url: str | None
     controller_secret: str | None = Field(default=None, repr=False)  # whoever shows it may read traces; None: nobody
+    observability: ObservabilitySpec = ObservabilitySpec()
     log_level: str = "info"
 
     @classmethod

@@ -26,10 +26,12 @@ from tandem.config import Role as RoleName
 from tandem.config import WireDtype
 from tandem.engine.engine import Engine
 from tandem.engine.factory import Rank, build_rank
+from tandem.engine.peaks import device_peaks
 from tandem.errors import TandemError
 from tandem.launch import WorkerLaunch
 from tandem.logs import setup_logging
 from tandem.model_config import fingerprint
+from tandem.step_work import WorkShape
 from tandem.v1 import cluster_pb2
 from worker.agents import Agents
 from worker.identity import WorkerIdentity
@@ -37,6 +39,7 @@ from worker.inbox import AgentConnected, AgentLost, AgentSaid, Inbox, Stop
 from worker.io_thread import IoThread, ServiceLink
 from worker.leader import Leader, make_requests
 from worker.messages import LeaderReady
+from worker.meters import StepMeters
 from worker.requests import RequestBook
 from worker.role import Role
 
@@ -200,6 +203,15 @@ def attach_pool(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, inde
     )
 
 
+def make_meters(launch: WorkerLaunch, rank: Rank) -> StepMeters:
+    peaks = device_peaks(launch.model.engine)  # of every rank: they are alike
+    return StepMeters(
+        WorkShape.of(rank.config, rank.layout.element_bytes),
+        peak_flops_per_s=peaks.flops_per_s * launch.tp,
+        peak_memory_bytes_per_s=peaks.memory_bytes_per_s * launch.tp,
+    )
+
+
 def lead(launch: WorkerLaunch, make_role: MakeRole, rank: Rank, identity: WorkerIdentity, io: IoThread) -> str:
     engine = rank.engine
     inbox = Inbox()
@@ -216,7 +228,8 @@ def lead(launch: WorkerLaunch, make_role: MakeRole, rank: Rank, identity: Worker
     service.listen(launch.leader_socket, LeaderReady(info.SerializeToString()))
     log.info("ready: %d KV blocks, up to %d tokens a request", rank.layout.num_blocks, rank.max_model_tokens)
     try:
-        return Leader(identity, info, engine, agents, requests, role, inbox, service).run()
+        meters = make_meters(launch, rank)
+        return Leader(identity, info, engine, agents, requests, role, inbox, service, meters).run()
     finally:
         engine.close()
 
@@ -247,7 +260,7 @@ def main(make_role: MakeRole, description: str) -> None:
     parser.add_argument("--rank", type=int, required=True)
     arguments = parser.parse_args()
     launch = WorkerLaunch.load(arguments.launch)
-    setup_logging(launch.log_level, process=f"{launch.worker_id}/rank-{arguments.rank}")
+    setup_logging(launch.log_level, process=f"{launch.worker_id}/rank-{arguments.rank}", log_format=launch.log_format)
     try:
         run(launch, arguments.rank, make_role)
     except TandemError as error:

@@ -251,7 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The service process of one worker.")
     parser.add_argument("--launch", type=Path, required=True)
     launch = WorkerLaunch.load(parser.parse_args().launch)
-    setup_logging(launch.log_level, process=f"{launch.worker_id}/service")
+    setup_logging(launch.log_level, process=f"{launch.worker_id}/service", log_format=launch.log_format)
     asyncio.run(run(launch))
 
 

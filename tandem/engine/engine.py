@@ -21,6 +21,7 @@ from tandem.request import FinishReason
 from tandem.sampling.sampler import choose
 from tandem.scheduler.scheduler import Chunk, Scheduler, StepPlan
 from tandem.scheduler.sequence import Sequence
+from tandem.step_work import StepWork
 
 Logits = NDArray[np.float32]
 
@@ -114,7 +115,7 @@ class Engine:
             sampling = [chunk for chunk in plan.chunks if chunk.samples]
             for row, chunk in zip(logits, sampling, strict=True):
                 self._choose(chunk, row, tokens, ended)
-        return StepResult(tuple(tokens), tuple(ended), tuple(scores))
+        return StepResult(tuple(tokens), tuple(ended), tuple(scores), _work(plan))
 
     def _run(self, plan: StepPlan) -> tuple[Logits, list[PromptScores]]:
         sequences = [_sequence_step(chunk, self._scheduler.block_tokens) for chunk in plan.chunks]
@@ -189,8 +190,21 @@ class Engine:
             scheduler.reserved,
         )
 
+    @property
+    def preemptions(self) -> int:
+        """So far: requests whose blocks others needed more, and which were computed again."""
+        return self._scheduler.preemptions
+
     def take_cache_events(self) -> list[CacheEvent]:
         return self._scheduler.pool.take_events()
+
+
+def _work(plan: StepPlan) -> StepWork:
+    work = StepWork()
+    for chunk in plan.chunks:
+        decodes = chunk.start >= chunk.sequence.prompt_tokens
+        work = work.with_chunk(chunk.start, chunk.count, decodes=decodes, samples=chunk.samples)
+    return work
 
 
 def _sequence_step(chunk: Chunk, block_tokens: int) -> SequenceStep:

@@ -63,6 +63,7 @@ class Scheduler:
     max_running_requests: int
     max_step_tokens: int
     max_model_tokens: int
+    preemptions: int = field(default=0, init=False)
     _sequences: dict[str, Sequence] = field(default_factory=dict)
     _waiting: deque[Sequence] = field(default_factory=deque)
     _running: list[Sequence] = field(default_factory=list)
@@ -304,6 +305,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the front of the line."""
+        self.preemptions += 1
         self._short_of_blocks = True
         self._running.remove(sequence)
         self.pool.release(sequence.blocks, sequence.hold)

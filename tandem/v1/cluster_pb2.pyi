@@ -256,24 +256,63 @@ class Directory(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerInfo]:
         """ready ones"""
+
+    @_builtins.property
+    def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerPlace]:
+        """of all workers there should be, ready or not"""
 
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerInfo] | None = ...,
+        places: _abc.Iterable[Global___WorkerPlace] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["places", b"places", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Directory: _TypeAlias = Directory  # noqa: Y015
+
+@_typing.final
+class WorkerPlace(_message.Message):
+    """A worker of the spec, through all its lives."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    model: _builtins.str
+    role: Global___Role.ValueType
+    ranks: _builtins.int
+    restarts: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        role: Global___Role.ValueType = ...,
+        ranks: _builtins.int = ...,
+        restarts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "ranks", b"ranks", "restarts", b"restarts", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerPlace: _TypeAlias = WorkerPlace  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):

@@ -76,6 +76,7 @@ class WorkerFrame(_message.Message):
     REACH_FIELD_NUMBER: _builtins.int
     PROMPT_SCORES_FIELD_NUMBER: _builtins.int
     FRAMES_SEEN_FIELD_NUMBER: _builtins.int
+    METERS_FIELD_NUMBER: _builtins.int
     SENT_AT_S_FIELD_NUMBER: _builtins.int
     frames_seen: _builtins.int
     """So many frames of this session, hello not counted, the worker had taken up: what the last load does not know of is
@@ -103,6 +104,10 @@ class WorkerFrame(_message.Message):
     def prompt_scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptScores]:
         """before the first token of their request"""
 
+    @_builtins.property
+    def meters(self) -> Global___WorkerMeters:
+        """at the start of a session, then once a second where they changed"""
+
     def __init__(
         self,
         *,
@@ -115,11 +120,12 @@ class WorkerFrame(_message.Message):
         reach: Global___Reach | None = ...,
         prompt_scores: _abc.Iterable[Global___PromptScores] | None = ...,
         frames_seen: _builtins.int = ...,
+        meters: Global___WorkerMeters | None = ...,
         sent_at_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load", "reach", b"reach"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load", "meters", b"meters", "reach", b"reach"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "frames_seen", b"frames_seen", "handoffs", b"handoffs", "hello", b"hello", "load", b"load", "prompt_scores", b"prompt_scores", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "frames_seen", b"frames_seen", "handoffs", b"handoffs", "hello", b"hello", "load", b"load", "meters", b"meters", "prompt_scores", b"prompt_scores", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -226,10 +232,13 @@ class Work(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
     ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """made by the router; never by a client"""
     cache_salt: _builtins.bytes
+    trace_id: _builtins.str
+    """32 hex digits of W3C trace context, for the logs; empty: none"""
     answer_tokens: _builtins.int
     """so many tokens at the end of `prompt` were generated already, by an attempt that broke off"""
     @_builtins.property
@@ -243,11 +252,12 @@ class Work(_message.Message):
         prompt: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___ResolvedSampling | None = ...,
         cache_salt: _builtins.bytes = ...,
+        trace_id: _builtins.str = ...,
         answer_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -917,6 +927,90 @@ class BlockCounts(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BlockCounts: _TypeAlias = BlockCounts  # noqa: Y015
+
+@_typing.final
+class WorkerMeters(_message.Message):
+    """What a worker has done in this life, all ranks together. Counters only grow."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    FLOPS_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    PEAK_FLOPS_PER_S_FIELD_NUMBER: _builtins.int
+    PEAK_MEMORY_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
+    prefill_tokens: _builtins.int
+    """computed"""
+    decode_tokens: _builtins.int
+    sampled_tokens: _builtins.int
+    preemptions: _builtins.int
+    flops: _builtins.float
+    """by the model's shape"""
+    memory_bytes: _builtins.float
+    peak_flops_per_s: _builtins.float
+    """as configured, or measured at start"""
+    peak_memory_bytes_per_s: _builtins.float
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepMeter]:
+        """by kind"""
+
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkState]: ...
+    def __init__(
+        self,
+        *,
+        steps: _abc.Iterable[Global___StepMeter] | None = ...,
+        prefill_tokens: _builtins.int = ...,
+        decode_tokens: _builtins.int = ...,
+        sampled_tokens: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+        flops: _builtins.float = ...,
+        memory_bytes: _builtins.float = ...,
+        peak_flops_per_s: _builtins.float = ...,
+        peak_memory_bytes_per_s: _builtins.float = ...,
+        links: _abc.Iterable[Global___LinkState] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "flops", b"flops", "links", b"links", "memory_bytes", b"memory_bytes", "peak_flops_per_s", b"peak_flops_per_s", "peak_memory_bytes_per_s", b"peak_memory_bytes_per_s", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "sampled_tokens", b"sampled_tokens", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerMeters: _TypeAlias = WorkerMeters  # noqa: Y015
+
+@_typing.final
+class StepMeter(_message.Message):
+    """Engine steps of one kind: how many took up to each bound (worker/meters.py), one more for those beyond the last."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    TOTAL_S_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """a member of worker.meters.StepKind"""
+    total_s: _builtins.float
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        total_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "kind", b"kind", "total_s", b"total_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepMeter: _TypeAlias = StepMeter  # noqa: Y015
 
 @_typing.final
 class GetStateRequest(_message.Message):
