@@ -36,6 +36,10 @@ MAY_BE_EMPTY = {"tandem_handoff_failures_total", "tandem_retries_total"}
 
 SPEC: dict[str, Any] = {
     "control": {"backend": "subprocess"},
+    "observability": {
+        "cost": {"per_rank_hour": 2.0},
+        "tracing": {"otlp_endpoint": "http://127.0.0.1:1", "sample_ratio": 1.0},  # nobody listens: traces are lost
+    },
     "router": {
         "disaggregation": "always",
         "max_prefill_tokens_in_flight": 64,  # so that requests wait, and some are refused

@@ -17,7 +17,7 @@ from grafana_foundation_sdk.models import dashboard as grafana
 
 from deploy.grafana.dashboards import DASHBOARDS
 from router.app import RouterApp
-from tandem.config import RouterSpec
+from tandem.config import CostSpec, ObservabilitySpec, RouterSpec, TracingSpec
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.testing import write_tiny_llama
 
@@ -65,6 +65,9 @@ async def metrics_page(model_dir: Path) -> str:
             models=(served,),
             controller_address="127.0.0.1:1",
             redis_url="redis://127.0.0.1:1",
+            observability=ObservabilitySpec(
+                tracing=TracingSpec(otlp_endpoint="http://127.0.0.1:1"), cost=CostSpec(per_rank_hour=2.0)
+            ),
         )
     )
     try:
