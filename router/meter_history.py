@@ -65,5 +65,5 @@ class MeterHistory:
     def _forget(self, now_s: float) -> None:
         """Keeps the last moment before the window: what was done since then is the window's."""
         moments = self._moments
-        while len(moments) > 1 and moments[1].at_s < now_s - WINDOW_S:
+        while len(moments) > 1 and moments[1].at_s <= now_s - WINDOW_S:
             moments.popleft()

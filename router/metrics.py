@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,6 +82,8 @@ class RouterMetrics:
         self._handoff_failures = Counter(
             "tandem_handoff_failures", "Attempts whose handoff failed.", ("model", "cause"), registry=registry
         )
+        for model, cause in itertools.product(sorted(models), HandoffCause):
+            self._handoff_failures.labels(model, cause.value)  # a series that begins at 1 shows no increase
         self._tokens = Counter("tandem_tokens", "Tokens of finished requests.", ("model", "kind"), registry=registry)
         self._placements = Counter(
             "tandem_placements", "Routing decisions by reason.", ("model", "reason"), registry=registry

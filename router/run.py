@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from kvtransfer.causes import HandoffFault
 from router.attempt_faults import BLAMED, HANDOFF_FAULTS, REFUSALS, RETRIED
+from router.deadlines import DEADLINE_SLACK_S
 from router.fleet import Worker
 from router.output import Final, OutputAssembler, ResponseStream, Timeline, Usage
 from router.pace_meter import PaceMeter
@@ -30,7 +31,6 @@ from tandem.request import FinishReason, Lifecycle, RequestState
 from tandem.v1 import inference_pb2, worker_pb2
 from worker.wire import FINISH_REASONS, parse_error
 
-DEADLINE_SLACK_S = 0.05  # a client that leaves so shortly before its deadline left because of it
 _REASONS = {number: reason for reason, number in FINISH_REASONS.items()}
 
 
@@ -150,8 +150,7 @@ class RequestRun:
         self.lifecycle.start_prefill()
         self._attach(prefill)
         work = self.request.work(self._wire_id, self._answer, self.trace.trace_id)
-        frame = worker_pb2.Prefill(work=work, ticket=reserved.ticket)
-        prefill.link.send(worker_pb2.RouterFrame(prefill=frame))
+        prefill.link.send(worker_pb2.RouterFrame(prefill=worker_pb2.Prefill(work=work, ticket=reserved.ticket)))
         self._host.sent(self, prefill)
 
     def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:
@@ -178,10 +177,10 @@ class RequestRun:
             worker = link.key.worker_id
             self._fail_or_retry(InternalError(f"worker {worker} left out logprobs of the prompt"))
             return
-        now_s = self._clock.now_s()
-        if self._answer and self.on_gap is not None:
-            self.on_gap(now_s - self._last_token_s)
+        before_s, now_s = self._last_token_s, self._clock.now_s()
         self._last_token_s = now_s
+        if self._answer and self.on_gap is not None:
+            self.on_gap(now_s - before_s)
         if not self._has_first_token:
             self._on_first_token(token, now_s)
         elif self.lifecycle.state is RequestState.HANDOFF and self._is_decode(link):
@@ -365,8 +364,6 @@ class RequestRun:
     def _end_trace(self, error: TandemError | None) -> None:
         self.trace.cached_tokens_prefill, self.trace.cached_tokens_decode = self._cached_prefill, self._cached_decode
         self.trace.end(self.lifecycle.state, None if error is None else error.code, self._usage(), self._clock.now_s())
-
-    # ---- helpers
 
     def _attach(self, worker: Worker) -> None:
         worker.link.attach(self._wire_id, self)

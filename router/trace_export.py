@@ -26,7 +26,7 @@ MAX_QUEUED = 2048
 BATCH_TRACES = 64
 EVERY_S = 1.0
 HOLD_S = 0.5  # the prefill worker's report may come after the request's end
-CLOSE_S = 3.0
+CLOSE_S = 1.0
 
 
 class ExportOutcome(StrEnum):
@@ -69,11 +69,11 @@ class TraceExport:
             return
         self._queue.append((time.monotonic() + HOLD_S, trace))
 
-    def close(self) -> None:
-        """Sends what there is, for CLOSE_S at most."""
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Sends what there is; waits no longer than that."""
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         stopping = False

@@ -32,7 +32,7 @@ RULES = [rule for group in yaml.safe_load(RULES_FILE.read_text())["groups"] for 
 VARIABLES = {"$__rate_interval": "30s", "$namespace": ".*", "$job": ".*", "$model": ".*"}
 LOAD_S = 12.0
 # What a cluster in which nothing fails does not have.
-MAY_BE_EMPTY = {"tandem_handoff_failures_total", "tandem_retries_total"}
+MAY_BE_EMPTY = {"tandem_retries_total"}
 
 SPEC: dict[str, Any] = {
     "control": {"backend": "subprocess"},

@@ -8,7 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from router.app import RouterApp
 from router.span_tree import CHAIN
 from router.testing import until
 from router.testing_otlp import GotSpan, OtlpReceiver, otlp_receiver
@@ -62,6 +64,21 @@ async def trace_of(receiver: OtlpReceiver, trace_id: str) -> dict[str, GotSpan]:
     return {each.name: each for each in spans}
 
 
+async def told(app: RouterApp) -> dict[tuple[str, str, str], float]:
+    """The samples about workers by name, worker and kind, once both have told of their steps."""
+
+    def samples() -> dict[tuple[str, str, str], float]:
+        return {
+            (sample.name, sample.labels["worker"], sample.labels.get("kind", "")): sample.value
+            for family in text_string_to_metric_families(app.metrics.render().decode())
+            for sample in family.samples
+            if "worker" in sample.labels
+        }
+
+    await until(lambda: samples().get(("tandem_worker_tokens_total", "decode-0", "decode"), 0) >= 14, 10)
+    return samples()
+
+
 async def test_one_trace_holds_every_stage_and_the_stages_sum_to_the_clients_ttft(routed: Any, model_dir: Path) -> None:
     with otlp_receiver() as receiver:
         seen = ObservabilitySpec(tracing=TracingSpec(otlp_endpoint=receiver.endpoint, sample_ratio=0))
@@ -95,6 +112,16 @@ async def test_one_trace_holds_every_stage_and_the_stages_sum_to_the_clients_ttf
             assert max(gaps) < 0.001, gaps
             total_s = sum(each.duration_s for each in chain)
             assert total_s == pytest.approx(ttft_s, rel=0.05), {each.name: each.duration_s for each in chain}
+
+            # And what the workers told of their work.
+            shown = await told(live.app)
+            assert shown["tandem_worker_tokens_total", "prefill-0", "prefill"] >= 2 * 2000
+            assert shown["tandem_worker_tokens_total", "decode-0", "decode"] >= 2 * 7
+            flops = {name: shown["tandem_worker_flops_total", name, ""] for name in ("prefill-0", "decode-0")}
+            assert flops["prefill-0"] > flops["decode-0"] > 0
+            assert 0 < shown["tandem_worker_mfu_ratio", "prefill-0", ""] < 10
+            assert shown["tandem_worker_link_bytes_total", "prefill-0", ""] > 0
+            assert shown["tandem_worker_preemptions_total", "decode-0", ""] == 0
 
             # Without a sampled parent and at a ratio of 0 nothing more is sent.
             assert {each.span.trace_id.hex() for each in receiver.spans()} == {TRACE_ID}
