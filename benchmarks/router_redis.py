@@ -47,16 +47,20 @@ WORKERS = ("--prefill", "2", "--decode", "4", "--step-ms", "20", "--prefill-toke
 @asynccontextmanager
 async def killed(server: Server) -> AsyncIterator[None]:
     server.kill()
-    yield
-    await asyncio.to_thread(server.start)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(server.start)
 
 
 @asynccontextmanager
 async def frozen(server: Server) -> AsyncIterator[None]:
     """It takes connections and never answers."""
     server.freeze()
-    yield
-    server.thaw()
+    try:
+        yield
+    finally:
+        server.thaw()
 
 
 @asynccontextmanager
@@ -68,9 +72,11 @@ async def emptied(server: Server) -> AsyncIterator[None]:
                 await asyncio.sleep(EMPTIED_EVERY_S)
 
     task = asyncio.create_task(empty())
-    yield
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 FAULTS: dict[str, Callable[[Server], AbstractAsyncContextManager[None]]] = {

@@ -86,7 +86,7 @@ class RouterApp:
         )
         self.dispatcher.fleet.on_load = self.dispatcher.pump_waiting
         self.metrics.watch_index(self.mirror, self._follower)
-        registry.register(CertificateCollector({}))
+        registry.register(CertificateCollector({}))  # it shows none
         self._directory = DirectoryFollower(launch.controller_address, launch.router_id, self._on_directory)
         sock = bind(spec.http_host, spec.http_port)
         self.http_port: int = sock.getsockname()[1]

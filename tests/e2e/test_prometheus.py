@@ -145,7 +145,7 @@ def may_be_empty(expr: str) -> bool:
 def prometheus(
     tmp_path: Path, cluster_with: Callable[..., Cluster], start_prometheus: Callable[[str], Prometheus]
 ) -> Iterator[Prometheus]:
-    """It has seen a minute's worth of a cluster at work."""
+    """It has seen a cluster at work."""
     model = {"source": str(write_tiny_llama(tmp_path / "model")), "name": "tiny", "engine": {"kv_blocks": 512}}
     cluster = cluster_with("--name", "watched", spec=SPEC | {"models": [model]})
     prometheus = start_prometheus(f"127.0.0.1:{cluster.http_port}")
