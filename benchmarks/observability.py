@@ -21,7 +21,7 @@ from router.testing_otlp import OtlpReceiver, otlp_receiver
 from tandem.config import MetricsSpec, ObservabilitySpec, TracingSpec
 from tandem.tokenizer import Tokenizer
 
-SIZES = CostSizes(http_streams=100, seconds=3.0, rounds=15)
+SIZES = CostSizes(http_streams=100, seconds=2.5, rounds=11)
 QUICK = COST_QUICK
 OFF = ObservabilitySpec(metrics=MetricsSpec(enabled=False))
 
