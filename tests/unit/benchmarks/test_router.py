@@ -46,3 +46,8 @@ def test_most_of_the_peak_is_kept_under_overload(figures: Figures) -> None:
     lines = figures("benchmarks.router", "--figure", "overload")
     assert {name: line["unit"] for name, line in lines.items()} == OVERLOAD
     assert lines["router.overload_goodput"]["ratio"] > 0.5
+
+
+def test_what_observing_costs_is_one_share(figures: Figures) -> None:
+    lines = figures("benchmarks.router", "--figure", "observability")
+    assert {name: line["unit"] for name, line in lines.items()} == {"obs.overhead_share": "share"}
