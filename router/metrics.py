@@ -101,8 +101,8 @@ class RouterMetrics:
             registry=registry,
         )
         self._retries = Counter("tandem_retries", "Requests put back in line.", ("model", "code"), registry=registry)
-        self._queued = Gauge("tandem_queued_requests", "Requests in the queue now.", registry=registry)
-        self._running = Gauge("tandem_running_requests", "Requests on workers now.", registry=registry)
+        self._queued = Gauge("tandem_queued_requests", "Requests in the queue now.", registry=registry).labels()
+        self._running = Gauge("tandem_running_requests", "Requests on workers now.", registry=registry).labels()
         self._workers = Gauge("tandem_workers", "Workers that can take requests.", ("role",), registry=registry)
 
     def watch_index(self, mirror: PrefixMirror, follower: PrefixFollower | None) -> None:
@@ -146,8 +146,7 @@ class RouterMetrics:
 
     def gap_observer(self, model: str) -> Callable[[float], None] | None:
         """What to call with the seconds between two tokens of an answer; None: nobody counts them."""
-        observe: Callable[[float], None] = self._itl.labels(self._label(model)).observe
-        return observe
+        return self._itl.labels(self._label(model)).observe
 
     def ended(self, model: str, state: RequestState, code: ErrorCode | None) -> None:
         self._requests.labels(self._label(model), state.value, "" if code is None else code.value).inc()

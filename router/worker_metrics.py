@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from router.fleet import ROLES, Fleet, Worker
+from router.labelled import cumulated
 from tandem.config import Role
 from tandem.v1 import cluster_pb2, worker_pb2
 from worker.meters import STEP_BOUNDS_S
@@ -104,15 +105,9 @@ def _loads(loads: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerLoad]]) 
 
 def _steps(told: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters]]) -> Iterator[Metric]:
     steps = HistogramMetricFamily("tandem_worker_step_seconds", "Engine steps by kind.", labels=(*WORKER, "kind"))
-    bounds = [*map(str, STEP_BOUNDS_S), "+Inf"]
     for labels, meters in told:
         for step in meters.steps:
-            total = 0
-            buckets = []
-            for bound, count in zip(bounds, step.counts, strict=True):
-                total += count
-                buckets.append((bound, total))
-            steps.add_metric((*labels, step.kind), buckets, step.total_s)
+            steps.add_metric((*labels, step.kind), cumulated(STEP_BOUNDS_S, step.counts), step.total_s)
     yield steps
 
 

@@ -37,10 +37,14 @@ NO_WORK = StepWork()
 
 @dataclass(frozen=True, slots=True)
 class WorkShape:
-    """A model, whole (before tensor parallelism), as far as the cost of a step goes.
+    """A model, whole (before tensor parallelism), as far as the cost of a step goes. Attention counts as if every layer
+    saw all that came before: of layers with a window that is more than they do.
 
-    `block_params`: used once for each token; `head_params`: for each sampled one. `attention_width`: layers times query
-    heads times head_dim.
+    Args:
+        block_params: used for each token; of a mixture of experts those of the chosen ones. head_params: for each
+            sampled token. attention_width: layers times query heads times head_dim.
+        weights_bytes: read by every step. expert_bytes: of one expert's number in all layers, read once some token
+            chose it; `experts` of them, `experts_per_token` chosen.
     """
 
     block_params: int
@@ -48,20 +52,30 @@ class WorkShape:
     attention_width: int
     weights_bytes: float
     kv_token_bytes: float
+    expert_bytes: float = 0.0
+    experts: int = 0
+    experts_per_token: int = 0
 
     @classmethod
     def of(cls, config: ModelConfig, element_bytes: int) -> WorkShape:
         """Of a model whose weights and KV cache have elements of that size."""
         hidden, query = config.hidden_size, config.heads * config.head_dim
         kv = config.kv_heads * config.head_dim
-        block_params = config.layers * (2 * hidden * query + 2 * hidden * kv + 3 * hidden * config.intermediate_size)
-        head_params = hidden * config.vocab_size
+        experts = config.traits.experts
+        sparse = sum(experts.sparse) if experts else 0
+        attention = config.layers * (2 * hidden * query + 2 * hidden * kv)
+        dense = attention + (config.layers - sparse) * 3 * hidden * config.intermediate_size
+        expert = sparse * 3 * hidden * experts.expert_size if experts else 0  # of one number, in all layers
+        head = hidden * config.vocab_size
         return cls(
-            block_params=block_params,
-            head_params=head_params,
+            block_params=dense + expert * (experts.per_token if experts else 0),
+            head_params=head,
             attention_width=config.layers * query,
-            weights_bytes=(block_params + head_params) * element_bytes,
+            weights_bytes=(dense + head) * element_bytes,
             kv_token_bytes=2 * config.layers * kv * element_bytes,
+            expert_bytes=expert * element_bytes,
+            experts=experts.count if experts else 0,
+            experts_per_token=experts.per_token if experts else 0,
         )
 
     def flops(self, work: StepWork) -> float:
@@ -70,5 +84,7 @@ class WorkShape:
         return linear + 4.0 * self.attention_width * work.attended_tokens
 
     def memory_bytes(self, work: StepWork) -> float:
-        """Weights once, and the KV cache of all whose turn it was."""
-        return self.weights_bytes + work.kv_tokens * self.kv_token_bytes
+        """Weights once, of experts those that can have been chosen, and the KV cache of all whose turn it was."""
+        tokens = work.prefill_tokens + work.decode_tokens
+        chosen = min(self.experts, self.experts_per_token * tokens)
+        return self.weights_bytes + chosen * self.expert_bytes + work.kv_tokens * self.kv_token_bytes

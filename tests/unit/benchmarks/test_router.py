@@ -53,3 +53,8 @@ def test_what_a_lost_redis_adds_to_the_first_token_is_measured(figures: Figures)
     lines = figures("benchmarks.router", "--figure", "redis")
     assert {name: line["unit"] for name, line in lines.items()} == REDIS
     assert all(line["reference"] > 0 for line in lines.values())
+
+
+def test_what_observing_costs_is_one_share(figures: Figures) -> None:
+    lines = figures("benchmarks.router", "--figure", "observability")
+    assert {name: line["unit"] for name, line in lines.items()} == {"obs.overhead_share": "share"}

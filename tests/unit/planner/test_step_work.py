@@ -45,3 +45,14 @@ def test_parameters_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     shape = WorkShape.of(config, 2)
     assert shape.head_params == 64 * 320
     assert shape.block_params == 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128)
+
+
+def test_of_experts_only_the_chosen_ones_count() -> None:
+    sparse = WorkShape(
+        block_params=100, head_params=10, attention_width=4, weights_bytes=1000, kv_token_bytes=0, expert_bytes=50,
+        experts=8, experts_per_token=2,
+    )  # fmt: skip
+    moved = [
+        sparse.memory_bytes(StepWork().with_chunk(0, tokens, decodes=False, samples=True)) for tokens in (1, 3, 4, 100)
+    ]
+    assert moved == [1100, 1300, 1400, 1400]
