@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from router.answers import Answers
+from router.edge_tls import EdgeTls
 from router.fast_routes import FastRoutes, OnError
 from router.http_answers import JsonResponse, answer, error_response
 from router.http_limits import protocol, sweep_forever
@@ -234,7 +235,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 class HttpServer:
     def __init__(
-        self, edge: HttpEdge, sock: socket.socket, *, max_connections: int, client_timeout_s: float, keep_alive_s: float
+        self,
+        edge: HttpEdge,
+        sock: socket.socket,
+        *,
+        max_connections: int,
+        client_timeout_s: float,
+        keep_alive_s: float,
+        tls: EdgeTls | None = None,
     ) -> None:
         config = uvicorn.Config(
             edge.app(),
@@ -248,14 +256,21 @@ class HttpServer:
             timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]  # a float is as good
             timeout_graceful_shutdown=5,
         )
+        config.load()
+        if tls is not None:
+            config.ssl = tls.http_context  # uvicorn's own way knows no renewal
         self._server = _Server(config)
+        self._tls = tls
         self._sock = sock
         self._task: asyncio.Task[None] | None = None
         self._sweeper: asyncio.Task[None] | None = None
+        self._refresher: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._sock]), name="http")
         self._sweeper = asyncio.create_task(sweep_forever(self._server.server_state.connections), name="http-sweeper")
+        if self._tls is not None:
+            self._refresher = asyncio.create_task(self._tls.refresh_forever(), name="http-certificates")
         while not self._server.started and not self._task.done():  # noqa: ASYNC110  # uvicorn offers no event
             await asyncio.sleep(0.005)
 
@@ -263,6 +278,7 @@ class HttpServer:
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        for task in (self._sweeper, self._refresher):
+            if task is not None:
+                task.cancel()
         self._sock.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvtransfer.control import TlsFiles
 from kvtransfer.testing import FakeWorker
-from kvtransfer.tls import RenewedTls
+from tandem.tls import RenewedTls
 from tests.conftest import Authority
 
 MakeWorker = Callable[..., FakeWorker]
