@@ -24,7 +24,6 @@ Allowed = Mapping[str, frozenset[Identity]]
 
 FIELD = "security.tls"
 CLOSE_GRACE_S = 2.0  # for calls that are on their way
-_NAMES = ("x509_subject_alternative_name", "peer_uri")
 
 
 class ClusterTls:
@@ -171,5 +170,4 @@ class CallerCheck(grpc.aio.ServerInterceptor):
 
     def _identities(self, context: Any) -> frozenset[Identity]:
         shown = context.auth_context() or {}
-        names = (name.decode("utf-8", "replace") for kind in _NAMES for name in shown.get(kind, ()))
-        return identities(names, self._cluster)
+        return identities((name.decode("utf-8", "replace") for name in shown.get("peer_uri", ())), self._cluster)
