@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from router.answers import Answers
-from router.edge_tls import EdgeTls
+from router.edge_tls import HANDSHAKE_TIMEOUT_S, EdgeTls
 from router.fast_routes import FastRoutes, OnError
 from router.http_answers import JsonResponse, answer, error_response
 from router.http_limits import protocol, sweep_forever
@@ -212,6 +213,19 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """With TLS, uvicorn would wait a minute for who begins no handshake."""
+        config, state = self.config, self.server_state
+        if config.ssl is None:
+            await super().startup(sockets)
+            return
+
+        protocol_class: Any = config.http_protocol_class
+        connect = partial(protocol_class, config=config, server_state=state, app_state={})
+        listen = partial(asyncio.get_running_loop().create_server, connect, backlog=config.backlog, ssl=config.ssl)
+        self.servers = [await listen(sock=sock, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S) for sock in sockets or []]
+        self.started = True
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 FIELD = "router.tls"
 LOOK_S = 1.0
+HANDSHAKE_TIMEOUT_S = 10.0
 
 
 class EdgeTls:
