@@ -279,6 +279,17 @@ async def test_answers_are_exact_over_tls(secured: Secured, reference_for: Calla
     secured.cluster.assert_conserved()
 
 
+def test_commands_show_who_they_are(secured: Secured) -> None:
+    cluster = secured.cluster
+    address = f"127.0.0.1:{cluster.admin_port}"
+    assert "decode-0" in cluster.tandem("status", "--address", address, "--tls", str(secured.certs)).stdout
+    refused = cluster.tandem("status", "--address", address)
+    assert (refused.returncode, "give --tls" in refused.stderr) == (2, True), refused.stderr
+    answer = cluster.tandem("chat", "Hi", "--model", "tiny", "--max-tokens", "4")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.strip()
+
+
 def serial(port: int) -> int:
     """Of the certificate that a port shows now."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
