@@ -14,6 +14,7 @@ from cluster.admin_client import Admin, find_admin, folder_spec
 from cluster.certificates import LEAVES, create, days_left, load, renew, texts_of
 from cluster.check_tls import check_tls
 from cluster.cli import app
+from cluster.commands.doctor import CHECKS
 from cluster.commands.up import UpFlags
 from tandem.config import ClusterSpec
 from tandem.errors import ConfigError
@@ -192,6 +193,14 @@ def test_workers_certificates_need_not_lie_where_only_the_controller_runs(tmp_pa
 def test_what_cannot_be_encrypted_is_refused_with_it(tmp_path: Path, section: dict[str, object], field: str) -> None:
     with pytest.raises(ValueError, match=rf"{field}: .*security\.tls"):
         spec_for(tmp_path, **section)
+
+
+def test_doctor_tells_what_is_encrypted_and_what_expires_soon(tmp_path: Path) -> None:
+    check = dict(CHECKS)["tls"]
+    assert check(ClusterSpec()) == "inside no TLS, edge no TLS"
+    said = check(spec_for(make(tmp_path / "certs", days=10)))
+    assert said.startswith("inside mutual TLS, edge TLS; ")
+    assert "worker.pem expires in 10 days" in said
 
 
 # --- commands
