@@ -42,7 +42,7 @@ def find_admin(address: str | None, cluster: str | None, tls: Path | None = None
     return Admin(found.admin, given or (TlsSpec(**found.tls) if found.tls is not None else None))
 
 
-def with_tls(admin: Admin) -> str:
+def tls_hint(admin: Admin) -> str:
     """What else may be wrong when nobody answers, in words."""
     return ", and does it take this certificate" if admin.tls is not None else ", and without TLS (else give --tls)"
 

@@ -30,20 +30,22 @@ class EdgeTls:
         self.http_context = edge_context(spec)
         self._grpc = self._configuration()
 
-    def refresh(self) -> bool:
-        """Whether there is something new. Connections that stand are not touched."""
+    def refresh(self) -> None:
+        """Takes what is new for the next connections. Those that stand are not touched."""
         stamp = self._look()
         if stamp == self._stamp:
-            return False
+            return
         try:
             edge_context(self._spec)  # first: what fails half way would spoil the one in use
+            renewed = self._configuration()
+            if self._look() != stamp:
+                return  # they are being written
             _fill(self.http_context, self._spec)
-            self._grpc = self._configuration()
+            self._grpc = renewed
             log.info("new certificates: %s", self._spec.cert)
         except ConfigError as error:
             log.warning("the certificates that were there stay in use: %s", error.message)
         self._stamp = stamp
-        return True
 
     async def refresh_forever(self) -> None:
         while True:

@@ -97,7 +97,10 @@ class RenewedTls:
         stamp = self._look()
         if stamp != self._stamp:
             try:
-                self._contexts = load_tls(self._files, self._field, peer=self._peer)
+                renewed = load_tls(self._files, self._field, peer=self._peer)
+                if self._look() != stamp:
+                    return self._contexts  # they are being written
+                self._contexts = renewed
                 log.info("new certificates: %s", self._files.cert)
             except ConfigError as error:
                 log.warning("the certificates that were there stay in use: %s", error.message)

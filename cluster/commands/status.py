@@ -11,7 +11,7 @@ import grpc.aio
 from rich.console import Console
 from rich.table import Table
 
-from cluster.admin_client import Admin, find_admin, with_tls
+from cluster.admin_client import Admin, find_admin, tls_hint
 from tandem.errors import UnavailableError
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 
@@ -38,7 +38,7 @@ async def fetch(admin: Admin) -> cluster_pb2.ClusterStatus:
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(
                 f"--address: no controller answers at {admin.address} ({error.code().name}): is `tandem up` running"
-                f"{with_tls(admin)}?",
+                f"{tls_hint(admin)}?",
                 field="--address",
             ) from None
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cluster.admin_client import Admin, find_admin, with_tls
+from cluster.admin_client import Admin, find_admin, tls_hint
 from tandem.errors import TandemError, UnavailableError
 from tandem.grpc_errors import error_from_rpc
 from tandem.v1 import cluster_pb2_grpc, trace_pb2
@@ -87,7 +87,7 @@ def _told(error: grpc.aio.AioRpcError, admin: Admin) -> TandemError:
         return told
     return UnavailableError(
         f"--address: no controller answers at {admin.address} ({error.code().name}): is `tandem up` running"
-        f"{with_tls(admin)}?",
+        f"{tls_hint(admin)}?",
         field="--address",
     )
 
