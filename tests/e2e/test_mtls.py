@@ -232,6 +232,38 @@ def test_rays_own_http_port_wants_the_token(secured: Secured) -> None:
         assert answer.status_code in (401, 403), answer.text
 
 
+async def refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call()
+    return refused.value.code().name
+
+
+RAY_METHODS = {
+    "gcs_server": "NodeInfoGcsService/GetAllNodeInfo",
+    "raylet": "NodeManagerService/GetNodeStats",
+    "ray::": "CoreWorkerService/GetCoreWorkerStats",
+}
+
+
+@pytest.mark.parametrize("token", [None, "0" * 64])
+async def test_rays_ports_want_the_token_beside_the_certificate(secured: Secured, token: str | None) -> None:
+    tls = secured.tls(Identity.CONTROLLER)
+    metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+    asked: dict[str, set[str]] = {}
+    for sock in secured.sockets:
+        (row,) = rows_of(sock, secured.cluster)
+        if row.process in RAY_METHODS:
+            credentials = tls.client_credentials()
+            async with grpc.aio.secure_channel(f"{sock.host}:{sock.port}", credentials) as channel:
+                method = channel.unary_unary(f"/ray.rpc.{RAY_METHODS[row.process]}")
+                came = await refusal(lambda method=method: method(b"", metadata=metadata, timeout=10.0))  # type: ignore[misc]
+                asked.setdefault(row.process, set()).add(came)
+    assert asked["gcs_server"] == {"UNAUTHENTICATED"}
+    # The raylet's second port is of another service.
+    assert asked["raylet"] == {"UNAUTHENTICATED"}
+    assert asked["ray::"] == {"UNAUTHENTICATED"}
+
+
 def test_the_edge_speaks_tls_only(secured: Secured) -> None:
     cluster = secured.cluster
     assert httpx.get(f"{cluster.base_url}/health", verify=cluster.verify).status_code == 200
@@ -240,12 +272,6 @@ def test_the_edge_speaks_tls_only(secured: Secured) -> None:
         assert not is_taken(sock, None, plain=True)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{cluster.base_url}/health")  # it does not know the authority
-
-
-async def refusal(call: Callable[[], Any]) -> str:
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await call()
-    return refused.value.code().name
 
 
 async def test_a_certificate_is_good_for_its_role_alone(secured: Secured) -> None:
