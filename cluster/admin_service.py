@@ -13,11 +13,27 @@ from cluster.worker_slot import WorkerSlot, WorkerState
 from tandem.config import Role
 from tandem.errors import TandemError
 from tandem.grpc_errors import abort
+from tandem.identity import Identity
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
 from tandem.version import tandem_version
 
 if TYPE_CHECKING:
     from cluster.controller import Controller
+
+READERS = frozenset({Identity.ADMIN, Identity.CONTROLLER, Identity.ROUTER})
+ADMINS = frozenset({Identity.ADMIN, Identity.CONTROLLER})
+ALLOWED: dict[str, frozenset[Identity]] = {
+    f"/{cluster_pb2.DESCRIPTOR.services_by_name['Cluster'].full_name}/{method}": who
+    for method, who in {
+        "Register": frozenset({Identity.WORKER}),
+        "WatchDirectory": READERS | {Identity.WORKER},
+        "GetStatus": READERS,
+        "GetTrace": ADMINS,
+        "ListTraces": ADMINS,
+        "Shutdown": ADMINS,
+    }.items()
+}
+"""Who may call what where `security.tls` tells callers apart. A method that is not here, nobody may."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_DECODE}

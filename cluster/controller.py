@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from cluster import embedded_redis
-from cluster.admin_service import ROLES, AdminService
+from cluster.admin_service import ALLOWED, ROLES, AdminService
 from cluster.directory import Directory
 from cluster.processes import Backend, Resources, RunningProcess
 from cluster.redis_probe import check_redis
@@ -29,6 +29,8 @@ from tandem.config import Role
 from tandem.errors import ConfigError, PortInUse, TandemError, UnavailableError
 from tandem.grpc_errors import error_from_rpc
 from tandem.grpc_options import SERVER_OPTIONS
+from tandem.grpc_tls import ChannelCache, ClusterTls, add_port, make_server
+from tandem.identity import Identity
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.v1 import cluster_pb2, worker_pb2, worker_pb2_grpc
 
@@ -54,11 +56,12 @@ class Controller:
         self._log_dir = log_dir
         self._admin: grpc.aio.Server | None = None
         self._admin_address = ""
+        self._tls = ClusterTls.maybe(self.spec.name, Identity.CONTROLLER, self.spec.security.tls)
         self._router_secret = secrets.token_hex(16)
         self._redis = LocalMember("redis", log_dir)
         self._redis_url = self.spec.redis.url
         self._tasks: list[asyncio.Task[None]] = []
-        self._worker_channels: dict[str, tuple[str, grpc.aio.Channel]] = {}  # by worker, with the address
+        self._worker_channels = ChannelCache(self._tls, Identity.WORKER)
 
     @property
     def http_address(self) -> str:
@@ -71,7 +74,7 @@ class Controller:
 
     @property
     def traces(self) -> RouterTraces:
-        return RouterTraces(tuple(router.grpc_address for router in self.routers), self._router_secret)
+        return RouterTraces({router.name: router.control_address for router in self.routers}, self._router_secret)
 
     @property
     def admin_address(self) -> str:
@@ -115,8 +118,7 @@ class Controller:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._redis.stop()
-        for _, channel in self._worker_channels.values():
-            await channel.close()
+        await self._worker_channels.close()
         if self._admin is not None:
             await self._admin.stop(grace=0.2)
         await self.backend.close()
@@ -162,10 +164,10 @@ class Controller:
 
     async def _serve_admin(self) -> None:
         control = self.spec.control
-        self._admin = grpc.aio.server(options=SERVER_OPTIONS)
+        self._admin = make_server(self._tls, ALLOWED, SERVER_OPTIONS)
         AdminService(self).add_to(self._admin)
         try:
-            port = self._admin.add_insecure_port(f"{control.admin_host}:{control.admin_port}")
+            port = add_port(self._admin, f"{control.admin_host}:{control.admin_port}", self._tls)
         except RuntimeError:  # all that gRPC tells; the port was free a moment ago
             raise PortInUse(
                 f"control.admin_port: cannot listen on {control.admin_host}:{control.admin_port}: choose another with "
@@ -183,19 +185,23 @@ class Controller:
 
     async def _start_routers(self) -> None:
         for number, router in enumerate(router_specs(self.spec)):
+            router_id = f"router-{number}"
+            run_dir = self._run_base / router_id
             launch = RouterLaunch(
                 cluster=self.spec.name,
-                router_id=f"router-{number}",
+                router_id=router_id,
                 router=router,
                 models=tuple(_served(model) for model in self._cluster.models),
                 controller_address=self._admin_address,
                 redis_url=self._redis_url,
                 controller_secret=self._router_secret,
                 observability=self.spec.observability,
+                controller_socket=str(run_dir / "controller.sock"),
+                tls=self.spec.security.tls,
                 log_level=self.spec.log_level,
             )
             member = await self.backend.place_here(launch.router_id)
-            slot = RouterSlot(launch, member, self._run_base / launch.router_id)
+            slot = RouterSlot(launch, member, run_dir)
             self.routers.append(slot)
             self._tasks.append(asyncio.create_task(slot.run()))
 
@@ -242,13 +248,7 @@ class Controller:
         """What a worker says of itself, or None when it does not answer."""
         if slot.info is None:
             return None
-        address = slot.info.address
-        known, channel = self._worker_channels.get(slot.worker_id, (None, None))
-        if channel is None or known != address:
-            self._worker_channels[slot.worker_id] = address, grpc.aio.insecure_channel(address)
-            if channel is not None:
-                await channel.close()
-            channel = self._worker_channels[slot.worker_id][1]
+        channel = await self._worker_channels.get(slot.worker_id, slot.info.address)
         stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
         try:
             return await stub.GetState(worker_pb2.GetStateRequest(), timeout=STATE_TIMEOUT_S)

@@ -113,7 +113,7 @@ class RayBackend:
         self._opening = asyncio.get_running_loop().run_in_executor(None, self._init)
         try:
             await asyncio.shield(self._opening)
-        except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray raises plain ones too, as when its own start takes too long
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(
                 f"control.ray_address: Ray could not be reached at {self._address or 'this machine'}: {reason}",

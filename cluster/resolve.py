@@ -11,10 +11,9 @@ from pathlib import Path
 
 import psutil
 
+from cluster.check_tls import check_tls
 from cluster.redis_probe import check_redis
-from kvtransfer.control import TlsFiles
 from kvtransfer.reshard import reshard_plan
-from kvtransfer.tls import load_tls
 from kvtransfer.transports.factory import check_available
 from tandem.config import ClusterSpec, ModelSpec, PoolSpec
 from tandem.errors import ConfigError, InsufficientMemory, PortInUse, TandemError
@@ -55,6 +54,8 @@ def resolve(spec: ClusterSpec, progress: Progress) -> ResolvedCluster:
     """Raises ConfigError (or a kind of it) naming the field, what was expected and what to do."""
     check_ports(spec)
     check_transfer(spec)
+    for warning in check_tls(spec):
+        progress(warning)
     if spec.redis.url is not None:
         check_redis(spec.redis.url)
     models = resolve_models(spec, progress, fetch=True)
@@ -126,11 +127,8 @@ def check_ports(spec: ClusterSpec) -> None:
 
 
 def check_transfer(spec: ClusterSpec) -> None:
-    """Raises ConfigError when the transport's library is not installed, or a TLS file is not what it should be."""
-    transfer = spec.transfer
-    check_available(transfer.transport)
-    if transfer.tls is not None:
-        load_tls(TlsFiles(transfer.tls.cert, transfer.tls.key, transfer.tls.ca))
+    """Raises ConfigError when the transport's library is not installed."""
+    check_available(spec.transfer.transport)
 
 
 def port_is_free(host: str, port: int) -> bool:

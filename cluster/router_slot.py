@@ -48,6 +48,7 @@ class RouterSlot:
         self.name = launch.router_id
         self.http_address = f"{launch.router.http_host}:{launch.router.http_port}"
         self.grpc_address = f"{launch.router.grpc_host}:{launch.router.grpc_port}"
+        self.control_address = f"unix:{launch.controller_socket}"  # in a private folder: no TLS, whatever clients need
         self.restarts = 0
         self.failure = ""  # why it will never serve: told to the user, instead of trying for ever
         self._member = member
@@ -105,7 +106,7 @@ class RouterSlot:
 
     async def _serves(self) -> bool:
         try:
-            async with grpc.aio.insecure_channel(self.grpc_address) as channel:
+            async with grpc.aio.insecure_channel(self.control_address) as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
                 reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S)
                 return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

@@ -162,6 +162,7 @@ class WorkerSlot:
             controller_address=self._settings.controller_address,
             redis_url=self._settings.redis_url,
             run_dir=str(self._settings.run_base / f"{self.worker_id}-{self.epoch:x}"),
+            tls=spec.security.tls,
             log_level=spec.log_level,
             log_format=spec.observability.logs.format,
         )

@@ -47,13 +47,13 @@ from kvtransfer.outgoing import Outgoing
 from kvtransfer.pools import open_pool
 from kvtransfer.sockets import listen_tcp, listen_unix, peer_is_same_user, receive_first, serve, tcp_address
 from kvtransfer.ticket import KEY_BYTES
-from kvtransfer.tls import RenewedTls
 from kvtransfer.transports.factory import MAPPED, Transports, offered
 from tandem.channel import Channel, ChannelError
 from tandem.clock import Clock, SystemClock
 from tandem.config import LogFormat
 from tandem.errors import ConfigError
 from tandem.logs import setup_logging
+from tandem.tls import RenewedTls
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class Agent:
             raise protocol_fault(f"attach: expected a key of {KEY_BYTES} bytes")
         pool = open_pool(pool_layout(attach.layout), attach.memory, fds, writable=True)
         try:
-            tls = RenewedTls(attach.tls) if attach.tls is not None else None
+            tls = RenewedTls(attach.tls, peer=attach.tls.peer) if attach.tls is not None else None
         except ConfigError as error:
             raise HandoffFault(HandoffCause.TRANSPORT, f"attach: {error.message}") from error
         own = Own(attach, pool, os.dup(fds[0]) if fds else None, host_id(), tls)

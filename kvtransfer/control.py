@@ -41,11 +41,12 @@ class DeviceMemory(msgspec.Struct, frozen=True):
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
-    """Paths of PEM files, as `transfer.tls` has them."""
+    """Paths of PEM files, and the identity (a URI) that a peer's certificate must carry, if any."""
 
     cert: str
     key: str
     ca: str
+    peer: str | None = None
 
 
 class AttachPool(msgspec.Struct, frozen=True, tag=True):

@@ -16,6 +16,7 @@ from router.directory import DirectoryFollower
 from router.dispatch import Dispatcher
 from router.edge_grpc import GrpcServer
 from router.edge_http import HttpEdge, HttpServer, bind
+from router.edge_tls import EdgeTls
 from router.edge_traces import TracesEdge
 from router.fleet import Fleet
 from router.health_metrics import HealthMetrics
@@ -33,6 +34,8 @@ from router.terms import TermsParser
 from router.trace_export import TraceExport
 from tandem.clock import Clock, SystemClock
 from tandem.config import Role
+from tandem.grpc_tls import ClusterTls
+from tandem.identity import Identity
 from tandem.launch import RouterLaunch
 from tandem.trace_context import TraceSampler
 from tandem.v1 import cluster_pb2
@@ -49,6 +52,7 @@ class RouterApp:
     def __init__(self, launch: RouterLaunch, *, clock: Clock | None = None) -> None:
         """Loads tokenizers and binds ports. Raises CheckpointError, PortInUse. Needs a running event loop."""
         clock = clock or SystemClock()
+        self._tls = ClusterTls.maybe(launch.cluster, Identity.ROUTER, launch.tls)
         spec = launch.router
         self._router_id = launch.router_id
         self._executor = ThreadPoolExecutor(PARSER_THREADS, thread_name_prefix="parser")
@@ -86,17 +90,25 @@ class RouterApp:
         )
         self.dispatcher.fleet.on_load = self.dispatcher.pump_waiting
         self.metrics.watch_index(self.mirror, self._follower)
-        registry.register(CertificateCollector({}))  # it shows none
-        self._directory = DirectoryFollower(launch.controller_address, launch.router_id, self._on_directory)
+        registry.register(
+            CertificateCollector(
+                {use: tls.cert for use, tls in (("edge", spec.tls), ("internal", launch.tls)) if tls is not None}
+            )
+        )
+        self._directory = DirectoryFollower(
+            launch.controller_address, launch.router_id, self._on_directory, self._tls
+        )
         sock = bind(spec.http_host, spec.http_port)
         self.http_port: int = sock.getsockname()[1]
         connections = connections_for(spec.max_connections)
+        edge_tls = EdgeTls(spec.tls) if spec.tls is not None else None
         self._http = HttpServer(
             HttpEdge(self.service, max_body_bytes=spec.max_body_bytes),
             sock,
             max_connections=connections,
             client_timeout_s=spec.client_timeout_s,
             keep_alive_s=spec.keep_alive_s,
+            tls=edge_tls,
         )
         self._grpc = GrpcServer(
             self.service,
@@ -106,6 +118,8 @@ class RouterApp:
             max_message_bytes=spec.max_body_bytes,
             max_connections=connections,
             client_timeout_s=spec.client_timeout_s,
+            tls=edge_tls,
+            controller_socket=launch.controller_socket,
         )
         self.grpc_port = self._grpc.port
         self._hosts = (spec.http_host, spec.grpc_host)
@@ -159,6 +173,7 @@ class RouterApp:
             estimates,
             on_change=lambda: self._on_fleet_change(pump),
             on_work=lambda: self._watch.wake(),
+            tls=self._tls,
         )
 
     def _on_fleet_change(self, pump: Callable[[], None]) -> None:

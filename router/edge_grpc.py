@@ -14,6 +14,7 @@ from router.call_limit import CallLimit
 from router.call_terms import call_terms
 from router.edge_oip import SERVICE as OIP_SERVICE
 from router.edge_oip import OipEdge
+from router.edge_tls import EdgeTls
 from router.edge_traces import TracesEdge
 from router.grpc_guard import GuardedServer
 from router.openai_schema import MAX_MESSAGES
@@ -212,7 +213,10 @@ class GrpcServer:
         max_message_bytes: int,
         max_connections: int,
         client_timeout_s: float,
+        tls: EdgeTls | None = None,
+        controller_socket: str | None = None,
     ) -> None:
+        """`controller_socket`: a path where the controller is answered without TLS. Raises PortInUse."""
         self._server = grpc.aio.server(
             options=(
                 ("grpc.so_reuseport", 0),  # a port in use is an error, not a share of the traffic
@@ -236,7 +240,12 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            self.port: int = self._server.add_insecure_port(address)
+            if tls is None:
+                self.port: int = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, tls.grpc_credentials())
+            if controller_socket is not None:
+                self._server.add_insecure_port(f"unix:{controller_socket}")
         except RuntimeError:
             raise PortInUse(
                 f"router.grpc_port: cannot listen on {address}; free it or choose another port",

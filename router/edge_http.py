@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from router.answers import Answers
+from router.edge_tls import HANDSHAKE_TIMEOUT_S, EdgeTls
 from router.fast_routes import FastRoutes, OnError
 from router.http_answers import JsonResponse, answer, error_response
 from router.http_limits import protocol, sweep_forever
@@ -212,6 +214,19 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """With TLS, uvicorn would wait a minute for who begins no handshake."""
+        config, state = self.config, self.server_state
+        if config.ssl is None:
+            await super().startup(sockets)
+            return
+
+        protocol_class: Any = config.http_protocol_class
+        connect = partial(protocol_class, config=config, server_state=state, app_state={})
+        listen = partial(asyncio.get_running_loop().create_server, connect, backlog=config.backlog, ssl=config.ssl)
+        self.servers = [await listen(sock=sock, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S) for sock in sockets or []]
+        self.started = True
+
 
 def bind(host: str, port: int) -> socket.socket:
     """Raises PortInUse."""
@@ -234,7 +249,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 class HttpServer:
     def __init__(
-        self, edge: HttpEdge, sock: socket.socket, *, max_connections: int, client_timeout_s: float, keep_alive_s: float
+        self,
+        edge: HttpEdge,
+        sock: socket.socket,
+        *,
+        max_connections: int,
+        client_timeout_s: float,
+        keep_alive_s: float,
+        tls: EdgeTls | None = None,
     ) -> None:
         config = uvicorn.Config(
             edge.app(),
@@ -248,14 +270,21 @@ class HttpServer:
             timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]  # a float is as good
             timeout_graceful_shutdown=5,
         )
+        config.load()
+        if tls is not None:
+            config.ssl = tls.http_context  # uvicorn's own way knows no renewal
         self._server = _Server(config)
+        self._tls = tls
         self._sock = sock
         self._task: asyncio.Task[None] | None = None
         self._sweeper: asyncio.Task[None] | None = None
+        self._refresher: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._sock]), name="http")
         self._sweeper = asyncio.create_task(sweep_forever(self._server.server_state.connections), name="http-sweeper")
+        if self._tls is not None:
+            self._refresher = asyncio.create_task(self._tls.refresh_forever(), name="http-certificates")
         while not self._server.started and not self._task.done():  # noqa: ASYNC110  # uvicorn offers no event
             await asyncio.sleep(0.005)
 
@@ -263,6 +292,7 @@ class HttpServer:
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        for task in (self._sweeper, self._refresher):
+            if task is not None:
+                task.cancel()
         self._sock.close()

@@ -14,6 +14,7 @@ from router.policies.types import Candidate
 from router.prefix_index.mirror import WorkerKey
 from router.worker_client import WorkerLink
 from tandem.config import Role
+from tandem.grpc_tls import ClusterTls
 from tandem.v1 import cluster_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Fleet:
         on_change: Callable[[], None],
         health: HealthBoard | None = None,
         on_work: Callable[[], None] = lambda: None,
+        tls: ClusterTls | None = None,
     ) -> None:
         """`on_work` is called when a worker that had nothing of ours to do gets something."""
         self.estimates = estimates
@@ -83,6 +85,7 @@ class Fleet:
         self._router_id = router_id
         self._on_change = on_change
         self._on_work = on_work
+        self._tls = tls
         self._workers: dict[WorkerKey, Worker] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.on_load = on_change  # called when a worker reports its load, which it does with every step
@@ -96,7 +99,7 @@ class Fleet:
             elif role is None:
                 log.warning("worker of unknown role left out", extra={"worker": info.worker_id})
             else:
-                link = WorkerLink(info, self._router_id, self)
+                link = WorkerLink(info, self._router_id, self, self._tls)
                 self._workers[key] = Worker(link, role, Account(), self.estimates.worker(info.model, role))
                 self.health.add(key, info.model, role)
                 link.start()

@@ -20,6 +20,8 @@ from router.prefix_index.mirror import WorkerKey
 from router.progress import Progress
 from tandem.errors import WorkerLost
 from tandem.grpc_options import CLIENT_OPTIONS
+from tandem.grpc_tls import ClusterTls, open_channel
+from tandem.identity import Identity
 from tandem.v1 import cluster_pb2, worker_pb2
 from tandem.v1.worker_pb2_grpc import WorkerStub
 from worker.wire import PROTOCOL_VERSION
@@ -65,7 +67,9 @@ class _LinkBroken(Exception):
 
 
 class WorkerLink:
-    def __init__(self, info: cluster_pb2.WorkerInfo, router_id: str, listener: LinkListener) -> None:
+    def __init__(
+        self, info: cluster_pb2.WorkerInfo, router_id: str, listener: LinkListener, tls: ClusterTls | None = None
+    ) -> None:
         self.info = info
         self.key = WorkerKey(info.worker_id, info.epoch)
         self.load: worker_pb2.WorkerLoad | None = None
@@ -77,6 +81,7 @@ class WorkerLink:
         self.progress = Progress()
         self._router_id = router_id
         self._listener = listener
+        self._tls = tls
         self._sinks: dict[str, RequestSink] = {}
         self._offset = ClockOffset()
         self._late: OrderedDict[str, RequestSink] = OrderedDict()
@@ -139,7 +144,7 @@ class WorkerLink:
         backoff_s = 0.05
         while True:
             try:
-                async with grpc.aio.insecure_channel(self.info.address, options=CLIENT_OPTIONS) as channel:
+                async with open_channel(self.info.address, self._tls, Identity.WORKER, CLIENT_OPTIONS) as channel:
                     await self._session(channel)
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name

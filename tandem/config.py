@@ -91,11 +91,35 @@ class TransportKind(StrEnum):
 
 
 class TlsSpec(Frozen):
-    """PEM files, at the same paths on every host. Both sides of a connection show `cert`, signed by `ca`."""
+    """PEM files, at the same paths on every host. Both sides of a connection show `cert`, signed by `ca`.
+
+    `{role}` in a path stands for controller, router, worker or admin: whose process reads it.
+    """
 
     cert: Annotated[str, Field(min_length=1)]
     key: Annotated[str, Field(min_length=1, description="Not encrypted.")]
     ca: Annotated[str, Field(min_length=1, description="One of this cluster's own: host names are not compared.")]
+
+    def of(self, role: str) -> TlsSpec:
+        return TlsSpec(**{name: path.replace("{role}", role) for name, path in self.model_dump().items()})
+
+
+class EdgeTlsSpec(Frozen):
+    """PEM files of the edge, HTTP and gRPC alike. Read again when they are renewed."""
+
+    cert: Annotated[str, Field(min_length=1, description="With the certificates between it and the clients' root.")]
+    key: Annotated[str, Field(min_length=1, description="Not encrypted.")]
+    client_ca: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="Clients must show a certificate that it signed; unset: they need none."
+    )
+
+
+class SecuritySpec(Frozen):
+    tls: TlsSpec | None = Field(
+        None,
+        description="Mutual TLS on every internal TCP port (docs/security.md): router to worker, KV plane, admin, Ray. "
+        "`tandem certs init` makes the files.",
+    )
 
 
 class WireDtype(StrEnum):
@@ -107,7 +131,9 @@ class TransferSpec(Frozen):
     transport: TransportKind = Field(
         TransportKind.AUTO, description="auto: mapped on one host; across hosts process_group, or tcp with tls."
     )
-    tls: TlsSpec | None = Field(None, description="Mutual TLS 1.3 on every TCP connection of the KV plane.")
+    tls: TlsSpec | None = Field(
+        None, description="Mutual TLS 1.3 on every TCP connection of the KV plane; unset: security.tls."
+    )
     digests: bool = True
     wire_dtype: WireDtype = Field(
         WireDtype.POOL,
@@ -121,12 +147,16 @@ class TransferSpec(Frozen):
 
     @model_validator(mode="after")
     def _tls_covers_transport(self) -> TransferSpec:
-        if self.tls is not None and self.transport in (TransportKind.PROCESS_GROUP, TransportKind.NIXL):
+        if self.tls is not None and not self.can_encrypt:
             raise ValueError(
                 f"transfer.transport: {self.transport} cannot be encrypted: with transfer.tls, expected auto, mapped "
                 "or tcp"
             )
         return self
+
+    @property
+    def can_encrypt(self) -> bool:
+        return self.transport not in (TransportKind.PROCESS_GROUP, TransportKind.NIXL)
 
 
 class Disaggregation(StrEnum):
@@ -174,6 +204,7 @@ class RouterSpec(Frozen):
     http_port: Port = 8000
     grpc_host: str = "127.0.0.1"
     grpc_port: Port = 50051
+    tls: EdgeTlsSpec | None = Field(None, description="TLS 1.2 or newer on both ports; unset: plain text.")
     max_queued_requests: PositiveCount = 256
     queue_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     max_prefill_tokens_in_flight: Annotated[int, Field(ge=1)] = Field(
@@ -334,6 +365,7 @@ class ClusterSpec(Frozen):
     redis: RedisSpec = RedisSpec()
     control: ControlSpec = ControlSpec()
     observability: ObservabilitySpec = ObservabilitySpec()
+    security: SecuritySpec = SecuritySpec()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @model_validator(mode="after")
@@ -341,4 +373,21 @@ class ClusterSpec(Frozen):
         names = [model.served_name for model in self.models]
         if len(set(names)) != len(names):
             raise ValueError(f"models: expected different names, got {names}")
+        return self
+
+    @model_validator(mode="after")
+    def _tls_covers_all(self) -> ClusterSpec:
+        if self.security.tls is None:
+            return self
+        if not self.transfer.can_encrypt:
+            raise ValueError(
+                f"transfer.transport: {self.transfer.transport} cannot be encrypted: with security.tls, expected auto, "
+                "mapped or tcp"
+            )
+        scheme = (self.redis.url or "unix:").partition(":")[0]
+        if not scheme.startswith(("rediss", "unix")):
+            raise ValueError(
+                f"redis.url: with security.tls, expected rediss:// (or rediss+sentinel://, rediss+cluster://) or "
+                f"unix://, got {scheme}://"
+            )
         return self

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from tandem.config import Frozen, LogFormat, ModelSpec, ObservabilitySpec, Role, RouterSpec, TransferSpec
+from tandem.config import Frozen, LogFormat, ModelSpec, ObservabilitySpec, Role, RouterSpec, TlsSpec, TransferSpec
 
 
 class WorkerLaunch(Frozen):
@@ -25,6 +25,7 @@ class WorkerLaunch(Frozen):
     controller_address: str
     redis_url: str | None
     run_dir: str
+    tls: TlsSpec | None = None  # security.tls
     log_level: str = "info"
     log_format: LogFormat = LogFormat.TEXT
 
@@ -74,6 +75,8 @@ class RouterLaunch(Frozen):
     redis_url: str | None
     controller_secret: str | None = Field(default=None, repr=False)  # whoever shows it may read traces; None: nobody
     observability: ObservabilitySpec = ObservabilitySpec()
+    controller_socket: str | None = None  # in a private folder: the gRPC edge, in plain text, for the controller
+    tls: TlsSpec | None = None  # security.tls
     log_level: str = "info"
 
     @classmethod

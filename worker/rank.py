@@ -28,6 +28,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.factory import Rank, build_rank
 from tandem.engine.peaks import device_peaks
 from tandem.errors import TandemError
+from tandem.identity import Identity
 from tandem.launch import WorkerLaunch
 from tandem.logs import setup_logging
 from tandem.model_config import fingerprint
@@ -110,10 +111,22 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, i
         bind_host=launch.transfer.bind_host,
         link_socket=str(launch.link_socket(index)),
         ticket_ttl_s=launch.transfer.ticket_ttl_s,
-        tls=TlsFiles(tls.cert, tls.key, tls.ca) if (tls := launch.transfer.tls) is not None else None,
+        tls=_kv_tls(launch),
         memory=export_tensor(rank.pool.tensor) if rank.pool.fd is None else None,
         connects=launch.role is RoleName.PREFILL,
     )
+
+
+def _kv_tls(launch: WorkerLaunch) -> TlsFiles | None:
+    """Certificates of security.tls say who a peer is; those of transfer.tls need not."""
+    if (given := launch.transfer.tls) is not None:
+        files, peer = given, None
+    elif launch.tls is not None:
+        files, peer = launch.tls, Identity.WORKER.uri(launch.cluster)
+    else:
+        return None
+    files = files.of(Identity.WORKER)
+    return TlsFiles(files.cert, files.key, files.ca, peer)
 
 
 def worker_info(

@@ -11,6 +11,8 @@ import grpc.aio
 
 from kvtransfer.control import Peer
 from tandem.grpc_errors import error_from_rpc
+from tandem.grpc_tls import ClusterTls, open_channel
+from tandem.identity import Identity
 from tandem.launch import WorkerLaunch
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 
@@ -32,10 +34,12 @@ class Registration:
         launch: WorkerLaunch,
         info: cluster_pb2.WorkerInfo,
         on_peers: Callable[[tuple[Peer, ...]], None],
+        tls: ClusterTls | None = None,
     ) -> None:
         self._launch = launch
         self._info = info
         self._on_peers = on_peers
+        self._tls = tls
         self._again = asyncio.Event()
 
     def update_agents(self, info: cluster_pb2.WorkerInfo) -> None:
@@ -48,10 +52,12 @@ class Registration:
         """Never returns. Raises TandemError when the controller refuses this worker for good."""
         while True:
             try:
-                async with grpc.aio.insecure_channel(self._launch.controller_address) as channel:
+                address = self._launch.controller_address
+                async with open_channel(address, self._tls, Identity.CONTROLLER) as channel:
                     stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
                     self._again.clear()  # whatever changes from here on is registered in another round
-                    await stub.Register(cluster_pb2.RegisterRequest(worker=self._info), wait_for_ready=True)
+                    waits = self._tls is None  # a channel shows the certificate that it was opened with, renewed or not
+                    await stub.Register(cluster_pb2.RegisterRequest(worker=self._info), wait_for_ready=waits)
                     await self._follow(stub)
             except grpc.aio.AioRpcError as failure:
                 if failure.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):

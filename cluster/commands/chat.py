@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from pathlib import Path
 
 import grpc.aio
 from rich.console import Console
 
 from cluster import state_file
+from cluster.admin_client import edge_channel
 from cluster.commands.generation import chat_request, generate
 from cluster.commands.running import run_interruptible
 from tandem.errors import TandemError
@@ -23,16 +25,22 @@ def run_chat(
     max_tokens: int,
     address: str | None,
     cluster: str | None,
+    ca: Path | None = None,
 ) -> int:
-    target = address or state_file.find(cluster).grpc
-    return run_interruptible(_chat(question, model or "", temperature, max_tokens, target))
+    given = str(ca) if ca is not None else None
+    if address is None:
+        found = state_file.find(cluster)
+        address, given = found.grpc, given or found.edge_ca
+    return run_interruptible(_chat(question, model or "", temperature, max_tokens, address, given))
 
 
-async def _chat(question: str | None, model: str, temperature: float, max_tokens: int, address: str) -> int:
+async def _chat(
+    question: str | None, model: str, temperature: float, max_tokens: int, address: str, ca: str | None
+) -> int:
     """Raises the router's error, unless somebody sits at a terminal and can ask again."""
     patient = question is None and sys.stdin.isatty()
     messages: list[inference_pb2.ChatMessage] = []
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with edge_channel(address, ca) as channel:
         while (asked := question or await _read_line("you> " if patient else "")) is not None:
             if not asked.strip():
                 continue

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cluster import embedded_redis
+from cluster.check_tls import check_tls
 from cluster.redis_probe import check_redis
 from cluster.resolve import available_bytes, check_memory, check_ports, check_transfer, resolve_models
 from cluster.run_dirs import run_base
@@ -37,8 +38,15 @@ def _ports(spec: ClusterSpec) -> str:
 
 def _transfer(spec: ClusterSpec) -> str:
     check_transfer(spec)
-    encrypted = "encrypted" if spec.transfer.tls is not None else "not encrypted"
+    encrypted = "encrypted" if spec.transfer.tls or spec.security.tls else "not encrypted"
     return f"{spec.transfer.transport}, {encrypted} across hosts"
+
+
+def _tls(spec: ClusterSpec) -> str:
+    soon = check_tls(spec)
+    inside = "mutual TLS" if spec.security.tls is not None else "no TLS"
+    edge = "TLS" if spec.router.tls is not None else "no TLS"
+    return "; ".join([f"inside {inside}, edge {edge}", *soon])
 
 
 def _shared_memory(spec: ClusterSpec) -> str:
@@ -89,6 +97,7 @@ CHECKS: tuple[tuple[str, Callable[[ClusterSpec], str]], ...] = (
     ("ports", _ports),
     ("shared memory", _shared_memory),
     ("transfer", _transfer),
+    ("tls", _tls),
     ("run folder", _run_folder),
     ("devices", _devices),
     ("redis", _redis),

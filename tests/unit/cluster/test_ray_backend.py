@@ -17,8 +17,8 @@ SCRIPT = textwrap.dedent(
     """
     import asyncio, os, pathlib, signal, sys
     import psutil
-    from cluster.ray_token import use_own_token
-    use_own_token()
+    from cluster.ray_env import prepare_own_ray
+    prepare_own_ray(None)
     from cluster.processes import MemberStart, ProcessSpec, Resources
     from cluster.ray_backend import RayBackend
 
