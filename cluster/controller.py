@@ -55,6 +55,7 @@ class Controller:
         self._admin: grpc.aio.Server | None = None
         self._admin_address = ""
         self._router_secret = secrets.token_hex(16)
+        self._salt_secret = secrets.token_hex(32)
         self._redis = LocalMember("redis", log_dir)
         self._redis_url = self.spec.redis.url
         self._tasks: list[asyncio.Task[None]] = []
@@ -191,6 +192,8 @@ class Controller:
                 controller_address=self._admin_address,
                 redis_url=self._redis_url,
                 controller_secret=self._router_secret,
+                auth=self.spec.security.auth,
+                salt_secret=self._salt_secret,
                 log_level=self.spec.log_level,
             )
             member = await self.backend.place_here(launch.router_id)

@@ -11,6 +11,7 @@ from zlib import crc32
 
 from prometheus_client import CollectorRegistry
 
+from router.auth.calls import Calls
 from router.directory import DirectoryFollower
 from router.dispatch import Dispatcher
 from router.edge_grpc import GrpcServer
@@ -44,7 +45,8 @@ class RouterApp:
     """`start` binds both edges; `close` lets running requests end for DRAIN_S, then cancels them."""
 
     def __init__(self, launch: RouterLaunch, *, clock: Clock | None = None) -> None:
-        """Loads tokenizers and binds ports. Raises CheckpointError, PortInUse. Needs a running event loop."""
+        """Loads tokenizers and keys, and binds ports. Raises ConfigError (CheckpointError, PortInUse). Needs a running
+        event loop."""
         clock = clock or SystemClock()
         spec = launch.router
         self._router_id = launch.router_id
@@ -60,6 +62,9 @@ class RouterApp:
             metrics=self.metrics,
             clock=clock,
         )
+        self._calls = Calls(
+            launch.auth, launch.salt_secret, clock, lambda refused: self.metrics.rejected("", refused.code)
+        )
         fleet, models = self.dispatcher.fleet, [model.name for model in launch.models]
         health_metrics = HealthMetrics(registry, fleet.health)
         self._readiness = Readiness(fleet, models, health_metrics, clock, self._tell_readiness)
@@ -73,6 +78,7 @@ class RouterApp:
             executor=self._executor,
             readiness=self._readiness,
             terms=TermsParser(spec.classes, clock),
+            calls=self._calls,
         )
         self._follower = (
             PrefixFollower(launch.redis_url, launch.cluster, self.mirror, clock) if launch.redis_url else None
@@ -105,6 +111,7 @@ class RouterApp:
         self._background: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
+        self._calls.start()
         await self._grpc.start()
         await self._http.start()
         http_host, grpc_host = self._hosts
@@ -129,6 +136,7 @@ class RouterApp:
         await asyncio.gather(self._http.close(), self._grpc.close())
         if self._follower is not None:
             await self._follower.close()
+        await self._calls.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
         log.info("router stopped")
 

@@ -19,6 +19,8 @@ _SHAPES = {
     b"traceparent": re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"),
 }
 
+_TRACE_ID = slice(3, 35)
+
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -29,6 +31,12 @@ def echoed(given: Iterable[tuple[bytes, bytes]]) -> Headers:
         if (shape := _SHAPES.get(name)) is not None and name not in found and shape.fullmatch(value):
             found[name] = value
     return list(found.items())
+
+
+def trace_id_of(traceparent: bytes | None) -> str:
+    """Empty: there is none."""
+    shown = echoed([(b"traceparent", traceparent or b"")])
+    return shown[0][1][_TRACE_ID].decode() if shown else ""
 
 
 class RequestIds:

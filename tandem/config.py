@@ -9,17 +9,16 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from tandem.config_auth import AuthSpec
+from tandem.frozen import Frozen
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=0, le=4096)]
 PositiveCount = Annotated[int, Field(ge=1, le=4096)]
 
 DEMO_MODEL = "smollm2-135m"
-
-
-class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Role(StrEnum):
@@ -248,6 +247,10 @@ class ControlSpec(Frozen):
     start_timeout_s: Annotated[float, Field(gt=0)] = 120.0
 
 
+class SecuritySpec(Frozen):
+    auth: AuthSpec = AuthSpec()
+
+
 class ClusterSpec(Frozen):
     """The whole cluster."""
 
@@ -257,6 +260,7 @@ class ClusterSpec(Frozen):
     router: RouterSpec = RouterSpec()
     redis: RedisSpec = RedisSpec()
     control: ControlSpec = ControlSpec()
+    security: SecuritySpec = SecuritySpec()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @model_validator(mode="after")
@@ -264,4 +268,10 @@ class ClusterSpec(Frozen):
         names = [model.served_name for model in self.models]
         if len(set(names)) != len(names):
             raise ValueError(f"models: expected different names, got {names}")
+        return self
+
+    @model_validator(mode="after")
+    def _strangers_are_asked(self) -> ClusterSpec:
+        router = self.router
+        self.security.auth.check_hosts({"router.http_host": router.http_host, "router.grpc_host": router.grpc_host})
         return self

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from tandem.config import Frozen, ModelSpec, Role, RouterSpec, TransferSpec
+from tandem.config import ModelSpec, Role, RouterSpec, TransferSpec
+from tandem.config_auth import AuthSpec
+from tandem.frozen import Frozen
 
 
 class WorkerLaunch(Frozen):
@@ -72,6 +74,8 @@ class RouterLaunch(Frozen):
     controller_address: str
     redis_url: str | None
     controller_secret: str | None = Field(default=None, repr=False)  # whoever shows it may read traces; None: nobody
+    auth: AuthSpec = AuthSpec()
+    salt_secret: str | None = Field(default=None, repr=False)  # of all routers: tenants' cache salts; None: its own
     log_level: str = "info"
 
     @classmethod
