@@ -16,6 +16,8 @@ from kvtransfer.control import TlsFiles
 from kvtransfer.reshard import reshard_plan
 from kvtransfer.tls import load_tls
 from kvtransfer.transports.factory import check_available
+from router.auth.sources import KeySources
+from tandem.clock import SystemClock
 from tandem.config import ClusterSpec, ModelSpec, PoolSpec
 from tandem.errors import ConfigError, InsufficientMemory, PortInUse, TandemError
 from tandem.kvcache.layout import DTYPE_BYTES
@@ -55,6 +57,7 @@ def resolve(spec: ClusterSpec, progress: Progress) -> ResolvedCluster:
     """Raises ConfigError (or a kind of it) naming the field, what was expected and what to do."""
     check_ports(spec)
     check_transfer(spec)
+    check_auth(spec)
     if spec.redis.url is not None:
         check_redis(spec.redis.url)
     models = resolve_models(spec, progress, fetch=True)
@@ -131,6 +134,11 @@ def check_transfer(spec: ClusterSpec) -> None:
     check_available(transfer.transport)
     if transfer.tls is not None:
         load_tls(TlsFiles(transfer.tls.cert, transfer.tls.key, transfer.tls.ca))
+
+
+def check_auth(spec: ClusterSpec) -> None:
+    """Raises ConfigError when a file of keys is missing or broken."""
+    KeySources(spec.security.auth, SystemClock())
 
 
 def port_is_free(host: str, port: int) -> bool:

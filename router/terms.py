@@ -23,8 +23,8 @@ _SECONDS = re.compile(r"\d{1,9}(\.\d{0,9})?|\.\d{1,9}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """`tenant` empty: the client named none. `deadline_s` in the router's clock; None: as long as it takes. `call`: where
-    calls are watched, the one that it came by."""
+    """`tenant` empty: the client named none. `deadline_s` in the router's clock; None: as long as it takes. `call`: the
+    one that it came by, where calls are watched."""
 
     priority: str
     tenant: str = ""

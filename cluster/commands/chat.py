@@ -23,12 +23,15 @@ def run_chat(
     max_tokens: int,
     address: str | None,
     cluster: str | None,
+    api_key: str | None,
 ) -> int:
     target = address or state_file.find(cluster).grpc
-    return run_interruptible(_chat(question, model or "", temperature, max_tokens, target))
+    return run_interruptible(_chat(question, model or "", temperature, max_tokens, target, api_key))
 
 
-async def _chat(question: str | None, model: str, temperature: float, max_tokens: int, address: str) -> int:
+async def _chat(
+    question: str | None, model: str, temperature: float, max_tokens: int, address: str, api_key: str | None
+) -> int:
     """Raises the router's error, unless somebody sits at a terminal and can ask again."""
     patient = question is None and sys.stdin.isatty()
     messages: list[inference_pb2.ChatMessage] = []
@@ -39,7 +42,7 @@ async def _chat(question: str | None, model: str, temperature: float, max_tokens
             messages.append(inference_pb2.ChatMessage(role="user", content=asked))
             request = chat_request(messages, model=model, temperature=temperature, max_tokens=max_tokens)
             try:
-                answer = await _stream_answer(channel, request)
+                answer = await _stream_answer(channel, request, api_key)
             except TandemError as error:
                 if not patient:
                     raise
@@ -52,10 +55,12 @@ async def _chat(question: str | None, model: str, temperature: float, max_tokens
     return 0
 
 
-async def _stream_answer(channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest) -> str:
+async def _stream_answer(
+    channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest, api_key: str | None
+) -> str:
     answer = ""
     try:
-        async for event in generate(channel, request):
+        async for event in generate(channel, request, api_key):
             answer += event.chunk.text
             print(event.chunk.text, end="", flush=True)
     finally:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cluster import embedded_redis
 from cluster.redis_probe import check_redis
-from cluster.resolve import available_bytes, check_memory, check_ports, check_transfer, resolve_models
+from cluster.resolve import available_bytes, check_auth, check_memory, check_ports, check_transfer, resolve_models
 from cluster.run_dirs import run_base
 from cluster.spec_loader import load_spec
 from tandem.config import ClusterSpec
@@ -39,6 +39,13 @@ def _transfer(spec: ClusterSpec) -> str:
     check_transfer(spec)
     encrypted = "encrypted" if spec.transfer.tls is not None else "not encrypted"
     return f"{spec.transfer.transport}, {encrypted} across hosts"
+
+
+def _auth(spec: ClusterSpec) -> str:
+    check_auth(spec)
+    auth = spec.security.auth
+    means = [name for name, given in (("API keys", auth.keys_file), ("JWTs", auth.jwt)) if given is not None]
+    return " or ".join(means) if means else "nobody is asked who they are"
 
 
 def _shared_memory(spec: ClusterSpec) -> str:
@@ -89,6 +96,7 @@ CHECKS: tuple[tuple[str, Callable[[ClusterSpec], str]], ...] = (
     ("ports", _ports),
     ("shared memory", _shared_memory),
     ("transfer", _transfer),
+    ("callers", _auth),
     ("run folder", _run_folder),
     ("devices", _devices),
     ("redis", _redis),
