@@ -20,7 +20,7 @@ from tandem.errors import ConfigError, TandemError
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0
+POLL_S = 0.5
 REFETCH_S = 300.0
 RETRY_S = 10.0  # at most so often are keys fetched because somebody's token names one that is unknown
 
