@@ -70,7 +70,9 @@ def run_list(path: Path, as_json: bool) -> int:
     if as_json:
         print(json.dumps([_as_json(each) for each in keys.keys], indent=2))
         return 0
-    table = Table("id", "tenant", "admin", "models", "priorities", "requests/min", "tokens/min", "expires", "note")
+    table = Table()
+    for title in ("id", "tenant", "admin", "models", "priorities", "requests/min", "tokens/min", "expires", "note"):
+        table.add_column(title, no_wrap=title == "id")
     for each in keys.keys:
         table.add_row(
             each.id,

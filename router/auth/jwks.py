@@ -38,7 +38,7 @@ def parse_jwks(data: bytes, allowed: tuple[str, ...], source: str) -> SigningKey
     try:
         given = json.loads(data)["keys"]
         entries = [each for each in given if isinstance(each, dict)]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(f"{source}: expected a JSON object with a list `keys`") from None
     if len(entries) > MAX_KEYS:
         raise ConfigError(f"{source}: expected at most {MAX_KEYS} keys, got {len(entries)}")

@@ -70,7 +70,7 @@ class JwtVerifier:
                 leeway=self._spec.leeway_s,
                 options={"require": ["exp", "iss", "aud", "sub"]},
             )
-        except (PyJWTError, ValueError) as error:
+        except (PyJWTError, ValueError, TypeError, RecursionError) as error:
             # Its words name the claim or algorithm at fault, never the token's contents.
             raise Unauthenticated(f"authorization: the token is not valid: {type(error).__name__}") from None
         return self._principal(claims), float(claims["exp"]) + self._spec.leeway_s

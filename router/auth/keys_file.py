@@ -33,7 +33,7 @@ def read_keys(path: Path) -> KeyList:
         raise _fault(path, f"expected at most {MAX_FILE_BYTES} bytes")
     try:
         return KeyList.model_validate(yaml.safe_load(data) or {})
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
         raise _fault(path, "expected YAML") from None  # a parser's own words would repeat what is in the file
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
