@@ -12,7 +12,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Annotated
 
 from pydantic import AwareDatetime, Field, model_validator
@@ -36,6 +36,11 @@ class KeySecret(Frozen):
 
     def is_live(self, now: datetime) -> bool:
         return self.expires is None or now < self.expires
+
+    @property
+    def digest_and_end(self) -> tuple[bytes, float | None]:
+        """The end in Unix seconds."""
+        return bytes.fromhex(self.sha256), None if self.expires is None else self.expires.timestamp()
 
 
 class KeyRecord(Frozen):
@@ -140,9 +145,8 @@ class KeyTable:
     """Finds the principal of a key. Args: `keys` are looked up by the id in the key, so one hash decides."""
 
     def __init__(self, keys: KeyList) -> None:
-        self._known: Mapping[str, tuple[Principal, tuple[tuple[bytes, KeySecret], ...]]] = {
-            each.id: (each.principal, tuple((bytes.fromhex(secret.sha256), secret) for secret in each.secrets))
-            for each in keys.keys
+        self._known: Mapping[str, tuple[Principal, list[tuple[bytes, float | None]]]] = {
+            each.id: (each.principal, [secret.digest_and_end for secret in each.secrets]) for each in keys.keys
         }
 
     def principal(self, key: str, now_unix_s: float) -> Principal | None:
@@ -153,6 +157,7 @@ class KeyTable:
             return None
         principal, kept = known
         digest = hashlib.sha256(key.encode()).digest()
-        now = datetime.fromtimestamp(now_unix_s, UTC)
-        live = [hmac.compare_digest(digest, each) and secret.is_live(now) for each, secret in kept]
-        return principal if any(live) else None
+        for each, end_unix_s in kept:
+            if hmac.compare_digest(digest, each) and (end_unix_s is None or now_unix_s < end_unix_s):
+                return principal
+        return None

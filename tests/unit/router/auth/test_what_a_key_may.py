@@ -15,10 +15,12 @@ import httpx
 import openai
 import pytest
 
+from cluster.commands.generation import chat_request, generate
 from router.auth import api_keys
 from router.auth.keys_file import change_keys, read_keys
 from router.testing import until
 from tandem.config_auth import LimitsSpec
+from tandem.errors import Unauthenticated
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 from tandem.v1 import inference_pb2 as pb
@@ -230,6 +232,15 @@ async def test_the_audit_log_has_one_line_for_each_call_and_never_prompts_or_key
     for secret in ("secret", "somebody", *(text[17:] for text in keys.texts.values())):
         assert secret not in told
     assert os.stat(audit).st_mode & 0o777 == 0o600
+
+
+async def test_the_command_lines_client_shows_its_key(cluster: Any, keys: Any) -> None:
+    cluster.says("hello")
+    asked = chat_request([pb.ChatMessage(role="user", content="x")], model="", temperature=0.0, max_tokens=4)
+    events = [event async for event in generate(cluster.channel, asked, keys.texts["acme"])]
+    assert events[-1].HasField("finished")
+    with pytest.raises(Unauthenticated):
+        await anext(generate(cluster.channel, asked))
 
 
 async def test_a_cut_off_answer_is_written_down_as_cancelled_with_what_was_used(
