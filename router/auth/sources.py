@@ -80,9 +80,7 @@ class FetchedKeys:
                 return
             finally:
                 self._tried_s = self._clock.now_s()
-        if self._current is None or {k: v.public for k, v in keys.items()} != {
-            k: v.public for k, v in self._current.items()
-        }:
+        if keys != self._current:
             self._verifier.set_keys(keys)
             self._current = keys
             log.info("signing keys fetched", extra={"keys": len(keys)})

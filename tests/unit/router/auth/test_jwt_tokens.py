@@ -178,6 +178,9 @@ class _Issuer(HTTPServer):
     status = 200
     asked = 0
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has read enough closes."""
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Issuer
