@@ -26,7 +26,7 @@ from tandem.testing import random_prompt, write_tiny_llama
 
 FULL_ROUNDS, SHORT_ROUNDS, CONTROL_ROUNDS = 500, 30, 30
 VOCAB = 300
-PROMPT_TOKENS = 400
+PROMPT_TOKENS = 304
 WARM_UP = 5
 # Of samples that do not differ one in twenty has p < 0.05. A leak is many orders of magnitude below (the control).
 SUSPICIOUS = 0.05
