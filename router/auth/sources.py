@@ -4,7 +4,6 @@ and when a token names a key that is new. What cannot be read leaves the old key
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from router.auth.jwt_tokens import JwtVerifier
 from router.auth.keys_file import read_keys
 from tandem.clock import Clock
 from tandem.config_auth import AuthSpec, JwtSpec
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -103,13 +102,17 @@ class KeySources:
         if auth.keys_file is not None:
             self._files.append(WatchedFile(Path(auth.keys_file), self._take_keys))
         verifier, spec = self.authenticator.jwt, auth.jwt
-        if verifier is not None and spec is not None:
-            if spec.jwks_file is not None:
-                algorithms = tuple(spec.algorithms)
-                take = lambda path: verifier.set_keys(read_jwks(path, algorithms))  # noqa: E731
-                self._files.append(WatchedFile(Path(spec.jwks_file), take))
-            else:
-                self._fetched = FetchedKeys(spec, verifier, clock)
+        if verifier is None or spec is None:
+            return
+        if spec.jwks_file is None:
+            self._fetched = FetchedKeys(spec, verifier, clock)
+            return
+        algorithms = tuple(spec.algorithms)
+
+        def take_signing_keys(path: Path) -> None:
+            verifier.set_keys(read_jwks(path, algorithms))
+
+        self._files.append(WatchedFile(Path(spec.jwks_file), take_signing_keys))
 
     def start(self) -> None:
         self._tasks.append(asyncio.create_task(self._watch(), name="auth-files"))
@@ -133,5 +136,4 @@ class KeySources:
         while True:
             await asyncio.sleep(POLL_S)
             for file in self._files:
-                with contextlib.suppress(TandemError):  # logged where it came from
-                    file.poll()
+                file.poll()
