@@ -10,6 +10,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from datetime import UTC, datetime
 
 import msgspec
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 STDOUT = "stdout"
 MAX_WAITING = 100_000
 _AT_ONCE = 1000
+_GATHER_S = 0.05  # lines of so long go out together: one wake-up for all of them
 
 
 class AuditLine(msgspec.Struct, frozen=True, omit_defaults=False):
@@ -43,7 +45,7 @@ class AuditLog:
     def __init__(self, target: str) -> None:
         """Raises OSError when the file cannot be opened."""
         self._path = None if target == STDOUT else target
-        self._lines: queue.Queue[bytes | None] = queue.Queue(MAX_WAITING)
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._lost = 0
         self._is_failing = False
         self._file = sys.stdout.fileno() if self._path is None else _open(self._path)
@@ -52,23 +54,21 @@ class AuditLog:
 
     def write(self, line: AuditLine) -> None:
         """Never waits: beyond MAX_WAITING lines are dropped, and that is logged."""
-        try:
-            self._lines.put_nowait(msgspec.json.encode(line) + b"\n")
-        except queue.Full:
+        if self._lines.qsize() < MAX_WAITING:
+            self._lines.put(msgspec.json.encode(line) + b"\n")
+        else:
             self._lost += 1
 
     def close(self) -> None:
         """Writes what there is; gives up on a disk that takes longer than a few seconds."""
-        try:
-            self._lines.put(None, timeout=1.0)
-        except queue.Full:
-            pass  # the thread is a daemon
-        self._thread.join(3.0)
+        self._lines.put(None)
+        self._thread.join(3.0)  # it is a daemon
 
     def _run(self) -> None:
         ended = False
         while not ended:
             batch = [self._lines.get()]
+            time.sleep(_GATHER_S)
             while len(batch) < _AT_ONCE and not self._lines.empty():
                 batch.append(self._lines.get_nowait())
             ended = None in batch
