@@ -28,9 +28,9 @@ class Call:
     completion_tokens: int = 0
 
     def ended(self, state: RequestState, code: ErrorCode | None, completion_tokens: int) -> None:
-        """One of its requests has. Of several, the one that did not finish is told of."""
+        """One of its requests has. Of several, the first that did not finish is told of."""
         self.completion_tokens += completion_tokens
-        if self.state is None or state is not RequestState.FINISHED:
+        if self.state in (None, RequestState.FINISHED):
             self.state, self.code = state, code
 
     @property
