@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli_keys import keys
+
 # ruff: noqa: PLC0415 (commands import what they need when they run: gRPC, pydantic, Ray and torch take seconds)
 
 app = typer.Typer(
@@ -20,11 +22,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.add_typer(keys, name="keys")
+
 Config = Annotated[Path | None, typer.Option("--config", help="Cluster spec (YAML); see docs/configuration.md.")]
 Model = Annotated[str | None, typer.Option("--model", help="Pulled model, checkpoint folder or GGUF file.")]
 Address = Annotated[str | None, typer.Option("--address", help="Admin address (host:port) of a cluster elsewhere.")]
 GrpcAddress = Annotated[str | None, typer.Option("--address", help="gRPC address (host:port) of a router elsewhere.")]
 Tls = Annotated[Path | None, typer.Option("--tls", envvar="TANDEM_TLS", help="Folder of `tandem certs`: as its admin.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="TANDEM_API_KEY", help="Where the routers ask for one.")]
 ClusterName = Annotated[str | None, typer.Option("--cluster", help="Which running cluster; the only one by default.")]
 
 
@@ -73,11 +78,12 @@ def chat(
     address: GrpcAddress = None,
     cluster: ClusterName = None,
     ca: Annotated[Path | None, typer.Option(help="PEM file to check a router's certificate against.")] = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Talk to a running cluster."""
     from cluster.commands.chat import run_chat
 
-    raise typer.Exit(run_chat(question, model, temperature, max_tokens, address, cluster, ca))
+    raise typer.Exit(run_chat(question, model, temperature, max_tokens, address, cluster, ca, api_key))
 
 
 @app.command()

@@ -58,6 +58,7 @@ class Controller:
         self._admin_address = ""
         self._tls = ClusterTls.maybe(self.spec.name, Identity.CONTROLLER, self.spec.security.tls)
         self._router_secret = secrets.token_hex(16)
+        self._salt_secret = secrets.token_hex(32)
         self._redis = LocalMember("redis", log_dir)
         self._redis_url = self.spec.redis.url
         self._tasks: list[asyncio.Task[None]] = []
@@ -198,6 +199,8 @@ class Controller:
                 observability=self.spec.observability,
                 controller_socket=str(run_dir / "controller.sock"),
                 tls=self.spec.security.tls,
+                auth=self.spec.security.auth,
+                salt_secret=self._salt_secret,
                 log_level=self.spec.log_level,
             )
             member = await self.backend.place_here(launch.router_id)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from pydantic import Field
 
-from tandem.config import Frozen
+from tandem.frozen import Frozen
 
 
 class ProcessSpec(Frozen):

@@ -15,6 +15,8 @@ from cluster.check_tls import check_tls
 from cluster.redis_probe import check_redis
 from kvtransfer.reshard import reshard_plan
 from kvtransfer.transports.factory import check_available
+from router.auth.sources import KeySources
+from tandem.clock import SystemClock
 from tandem.config import ClusterSpec, ModelSpec, PoolSpec
 from tandem.errors import ConfigError, InsufficientMemory, PortInUse, TandemError
 from tandem.kvcache.layout import DTYPE_BYTES
@@ -56,6 +58,7 @@ def resolve(spec: ClusterSpec, progress: Progress) -> ResolvedCluster:
     check_transfer(spec)
     for warning in check_tls(spec):
         progress(warning)
+    check_auth(spec)
     if spec.redis.url is not None:
         check_redis(spec.redis.url)
     models = resolve_models(spec, progress, fetch=True)
@@ -129,6 +132,11 @@ def check_ports(spec: ClusterSpec) -> None:
 def check_transfer(spec: ClusterSpec) -> None:
     """Raises ConfigError when the transport's library is not installed."""
     check_available(spec.transfer.transport)
+
+
+def check_auth(spec: ClusterSpec) -> None:
+    """Raises ConfigError when a file of keys is missing or broken."""
+    KeySources(spec.security.auth, SystemClock())
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -11,6 +11,7 @@ from zlib import crc32
 
 from prometheus_client import CollectorRegistry
 
+from router.auth.calls import Calls
 from router.certificate_metrics import CertificateCollector
 from router.directory import DirectoryFollower
 from router.dispatch import Dispatcher
@@ -50,7 +51,8 @@ class RouterApp:
     """`start` binds both edges; `close` lets running requests end for DRAIN_S, then cancels them."""
 
     def __init__(self, launch: RouterLaunch, *, clock: Clock | None = None) -> None:
-        """Loads tokenizers and binds ports. Raises CheckpointError, PortInUse. Needs a running event loop."""
+        """Loads tokenizers and keys, and binds ports. Raises ConfigError (CheckpointError, PortInUse). Needs a running
+        event loop."""
         clock = clock or SystemClock()
         self._tls = ClusterTls.maybe(launch.cluster, Identity.ROUTER, launch.tls)
         spec = launch.router
@@ -70,6 +72,9 @@ class RouterApp:
             clock=clock,
             export=self._export,
         )
+        self._calls = Calls(
+            launch.auth, launch.salt_secret, clock, lambda refused: self.metrics.rejected("", refused.code)
+        )
         fleet, models = self.dispatcher.fleet, [model.name for model in launch.models]
         self._observation = Observation(registry, launch, fleet, self._export, clock)
         health_metrics = HealthMetrics(registry, fleet.health)
@@ -84,6 +89,7 @@ class RouterApp:
             executor=self._executor,
             readiness=self._readiness,
             terms=TermsParser(spec.classes, clock, TraceSampler(tracing.sample_ratio if self._export else None)),
+            calls=self._calls,
         )
         self._follower = (
             PrefixFollower(launch.redis_url, launch.cluster, self.mirror, clock) if launch.redis_url else None
@@ -127,6 +133,7 @@ class RouterApp:
         self._background: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
+        self._calls.start()
         await self._grpc.start()
         await self._http.start()
         http_host, grpc_host = self._hosts
@@ -157,6 +164,7 @@ class RouterApp:
             await self._follower.close()
         if self._export is not None:
             await asyncio.to_thread(self._export.close)
+        await self._calls.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
         log.info("router stopped")
 

@@ -274,6 +274,7 @@ class Dispatcher:
         self._deadlines.over(run)
         model, code = run.request.model, None if error is None else error.code
         self._metrics.judged(model, run.terms.priority, run.stream.final, run.lifecycle.state, code)
+        _tell_call(run, error)
         if run.stream.final is not None:
             self._metrics.finished(model, run.stream.final)
             health_facts.finished(self.fleet.health, run, run.stream.final, self._clock.now_s())
@@ -327,3 +328,10 @@ class Dispatcher:
         due_s = self._admission.next_due_s(now_s)
         if due_s is not None and not self._closed:
             self._timer = asyncio.get_running_loop().call_later(max(0.001, due_s - now_s), self.pump)
+
+
+def _tell_call(run: RequestRun, error: TandemError | None) -> None:
+    if (call := run.terms.call) is not None:
+        final = run.stream.final
+        tokens = run.answer_tokens if final is None else final.usage.completion_tokens
+        call.ended(run.lifecycle.state, None if error is None else error.code, tokens)

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from router.answers import Answers
+from router.auth.http_gate import HttpGate, call_of, note_error
 from router.edge_tls import HANDSHAKE_TIMEOUT_S, EdgeTls
 from router.fast_routes import FastRoutes, OnError
 from router.http_answers import JsonResponse, answer, error_response
@@ -32,7 +33,7 @@ from router.responses_format import ResponsesFormat
 from router.responses_schema import ResponsesRequest
 from router.service import RouterService
 from router.tokenize_schema import DetokenizeRequest, TokenizeRequest
-from tandem.errors import InputError, PayloadTooLarge, PortInUse, TandemError
+from tandem.errors import InputError, InternalError, PayloadTooLarge, PortInUse, RequestCancelled, TandemError
 
 Parsed = TypeVar("Parsed")
 
@@ -71,10 +72,14 @@ class HttpEdge:
             Exception: _on_bug,
         }
         hot = {"/v1/chat/completions": self.chat, "/v1/completions": self.completions}
-        return RequestIds(FastRoutes(Starlette(routes=self.routes(), exception_handlers=on_error), hot, on_error))
+        routes, gate = self.routes(), HttpGate(self._service.calls)
+        gate.guard(routes)
+        app = Starlette(routes=routes, exception_handlers=on_error)
+        app.router.redirect_slashes = False  # a path has one spelling
+        return RequestIds(FastRoutes(app, hot, on_error, gate))
 
     async def chat(self, request: Request) -> Response:
-        terms = self._service.terms(request.headers.get)
+        terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed = await self._body(request, lambda body: parse_body(ChatCompletionRequest, body))
         raw = self._counted(parsed.model, parsed.parse)
         answers = await self._service.submit_all([raw], parsed.n or 1, request.scope["request_id"], terms)
@@ -82,7 +87,7 @@ class HttpEdge:
         return await answer(request, answers, form, stream=bool(parsed.stream))
 
     async def completions(self, request: Request) -> Response:
-        terms = self._service.terms(request.headers.get)
+        terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed = await self._body(request, lambda body: parse_body(CompletionRequest, body))
         raws = self._counted(parsed.model, parsed.parse)
         answers = await self._service.submit_all(raws, parsed.n or 1, request.scope["request_id"], terms)
@@ -95,7 +100,7 @@ class HttpEdge:
         return await answer(request, answers, form, stream=bool(parsed.stream))
 
     async def responses(self, request: Request) -> Response:
-        terms = self._service.terms(request.headers.get)
+        terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed = await self._body(request, lambda body: parse_body(ResponsesRequest, body))
         raw = self._counted(parsed.model, parsed.parse)
         answers = await self._service.submit_all([raw], 1, request.scope["request_id"], terms)
@@ -104,25 +109,29 @@ class HttpEdge:
     async def tokenize(self, request: Request) -> Response:
         parsed = await self._body(request, lambda body: parse_body(TokenizeRequest, body))
         special = parsed.add_special_tokens is not False
-        model, tokens = await self._service.tokenize(parsed.model, parsed.parse(), special_tokens=special)
+        call = call_of(request.scope)
+        model, tokens = await self._service.tokenize(parsed.model, parsed.parse(), call, special_tokens=special)
         return JsonResponse({"count": len(tokens), "max_model_len": model.max_model_tokens, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
         parsed = await self._body(request, lambda body: parse_body(DetokenizeRequest, body))
-        return JsonResponse({"prompt": await self._service.detokenize(parsed.model, parsed.tokens)})
+        text = await self._service.detokenize(parsed.model, parsed.tokens, call_of(request.scope))
+        return JsonResponse({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        model = self._service.model(request.query_params.get("model", ""), required=False)
+        name = request.query_params.get("model", "")
+        model = self._service.model(name, call_of(request.scope), required=False)
         return JsonResponse(model.tokenizer_info())
 
     async def openapi(self, request: Request) -> Response:
         return JsonResponse(openapi_document())
 
     async def models(self, request: Request) -> Response:
-        return JsonResponse({"object": "list", "data": [self._card(name) for name in self._service.models]})
+        models = self._service.models_for(call_of(request.scope))
+        return JsonResponse({"object": "list", "data": [self._card(name) for name in models]})
 
     async def model(self, request: Request) -> Response:
-        return JsonResponse(self._card(self._service.model(request.path_params["name"]).name))
+        return JsonResponse(self._card(self._service.model(request.path_params["name"], call_of(request.scope)).name))
 
     async def health(self, request: Request) -> Response:
         return JsonResponse({"status": "ok"})
@@ -188,7 +197,7 @@ def _prompt_texts(raws: Sequence[RawRequest], answers: Answers) -> list[str]:
 async def _on_tandem_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, TandemError):
         raise error
-    return error_response(error)
+    return error_response(error, note_error(request.scope, error))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -199,10 +208,12 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
+    note_error(request.scope, RequestCancelled("the client went away"))
     return Response(status_code=499)  # nobody reads it
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
+    note_error(request.scope, InternalError("internal error"))
     body = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
     return JsonResponse(body, status_code=500)
 

@@ -38,4 +38,4 @@ class TracesEdge(TracesServicer):
     async def _check(self, context: Any) -> None:
         shown = dict(context.invocation_metadata() or ()).get(SECRET_KEY, "")
         if self._secret is None or not hmac.compare_digest(str(shown).encode(), self._secret.encode()):
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "traces are the controller's: use `tandem trace`")
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "traces are the controller's: use `tandem trace`")

@@ -7,6 +7,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from router.auth.access import http_access
+from router.auth.principal import Access
 from router.openai_schema import ChatCompletionRequest, CompletionRequest
 from router.responses_schema import ResponsesRequest
 from router.terms import PRIORITY, TENANT, TIMEOUT
@@ -190,6 +192,31 @@ def _get(summary: str, operation: str, content: Schema, **more: Schema) -> Schem
     }
 
 
+# Routers without security.auth ask nobody.
+_SCHEMES: Schema = {
+    "key": {"type": "http", "scheme": "bearer", "description": "An API key or a JWT, where the router asks for one."},
+    "admin": {"type": "http", "scheme": "basic", "description": "The password is an API key with the admin flag."},
+}
+_SECURITY: dict[Access, list[Schema]] = {
+    Access.PUBLIC: [],
+    Access.CALLER: [{"key": []}],
+    Access.ADMIN: [{"key": []}, {"admin": []}],
+}
+
+
+def _with_security(paths: Schema) -> Schema:
+    """What the table of router.auth.access says, and the answer to who has no key."""
+    refused = _reply("Refused: no good key.", _content("application/json", _ref("Error")))
+    for path, methods in paths.items():
+        access = http_access(path.replace("{name}", "{name:path}"))
+        for operation in methods.values():
+            operation["security"] = _SECURITY[access]
+            if access is not Access.PUBLIC:
+                operation["responses"].setdefault("401", refused)
+                operation["responses"].setdefault("403", refused)
+    return paths
+
+
 @cache
 def openapi_document() -> Schema:
     """OpenAPI 3.1; the same object each time."""
@@ -206,7 +233,7 @@ def openapi_document() -> Schema:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tandem", "version": tandem_version()},
-        "paths": {
+        "paths": _with_security({
             "/v1/chat/completions": _post(
                 "Answers a chat", ChatCompletionRequest, "ChatCompletion", "ChatCompletionChunk"
             ),
@@ -221,6 +248,6 @@ def openapi_document() -> Schema:
             "/ready": _get("A request could be served", "Ready", status, **{"503": _reply("Not now.", status)}),
             "/metrics": _get("Prometheus metrics", "Metrics", _content("text/plain", _STRING)),
             "/openapi.json": _get("This document", "OpenApi", _content("application/json", {"type": "object"})),
-        },
-        "components": {"schemas": requests.get("$defs", {}) | _ANSWERS},
+        }),
+        "components": {"schemas": requests.get("$defs", {}) | _ANSWERS, "securitySchemes": _SCHEMES},
     }

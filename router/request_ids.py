@@ -24,6 +24,8 @@ _SHAPES = {
     b"tracestate": re.compile(rb"[\x21-\x7e][\x20-\x7e]{0,511}"),
 }
 
+_TRACE_ID = slice(3, 35)
+
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -49,7 +51,12 @@ def name_call(shown: Headers) -> None:
 
 def _trace_id(shown: Headers) -> dict[str, str]:
     given = next((value for name, value in shown if name == TRACEPARENT), None)
-    return {} if given is None else {"trace_id": given[3:35].decode()}
+    return {} if given is None else {"trace_id": given[_TRACE_ID].decode()}
+
+
+def trace_id_of(traceparent: bytes | None) -> str:
+    """Empty: there is none."""
+    return _trace_id(echoed([(TRACEPARENT, traceparent or b"")])).get("trace_id", "")
 
 
 class RequestIds:

@@ -9,17 +9,16 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from tandem.config_auth import AuthSpec
+from tandem.frozen import Frozen
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=0, le=4096)]
 PositiveCount = Annotated[int, Field(ge=1, le=4096)]
 
 DEMO_MODEL = "smollm2-135m"
-
-
-class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Role(StrEnum):
@@ -115,6 +114,7 @@ class EdgeTlsSpec(Frozen):
 
 
 class SecuritySpec(Frozen):
+    auth: AuthSpec = AuthSpec()
     tls: TlsSpec | None = Field(
         None,
         description="Mutual TLS on every internal TCP port (docs/security.md): router to worker, KV plane, admin, Ray. "
@@ -390,4 +390,10 @@ class ClusterSpec(Frozen):
                 f"redis.url: with security.tls, expected rediss:// (or rediss+sentinel://, rediss+cluster://) or "
                 f"unix://, got {scheme}://"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _strangers_are_asked(self) -> ClusterSpec:
+        router = self.router
+        self.security.auth.check_hosts({"router.http_host": router.http_host, "router.grpc_host": router.grpc_host})
         return self

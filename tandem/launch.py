@@ -9,7 +9,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from tandem.config import Frozen, LogFormat, ModelSpec, ObservabilitySpec, Role, RouterSpec, TlsSpec, TransferSpec
+from tandem.config import LogFormat, ModelSpec, ObservabilitySpec, Role, RouterSpec, TlsSpec, TransferSpec
+from tandem.config_auth import AuthSpec
+from tandem.frozen import Frozen
 
 
 class WorkerLaunch(Frozen):
@@ -77,6 +79,8 @@ class RouterLaunch(Frozen):
     observability: ObservabilitySpec = ObservabilitySpec()
     controller_socket: str | None = None  # in a private folder: the gRPC edge, in plain text, for the controller
     tls: TlsSpec | None = None  # security.tls
+    auth: AuthSpec = AuthSpec()
+    salt_secret: str | None = Field(default=None, repr=False)  # of all routers: tenants' cache salts; None: its own
     log_level: str = "info"
 
     @classmethod

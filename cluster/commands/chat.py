@@ -26,16 +26,23 @@ def run_chat(
     address: str | None,
     cluster: str | None,
     ca: Path | None = None,
+    api_key: str | None = None,
 ) -> int:
     given = str(ca) if ca is not None else None
     if address is None:
         found = state_file.find(cluster)
         address, given = found.grpc, given or found.edge_ca
-    return run_interruptible(_chat(question, model or "", temperature, max_tokens, address, given))
+    return run_interruptible(_chat(question, model or "", temperature, max_tokens, address, given, api_key))
 
 
 async def _chat(
-    question: str | None, model: str, temperature: float, max_tokens: int, address: str, ca: str | None
+    question: str | None,
+    model: str,
+    temperature: float,
+    max_tokens: int,
+    address: str,
+    ca: str | None,
+    api_key: str | None,
 ) -> int:
     """Raises the router's error, unless somebody sits at a terminal and can ask again."""
     patient = question is None and sys.stdin.isatty()
@@ -47,7 +54,7 @@ async def _chat(
             messages.append(inference_pb2.ChatMessage(role="user", content=asked))
             request = chat_request(messages, model=model, temperature=temperature, max_tokens=max_tokens)
             try:
-                answer = await _stream_answer(channel, request)
+                answer = await _stream_answer(channel, request, api_key)
             except TandemError as error:
                 if not patient:
                     raise
@@ -60,10 +67,12 @@ async def _chat(
     return 0
 
 
-async def _stream_answer(channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest) -> str:
+async def _stream_answer(
+    channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest, api_key: str | None
+) -> str:
     answer = ""
     try:
-        async for event in generate(channel, request):
+        async for event in generate(channel, request, api_key):
             answer += event.chunk.text
             print(event.chunk.text, end="", flush=True)
     finally:

@@ -11,7 +11,7 @@ from rich.console import Console
 from cluster import embedded_redis
 from cluster.check_tls import check_tls
 from cluster.redis_probe import check_redis
-from cluster.resolve import available_bytes, check_memory, check_ports, check_transfer, resolve_models
+from cluster.resolve import available_bytes, check_auth, check_memory, check_ports, check_transfer, resolve_models
 from cluster.run_dirs import run_base
 from cluster.spec_loader import load_spec
 from tandem.config import ClusterSpec
@@ -47,6 +47,13 @@ def _tls(spec: ClusterSpec) -> str:
     inside = "mutual TLS" if spec.security.tls is not None else "no TLS"
     edge = "TLS" if spec.router.tls is not None else "no TLS"
     return "; ".join([f"inside {inside}, edge {edge}", *soon])
+
+
+def _auth(spec: ClusterSpec) -> str:
+    check_auth(spec)
+    auth = spec.security.auth
+    means = [name for name, given in (("API keys", auth.keys_file), ("JWTs", auth.jwt)) if given is not None]
+    return " or ".join(means) if means else "nobody is asked who they are"
 
 
 def _shared_memory(spec: ClusterSpec) -> str:
@@ -98,6 +105,7 @@ CHECKS: tuple[tuple[str, Callable[[ClusterSpec], str]], ...] = (
     ("shared memory", _shared_memory),
     ("transfer", _transfer),
     ("tls", _tls),
+    ("callers", _auth),
     ("run folder", _run_folder),
     ("devices", _devices),
     ("redis", _redis),

@@ -14,6 +14,7 @@ import pytest
 from router.app import RouterApp
 from router.testing import until
 from tandem.config import Disaggregation, EngineSpec, ModelSpec, ObservabilitySpec, Role, RouterSpec, TransferSpec
+from tandem.config_auth import AuthSpec
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.model_config import fingerprint
 from worker.testing import assert_conserved, open_session
@@ -48,6 +49,7 @@ def routed(short_folder: Path) -> Callable[..., AbstractAsyncContextManager[Rout
         decode: int,
         engine: EngineSpec | None = None,
         observability: ObservabilitySpec | None = None,
+        auth: AuthSpec | None = None,
     ) -> AsyncIterator[Routed]:
         model = ModelSpec(source=str(model_dir), engine=engine or EngineSpec(kv_blocks=256))
         roles = {f"prefill-{n}": Role.PREFILL for n in range(prefill)}
@@ -56,7 +58,7 @@ def routed(short_folder: Path) -> Callable[..., AbstractAsyncContextManager[Rout
             await asyncio.gather(
                 *(running.start(worker_id, role, model, TransferSpec()) for worker_id, role in roles.items())
             )
-            app = RouterApp(router_launch(model, model_dir, running.controller_address, observability))
+            app = RouterApp(router_launch(model, model_dir, running.controller_address, observability, auth))
             await app.start()
             try:
                 await until(lambda: app.dispatcher.fleet.count_ready(Role.DECODE) == decode)
@@ -75,7 +77,11 @@ def routed(short_folder: Path) -> Callable[..., AbstractAsyncContextManager[Rout
 
 
 def router_launch(
-    model: ModelSpec, model_dir: Path, controller_address: str, observability: ObservabilitySpec | None = None
+    model: ModelSpec,
+    model_dir: Path,
+    controller_address: str,
+    observability: ObservabilitySpec | None = None,
+    auth: AuthSpec | None = None,
 ) -> RouterLaunch:
     served = ServedModel(
         name="tiny",
@@ -91,6 +97,7 @@ def router_launch(
         controller_address=controller_address,
         redis_url=None,
         observability=observability or ObservabilitySpec(),
+        auth=auth or AuthSpec(),
     )
 
 

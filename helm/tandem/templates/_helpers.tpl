@@ -45,6 +45,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $router := dict "http_host" "${POD_IP}" "http_port" 8000 "grpc_host" "${POD_IP}" "grpc_port" 50051 -}}
 {{- $_ := set $spec "router" (mergeOverwrite (deepCopy (default dict $spec.router)) $router) -}}
 {{- $_ := set $spec "control" (mergeOverwrite (deepCopy (default dict $spec.control)) (dict "backend" "ray" "ray_address" "auto")) -}}
+{{- /* Inside the cluster's network nobody is asked, unless the values say so. */ -}}
+{{- if not (dig "security" "auth" nil $spec) -}}
+{{- $_ := set $spec "security" (mergeOverwrite (deepCopy (default dict $spec.security)) (dict "auth" (dict "mode" "none"))) -}}
+{{- end -}}
 {{- if eq .Values.redis.mode "embedded" -}}
 {{- $_ := set $spec "redis" (dict "mode" "embedded") -}}
 {{- else -}}

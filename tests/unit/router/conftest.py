@@ -10,6 +10,7 @@ from router.app import RouterApp
 from router.testing import StubController, StubWorker, script, until
 from router.testing_index import BINARIES, Server, Side
 from tandem.config import Disaggregation, ObservabilitySpec, Role, RouterSpec
+from tandem.config_auth import AuthSpec
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.testing import write_tiny_llama
 from tandem.tokenizer import Tokenizer
@@ -29,7 +30,12 @@ class Cluster:
     """A real router between real clients and stub workers."""
 
     def __init__(
-        self, model_dir: Path, spec: RouterSpec, max_model_tokens: int, observability: ObservabilitySpec | None = None
+        self,
+        model_dir: Path,
+        spec: RouterSpec,
+        max_model_tokens: int,
+        observability: ObservabilitySpec | None = None,
+        auth: AuthSpec | None = None,
     ) -> None:
         self.tokenizer = Tokenizer.load(model_dir)
         self.controller = StubController()
@@ -37,6 +43,7 @@ class Cluster:
         self.decode = StubWorker("d0", Role.DECODE, MODEL)
         self._model_dir = model_dir
         self._spec = spec
+        self._auth = auth or AuthSpec()
         self._max_model_tokens = max_model_tokens
         self._observability = observability or ObservabilitySpec()
         self.app: RouterApp
@@ -61,6 +68,8 @@ class Cluster:
             redis_url=None,
             controller_secret=SECRET,
             observability=self._observability,
+            auth=self._auth,
+            salt_secret="of-all-routers",
         )
         self.app = RouterApp(launch)
         await self.app.start()
@@ -134,11 +143,17 @@ def observability() -> ObservabilitySpec:
 
 
 @pytest.fixture
+def auth() -> AuthSpec:
+    """Likewise."""
+    return AuthSpec()
+
+
+@pytest.fixture
 async def bare(
-    model_dir: Path, spec: RouterSpec, max_model_tokens: int, observability: ObservabilitySpec
+    model_dir: Path, spec: RouterSpec, max_model_tokens: int, observability: ObservabilitySpec, auth: AuthSpec
 ) -> AsyncIterator[Cluster]:
     """No worker in the directory yet."""
-    cluster = Cluster(model_dir, spec, max_model_tokens, observability)
+    cluster = Cluster(model_dir, spec, max_model_tokens, observability, auth)
     await cluster.start()
     yield cluster
     await cluster.stop()
