@@ -112,6 +112,14 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         except TandemError as error:
             await abort(context, error)
 
+    async def ListSnapshots(
+        self, request: cluster_pb2.ListSnapshotsRequest, context: Context
+    ) -> cluster_pb2.ListSnapshotsResponse:
+        try:
+            return await self._controller.traces.snapshots()
+        except TandemError as error:
+            await abort(context, error)
+
     async def Shutdown(
         self, request: cluster_pb2.ShutdownRequest, context: Context
     ) -> cluster_pb2.ShutdownResponse:

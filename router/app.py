@@ -9,8 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from zlib import crc32
 
+import grpc.aio
 from prometheus_client import CollectorRegistry
 
+from router.dashboard.edge import DashboardEdge
+from router.dashboard.feed import Feed
+from router.dashboard.source import SnapshotSource
+from router.dashboard.view import RouterView
 from router.directory import DirectoryFollower
 from router.dispatch import Dispatcher
 from router.edge_grpc import GrpcServer
@@ -31,6 +36,7 @@ from router.service import RouterService
 from router.terms import TermsParser
 from tandem.clock import Clock, SystemClock
 from tandem.config import Role
+from tandem.grpc_options import CLIENT_OPTIONS
 from tandem.launch import RouterLaunch
 from tandem.v1 import cluster_pb2
 
@@ -52,12 +58,14 @@ class RouterApp:
         self.mirror = PrefixMirror(spec.index_memory_bytes)
         registry = CollectorRegistry()
         self.metrics = RouterMetrics(registry, frozenset(model.name for model in launch.models))
+        self.feed = Feed(clock)
         self.dispatcher = Dispatcher(
             spec=spec,
             fleet_of=partial(self._new_fleet, Estimates(clock)),
             mirror=self.mirror,
             policy=policy_profile(spec, seed=crc32(launch.router_id.encode())),
             metrics=self.metrics,
+            feed=self.feed,
             clock=clock,
         )
         fleet, models = self.dispatcher.fleet, [model.name for model in launch.models]
@@ -79,12 +87,24 @@ class RouterApp:
         )
         self.dispatcher.fleet.on_load = self.dispatcher.pump_waiting
         self.metrics.watch_index(self.mirror, self._follower)
+        view = RouterView(
+            service=self.service,
+            dispatcher=self.dispatcher,
+            mirror=self.mirror,
+            follower=self._follower,
+            feed=self.feed,
+            classes=spec.classes,
+            clock=clock,
+        )
+        connect = partial(grpc.aio.insecure_channel, launch.controller_address, options=CLIENT_OPTIONS)
+        self._snapshots = SnapshotSource(view, connect, clock)
+        dashboard = DashboardEdge(self._snapshots).routes() if spec.dashboard else []
         self._directory = DirectoryFollower(launch.controller_address, launch.router_id, self._on_directory)
         sock = bind(spec.http_host, spec.http_port)
         self.http_port: int = sock.getsockname()[1]
         connections = connections_for(spec.max_connections)
         self._http = HttpServer(
-            HttpEdge(self.service, max_body_bytes=spec.max_body_bytes),
+            HttpEdge(self.service, max_body_bytes=spec.max_body_bytes, more_routes=dashboard),
             sock,
             max_connections=connections,
             client_timeout_s=spec.client_timeout_s,
@@ -92,7 +112,7 @@ class RouterApp:
         )
         self._grpc = GrpcServer(
             self.service,
-            TracesEdge(self.dispatcher.traces, launch.controller_secret),
+            TracesEdge(self.dispatcher.traces, self._snapshots.router_json, launch.controller_secret),
             host=spec.grpc_host,
             port=spec.grpc_port,
             max_message_bytes=spec.max_body_bytes,
@@ -127,6 +147,7 @@ class RouterApp:
         self._readiness.close()
         await self.dispatcher.close()
         await asyncio.gather(self._http.close(), self._grpc.close())
+        await self._snapshots.close()
         if self._follower is not None:
             await self._follower.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -150,6 +171,7 @@ class RouterApp:
         fleet = self.dispatcher.fleet
         prefill, decode = fleet.count_ready(Role.PREFILL), fleet.count_ready(Role.DECODE)
         self.metrics.set_workers(prefill=prefill, decode=decode)
+        self.feed.fleet_watch.look(fleet)
         self._readiness.update()
         self._tell_readiness()
         pump()
@@ -159,6 +181,7 @@ class RouterApp:
         prefill, decode = fleet.count_ready(Role.PREFILL), fleet.count_ready(Role.DECODE)
         if self.service.ready != self._ready:
             self._ready = not self._ready
+            self.feed.readiness(self.service.router_id, is_ready=self._ready)
             log.info(
                 "router ready" if self._ready else "router not ready",
                 extra={"prefill_workers": prefill, "decode_workers": decode},

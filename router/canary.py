@@ -98,6 +98,9 @@ class Canary:
 
     def prefilled(self, run: RequestRun) -> None: ...
 
+    def next_token(self, gap_s: float) -> None:
+        pass
+
     def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None: ...
 
     def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None: ...

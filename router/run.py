@@ -178,7 +178,10 @@ class RequestRun:
             worker = link.key.worker_id
             self._fail_or_retry(InternalError(f"worker {worker} left out logprobs of the prompt"))
             return
-        now_s = self._last_token_s = self._clock.now_s()
+        now_s = self._clock.now_s()
+        if self._answer:
+            self._host.next_token(now_s - self._last_token_s)
+        self._last_token_s = now_s
         if not self._has_first_token:
             self._on_first_token(token, now_s)
         elif self.lifecycle.state is RequestState.HANDOFF and self._is_decode(link):
