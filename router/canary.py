@@ -98,8 +98,7 @@ class Canary:
 
     def prefilled(self, run: RequestRun) -> None: ...
 
-    def next_token(self, gap_s: float) -> None:
-        pass
+    def next_token(self, gap_s: float) -> None: ...
 
     def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None: ...
 
