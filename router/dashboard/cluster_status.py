@@ -16,20 +16,40 @@ _STATES = ("ready", "connecting", "down", "refused")  # the last is the worst
 
 
 def with_status(view: Snapshot, status: cluster_pb2.ClusterStatus) -> Snapshot:
-    """A new snapshot; what the router itself sees of a worker stays, and is preferred where it is fresher."""
-    own = {(each.worker_id, each.epoch): each for each in view.workers}
-    workers = [_worker(each, own.get((each.info.worker_id, each.info.epoch))) for each in status.workers]
-    names = {each.worker_id for each in workers}
-    workers += [each for each in view.workers if each.worker_id not in names]
+    """A new snapshot: the router's own, and what only the controller knows."""
+    workers = with_all_workers(view.workers, status)
     routers = [Router(each.router_id, each.state, each.restarts, each.http_address) for each in status.routers]
     return msgspec.structs.replace(
         view,
         controller=True,
         routers=routers,
         workers=workers,
-        flows=_flows(view.flows, status.workers),
+        flows=with_links(view.flows, status),
         scaling=scaling(workers, view.scaling.decisions),
     )
+
+
+def with_all_workers(seen: Iterable[Worker], status: cluster_pb2.ClusterStatus) -> list[Worker]:
+    """`seen`: by routers, who know health and pace. In the controller's order, then those it does not know."""
+    own = {(each.worker_id, each.epoch): each for each in seen}
+    workers = [_worker(each, own.get((each.info.worker_id, str(each.info.epoch)))) for each in status.workers]
+    names = {each.worker_id for each in workers}
+    return [*workers, *(each for each in own.values() if each.worker_id not in names)]
+
+
+def with_links(seen: Iterable[Flow], status: cluster_pb2.ClusterStatus) -> list[Flow]:
+    """`seen`: by routers, and one for each pair of workers with links."""
+    flows = {(each.prefill_worker, each.decode_worker): each for each in seen}
+    for worker in status.workers:
+        if worker.info.role != cluster_pb2.ROLE_PREFILL:
+            continue
+        by_peer: dict[str, list[worker_pb2.LinkState]] = {}
+        for link in worker.live.links:
+            by_peer.setdefault(link.peer_worker, []).append(link)
+        for peer, links in by_peer.items():
+            pair = worker.info.worker_id, peer
+            flows[pair] = _linked(flows.get(pair) or Flow(*pair), links)
+    return list(flows.values())
 
 
 def scaling(workers: Iterable[Worker], decisions: list[snapshot.Event]) -> snapshot.Scaling:
@@ -65,7 +85,7 @@ def _worker(status: cluster_pb2.WorkerStatus, own: Worker | None) -> Worker:
         worker_id=status.info.worker_id,
         role=_ROLES.get(status.info.role, "unknown"),
         model=status.info.model,
-        epoch=status.info.epoch,
+        epoch=str(status.info.epoch),
         tp=status.info.layout.tp,
         state=status.state,
         health=None if own is None else own.health,
@@ -75,22 +95,7 @@ def _worker(status: cluster_pb2.WorkerStatus, own: Worker | None) -> Worker:
     return with_load(seen, status.live.load)
 
 
-def _flows(own: Iterable[Flow], workers: Iterable[cluster_pb2.WorkerStatus]) -> list[Flow]:
-    """The router's own, and one for each pair of workers with links."""
-    flows = {(each.prefill_worker, each.decode_worker): each for each in own}
-    for worker in workers:
-        if worker.info.role != cluster_pb2.ROLE_PREFILL:
-            continue
-        by_peer: dict[str, list[worker_pb2.LinkState]] = {}
-        for link in worker.live.links:
-            by_peer.setdefault(link.peer_worker, []).append(link)
-        for peer, links in by_peer.items():
-            pair = worker.info.worker_id, peer
-            flows[pair] = _with_links(flows.get(pair) or Flow(*pair), links)
-    return list(flows.values())
-
-
-def _with_links(flow: Flow, links: list[worker_pb2.LinkState]) -> Flow:
+def _linked(flow: Flow, links: list[worker_pb2.LinkState]) -> Flow:
     """One link for each pair of ranks: the slowest way and the sum of what they carry."""
     latencies = [each.latency_s for each in links if each.HasField("latency_s")]
     speeds = [each.bytes_per_s for each in links if each.HasField("bytes_per_s")]

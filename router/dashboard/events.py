@@ -104,7 +104,7 @@ class FleetWatch:
         for key, seen in now.items():
             self._compare(key, self._seen.get(key), seen, reasons)
         for key in self._seen.keys() - now.keys():
-            self._log.note(EventKind.WORKER_LEFT, Severity.WARNING, key.worker_id, f"left (epoch {key.epoch})")
+            self._log.note(EventKind.WORKER_LEFT, Severity.WARNING, key.worker_id, "left")
         # Who was never ready has not come yet.
         self._seen = {key: seen for key, seen in now.items() if seen.ready or key in self._seen}
 
@@ -112,7 +112,7 @@ class FleetWatch:
         worker = key.worker_id
         if before is None:
             if now.ready:
-                self._log.note(EventKind.WORKER_JOINED, Severity.GOOD, worker, f"joined (epoch {key.epoch})")
+                self._log.note(EventKind.WORKER_JOINED, Severity.GOOD, worker, "joined")
             return
         if before.ready != now.ready:
             text = "link is back" if now.ready else "link lost"

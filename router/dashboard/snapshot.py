@@ -30,7 +30,7 @@ class Worker(msgspec.Struct, frozen=True):
     worker_id: str
     role: str
     model: str
-    epoch: int
+    epoch: str  # 64 bits, more than JSON's readers can be trusted with
     tp: int
     state: str  # ready, link_lost, leaving; or as the controller sees it: starting, unreachable, restarting, failed
     health: str | None  # healthy, suspect, ejected, probation; None: this router has no link to it

@@ -44,8 +44,10 @@ class SnapshotSource:
 
     async def cluster_json(self) -> bytes:
         """The whole cluster, where the controller answers; what this router knows of it, where not."""
-        if self._made_s is None or self._clock.now_s() - self._made_s > FRESH_S:
-            status = await self._controller_status()
+        if self._is_fresh():
+            return self._json
+        status = await self._controller_status()
+        if not self._is_fresh():  # others may have waited for the same
             view = self._view.take()
             self._json = msgspec.json.encode(view if status is None else with_status(view, status))
             self._made_s = self._clock.now_s()
@@ -68,6 +70,9 @@ class SnapshotSource:
         if self._channel is not None:
             await self._channel.close()
         await asyncio.gather(*self._closing)
+
+    def _is_fresh(self) -> bool:
+        return self._made_s is not None and self._clock.now_s() - self._made_s <= FRESH_S
 
     async def _controller_status(self) -> cluster_pb2.ClusterStatus | None:
         self._stay_awake()

@@ -7,7 +7,9 @@ from router.trace import Trace
 from tandem.v1 import trace_pb2
 
 
-def request_row(trace: Trace, state: str, completion_tokens: int, now_s: float) -> snapshot.Request:
+def request_row(
+    trace: Trace, state: str, cached_tokens: int, completion_tokens: int, now_s: float
+) -> snapshot.Request:
     last = trace.last
     first_tokens = [each.first_token_s for each in trace.attempts if each.first_token_s is not None]
     received = None if last is None or last.received is None else last.received.done
@@ -18,7 +20,7 @@ def request_row(trace: Trace, state: str, completion_tokens: int, now_s: float) 
         error="" if trace.error is None else trace.error.value,
         received_unix_s=trace.received_unix_s,
         prompt_tokens=trace.prompt_tokens,
-        cached_tokens=0 if trace.usage is None else trace.usage.cached_tokens,
+        cached_tokens=cached_tokens,
         completion_tokens=completion_tokens,
         ttft_s=first_tokens[0] - trace.received_s if first_tokens else None,
         total_s=(now_s if trace.ended_s is None else trace.ended_s) - trace.received_s,

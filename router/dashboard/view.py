@@ -11,6 +11,7 @@ from router.dashboard.events import Event, EventKind
 from router.dashboard.feed import Decision, Feed
 from router.dispatch import Dispatcher
 from router.fleet import Worker
+from router.output import Usage
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
 from router.run import RequestRun
@@ -99,7 +100,7 @@ class RouterView:
             worker_id=info.worker_id,
             role=worker.role.value,
             model=info.model,
-            epoch=info.epoch,
+            epoch=str(info.epoch),
             tp=info.layout.tp,
             state=state if worker.listed else "leaving",
             health=self._dispatcher.fleet.health.state(worker.key).value,
@@ -171,12 +172,13 @@ class RouterView:
 
 
 def _running_row(run: RequestRun, now_s: float) -> snapshot.Request:
-    return timeline.request_row(run.trace, run.lifecycle.state.value, run.answer_tokens, now_s)
+    cached_tokens = run.cached_tokens if run.answer_tokens else 0
+    return timeline.request_row(run.trace, run.lifecycle.state.value, cached_tokens, run.answer_tokens, now_s)
 
 
 def _ended_row(trace: Trace, now_s: float) -> snapshot.Request:
-    tokens = 0 if trace.usage is None else trace.usage.completion_tokens
-    return timeline.request_row(trace, trace.state.value, tokens, now_s)
+    usage = trace.usage or Usage(trace.prompt_tokens, 0, 0)
+    return timeline.request_row(trace, trace.state.value, usage.cached_tokens, usage.completion_tokens, now_s)
 
 
 def _timeline(trace: Trace, row: snapshot.Request) -> snapshot.RequestTimeline:

@@ -18,7 +18,7 @@ const TILES = [
   { name: "hits", title: "Cache hits", hue: "kv", value: (view) => parts.share(view.cache.hit_share), line: (view) => view.cache.hit_share_history,
     more: () => "of prompt tokens, 5 min" },
   { name: "errors", title: "Not finished", unit: "/s", hue: "warn", value: (view) => parts.count(view.rates.not_finished_per_s), line: (view) => view.history.not_finished,
-    more: () => "refused, cancelled or failed" },
+    more: () => "refused or broken off" },
 ];
 
 const kvRate = (view) => view.rates.handoff_bytes_per_s;
@@ -85,6 +85,7 @@ function bars(holder, items) {
     (bar, item) => {
       setText(bar.querySelector(".number"), item.text);
       setText(bar.querySelector(".extra"), item.extra ?? "");
+      bar.querySelector(".track").hidden = item.share === null;
       bar.querySelector(".fill").style.width = `${Math.round(1000 * Math.min(1, item.share || 0)) / 10}%`;
     });
 }
@@ -108,7 +109,7 @@ export function drawRatio(holder, view) {
   bars(holder, [
     { name: "prefill", hue: "prefill", text: `${prefill_ready} of ${prefill_total} ready`, extra: `· ${share(load("prefill"))} of KV busy`, share: load("prefill") },
     { name: "decode", hue: "decode", text: `${decode_ready} of ${decode_total} ready`, extra: `· ${share(load("decode"))} of KV busy`, share: load("decode") },
-    { name: "autoscaler", hue: "kv", text: decisions.length ? decisions[0].text : autoscaler, share: 0, extra: decisions.length ? "" : "· the ratio is yours" },
+    { name: "autoscaler", hue: "kv", text: decisions.length ? decisions[0].text : autoscaler, share: null, extra: decisions.length ? "" : "· the ratio is yours" },
   ]);
 }
 

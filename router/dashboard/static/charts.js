@@ -3,7 +3,7 @@
 import { h, s, setText } from "./dom.js";
 import { clock } from "./format.js";
 
-const HEIGHT = 150, LEFT = 46, RIGHT = 6, TOP = 8, BOTTOM = 20;
+const HEIGHT = 150, LEFT = 54, RIGHT = 6, TOP = 8, BOTTOM = 20;
 
 export class Chart {
   // lines: [{ name, label, get(view) → values }]; format: value → text; area: the first line is filled down to zero.
@@ -12,8 +12,7 @@ export class Chart {
     this.format = format;
     this.area = area;
     this.keys = lines.map((line) => h("b", {}, "–"));
-    this.at = h("span", { class: "at" });
-    const legend = h("div", { class: "keys" }, lines.map((line, index) => h("span", { class: line.key }, h("i"), `${line.label} `, this.keys[index])), this.at);
+    const legend = h("div", { class: "keys" }, lines.map((line, index) => h("span", { class: line.key }, h("i"), `${line.label} `, this.keys[index])));
     this.svg = s("svg", { class: "chart", role: "img" });
     this.element = h("div", {}, title ? h("h2", {}, title) : null, legend, this.svg);
     this.title = title;
@@ -52,7 +51,7 @@ export class Chart {
     if (this.values.length > 1 && !this.area) parts.push(s("path", { class: "band", d: bandPath(this.values[0], this.values.at(-1), x, y) }));
     if (this.area) parts.push(s("path", { class: "area-a", d: bandPath(this.values[0].map((value) => (value === null ? null : 0)), this.values[0], x, y) }));
     this.values.forEach((line, index) => parts.push(s("path", { class: this.lines[index].name, d: linePath(line, x, y) })));
-    if (this.hover !== null) parts.push(s("line", { class: "cross", x1: x(this.hover), x2: x(this.hover), y1: TOP, y2: HEIGHT - BOTTOM }));
+    if (this.hover !== null) parts.push(...this.cross(x(this.hover)));
     if (!all.length) parts.push(s("text", { x: this.width / 2 + 20, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing in the last ten minutes"));
     this.svg.replaceChildren(...parts);
     this.tell(all.length > 0);
@@ -68,12 +67,18 @@ export class Chart {
     yield s("text", { x: this.width - RIGHT, y: HEIGHT - 5, "text-anchor": "end" }, "now");
   }
 
+  *cross(x) {
+    const slots = this.values[0].length;
+    const at = clock(this.history.last_unix_s - (slots - 1 - this.hover) * this.history.slice_s);
+    const anchor = x > this.width / 2 ? "end" : "start";
+    yield s("line", { class: "cross", x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM });
+    yield s("text", { x: x + (anchor === "end" ? -5 : 5), y: TOP + 9, "text-anchor": anchor }, at);
+  }
+
   tell(hasValues) {
     const slot = this.hover;
     const shown = slot === null ? this.latest : this.values.map((line) => line[slot]);
     this.keys.forEach((key, index) => setText(key, shown[index] === null || shown[index] === undefined ? "–" : this.format(shown[index])));
-    const slots = this.values[0].length;
-    setText(this.at, slot === null ? "" : clock(this.history.last_unix_s - (slots - 1 - slot) * this.history.slice_s));
     const words = this.lines.map((line, index) => `${line.label} ${this.keys[index].textContent}`).join(", ");
     this.svg.setAttribute("aria-label", `${this.title ?? "Chart"}: ${hasValues ? words : "nothing yet"}`);
   }

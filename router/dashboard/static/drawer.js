@@ -46,7 +46,7 @@ export class Drawer {
     this.shown = null;
     this.open(worker.worker_id, list([
       ["Role", worker.role], ["Model", worker.model], ["State", words(worker.state)], ...(worker.reason ? [["Reason", worker.reason]] : []),
-      ["Health", worker.health ?? "this router has no link to it"], ["Epoch", String(worker.epoch)], ["Restarts", String(worker.restarts)], ["Tensor parallel", String(worker.tp)],
+      ["Health", worker.health ?? "this router has no link to it"], ["Epoch", worker.epoch], ["Restarts", String(worker.restarts)], ["Tensor parallel", String(worker.tp)],
       ["Requests", `${worker.running_requests} running, ${worker.waiting_requests} waiting, ${worker.reserved_requests} reserved`],
       ["Waiting tokens", count(worker.waiting_tokens)],
       ["KV blocks", `${worker.blocks.in_use} in use, ${worker.blocks.leased} leased, ${worker.blocks.cached} cached, ${worker.blocks.free} free of ${worker.blocks.total}`],

@@ -1,12 +1,13 @@
 // The cluster drawn: router, prefill workers, decode workers, and what flows between them.
 
 import { keyed, s, setText } from "./dom.js";
-import { bytes, count, seconds, words } from "./format.js";
+import { bytes, count, seconds, share, words } from "./format.js";
 
 const WIDTH = 1120;
-const NODE = { width: 214, height: 74, gap: 16 };
-const X = { router: 16, prefill: 330, decode: 752, single: 540, out: 1062 };
+const NODE = { width: 214, height: 92, gap: 18 };
+const X = { router: 12, prefill: 292, decode: 818, single: 560 };
 const TOP = 44;
+const LEAST_HEIGHT = 400;
 const DOT_GAP = 26;
 const reduced = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -25,7 +26,7 @@ export class Topology {
     const prefill = view.workers.filter((worker) => worker.role === "prefill");
     const decode = view.workers.filter((worker) => worker.role !== "prefill");
     const rows = Math.max(1, prefill.length, decode.length);
-    const height = TOP + rows * (NODE.height + NODE.gap) + 4;
+    const height = Math.max(LEAST_HEIGHT, TOP + rows * (NODE.height + NODE.gap) + 4);
     this.svg.setAttribute("viewBox", `0 0 ${WIDTH} ${height}`);
     const decodeX = prefill.length ? X.decode : X.single;
     this.places = new Map();
@@ -62,8 +63,8 @@ export class Topology {
       s("rect", { class: "stripe", "data-role": role, x: 0, y: 14, width: 3.5, height: NODE.height - 28, rx: 2 }),
       s("circle", { class: "health", cx: NODE.width - 16, cy: 19, r: 4.5 }),
       text("name", 16, 24), text("fact one", 16, 42),
-      s("g", { class: "blocks", transform: "translate(16 54)" }),
-      text("fact two", 16, 66));
+      s("g", { class: "blocks", transform: "translate(16 76)" }),
+      text("fact two", 16, 60));
     const pick = () => this.onPick(node._item);
     node.addEventListener("click", pick);
     node.addEventListener("keydown", (event) => {
@@ -134,7 +135,7 @@ function updateWorker(node, worker, at, showModel) {
   node.dataset.busy = busy(worker);
   setText(node.querySelector(".name"), worker.worker_id.length > 24 ? `${worker.worker_id.slice(0, 23)}…` : worker.worker_id);
   setText(node.querySelector(".one"), isUp ? workerFacts(worker, showModel) : `${words(worker.state)} ${worker.reason}`.slice(0, 34));
-  setText(node.querySelector(".two"), "");
+  setText(node.querySelector(".two"), isUp ? blockFacts(worker.blocks) : "");
   node.querySelector(".health").dataset.health = isUp ? worker.health ?? "unknown" : "down";
   const total = Math.max(1, worker.blocks.total);
   let x = 0;
@@ -152,9 +153,14 @@ function workerFacts(worker, showModel) {
   if (worker.waiting_requests) parts.push(`${worker.waiting_requests} waiting`);
   if (worker.tp > 1) parts.push(`tp ${worker.tp}`);
   if (showModel) parts.push(worker.model.slice(0, 14));
-  else if (worker.tpot_s) parts.push(`${seconds(worker.tpot_s)}/tok`);
+  else if (worker.tpot_s) parts.push(`${seconds(worker.tpot_s)} per token`);
   else if (worker.prefill_tokens_per_s) parts.push(`${count(worker.prefill_tokens_per_s)} tok/s`);
   return parts.join(" · ");
+}
+
+function blockFacts({ in_use, leased, cached, total }) {
+  const busy = total ? (in_use + leased) / total : 0;
+  return `${share(busy)} of ${count(total)} blocks busy · ${share(total ? cached / total : 0)} cached`;
 }
 
 function makeFlow(flow) {
@@ -183,9 +189,9 @@ function updateFlow(group, flow, places, allBytesPerS, withLabel) {
   group.setAttribute("aria-label", text);
   setText(label, withLabel && rate > 0.02 * allBytesPerS && rate >= 1e3 ? `${bytes(rate)}/s` : "");
   // Not all labels in the middle: crossing flows would write over one another.
-  const share = from.y === to.y ? 0.5 : from.y < to.y ? 0.3 : 0.7;
-  const at = bezierY(from.y, to.y, share) + NODE.height / 2;
-  label.setAttribute("x", from.x + NODE.width + share * (to.x - from.x - NODE.width));
+  const part = from.y === to.y ? 0.5 : 0.26;
+  const at = bezierY(from.y, to.y, part) + NODE.height / 2;
+  label.setAttribute("x", from.x + NODE.width + part * (to.x - from.x - NODE.width));
   label.setAttribute("y", at - 12 - 8 * level);
   run(dots, level);
 }

@@ -1,0 +1,38 @@
+"""`tandem top`: the cluster, live in the terminal; one frame where there is no terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+
+from rich.console import Console
+
+from cluster import state_file
+from cluster.top.app import TopApp
+from cluster.top.overview import overview
+from cluster.top.source import FrameSource
+
+ONCE_ROWS = 60
+
+
+def run_top(once: bool, interval_s: float, address: str | None, cluster: str | None) -> int:
+    """Raises UnavailableError when no controller answers."""
+    target = address or state_file.find(cluster).admin
+    if once or not sys.stdout.isatty():
+        return asyncio.run(_print_once(target))
+    return asyncio.run(_run(target, interval_s))
+
+
+async def _print_once(address: str) -> int:
+    async with FrameSource(address) as source:
+        frame = await source.frame()
+    Console(highlight=False).print(overview(frame, shutil.get_terminal_size((120, 40)).columns, ONCE_ROWS))
+    return 0
+
+
+async def _run(address: str, interval_s: float) -> int:
+    async with FrameSource(address) as source:
+        app = TopApp(source, await source.frame(), interval_s)
+        await app.run_async()
+    return app.return_code or 0
