@@ -1,7 +1,7 @@
 // The cluster drawn: router, prefill workers, decode workers, and what flows between them.
 
 import { keyed, s, setText } from "./dom.js";
-import { bytes, count, seconds, share, words } from "./format.js";
+import { bytes, count, seconds, words } from "./format.js";
 
 const WIDTH = 1120;
 const NODE = { width: 214, height: 92, gap: 18 };
@@ -158,9 +158,11 @@ function workerFacts(worker, showModel) {
   return parts.join(" · ");
 }
 
+const percent = (part) => `${Math.round(100 * part)} %`;
+
 function blockFacts({ in_use, leased, cached, total }) {
   const busy = total ? (in_use + leased) / total : 0;
-  return `${share(busy)} of ${count(total)} blocks busy · ${share(total ? cached / total : 0)} cached`;
+  return `${percent(busy)} busy · ${percent(total ? cached / total : 0)} cached of ${count(total)}`;
 }
 
 function makeFlow(flow) {
@@ -189,7 +191,7 @@ function updateFlow(group, flow, places, allBytesPerS, withLabel) {
   group.setAttribute("aria-label", text);
   setText(label, withLabel && rate > 0.02 * allBytesPerS && rate >= 1e3 ? `${bytes(rate)}/s` : "");
   // Not all labels in the middle: crossing flows would write over one another.
-  const part = from.y === to.y ? 0.5 : 0.26;
+  const part = from.y === to.y ? 0.42 : 0.72;
   const at = bezierY(from.y, to.y, part) + NODE.height / 2;
   label.setAttribute("x", from.x + NODE.width + part * (to.x - from.x - NODE.width));
   label.setAttribute("y", at - 12 - 8 * level);
