@@ -267,8 +267,8 @@ class Dispatcher:
     def paced(self, run: RequestRun, seconds: float) -> None:
         observe_decode(run, seconds)
 
-    def next_token(self, gap_s: float) -> None:
-        self._feed.next_token(gap_s)
+    def next_token(self, gap_s: float, now_s: float) -> None:
+        self._feed.next_token(gap_s, now_s)
 
     def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None:
         self._metrics.handoff_failed(run.request.model, fault.cause)

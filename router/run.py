@@ -180,7 +180,7 @@ class RequestRun:
             return
         now_s = self._clock.now_s()
         if self._answer:
-            self._host.next_token(now_s - self._last_token_s)
+            self._host.next_token(now_s - self._last_token_s, now_s)
         self._last_token_s = now_s
         if not self._has_first_token:
             self._on_first_token(token, now_s)

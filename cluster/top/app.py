@@ -15,14 +15,14 @@ from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, Tab
 
 from cluster.top.frame import Frame
 from cluster.top.overview import overview, style_of
-from cluster.top.request_screen import RequestScreen
+from cluster.top.request_screen import RequestScreen, TraceSource
 from cluster.top.tables import EVENTS, FLOWS, REQUESTS, WORKERS, Column, Item, Order, arranged
 from tandem.errors import TandemError
 
 MIN_INTERVAL_S = 0.2
 
 
-class Source(Protocol):
+class Source(TraceSource, Protocol):
     @property
     def address(self) -> str: ...
 
@@ -193,7 +193,7 @@ class TopApp(App[None]):
     @on(DataTable.RowSelected, "#requests")
     def _request_picked(self, event: DataTable.RowSelected) -> None:
         row = self._pages["requests"].table.get_row_at(event.cursor_row)
-        self.push_screen(RequestScreen(self._source.address, str(row[0])))
+        self.push_screen(RequestScreen(self._source, str(row[0])))
 
     # ---- keys
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -14,11 +14,18 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Footer, Static
 
-from cluster.commands.trace import fetch, show
+from cluster.commands.trace import show
 from tandem.errors import NotFound, TandemError
+from tandem.v1 import trace_pb2
 
 AGAIN_S = 1.0
 _MARGIN = 8
+
+
+class TraceSource(Protocol):
+    async def trace(self, request_id: str) -> trace_pb2.RequestTrace:
+        """Raises NotFound while it has not ended, TandemError."""
+        ...
 
 
 class RequestScreen(ModalScreen[None]):
@@ -30,9 +37,9 @@ class RequestScreen(ModalScreen[None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter", "dismiss", "close")]
 
-    def __init__(self, address: str, request_id: str) -> None:
+    def __init__(self, source: TraceSource, request_id: str) -> None:
         super().__init__()
-        self._address = address
+        self._source = source
         self._request_id = request_id
 
     def compose(self) -> ComposeResult:
@@ -48,7 +55,7 @@ class RequestScreen(ModalScreen[None]):
     async def _look(self) -> None:
         text: RenderableType
         try:
-            trace = await fetch(self._address, self._request_id)
+            trace = await self._source.trace(self._request_id)
             console = Console(width=max(60, int(self.app.size.width * 0.94) - _MARGIN), record=True, file=io.StringIO())
             show(trace, console)
             text = Text.from_ansi(console.export_text(styles=True))

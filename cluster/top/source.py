@@ -9,9 +9,10 @@ from typing import Self
 
 import grpc.aio
 
+from cluster.commands.trace import fetch
 from cluster.top.frame import Frame, build, parse_snapshot
 from tandem.errors import UnavailableError
-from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
 
 TIMEOUT_S = 10.0
 
@@ -44,6 +45,10 @@ class FrameSource:
                 field="--address",
             ) from None
         return build(status, [parse_snapshot(each.json) for each in snapshots.snapshots], time.time())
+
+    async def trace(self, request_id: str) -> trace_pb2.RequestTrace:
+        """Raises NotFound while it has not ended, and as `frame`."""
+        return await fetch(self.address, request_id)
 
     async def _snapshots(self, stub: cluster_pb2_grpc.ClusterAsyncStub) -> cluster_pb2.ListSnapshotsResponse:
         """Empty when no router answers the controller: workers start before routers are ready."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvtransfer.causes import HandoffFault
 from router.dashboard.events import EventKind, EventLog, FleetWatch, Severity
 from router.dashboard.flows import Flows
-from router.dashboard.slices import Count, Latency, Slices
+from router.dashboard.slices import Count, Latency, Slices, bucket_of
 from router.policies.types import Placement, PlacementReason
 from router.trace import Attempt
 from tandem.clock import Clock
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from router.run import RequestRun
 
 MAX_DECISIONS = 50
+_ITL, _OUTPUT_TOKENS = int(Latency.ITL), int(Count.OUTPUT_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,11 @@ class Feed:
         ):
             self.slices.add(count, number, now_s)
 
-    def next_token(self, gap_s: float) -> None:
-        now_s = self._clock.now_s()
-        self.slices.observe(Latency.ITL, gap_s, now_s)
-        self.slices.add(Count.OUTPUT_TOKENS, 1, now_s)
+    def next_token(self, gap_s: float, now_s: float) -> None:
+        """Called for every token."""
+        now = self.slices.at(now_s)
+        now.buckets[_ITL][bucket_of(gap_s)] += 1
+        now.counts[_OUTPUT_TOKENS] += 1
 
     def handed_off(self, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
         """By the decode worker's report; the prefill worker's is about the same bytes."""

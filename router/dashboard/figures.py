@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from router.dashboard import snapshot
 from router.dashboard.slices import QUANTILES, SLICE_S, Count, Latency, Slice, Slices, merged, quantile, total
 
-WINDOWS_S = (60.0, 300.0, 600.0)
+WINDOWS_S = (60.0, 300.0)
 RATE_WINDOW_S = 30.0
 CACHE_WINDOW_S = 300.0
+_NOTHING: list[float | None] = [None] * len(QUANTILES)
 
 
 def summaries(slices: Slices, now_s: float) -> list[snapshot.LatencySummary]:
@@ -85,9 +86,11 @@ def _percentiles(buckets: Sequence[int]) -> snapshot.Percentiles:
 
 
 def _series(known: Sequence[Slice | None], latency: Latency) -> snapshot.Series:
-    p50, p90, p99 = (
-        [None if each is None else quantile(each.buckets[latency], at) for each in known] for at in QUANTILES
-    )
+    last = len(known) - 1
+    found = [
+        _NOTHING if each is None else each.quantiles(latency, is_closed=slot < last) for slot, each in enumerate(known)
+    ]
+    p50, p90, p99 = (list(column) for column in zip(*found, strict=True))
     return snapshot.Series(p50, p90, p99)
 
 

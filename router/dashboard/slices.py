@@ -64,6 +64,16 @@ class Slice:
     number: int  # its start, in SLICE_S
     buckets: list[list[int]] = field(default_factory=lambda: [[0] * BUCKETS for _ in Latency])
     counts: list[int] = field(default_factory=lambda: [0] * len(Count))
+    _final: list[list[float | None]] | None = None
+
+    def quantiles(self, latency: Latency, *, is_closed: bool) -> list[float | None]:
+        """At QUANTILES. Of a closed slice they are worked out once."""
+        if self._final is not None:
+            return self._final[latency]
+        found = [[quantile(row, share) for share in QUANTILES] for row in self.buckets]
+        if is_closed:
+            self._final = found
+        return found[latency]
 
 
 class Slices:
@@ -71,12 +81,14 @@ class Slices:
 
     def __init__(self) -> None:
         self._slices: deque[Slice] = deque(maxlen=SLICES)
+        self._open = Slice(-1)
+        self._open_until_s = -math.inf
 
     def observe(self, latency: Latency, seconds: float, now_s: float) -> None:
-        self._now(now_s).buckets[latency][bucket_of(seconds)] += 1
+        self.at(now_s).buckets[latency][bucket_of(seconds)] += 1
 
     def add(self, count: Count, number: int, now_s: float) -> None:
-        self._now(now_s).counts[count] += number
+        self.at(now_s).counts[count] += number
 
     def history(self, now_s: float) -> list[Slice | None]:
         """The last SLICES slices, oldest first, the one that is still open last. None: nothing happened in it."""
@@ -89,11 +101,13 @@ class Slices:
         first = int((now_s - window_s) // SLICE_S) + 1
         return [each for each in self._slices if each.number >= first]
 
-    def _now(self, now_s: float) -> Slice:
-        number = int(now_s // SLICE_S)
-        if not self._slices or self._slices[-1].number < number:
-            self._slices.append(Slice(number))
-        return self._slices[-1]
+    def at(self, now_s: float) -> Slice:
+        """The open slice: what is noted for every token goes straight into it."""
+        if now_s >= self._open_until_s:
+            self._open = Slice(int(now_s // SLICE_S))
+            self._open_until_s = (self._open.number + 1) * SLICE_S
+            self._slices.append(self._open)
+        return self._open
 
 
 def total(slices: Iterable[Slice], count: Count) -> int:

@@ -67,6 +67,16 @@ class TestFigures:
         rates = figures.rates(slices, up_s, now_s)
         assert rates.output_tokens_per_s == pytest.approx(100, rel=0.07)
 
+    def test_a_closed_slice_keeps_its_percentiles_and_an_open_one_follows(self) -> None:
+        slices = Slices()
+        slices.observe(Latency.TTFT, 0.1, 5.0)
+        assert figures.history(slices, 5.0, 0.0).ttft.p50[-1] == pytest.approx(0.1, rel=0.15)
+        for _ in range(9):
+            slices.observe(Latency.TTFT, 1.0, 6.0)
+        assert figures.history(slices, 6.0, 0.0).ttft.p50[-1] == pytest.approx(1.0, rel=0.15)
+        for now_s in (15.0, 16.0):
+            assert figures.history(slices, now_s, 0.0).ttft.p50[-2] == pytest.approx(1.0, rel=0.15)
+
     def test_a_router_that_did_nothing_has_no_shares_and_no_percentiles(self) -> None:
         slices = Slices()
         assert figures.hit_share(slices, 9.0) is None
