@@ -239,7 +239,7 @@ async def test_a_lost_connection_is_told_and_mended(viewer: Viewer) -> None:
 async def test_a_snapshot_of_another_version_is_refused(viewer: Viewer) -> None:
     other = json.dumps({"version": 99})
     await viewer.page.route(SNAPSHOT, lambda route: route.fulfill(body=other, content_type="application/json"))
-    await expect(viewer.page.locator("#banner")).to_contain_text("version 99", timeout=10_000)
+    await expect(viewer.page.locator("#banner")).to_contain_text("the router sent 99", timeout=10_000)
 
 
 async def test_an_empty_cluster_says_so(viewer: Viewer) -> None:
@@ -257,6 +257,36 @@ async def test_an_empty_cluster_says_so(viewer: Viewer) -> None:
     await expect(page.locator("#ready")).to_have_text("not ready")
     await expect(page.locator("[data-worker]")).to_have_count(0)
     await page.unroute_all(behavior="wait")
+
+
+async def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(viewer: Viewer) -> None:
+    page = viewer.page
+
+    async def guarded(route: Route) -> None:
+        if route.request.headers.get("authorization") == "Bearer right-key":
+            await route.continue_()
+        else:
+            await route.fulfill(status=401, json={"error": {"message": "expected an API key"}})
+
+    await page.route("**/dashboard/api/**", guarded)
+    await expect(page.locator("#login-title")).to_be_visible()
+    await expect(page.locator("main")).to_be_hidden()
+    for wrong, said in (("wrong-key", "This key is not accepted."), ("schlüssel", "A key has no spaces")):
+        await page.locator("#key").fill(wrong)
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#login-error")).to_contain_text(said)
+    await page.locator("#key").fill("right-key")
+    await page.keyboard.press("Enter")
+    await expect(page.locator("main")).to_be_visible()
+    assert "right-key" in await page.evaluate("JSON.stringify(sessionStorage)")
+    assert "right-key" not in await page.evaluate("JSON.stringify(localStorage) + document.cookie + location.href")
+    await page.reload()
+    await expect(page.locator("main")).to_be_visible()
+    await page.locator("#leave").click()
+    await expect(page.locator("#login-title")).to_be_visible()
+    assert "right-key" not in await page.evaluate("JSON.stringify(sessionStorage)")
+    await page.unroute_all(behavior="wait")
+    viewer.faults = [fault for fault in viewer.faults if "401" not in fault]
 
 
 async def test_everything_that_can_be_used_has_a_name(viewer: Viewer) -> None:
