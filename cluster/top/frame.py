@@ -28,7 +28,6 @@ class RouterRow:
     router_id: str
     state: str
     restarts: int
-    http_address: str
     view: Snapshot | None
 
 
@@ -37,7 +36,6 @@ class Frame:
     cluster: str
     version: str
     redis: str
-    taken_unix_s: float
     routers: list[RouterRow]
     workers: list[Worker]
     flows: list[Flow]
@@ -57,12 +55,12 @@ def parse_snapshot(raw: bytes) -> Snapshot:
     raise UnavailableError(f"a router sent version {found} of the snapshot, this command knows {VERSION}: update it")
 
 
-def build(status: cluster_pb2.ClusterStatus, views: Sequence[Snapshot], now_unix_s: float) -> Frame:
+def build(status: cluster_pb2.ClusterStatus, views: Sequence[Snapshot]) -> Frame:
     """What routers see is added up, but for latencies, which stay each router's own. One that sent no snapshot is shown
     as the controller sees it."""
     by_id = {view.router_id: view for view in views}
     routers = [
-        RouterRow(each.router_id, each.state, each.restarts, each.http_address, by_id.get(each.router_id))
+        RouterRow(each.router_id, each.state, each.restarts, by_id.get(each.router_id))
         for each in status.routers
     ]
     requests = [request for view in views for request in view.requests]
@@ -71,7 +69,6 @@ def build(status: cluster_pb2.ClusterStatus, views: Sequence[Snapshot], now_unix
         cluster=status.cluster,
         version=status.version,
         redis=status.redis,
-        taken_unix_s=now_unix_s,
         routers=routers,
         workers=with_all_workers(_workers(worker for view in views for worker in view.workers), status),
         flows=with_links(_flows(flow for view in views for flow in view.flows), status),

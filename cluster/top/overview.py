@@ -94,9 +94,13 @@ def _routers(routers: Sequence[RouterRow], width: int) -> Table:
     if width >= NARROW:
         table.add_column("TTFT, 5 min")
     for row in routers:
-        name = Text.assemble((row.router_id, style_of(row.state)))
+        name = Text(row.router_id, style=style_of(row.state))
+        if row.state != "ready":
+            name.append(f" {row.state.replace('_', ' ')}")
+        if row.restarts:
+            name.append(f" ({row.restarts} restarts)", "yellow")
         if row.view is None:
-            table.add_row(Text.assemble(name, (f" {row.state.replace('_', ' ')}", style_of(row.state))))
+            table.add_row(name)
             continue
         view = row.view
         cells: list[RenderableType] = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from types import TracebackType
 from typing import Self
 
@@ -44,7 +43,7 @@ class FrameSource:
                 f"--address: no controller answers at {self.address} ({error.code().name}): is `tandem up` running?",
                 field="--address",
             ) from None
-        return build(status, [parse_snapshot(each.json) for each in snapshots.snapshots], time.time())
+        return build(status, [parse_snapshot(each.json) for each in snapshots.snapshots])
 
     async def trace(self, request_id: str) -> trace_pb2.RequestTrace:
         """Raises NotFound while it has not ended, and as `frame`."""

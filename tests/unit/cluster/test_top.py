@@ -99,7 +99,7 @@ class TestFrame:
             cluster_pb2.RouterStatus(router_id="router-2", state="restarting", restarts=1),
         ]
         sick = shape.Worker("decode-0", "decode", "tiny", "6", 1, "ready", "ejected")
-        frame = build(status(routers=both), [view(), view("router-1", workers=[sick])], 300.0)
+        frame = build(status(routers=both), [view(), view("router-1", workers=[sick])])
         assert [(row.router_id, row.view is not None) for row in frame.routers] == [
             ("router-0", True), ("router-1", True), ("router-2", False)
         ]  # fmt: skip
@@ -115,7 +115,7 @@ class TestFrame:
         assert [each.state for each in frame.requests[:2]] == ["decoding", "decoding"], "those on their way come first"
 
     def test_without_any_router_the_workers_are_shown(self) -> None:
-        frame = build(status(), [], 0.0)
+        frame = build(status(), [])
         assert [each.worker_id for each in frame.workers] == ["prefill-0", "decode-0", "decode-1"]
         assert frame.requests == []
 
@@ -159,7 +159,7 @@ class TestTables:
 
 class TestOverview:
     def test_it_shows_routers_queues_workers_links_and_requests(self) -> None:
-        text = "\n".join(drawn(build(status(), [view()], 0.0), 140, 40))
+        text = "\n".join(drawn(build(status(), [view()]), 140, 40))
         parts = ("2 of 3 workers ready", "100 ms / 300 ms", "interactive 1 waiting, 2 refused", "restarting", "mapped")
         for part in (*parts, "1.0 MB", request(3).request_id):
             assert part in text, part
@@ -167,7 +167,7 @@ class TestOverview:
     @pytest.mark.parametrize(("width", "height"), [(40, 10), (80, 24), (60, 5), (200, 60)])
     def test_small_terminals_get_less_of_it_and_no_broken_lines(self, width: int, height: int) -> None:
         many = [shape.Worker(f"decode-{n}", "decode", "tiny", str(n), 1, "ready", "healthy") for n in range(30)]
-        frame = build(status(workers=[]), [view(workers=many, requests=[request(n) for n in range(50)])], 0.0)
+        frame = build(status(workers=[]), [view(workers=many, requests=[request(n) for n in range(50)])])
         lines = drawn(frame, width, height)
         assert all(len(line) <= width for line in lines)
         assert len(lines) <= max(height, 12)
