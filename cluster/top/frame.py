@@ -63,6 +63,7 @@ def build(status: cluster_pb2.ClusterStatus, views: Sequence[Snapshot]) -> Frame
         RouterRow(each.router_id, each.state, each.restarts, by_id.get(each.router_id))
         for each in status.routers
     ]
+    workers = with_all_workers(_workers(worker for view in views for worker in view.workers), status)
     requests = [request for view in views for request in view.requests]
     requests.sort(key=lambda request: (request.state in _ENDS, -request.received_unix_s))
     return Frame(
@@ -70,7 +71,7 @@ def build(status: cluster_pb2.ClusterStatus, views: Sequence[Snapshot]) -> Frame
         version=status.version,
         redis=status.redis,
         routers=routers,
-        workers=with_all_workers(_workers(worker for view in views for worker in view.workers), status),
+        workers=sorted(workers, key=lambda worker: (worker.model, worker.role != "prefill")),
         flows=with_links(_flows(flow for view in views for flow in view.flows), status),
         queues=_queues(queue for view in views for queue in view.queues),
         requests=requests,

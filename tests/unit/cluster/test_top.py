@@ -67,15 +67,16 @@ def status(**fields: Any) -> cluster_pb2.ClusterStatus:
     live = worker_pb2.WorkerState(load=worker_pb2.WorkerLoad(running_requests=4, blocks=blocks))
     link = worker_pb2.LinkState(peer_worker="decode-0", transport="mapped", state="ready", latency_s=2e-5)
     sender = worker_pb2.WorkerState(load=worker_pb2.WorkerLoad(blocks=blocks), links=[link])
+    sending = cluster_pb2.WorkerStatus(info=info("prefill-0", 5, cluster_pb2.ROLE_PREFILL), state="ready", live=sender)
     values: dict[str, Any] = {
         "cluster": "c", "version": "1", "redis": "embedded",
         "routers": [cluster_pb2.RouterStatus(router_id="router-0", state="ready", http_address="h:1")],
         "workers": [
-            cluster_pb2.WorkerStatus(info=info("prefill-0", 5, cluster_pb2.ROLE_PREFILL), state="ready", live=sender),
             cluster_pb2.WorkerStatus(info=info("decode-0", 6, cluster_pb2.ROLE_DECODE), state="ready", live=live),
             cluster_pb2.WorkerStatus(
                 info=info("decode-1", 7, cluster_pb2.ROLE_DECODE), state="restarting", reason="lost", restarts=2
             ),
+            sending,
         ],
     }  # fmt: skip
     return cluster_pb2.ClusterStatus(**(values | fields))
