@@ -30,6 +30,7 @@ ALLOWED: dict[str, frozenset[Identity]] = {
         "GetStatus": READERS,
         "GetTrace": ADMINS,
         "ListTraces": ADMINS,
+        "ListSnapshots": ADMINS,
         "Shutdown": ADMINS,
     }.items()
 }
@@ -125,6 +126,14 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
     ) -> trace_pb2.ListTracesResponse:
         try:
             return await self._controller.traces.list(request)
+        except TandemError as error:
+            await abort(context, error)
+
+    async def ListSnapshots(
+        self, request: cluster_pb2.ListSnapshotsRequest, context: Context
+    ) -> cluster_pb2.ListSnapshotsResponse:
+        try:
+            return await self._controller.traces.snapshots()
         except TandemError as error:
             await abort(context, error)
 

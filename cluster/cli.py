@@ -100,6 +100,20 @@ def status(
 
 
 @app.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print one frame, as without a terminal.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two frames.", min=0.2, max=60)] = 1.0,
+    address: Address = None,
+    cluster: ClusterName = None,
+    tls: Tls = None,
+) -> None:
+    """Watch a running cluster: workers, links, queues and requests, live."""
+    from cluster.commands.top import run_top
+
+    raise typer.Exit(run_top(once, interval, address, cluster, tls))
+
+
+@app.command()
 def trace(
     request: Annotated[str | None, typer.Argument(help="Id of a request; without it, the latest are listed.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,

@@ -1,4 +1,5 @@
-"""The traces that the routers keep, as the controller asks for them. A request is known to the router that took it."""
+"""The traces that the routers keep, and what they see now, as the controller asks for them. A request is known to the
+router that took it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from router.edge_traces import SECRET_KEY
 from router.trace import DEFAULT_LISTED
 from tandem.errors import TandemError, UnavailableError
 from tandem.grpc_errors import error_from_rpc
-from tandem.v1 import trace_pb2, trace_pb2_grpc
+from tandem.v1 import cluster_pb2, trace_pb2, trace_pb2_grpc
 
 TIMEOUT_S = 5.0
 
@@ -36,6 +37,19 @@ class RouterTraces:
         traces = [trace for answer in answers for trace in answer.traces]
         traces.sort(key=lambda trace: trace.received_unix_s + trace.total_s, reverse=True)  # as one router lists them
         return trace_pb2.ListTracesResponse(traces=traces[: request.limit or DEFAULT_LISTED])
+
+    async def snapshots(self) -> cluster_pb2.ListSnapshotsResponse:
+        answers = await asyncio.gather(*(self._snapshot(name) for name in self.addresses))
+        return cluster_pb2.ListSnapshotsResponse(snapshots=_found(answers))
+
+    async def _snapshot(self, name: str) -> trace_pb2.RouterSnapshot | TandemError:
+        async with grpc.aio.insecure_channel(self.addresses[name]) as channel:
+            stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
+            try:
+                request = trace_pb2.GetSnapshotRequest()
+                return await stub.GetSnapshot(request, timeout=TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
+            except grpc.aio.AioRpcError as error:
+                return _told(name, error)
 
     async def _get(self, name: str, request: trace_pb2.GetTraceRequest) -> trace_pb2.RequestTrace | TandemError:
         async with grpc.aio.insecure_channel(self.addresses[name]) as channel:

@@ -13,6 +13,10 @@ from prometheus_client import CollectorRegistry
 
 from router.auth.calls import Calls
 from router.certificate_metrics import CertificateCollector
+from router.dashboard.edge import DashboardEdge
+from router.dashboard.feed import Feed
+from router.dashboard.source import SnapshotSource
+from router.dashboard.view import RouterView
 from router.directory import DirectoryFollower
 from router.dispatch import Dispatcher
 from router.edge_grpc import GrpcServer
@@ -35,7 +39,8 @@ from router.terms import TermsParser
 from router.trace_export import TraceExport
 from tandem.clock import Clock, SystemClock
 from tandem.config import Role
-from tandem.grpc_tls import ClusterTls
+from tandem.grpc_options import CLIENT_OPTIONS
+from tandem.grpc_tls import ClusterTls, open_channel
 from tandem.identity import Identity
 from tandem.launch import RouterLaunch
 from tandem.trace_context import TraceSampler
@@ -63,12 +68,14 @@ class RouterApp:
         self.metrics = router_metrics(registry, launch)
         tracing = launch.observability.tracing
         self._export = TraceExport.of(tracing, launch.cluster, launch.router_id)
+        self.feed = Feed(clock)
         self.dispatcher = Dispatcher(
             spec=spec,
             fleet_of=partial(self._new_fleet, Estimates(clock)),
             mirror=self.mirror,
             policy=policy_profile(spec, seed=crc32(launch.router_id.encode())),
             metrics=self.metrics,
+            feed=self.feed,
             clock=clock,
             export=self._export,
         )
@@ -101,6 +108,20 @@ class RouterApp:
                 {use: tls.cert for use, tls in (("edge", spec.tls), ("internal", launch.tls)) if tls is not None}
             )
         )
+        view = RouterView(
+            service=self.service,
+            dispatcher=self.dispatcher,
+            mirror=self.mirror,
+            follower=self._follower,
+            feed=self.feed,
+            classes=spec.classes,
+            clock=clock,
+        )
+        connect = partial(
+            open_channel, launch.controller_address, self._tls, Identity.CONTROLLER, CLIENT_OPTIONS
+        )
+        self._snapshots = SnapshotSource(view, connect, clock)
+        dashboard = DashboardEdge(self._snapshots).routes() if spec.dashboard else []
         self._directory = DirectoryFollower(
             launch.controller_address, launch.router_id, self._on_directory, self._tls
         )
@@ -109,7 +130,7 @@ class RouterApp:
         connections = connections_for(spec.max_connections)
         edge_tls = EdgeTls(spec.tls) if spec.tls is not None else None
         self._http = HttpServer(
-            HttpEdge(self.service, max_body_bytes=spec.max_body_bytes),
+            HttpEdge(self.service, max_body_bytes=spec.max_body_bytes, more_routes=dashboard),
             sock,
             max_connections=connections,
             client_timeout_s=spec.client_timeout_s,
@@ -118,7 +139,7 @@ class RouterApp:
         )
         self._grpc = GrpcServer(
             self.service,
-            TracesEdge(self.dispatcher.traces, launch.controller_secret),
+            TracesEdge(self.dispatcher.traces, self._snapshots.router_json, launch.controller_secret),
             host=spec.grpc_host,
             port=spec.grpc_port,
             max_message_bytes=spec.max_body_bytes,
@@ -160,6 +181,7 @@ class RouterApp:
         self._readiness.close()
         await self.dispatcher.close()
         await asyncio.gather(self._http.close(), self._grpc.close())
+        await self._snapshots.close()
         if self._follower is not None:
             await self._follower.close()
         if self._export is not None:
@@ -188,6 +210,7 @@ class RouterApp:
         fleet = self.dispatcher.fleet
         prefill, decode = fleet.count_ready(Role.PREFILL), fleet.count_ready(Role.DECODE)
         self.metrics.set_workers(prefill=prefill, decode=decode)
+        self.feed.fleet_watch.look(fleet)
         self._readiness.update()
         self._tell_readiness()
         pump()
@@ -197,6 +220,7 @@ class RouterApp:
         prefill, decode = fleet.count_ready(Role.PREFILL), fleet.count_ready(Role.DECODE)
         if self.service.ready != self._ready:
             self._ready = not self._ready
+            self.feed.readiness(self.service.router_id, is_ready=self._ready)
             log.info(
                 "router ready" if self._ready else "router not ready",
                 extra={"prefill_workers": prefill, "decode_workers": decode},

@@ -10,6 +10,7 @@ from kvtransfer.causes import HandoffFault
 from router import health_facts
 from router.account import Charge
 from router.admission import Admission
+from router.dashboard.feed import Feed
 from router.deadlines import Deadlines
 from router.fleet import Fleet, Worker
 from router.in_flight_prefills import InFlightPrefills
@@ -46,6 +47,7 @@ class Dispatcher:
         mirror: PrefixMirror,
         policy: PlacementPolicy,
         metrics: RouterMetrics,
+        feed: Feed,
         clock: Clock,
         export: TraceExport | None = None,
     ) -> None:
@@ -54,15 +56,16 @@ class Dispatcher:
         self._mirror = mirror
         self._policy = policy
         self._metrics = metrics
+        self._feed = feed
         self._clock = clock
         self._max_migrations = spec.max_migrations
-        self._admission: Admission[RequestRun] = Admission(
+        self.admission: Admission[RequestRun] = Admission(
             spec.classes,
             max_queued_requests=spec.max_queued_requests,
             queue_timeout_s=spec.queue_timeout_s,
             budget_tokens=spec.max_prefill_tokens_in_flight,
         )
-        metrics.watch_admission(self._admission)
+        metrics.watch_admission(self.admission)
         metrics.watch_classes(spec.classes)
         self._default_terms = Terms(spec.classes[0].name)
         self._deadlines = Deadlines(clock)
@@ -89,7 +92,7 @@ class Dispatcher:
             if self._closed:
                 raise UnavailableError("the router is shutting down; retry elsewhere", retry_after_s=1.0)
             now_s = self._clock.now_s()
-            pushed_out = self._admission.offer(request.model, run, terms, run.prefill_tokens, now_s)
+            pushed_out = self.admission.offer(request.model, run, terms, run.prefill_tokens, now_s)
         except TandemError as error:
             run.reject(error)
             raise
@@ -104,17 +107,17 @@ class Dispatcher:
         """Places what can be placed now. Called whenever a worker, a request or the clock has changed something."""
         now_s = self._clock.now_s()
         self.fleet.sweep()
-        self._admission.dispatch(now_s, self._place, self._prefillers)
-        for run, error in self._admission.expire(now_s):
+        self.admission.dispatch(now_s, self._place, self._prefillers)
+        for run, error in self.admission.expire(now_s):
             run.reject(error)
-        for run in self._admission.in_the_way():
+        for run in self.admission.in_the_way():
             run.step_back(UnavailableError("gave way to requests that are not of a batch class"))
-        self._metrics.set_load(queued=len(self._admission), running=len(self._running))
+        self._metrics.set_load(queued=len(self.admission), running=len(self._running))
         self._set_timer(now_s)
 
     def pump_waiting(self) -> None:
         """A worker may have room now: of no interest while nobody waits."""
-        if len(self._admission):
+        if len(self.admission):
             self.pump()
 
     async def close(self) -> None:
@@ -122,16 +125,20 @@ class Dispatcher:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        rest = [*self._running, *self._admission.items()]
+        rest = [*self._running, *self.admission.items()]
         for run in rest:
             run.cancel()
         if rest:
             await asyncio.sleep(CANCELLED_DRAIN_S)  # cancels go out
         await self.fleet.close()
 
+    def running(self) -> list[RequestRun]:
+        """Those on workers."""
+        return list(self._running)
+
     @property
     def active(self) -> int:
-        return len(self._running) + len(self._admission)
+        return len(self._running) + len(self.admission)
 
     # ---- placing
 
@@ -155,6 +162,7 @@ class Dispatcher:
         if decode is None or (placement.prefill is not None and prefill is None):
             return False  # gone between two lines; the directory's next change calls again
         self._metrics.placed(run.request.model, placement.reason)
+        self._feed.placed(run, placement)
         self._charge(run, decode, prefill, placement.prefiller.uncached_tokens(self._ask(run)))
         self._placed += 1
         run.credited_tokens = placement.prefiller.cached_tokens
@@ -236,13 +244,16 @@ class Dispatcher:
         words = run.trace.names() | {"cause": str(cause), "answer_tokens": str(run.answer_tokens)}
         log.info("request goes back in line", extra=words)
         self._metrics.retried(run.request.model, cause.code)
+        if not refused:
+            self._feed.requeued(run, cause)
         self._put_back(run, cause if refused else None)
 
     def prefilled(self, run: RequestRun) -> None:
         if not run.answer_tokens:  # else it is continued, and its prompt was longer
             observe_prefill(run)
             self._metrics.credited(run.request.model, run.credited_tokens, run.wrong_credit_tokens)
-        self._admission.first_token(run, self._clock.now_s())
+            self._feed.first_token(run)
+        self.admission.first_token(run, self._clock.now_s())
         self._in_flight.computed(run)
         for worker, charge in self._running.get(run, []):
             if worker is run.prefill:
@@ -253,6 +264,7 @@ class Dispatcher:
     def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
         observe_handoff(run, attempt, done)
         self._metrics.handed_off(run.request.model, attempt, done)
+        self._feed.handed_off(attempt, done)
 
     def blamed(self, run: RequestRun, worker_ids: Sequence[str]) -> None:
         health_facts.blamed(self.fleet.health, run, worker_ids, self._clock.now_s())
@@ -260,17 +272,22 @@ class Dispatcher:
     def paced(self, run: RequestRun, seconds: float) -> None:
         observe_decode(run, seconds)
 
+    def next_token(self, gap_s: float, now_s: float) -> None:
+        self._feed.next_token(gap_s, now_s)
+
     def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None:
         self._metrics.handoff_failed(run.request.model, fault.cause)
+        self._feed.handoff_failed(run, fault)
 
     def ended(self, run: RequestRun, error: TandemError | None) -> None:
         self.traces.add(run.trace)
         if self._export is not None:
             self._export.offer(run.trace)
-        had_place = run in self._running or run in self._admission
+        self._feed.ended(run)
+        had_place = run in self._running or run in self.admission
         self._in_flight.failed(run)
         self._release(run)
-        self._admission.over(run)
+        self.admission.over(run)
         self._deadlines.over(run)
         model, code = run.request.model, None if error is None else error.code
         self._metrics.judged(model, run.terms.priority, run.stream.final, run.lifecycle.state, code)
@@ -304,7 +321,7 @@ class Dispatcher:
     def _put_back(self, run: RequestRun, refusal: TandemError | None) -> None:
         self._in_flight.failed(run)
         self._release(run)
-        self._admission.put_back(
+        self.admission.put_back(
             run.request.model,
             run,
             run.terms,
@@ -325,7 +342,7 @@ class Dispatcher:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due_s = self._admission.next_due_s(now_s)
+        due_s = self.admission.next_due_s(now_s)
         if due_s is not None and not self._closed:
             self._timer = asyncio.get_running_loop().call_later(max(0.001, due_s - now_s), self.pump)
 

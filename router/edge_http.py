@@ -44,9 +44,13 @@ _STATUS_ERRORS = {404: "no such path", 405: "method not allowed here"}
 class HttpEdge:
     """The handlers. Made into an application by `app`."""
 
-    def __init__(self, service: RouterService, *, max_body_bytes: int) -> None:
+    def __init__(
+        self, service: RouterService, *, max_body_bytes: int, more_routes: Sequence[Route] = ()
+    ) -> None:
+        """`more_routes`: not of the inference API (the dashboard's)."""
         self._service = service
         self._max_body_bytes = max_body_bytes
+        self._more_routes = more_routes
 
     def routes(self) -> list[Route]:
         return [
@@ -72,7 +76,7 @@ class HttpEdge:
             Exception: _on_bug,
         }
         hot = {"/v1/chat/completions": self.chat, "/v1/completions": self.completions}
-        routes, gate = self.routes(), HttpGate(self._service.calls)
+        routes, gate = [*self.routes(), *self._more_routes], HttpGate(self._service.calls)
         gate.guard(routes)
         app = Starlette(routes=routes, exception_handlers=on_error)
         app.router.redirect_slashes = False  # a path has one spelling

@@ -179,8 +179,10 @@ class RequestRun:
             return
         before_s, now_s = self._last_token_s, self._clock.now_s()
         self._last_token_s = now_s
-        if self._answer and self.on_gap is not None:
-            self.on_gap(now_s - before_s)
+        if self._answer:
+            self._host.next_token(now_s - before_s, now_s)
+            if self.on_gap is not None:
+                self.on_gap(now_s - before_s)
         if not self._has_first_token:
             self._on_first_token(token, now_s)
         elif self.lifecycle.state is RequestState.HANDOFF and self._is_decode(link):

@@ -389,5 +389,10 @@ class StubController(ClusterServicer):
     async def ListTraces(self, request: trace_pb2.ListTracesRequest, context: Any) -> trace_pb2.ListTracesResponse:
         return trace_pb2.ListTracesResponse()
 
+    async def ListSnapshots(
+        self, request: cluster_pb2.ListSnapshotsRequest, context: Any
+    ) -> cluster_pb2.ListSnapshotsResponse:
+        return cluster_pb2.ListSnapshotsResponse()
+
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Any) -> cluster_pb2.ShutdownResponse:
         return cluster_pb2.ShutdownResponse()

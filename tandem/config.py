@@ -251,6 +251,7 @@ class RouterSpec(Frozen):
     keep_alive_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         75.0, description="An HTTP connection without a request is closed after this."
     )
+    dashboard: bool = Field(True, description="Serve the web dashboard at `/dashboard` on the HTTP port.")
     index_memory_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = Field(
         64 << 20,
         description="Memory of the prefix index: 20 bytes for each cached block of the cluster are enough. Blocks "

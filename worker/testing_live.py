@@ -70,6 +70,11 @@ class Directory(cluster_pb2_grpc.ClusterServicer):
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Any) -> cluster_pb2.ClusterStatus:
         raise NotImplementedError("only the membership half of a controller")
 
+    async def ListSnapshots(
+        self, request: cluster_pb2.ListSnapshotsRequest, context: Any
+    ) -> cluster_pb2.ListSnapshotsResponse:
+        raise NotImplementedError("only the membership half of a controller")
+
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Any) -> cluster_pb2.ShutdownResponse:
         raise NotImplementedError("only the membership half of a controller")
 

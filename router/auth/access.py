@@ -22,6 +22,11 @@ HTTP_ACCESS: Mapping[str, Access] = {
     "/health": Access.PUBLIC,
     "/ready": Access.PUBLIC,
     "/metrics": Access.ADMIN,
+    "/dashboard": Access.PUBLIC,  # the page holds no data
+    "/dashboard/": Access.PUBLIC,
+    "/dashboard/static/{name}": Access.PUBLIC,
+    "/dashboard/api/v1/snapshot": Access.ADMIN,
+    "/dashboard/api/v1/requests/{request_id}": Access.ADMIN,
 }
 
 _INFERENCE = ("Generate", "Tokenize", "ListModels", "GetServerInfo")
@@ -37,6 +42,7 @@ GRPC_ACCESS: Mapping[str, Access] = {
     "/grpc.health.v1.Health/Watch": Access.PUBLIC,
     "/tandem.v1.Traces/GetTrace": Access.CONTROLLER,
     "/tandem.v1.Traces/ListTraces": Access.CONTROLLER,
+    "/tandem.v1.Traces/GetSnapshot": Access.CONTROLLER,
 }
 
 
