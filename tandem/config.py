@@ -111,7 +111,11 @@ class TransferSpec(Frozen):
     ticket_ttl_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         30.0, description="A lease without progress ends after this."
     )
-    bind_host: str = "127.0.0.1"
+    bind_host: Annotated[str, Field(min_length=1)] = Field(
+        "127.0.0.1",
+        description="Where workers listen, on their own host. auto: at the address by which that host reaches the "
+        "controller, so that every host has its own.",
+    )
 
     @model_validator(mode="after")
     def _tls_covers_transport(self) -> TransferSpec:

@@ -212,9 +212,9 @@ async def serve(launch: WorkerLaunch) -> None:
     leader = LeaderLink(channel, publisher, on_info=registration.update_agents)
     server = grpc.aio.server(options=SERVER_OPTIONS)
     server.add_generic_rpc_handlers((WorkerService(launch, leader).handlers(),))
-    port = server.add_insecure_port(f"{launch.transfer.bind_host}:0")
+    port = server.add_insecure_port(f"{launch.bind_host}:0")
     await server.start()
-    info.address = f"{launch.transfer.bind_host}:{port}"
+    info.address = f"{launch.bind_host}:{port}"
     info.processes.add(name="service", pid=os.getpid())
     background = [asyncio.create_task(registration.run()), asyncio.create_task(publisher.run())]
     for task in background:
