@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from cluster.redis_probe import check_redis
+from cluster.requirements import check_requirements
 from kvtransfer.control import TlsFiles
 from kvtransfer.reshard import reshard_plan
 from kvtransfer.tls import load_tls
@@ -53,6 +54,7 @@ class ResolvedCluster:
 
 def resolve(spec: ClusterSpec, progress: Progress) -> ResolvedCluster:
     """Raises ConfigError (or a kind of it) naming the field, what was expected and what to do."""
+    check_requirements()
     check_ports(spec)
     check_transfer(spec)
     if spec.redis.url is not None:

@@ -212,6 +212,9 @@ class RouterSpec(Frozen):
         description="A client that keeps the router waiting for the rest of a request, or that leaves its answer "
         "unread, is cut off after this.",
     )
+    drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = Field(
+        3.0, description="A router that is told to end refuses new requests and lets running ones go on for so long."
+    )
     keep_alive_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         75.0, description="An HTTP connection without a request is closed after this."
     )

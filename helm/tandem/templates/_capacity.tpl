@@ -65,8 +65,10 @@ they are memory files of their own, or GPU memory. */ -}}
 {{- fail (printf "node.resources.limits.memory: expected more than %.0fMi over %v nodes for KV pools (engine.kv_memory_bytes of each rank) and /dev/shm, got %s each" (divf (addf $need.pools (mulf $shared (float64 $nodes))) 1048576) $nodes .) -}}
 {{- end -}}
 {{- end -}}
-{{- if le (.Values.terminationGracePeriodSeconds | int) (.Values.preStopSeconds | int) -}}
-{{- fail "terminationGracePeriodSeconds: expected more than preStopSeconds, which it holds" -}}
+{{- $drain := dig "router" "drain_timeout_s" 3 .Values.cluster | float64 -}}
+{{- $ending := addf $drain (float64 .Values.preStopSeconds) 10.0 -}}
+{{- if lt (float64 .Values.terminationGracePeriodSeconds) $ending -}}
+{{- fail (printf "terminationGracePeriodSeconds: expected at least %v (preStopSeconds, cluster.router.drain_timeout_s, 10 to end), got %v" $ending .Values.terminationGracePeriodSeconds) -}}
 {{- end -}}
 {{- end -}}
 
