@@ -65,6 +65,9 @@ they are memory files of their own, or GPU memory. */ -}}
 {{- fail (printf "node.resources.limits.memory: expected more than %.0fMi over %v nodes for KV pools (engine.kv_memory_bytes of each rank) and /dev/shm, got %s each" (divf (addf $need.pools (mulf $shared (float64 $nodes))) 1048576) $nodes .) -}}
 {{- end -}}
 {{- end -}}
+{{- if and (include "tandem.internalSecret" (list . "head")) (eq .Values.redis.mode "valkey") (not .Values.redis.valkey.tls.existingSecret) -}}
+{{- fail "redis.valkey.tls.existingSecret: expected with tls.internal: prefix events would travel in the clear" -}}
+{{- end -}}
 {{- $drain := dig "router" "drain_timeout_s" 3 .Values.cluster | float64 -}}
 {{- $ending := addf $drain (float64 .Values.preStopSeconds) 10.0 -}}
 {{- if lt (float64 .Values.terminationGracePeriodSeconds) $ending -}}

@@ -49,13 +49,25 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- ternary $kind (printf "%s-%d" $kind $number) (eq $number 0) -}}
 {{- end -}}
 
-{{- /* The Secret of one of `tls`' two entries, given or cert-manager's; empty: no TLS. Args (root, edge or internal). */ -}}
-{{- define "tandem.tlsSecret" -}}
-{{- $root := index . 0 -}}{{- $which := index . 1 -}}
-{{- $tls := get $root.Values.tls $which -}}
-{{- if $tls.existingSecret -}}
-{{- $tls.existingSecret -}}
-{{- else if $tls.certManager.enabled -}}
-{{- include "tandem.fullname" $root }}-{{ $which }}-tls
+{{- /* The Secret with the edge's certificate, given or cert-manager's; empty: no TLS. */ -}}
+{{- define "tandem.edgeSecret" -}}
+{{- with .Values.tls.edge -}}
+{{- if .existingSecret }}{{ .existingSecret }}{{ else if .certManager.enabled }}{{ include "tandem.fullname" $ }}-edge-tls{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.edgeName" -}}
+{{- .Values.tls.edge.serverName | default (printf "%s-http.%s.svc" (include "tandem.fullname" .) .Release.Namespace) -}}
+{{- end -}}
+
+{{- /* The same for a pod's certificate inside the cluster. Args (root, head or node). */ -}}
+{{- define "tandem.internalSecret" -}}
+{{- $root := index . 0 -}}{{- $component := index . 1 -}}
+{{- with $root.Values.tls.internal -}}
+{{- if .existingSecret -}}
+{{- ternary (default .existingSecret .nodeSecret) .existingSecret (eq $component "node") -}}
+{{- else if .certManager.enabled -}}
+{{- include "tandem.fullname" $root }}-{{ $component }}-tls
+{{- end -}}
 {{- end -}}
 {{- end -}}

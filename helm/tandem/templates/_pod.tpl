@@ -1,3 +1,5 @@
+{{- /* Secrets are optional everywhere, so that the pod starts and Tandem can say which of them is missing. */ -}}
+
 {{- define "tandem.redisEnv" -}}
 {{- if eq .Values.redis.mode "valkey" }}
 {{- $secure := .Values.redis.valkey.tls.existingSecret }}
@@ -6,7 +8,7 @@
     secretKeyRef:
       name: {{ .Values.redis.valkey.auth.existingSecret }}
       key: {{ .Values.redis.valkey.auth.key }}
-      optional: true  # Tandem says which Secret is missing
+      optional: true
 - name: TANDEM_REDIS_URL
   value: {{ ternary "rediss" "redis" (ne $secure "") }}://tandem:$(VALKEY_PASSWORD)@{{ include "tandem.fullname" . }}-valkey:6379/0{{ ternary "?ssl_ca_certs=/etc/tandem-redis/ca.crt" "" (ne $secure "") }}
 {{- else if eq .Values.redis.mode "external" }}
@@ -40,7 +42,6 @@
 {{- end }}
 {{- end -}}
 
-{{- /* The Secrets are optional, so that the pod starts and Tandem can say which of them is missing. */ -}}
 {{- define "tandem.redisCaSecret" -}}
 {{- if eq .Values.redis.mode "valkey" -}}
 {{- .Values.redis.valkey.tls.existingSecret -}}
@@ -49,53 +50,65 @@
 {{- end -}}
 {{- end -}}
 
+{{- /* Keys and the edge's certificate are in the head pod alone. Args (root, head or node). */ -}}
 {{- define "tandem.volumeMounts" -}}
+{{- $root := index . 0 -}}{{- $component := index . 1 -}}
 - {name: shared-memory, mountPath: /dev/shm}
 - {name: tmp, mountPath: /tmp}
 - {name: home, mountPath: /home/tandem}
 - {name: models, mountPath: /models}
 - {name: config, mountPath: /etc/tandem, readOnly: true}
-{{- range $which := list "edge" "internal" }}
-{{- if include "tandem.tlsSecret" (list $ $which) }}
-- {name: tls-{{ $which }}, mountPath: /etc/tandem-tls/{{ $which }}, readOnly: true}
+{{- if include "tandem.internalSecret" . }}
+- {name: tls-internal, mountPath: /etc/tandem-tls/internal, readOnly: true}
 {{- end }}
+{{- if eq $component "head" }}
+{{- if include "tandem.edgeSecret" $root }}
+- {name: tls-edge, mountPath: /etc/tandem-tls/edge, readOnly: true}
 {{- end }}
-{{- if .Values.auth.existingSecret }}
+{{- if $root.Values.auth.existingSecret }}
 - {name: keys, mountPath: /etc/tandem-keys, readOnly: true}
 {{- end }}
-{{- if include "tandem.redisCaSecret" . }}
+{{- end }}
+{{- if include "tandem.redisCaSecret" $root }}
 - {name: redis-ca, mountPath: /etc/tandem-redis, readOnly: true}
 {{- end }}
 {{- end -}}
 
 {{- define "tandem.volumes" -}}
+{{- $root := index . 0 -}}{{- $component := index . 1 -}}
 - name: shared-memory
-  emptyDir: {medium: Memory, sizeLimit: {{ include "tandem.sharedMemory" . }}}
+  emptyDir: {medium: Memory, sizeLimit: {{ include "tandem.sharedMemory" $root }}}
 - name: tmp
   emptyDir: {}
 - name: home
   emptyDir: {}
 - name: models
-  {{- if .Values.models.existingClaim }}
-  persistentVolumeClaim: {claimName: {{ .Values.models.existingClaim }}}
-  {{- else if .Values.models.hostPath }}
-  hostPath: {path: {{ .Values.models.hostPath }}, type: Directory}
+  {{- with $root.Values.models }}
+  {{- if .existingClaim }}
+  persistentVolumeClaim: {claimName: {{ .existingClaim }}}
+  {{- else if .hostPath }}
+  hostPath: {path: {{ .hostPath }}, type: Directory}
   {{- else }}
-  emptyDir: {sizeLimit: {{ .Values.models.emptyDirSize }}}
+  emptyDir: {sizeLimit: {{ .emptyDirSize }}}
+  {{- end }}
   {{- end }}
 - name: config
-  configMap: {name: {{ include "tandem.fullname" . }}}
-{{- range $which := list "edge" "internal" }}
-{{- with include "tandem.tlsSecret" (list $ $which) }}
-- name: tls-{{ $which }}
+  configMap: {name: {{ include "tandem.fullname" $root }}}
+{{- with include "tandem.internalSecret" . }}
+- name: tls-internal
   secret: {secretName: {{ . }}, optional: true, defaultMode: 0440}
 {{- end }}
+{{- if eq $component "head" }}
+{{- with include "tandem.edgeSecret" $root }}
+- name: tls-edge
+  secret: {secretName: {{ . }}, optional: true, defaultMode: 0440}
 {{- end }}
-{{- with .Values.auth.existingSecret }}
+{{- with $root.Values.auth.existingSecret }}
 - name: keys
   secret: {secretName: {{ . }}, optional: true, defaultMode: 0440}
 {{- end }}
-{{- with include "tandem.redisCaSecret" . }}
+{{- end }}
+{{- with include "tandem.redisCaSecret" $root }}
 - name: redis-ca
   secret: {secretName: {{ . }}, optional: true, defaultMode: 0440, items: [{key: ca.crt, path: ca.crt}]}
 {{- end }}
@@ -103,41 +116,44 @@
 
 {{- /* Models whose source is a path are already on the volume. */ -}}
 {{- define "tandem.pullContainers" -}}
-{{- if .Values.models.pull }}
-{{- range $index, $model := .Values.cluster.models }}
+{{- $root := index . 0 -}}{{- $args := . -}}
+{{- if $root.Values.models.pull }}
+{{- range $index, $model := $root.Values.cluster.models }}
 {{- $source := default "smollm2-135m" $model.source }}
 {{- if not (hasPrefix "/" $source) }}
 - name: pull-model-{{ $index }}
-  image: {{ include "tandem.image" $ }}
-  imagePullPolicy: {{ $.Values.image.pullPolicy }}
+  image: {{ include "tandem.image" $root }}
+  imagePullPolicy: {{ $root.Values.image.pullPolicy }}
   command: [tandem, pull, {{ $source | quote }}]
   terminationMessagePolicy: FallbackToLogsOnError
   env:
-    {{- include "tandem.env" $ | nindent 4 }}
+    {{- include "tandem.env" $root | nindent 4 }}
   resources:
     requests: {cpu: 500m, memory: 1Gi}
     limits: {memory: 4Gi}
   securityContext:
-    {{- toYaml $.Values.securityContext | nindent 4 }}
+    {{- toYaml $root.Values.securityContext | nindent 4 }}
   volumeMounts:
-    {{- include "tandem.volumeMounts" $ | nindent 4 }}
+    {{- include "tandem.volumeMounts" $args | nindent 4 }}
 {{- end }}
 {{- end }}
 {{- end }}
 {{- end -}}
 
+{{- /* Args (root, head or node). */ -}}
 {{- define "tandem.podSpec" -}}
-serviceAccountName: {{ include "tandem.fullname" . }}
+{{- $root := index . 0 -}}
+serviceAccountName: {{ include "tandem.fullname" $root }}
 automountServiceAccountToken: false
 enableServiceLinks: false
-terminationGracePeriodSeconds: {{ .Values.terminationGracePeriodSeconds }}
+terminationGracePeriodSeconds: {{ $root.Values.terminationGracePeriodSeconds }}
 securityContext:
-  {{- toYaml .Values.podSecurityContext | nindent 2 }}
-{{- with .Values.imagePullSecrets }}
+  {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
+{{- with $root.Values.imagePullSecrets }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .Values.node.runtimeClassName }}
+{{- with $root.Values.node.runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end }}
 {{- $pulls := include "tandem.pullContainers" . }}

@@ -23,11 +23,13 @@
 {{- if ne .Values.redis.mode "embedded" -}}
 {{- $_ := set $set "redis" (dict "mode" "external" "url" "${TANDEM_REDIS_URL}") -}}
 {{- end -}}
-{{- if include "tandem.tlsSecret" (list . "edge") -}}
-{{- $_ := set $set.router "tls" (include "tandem.tlsFiles" "/etc/tandem-tls/edge" | fromYaml) -}}
+{{- if include "tandem.edgeSecret" . -}}
+{{- $_ := set $set.router "tls" (dict "cert" "/etc/tandem-tls/edge/tls.crt" "key" "/etc/tandem-tls/edge/tls.key") -}}
 {{- end -}}
-{{- if include "tandem.tlsSecret" (list . "internal") -}}
-{{- $_ := set $set "security" (dict "tls" (include "tandem.tlsFiles" "/etc/tandem-tls/internal" | fromYaml)) -}}
+{{- if include "tandem.internalSecret" (list . "head") -}}
+{{- $folder := "/etc/tandem-tls/internal/" -}}
+{{- $files := dict "cert" (print $folder "tls.crt") "key" (print $folder "tls.key") "ca" (print $folder "ca.crt") -}}
+{{- $_ := set $set "security" (dict "tls" $files) -}}
 {{- end -}}
 {{- if .Values.auth.existingSecret -}}
 {{- $file := printf "/etc/tandem-keys/%s" .Values.auth.key -}}
@@ -36,17 +38,16 @@
 {{- mergeOverwrite $spec $set | toYaml -}}
 {{- end -}}
 
-{{- define "tandem.tlsFiles" -}}
-{cert: {{ . }}/tls.crt, key: {{ . }}/tls.key, ca: {{ . }}/ca.crt}
-{{- end -}}
-
 {{- /* What must be in the pod and only the platform can put there. `tandem up` and `tandem doctor` name what is missing. */ -}}
 {{- define "tandem.requirements" -}}
-{{- range $which := list "edge" "internal" }}
-{{- with include "tandem.tlsSecret" (list $ $which) }}
-{{- range $file := list "tls.crt" "tls.key" "ca.crt" }}
-- {value: {{ printf "tls.%s" $which }}, what: {{ printf "Secret %s with %s" (include "tandem.tlsSecret" (list $ $which)) $file | quote }}, path: {{ printf "/etc/tandem-tls/%s/%s" $which $file }}}
+{{- with include "tandem.edgeSecret" . }}
+{{- range $file := list "tls.crt" "tls.key" }}
+- {value: tls.edge, what: {{ printf "Secret %s with %s" (include "tandem.edgeSecret" $) $file | quote }}, path: {{ printf "/etc/tandem-tls/edge/%s" $file }}}
 {{- end }}
+{{- end }}
+{{- with include "tandem.internalSecret" (list . "head") }}
+{{- range $file := list "tls.crt" "tls.key" "ca.crt" }}
+- {value: tls.internal, what: {{ printf "Secret %s with %s" (include "tandem.internalSecret" (list $ "head")) $file | quote }}, path: {{ printf "/etc/tandem-tls/internal/%s" $file }}}
 {{- end }}
 {{- end }}
 {{- with .Values.auth }}
