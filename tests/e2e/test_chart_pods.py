@@ -164,7 +164,8 @@ class Pod:
 
     @property
     def log(self) -> str:
-        return (self.folder / "log").read_text(errors="replace")[-6000:]
+        path = self.folder / "log"
+        return path.read_text(errors="replace")[-6000:] if path.exists() else "not started"
 
 
 @dataclass
@@ -201,11 +202,14 @@ class Deployment:
         deadline = time.monotonic() + timeout_s
         while not condition():
             ended = [name for name, pod in self.pods.items() if pod.process and pod.process.poll() is not None]
-            logs = "\n".join(f"--- {name}\n{pod.log}" for name, pod in self.pods.items())
-            assert not ended, f"{ended} ended:\n{logs}"
-            assert time.monotonic() < deadline, f"not within {timeout_s:g} s:\n{logs}"
+            assert not ended, f"{ended} ended:\n{self.logs}"
+            assert time.monotonic() < deadline, f"not within {timeout_s:g} s:\n{self.logs}"
             self.note_processes()
             time.sleep(0.5)
+
+    @property
+    def logs(self) -> str:
+        return "\n".join(f"--- {name}\n{pod.log}" for name, pod in self.pods.items())
 
     def note_processes(self) -> None:
         for pod in self.pods.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ def helm() -> str:
 
 
 def parse(text: str) -> Manifests:
-    manifests = [manifest for manifest in yaml.safe_load_all(text) if manifest]
+    manifests = [manifest for manifest in yaml.load_all(text, Loader=yaml.CSafeLoader) if manifest]
     found = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests}
     assert len(found) == len(manifests), "two objects of one kind and name"
     return found
@@ -34,13 +35,14 @@ def parse(text: str) -> Manifests:
 def render(helm: str) -> Callable[..., Manifests]:
     """`render("--set", "a=b")`: (kind, name) → manifest of `helm template`."""
 
-    def run(*arguments: str) -> Manifests:
+    @functools.cache
+    def text(*arguments: str) -> str:
         command = [helm, "template", "test", str(CHART), "--namespace", "serving", *arguments]
         result = subprocess.run(command, check=False, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
-        return parse(result.stdout)
+        return result.stdout
 
-    return run
+    return lambda *arguments: parse(text(*arguments))
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "tests" / "data"
-KUBERNETES = ("1.27", "1.37")  # the oldest that the chart names, and the newest
+OLDEST, NEWEST = "1.27", "1.37"
 RAY_CLUSTER = yaml.safe_load((DATA / "raycluster.schema.yaml").read_text())
 CUSTOM = {"RayCluster", "Certificate", "PodMonitor", "PrometheusRule", "HTTPRoute", "GRPCRoute"}
 IMMUTABLE = {
@@ -48,12 +48,19 @@ def containers(pod: Manifest) -> list[Manifest]:
     return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
 
 
-@pytest.mark.parametrize("version", KUBERNETES)
-def test_every_object_is_what_kubernetes_expects(example: Manifests, version: str) -> None:
-    native = [manifest for (kind, _), manifest in example.items() if kind not in CUSTOM]
-    for manifest in [*native, *(pod for _, pod in pods(example))]:
+def check_native(manifests: Manifests, version: str) -> None:
+    native = [manifest for (kind, _), manifest in manifests.items() if kind not in CUSTOM]
+    for manifest in [*native, *(pod for _, pod in pods(manifests))]:
         kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_every_object_is_what_kubernetes_and_kuberay_expect(example: Manifests) -> None:
+    check_native(example, NEWEST)
     jsonschema.validate(example["RayCluster", "test-tandem"], RAY_CLUSTER)
+
+
+def test_the_oldest_kubernetes_that_the_chart_names_knows_every_field(render: Callable[..., Manifests]) -> None:
+    check_native(render("--values", str(ROOT / "helm" / "tandem" / "examples" / "secured.yaml")), OLDEST)
 
 
 def test_a_misspelt_field_of_a_pod_or_a_ray_cluster_would_be_found(render: Callable[..., Manifests]) -> None:
@@ -61,7 +68,7 @@ def test_a_misspelt_field_of_a_pod_or_a_ray_cluster_would_be_found(render: Calla
     head = dict(pods({("RayCluster", "test-tandem"): cluster}))["head"]
     head["spec"]["containers"][0]["livenesProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(head, KUBERNETES[-1], strict=True)
+        kubernetes_validate.validate(head, NEWEST, strict=True)
     cluster["spec"]["workerGroupSpec"] = []
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(cluster, RAY_CLUSTER)
@@ -73,7 +80,7 @@ def test_no_pod_is_root_writes_its_root_file_system_or_knows_the_api_server(exam
         assert spec["automountServiceAccountToken"] is False, name
         assert spec["securityContext"]["runAsNonRoot"] is True, name
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
-        assert not spec.get("hostNetwork") and not spec.get("hostPID") and not spec.get("hostIPC"), name
+        assert {"hostNetwork", "hostPID", "hostIPC"}.isdisjoint(spec), name
         for container in containers(pod):
             context = container["securityContext"]
             assert context["allowPrivilegeEscalation"] is False, name
@@ -90,7 +97,7 @@ def test_every_container_says_what_it_needs_and_pins_its_image(example: Manifest
             assert {"cpu", "memory"} <= resources["requests"].keys(), name
             assert resources["limits"]["memory"], name
             tag = container["image"].rpartition("/")[2].partition(":")[2]
-            assert tag and tag != "latest", container["image"]
+            assert tag not in ("", "latest"), container["image"]
 
 
 def test_what_serves_is_probed(example: Manifests) -> None:
@@ -134,7 +141,9 @@ def _labels_of(manifests: Manifests, pod: Manifest) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("values", [None, "valkey", "two-racks"])
-def test_an_upgrade_changes_nothing_that_kubernetes_forbids(render: Callable[..., Manifests], values: str | None) -> None:
+def test_an_upgrade_changes_nothing_that_kubernetes_forbids(
+    render: Callable[..., Manifests], values: str | None
+) -> None:
     """tests/data/chart-0.1.0: what the former version of the chart rendered."""
     former_name = {None: "defaults", "valkey": "valkey", "two-racks": "valkey"}[values]
     former = _parse(DATA / "chart-0.1.0" / f"{former_name}.yaml")
