@@ -94,7 +94,6 @@ class Pod:
         for name, text in files.items():
             (folder / "etc" / name).write_text(self._here(text))
         (folder / "bin" / "valkey-server").symlink_to(embedded_redis.binary())
-        (folder / "bin" / "python").symlink_to(sys.executable)
         self.process: subprocess.Popen[bytes] | None = None
 
     def _here(self, text: str) -> str:
