@@ -36,6 +36,7 @@ VALUES = {
     },
     # A CPU for each worker: the two cannot share a machine.
     "node": {"replicas": 1, "resources": {"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "4Gi"}}},
+    "preStopSeconds": 1,
     "redis": {"mode": "valkey", "valkey": {"auth": {"existingSecret": "tandem-valkey"}}},
 }
 
@@ -290,15 +291,21 @@ def deployment(
         subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
-def complete(pod: Pod, port: int) -> Manifest:
-    """A completion through the Service's port, as a client on the other machine asks for it."""
-    body = {"model": "smollm2-135m", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
-    done = pod.execute(
-        ["curl", "--fail-with-body", "--silent", "--show-error", "--max-time", "60",
-         f"http://{HEAD_IP}:{port}/v1/completions", "-H", "Content-Type: application/json", "-d", json.dumps(body)]
+def ask(pod: Pod, port: int, max_tokens: int) -> subprocess.Popen[bytes]:
+    """Asks for a completion at a port of the Service, as a client on that pod's machine."""
+    body = {"model": "smollm2-135m", "prompt": "The capital of France is", "max_tokens": max_tokens, "temperature": 0}
+    url, data = f"http://{HEAD_IP}:{port}/v1/completions", json.dumps(body | {"ignore_eos": True})
+    curl = ["curl", "--fail-with-body", "--silent", "--show-error", "--max-time", "90", url]
+    return subprocess.Popen(
+        ["ip", "netns", "exec", pod.machine, *curl, "-H", "Content-Type: application/json", "-d", data],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    answer: Manifest = json.loads(done.stdout)
+
+
+def answer_of(client: subprocess.Popen[bytes]) -> Manifest:
+    out, err = client.communicate(timeout=100)
+    assert client.returncode == 0, out + err
+    answer: Manifest = json.loads(out)
     return answer
 
 
@@ -311,7 +318,7 @@ def test_the_pods_of_two_machines_answer_and_end_cleanly(deployment: Deployment)
     assert node.probe("readinessProbe")
     assert node.probe("livenessProbe")
 
-    answers = [complete(node, port)["choices"][0]["text"] for port in (8000, 8001)]
+    answers = [answer_of(ask(node, port, 8))["choices"][0]["text"] for port in (8000, 8001)]
     assert answers[0] == answers[1]
     assert "Paris" in answers[0]
 
@@ -323,8 +330,16 @@ def test_the_pods_of_two_machines_answer_and_end_cleanly(deployment: Deployment)
         assert blocks["leased"] == blocks["in_use"] == 0
         assert blocks["free"] + blocks["cached"] == blocks["total"]
 
+    (link,) = next(worker["links"] for worker in status["workers"] if worker["role"] == "prefill")
+    assert link["transport"] == "process_group"
+    assert link["bytes"] > 0
+
+    # A running request is answered to its end while the head drains.
+    running = ask(node, 8000, 100)
+    deployment.wait(lambda: any(worker["requests"]["running"] for worker in deployment.status()["workers"]), 20.0)
     deployment.note_processes()
-    assert head.terminate(40.0) == 0, head.log
+    assert head.terminate(60.0) == 0, head.log
+    assert answer_of(running)["usage"]["completion_tokens"] == 100
     node.terminate(40.0)
     deployment.pods["valkey"].terminate(10.0)
     alive = [pid for pid in deployment.seen if psutil.pid_exists(pid)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tandem.addresses import address_towards
+from tandem.config import ModelSpec, Role, TransferSpec
 from tandem.errors import ConfigError
+from tandem.launch import WorkerLaunch
 
 
 def test_the_way_to_loopback_is_loopback() -> None:
@@ -18,3 +20,20 @@ def test_no_way_is_told_with_the_field(peer: str) -> None:
     with pytest.raises(ConfigError, match=r"transfer\.bind_host") as raised:
         address_towards(peer)
     assert raised.value.field == "transfer.bind_host"
+
+
+@pytest.mark.parametrize(("bind_host", "listens"), [("auto", "127.0.0.1"), ("127.0.0.2", "127.0.0.2")])
+def test_a_worker_listens_where_its_host_reaches_the_controller(bind_host: str, listens: str) -> None:
+    launch = WorkerLaunch(
+        cluster="test",
+        worker_id="decode-0",
+        epoch=1,
+        role=Role.DECODE,
+        model=ModelSpec(),
+        model_dir="/models/tiny",
+        transfer=TransferSpec(bind_host=bind_host),
+        controller_address="127.0.0.1:50050",
+        redis_url=None,
+        run_dir="/tmp/none",
+    )
+    assert launch.bind_host == listens
