@@ -195,7 +195,8 @@ class Deployment:
             self.pods[name] = Pod(machine, ip, container, self.folder / name[0], config)
             command = {} if name == "valkey" else _kuberay_env(group, container, is_head=name == "head")
             if name == "node":  # KubeRay's own init container
-                self.wait(lambda: self.pods["head"].execute(["ray", "health-check"]).returncode == 0, 60.0)
+                gcs = ["ray", "health-check", "--address", f"{HEAD_IP}:6379"]
+                self.wait(lambda: self.pods["head"].execute(gcs).returncode == 0, 90.0)
             self.pods[name].start(given | command)
 
     def wait(self, condition: Any, timeout_s: float) -> None:
