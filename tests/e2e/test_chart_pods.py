@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -195,11 +195,13 @@ class Deployment:
             self.pods[name] = Pod(machine, ip, container, self.folder / name[0], config)
             command = {} if name == "valkey" else _kuberay_env(group, container, is_head=name == "head")
             if name == "node":  # KubeRay's own init container
-                gcs = ["ray", "health-check", "--address", f"{HEAD_IP}:6379"]
-                self.wait(lambda: self.pods["head"].execute(gcs).returncode == 0, 90.0)
+                self.wait(self.ray_answers, 90.0)
             self.pods[name].start(given | command)
 
-    def wait(self, condition: Any, timeout_s: float) -> None:
+    def ray_answers(self) -> bool:
+        return self.pods["head"].execute(["ray", "health-check", "--address", f"{HEAD_IP}:6379"]).returncode == 0
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             ended = [name for name, pod in self.pods.items() if pod.process and pod.process.poll() is not None]
