@@ -22,7 +22,8 @@ import pytest
 import yaml
 
 from cluster import embedded_redis
-from tandem.model_store import cache_dir
+from tandem.config import DEMO_MODEL
+from tandem.model_store import cache_dir, pull
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]
 
@@ -261,6 +262,7 @@ def _kuberay_env(group: Manifest, container: Manifest, *, is_head: bool) -> dict
 
 @pytest.fixture(scope="module")
 def manifests(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Manifest]:
+    pull(DEMO_MODEL)  # the machines have no way out
     helm = run(str(ROOT / "scripts" / "fetch-helm.sh")).strip()
     values = tmp_path_factory.mktemp("values") / "values.yaml"
     values.write_text(yaml.safe_dump(VALUES))

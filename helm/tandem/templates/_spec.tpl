@@ -14,6 +14,9 @@
 {{- end -}}
 {{- if $at }}{{ fail (printf "cluster.%s: set by the chart%s; leave it out" $path $instead) }}{{ end -}}
 {{- end -}}
+{{- if not (dig "control" "start_timeout_s" nil $spec) -}}
+{{- $_ := set $spec "control" (merge (dict "start_timeout_s" .Values.startupSeconds) (default dict $spec.control)) -}}
+{{- end -}}
 {{- $admin := ternary "${POD_IP}" "127.0.0.1" (eq (include "tandem.severalPods" .) "true") -}}
 {{- $set := dict
   "router" (dict "http_host" "${POD_IP}" "http_port" 8000 "grpc_host" "${POD_IP}" "grpc_port" 50051)

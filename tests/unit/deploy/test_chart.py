@@ -140,6 +140,12 @@ def test_nodes_spread_over_racks(render: Render) -> None:
     assert constraint["labelSelector"]["matchLabels"].items() <= labels.items()
 
 
+def test_a_start_may_take_as_long_as_the_probes_allow(render: Render) -> None:
+    assert cluster_spec(render("--set", "startupSeconds=900")).control.start_timeout_s == 900
+    given = render("--set", "cluster.control.start_timeout_s=300")
+    assert cluster_spec(given).control.start_timeout_s == 300
+
+
 def test_probes_ask_the_router_as_it_is_reached(render: Render) -> None:
     for arguments, scheme in (((), "HTTP"), (("--set", "tls.edge.existingSecret=edge"), "HTTPS")):
         container = container_of(head_of(render("--set", "startupSeconds=301", *arguments)))
