@@ -50,7 +50,8 @@ def run(*command: str) -> str:
 
 @dataclass
 class Machines:
-    """Two network namespaces, `head` (which has the Valkey pod's address too) and `node`."""
+    """Two network namespaces, `head` and `node`, which has the Valkey pod's address too: the head's Ray takes port 6379
+    of every address."""
 
     prefix: str
     names: tuple[str, str] = field(init=False)
@@ -65,7 +66,7 @@ class Machines:
         head, node = self.names
         cable = f"{self.prefix}h", f"{self.prefix}n"
         run("ip", "link", "add", cable[0], "netns", head, "type", "veth", "peer", "name", cable[1], "netns", node)
-        for name, end, addresses in ((head, cable[0], (HEAD_IP, VALKEY_IP)), (node, cable[1], (NODE_IP,))):
+        for name, end, addresses in ((head, cable[0], (HEAD_IP,)), (node, cable[1], (NODE_IP, VALKEY_IP))):
             for address in addresses:
                 run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", end)
             run("ip", "-n", name, "link", "set", end, "up")
@@ -188,7 +189,7 @@ class Deployment:
         head_machine, node_machine = self.machines.names
         given = {"tandem-valkey": "url-safe-password", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
         for name, machine, ip, group in (
-            ("valkey", head_machine, VALKEY_IP, valkey),
+            ("valkey", node_machine, VALKEY_IP, valkey),
             ("head", head_machine, HEAD_IP, head),
             ("node", node_machine, NODE_IP, nodes),
         ):
