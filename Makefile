@@ -35,7 +35,7 @@ test: $(DEV)  ## Run the tests (ARGS="tests/unit/planner -k roofline")
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(ARGS)
 
 check-deploy: $(DEV)  ## Run the tests that drive a browser, Prometheus and whole nodes
-	@scripts/system-tools.sh chromium prometheus promtool redis-server
+	@scripts/system-tools.sh chromium curl ip prometheus promtool redis-server
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m system $(ARGS)
 
 soak: $(DEV)  ## Run the tests of failures with their full number of rounds (half an hour)

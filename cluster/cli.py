@@ -203,9 +203,11 @@ def main() -> None:
     try:
         app()
     except Exception as error:
+        from cluster.last_words import leave
         from tandem.errors import TandemError
 
         if not isinstance(error, TandemError):
             raise
         print(f"error: {error.message}", file=sys.stderr)
+        leave(error.message)
         sys.exit(2)

@@ -12,12 +12,16 @@ from tandem.frozen import Frozen
 
 
 class ProcessSpec(Frozen):
-    """One process. `restart`: started again in place when it dies; the end of any other ends its member."""
+    """One process. `restart`: started again in place when it dies; the end of any other ends its member.
+
+    `stop_grace_s`: from SIGTERM to SIGKILL when it is stopped.
+    """
 
     name: str
     argv: tuple[str, ...]
     env: dict[str, str] = Field(default_factory=dict)
     restart: bool = False
+    stop_grace_s: float = 5.0
 
 
 class MemberStart(Frozen):

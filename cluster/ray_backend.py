@@ -30,7 +30,6 @@ from cluster.supervisor import Supervisor
 from tandem.errors import ConfigError
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least; nothing of ours goes through it
-PLACE_TIMEOUT_S = 60
 RETRY_S = 0.2
 # A frozen node is noticed in about 5 s instead of 65.
 HEALTH_CHECKS = {
@@ -94,15 +93,21 @@ class RayMember:
 
 
 class RayBackend:
-    """Args: `address` of an existing cluster, or None to start one on this machine, in `temp_dir`, with `cpus`."""
+    """Args: `address` of an existing cluster, or None to start one on this machine, in `temp_dir`, with `cpus`.
+
+    Nodes of an existing cluster may still be on their way: a place is waited for, for `place_timeout_s`.
+    """
 
     name = "ray"
 
-    def __init__(self, log_dir: Path, temp_dir: Path, *, address: str | None, cpus: float) -> None:
+    def __init__(
+        self, log_dir: Path, temp_dir: Path, *, address: str | None, cpus: float, place_timeout_s: float
+    ) -> None:
         self._log_dir = log_dir
         self._temp_dir = temp_dir
         self._address = address
         self._cpus = cpus
+        self._place_timeout_s = place_timeout_s
         self._actors: list[Any] = []
         self._groups: list[PlacementGroup] = []
         self._opening: asyncio.Future[None] | None = None
@@ -141,7 +146,7 @@ class RayBackend:
         bundles = [{"CPU": member.cpus} | ({"GPU": member.gpus} if member.gpus else {}) for member in members]
         placed = placement_group(bundles, strategy="STRICT_PACK", name=group)
         self._groups.append(placed)
-        if not await asyncio.to_thread(placed.wait, PLACE_TIMEOUT_S):
+        if not await asyncio.to_thread(placed.wait, self._place_timeout_s):
             free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
             raise ConfigError(
                 f"{group}: no Ray node has {bundles} free; Ray has {free}: add a node or ask for less",

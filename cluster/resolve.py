@@ -13,6 +13,7 @@ import psutil
 
 from cluster.check_tls import check_tls
 from cluster.redis_probe import check_redis
+from cluster.requirements import check_requirements
 from kvtransfer.reshard import reshard_plan
 from kvtransfer.transports.factory import check_available
 from router.auth.sources import KeySources
@@ -54,6 +55,7 @@ class ResolvedCluster:
 
 def resolve(spec: ClusterSpec, progress: Progress) -> ResolvedCluster:
     """Raises ConfigError (or a kind of it) naming the field, what was expected and what to do."""
+    check_requirements()
     check_ports(spec)
     check_transfer(spec)
     for warning in check_tls(spec):

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 2.0
 RESTART_DELAY_S = 0.5
+STOP_MARGIN_S = 2.0  # what a router needs beside its drain
 
 
 class RouterState(StrEnum):
@@ -55,7 +56,13 @@ class RouterSlot:
         self._start = MemberStart(
             run_dir=str(run_dir),
             files={"launch.json": launch.model_dump_json()},
-            processes=(ProcessSpec(name="router", argv=python("router", "--launch", f"{run_dir}/launch.json")),),
+            processes=(
+                ProcessSpec(
+                    name="router",
+                    argv=python("router", "--launch", f"{run_dir}/launch.json"),
+                    stop_grace_s=launch.router.drain_timeout_s + STOP_MARGIN_S,
+                ),
+            ),
         )
         self._has_served = False
         self._between_lives = False

@@ -49,11 +49,10 @@ from tandem.v1 import cluster_pb2
 log = logging.getLogger(__name__)
 
 PARSER_THREADS = 2
-DRAIN_S = 3.0  # less than its supervisor waits before it kills
 
 
 class RouterApp:
-    """`start` binds both edges; `close` lets running requests end for DRAIN_S, then cancels them."""
+    """`start` binds both edges; `close` refuses new requests and lets running ones end for router.drain_timeout_s."""
 
     def __init__(self, launch: RouterLaunch, *, clock: Clock | None = None) -> None:
         """Loads tokenizers and keys, and binds ports. Raises ConfigError (CheckpointError, PortInUse). Needs a running
@@ -150,6 +149,7 @@ class RouterApp:
         )
         self.grpc_port = self._grpc.port
         self._hosts = (spec.http_host, spec.grpc_host)
+        self._drain_timeout_s = spec.drain_timeout_s
         self._ready = False
         self._background: set[asyncio.Task[None]] = set()
 
@@ -172,10 +172,7 @@ class RouterApp:
     async def close(self) -> None:
         await self._grpc.set_ready(False)
         await self._directory.close()
-        for _ in range(round(DRAIN_S / 0.05)):
-            if not self.dispatcher.active:
-                break
-            await asyncio.sleep(0.05)
+        await self.dispatcher.drain(self._drain_timeout_s)
         self._watch.close()
         self._observation.close()
         self._readiness.close()

@@ -34,6 +34,7 @@ from tandem.v1 import worker_pb2
 log = logging.getLogger(__name__)
 
 CANCELLED_DRAIN_S = 0.2
+DRAIN_POLL_S = 0.05
 
 
 class Dispatcher:
@@ -72,6 +73,7 @@ class Dispatcher:
         self._in_flight = InFlightPrefills(clock)
         self._running: dict[RequestRun, list[tuple[Worker, Charge]]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self.draining = False
         self._closed = False
         self._placed = 0
         self.fleet = fleet_of(self.pump)
@@ -89,7 +91,7 @@ class Dispatcher:
         run.on_gap = self._metrics.gap_observer(request.model)
         run.lifecycle.admit()
         try:
-            if self._closed:
+            if self.draining:
                 raise UnavailableError("the router is shutting down; retry elsewhere", retry_after_s=1.0)
             now_s = self._clock.now_s()
             pushed_out = self.admission.offer(request.model, run, terms, run.prefill_tokens, now_s)
@@ -120,9 +122,19 @@ class Dispatcher:
         if len(self.admission):
             self.pump()
 
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests and waits for those there are, so long."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.active:  # noqa: ASYNC110  # requests end in many ways, and this is asked once in a life
+                    await asyncio.sleep(DRAIN_POLL_S)
+        except TimeoutError:
+            pass
+
     async def close(self) -> None:
         """Refuses new requests and cancels those there are."""
-        self._closed = True
+        self.draining = self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         rest = [*self._running, *self.admission.items()]

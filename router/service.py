@@ -169,8 +169,8 @@ class RouterService:
 
     @property
     def ready(self) -> bool:
-        """A request for at least one model could be served now: a canary was."""
-        return any(self.model_ready(name) for name in self.models)
+        """A request for at least one model could be served now: a canary was, and the router is not about to end."""
+        return not self.dispatcher.draining and any(self.model_ready(name) for name in self.models)
 
 
 def _choice(request: ValidRequest, number: int, request_id: str) -> ValidRequest:

@@ -143,7 +143,11 @@ class TransferSpec(Frozen):
     ticket_ttl_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         30.0, description="A lease without progress ends after this."
     )
-    bind_host: str = "127.0.0.1"
+    bind_host: Annotated[str, Field(min_length=1)] = Field(
+        "127.0.0.1",
+        description="Where workers listen, on their own host. auto: at the address by which that host reaches the "
+        "controller, so that every host has its own.",
+    )
 
     @model_validator(mode="after")
     def _tls_covers_transport(self) -> TransferSpec:
@@ -247,6 +251,9 @@ class RouterSpec(Frozen):
         30.0,
         description="A client that keeps the router waiting for the rest of a request, or that leaves its answer "
         "unread, is cut off after this.",
+    )
+    drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = Field(
+        3.0, description="A router that is told to end refuses new requests and lets running ones go on for so long."
     )
     keep_alive_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         75.0, description="An HTTP connection without a request is closed after this."

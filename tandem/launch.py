@@ -5,10 +5,12 @@ The file names under `run_dir` are derived here and nowhere else, so no process 
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 from pydantic import Field
 
+from tandem.addresses import AUTO_HOST, address_towards
 from tandem.config import LogFormat, ModelSpec, ObservabilitySpec, Role, RouterSpec, TlsSpec, TransferSpec
 from tandem.config_auth import AuthSpec
 from tandem.frozen import Frozen
@@ -34,6 +36,12 @@ class WorkerLaunch(Frozen):
     @property
     def tp(self) -> int:
         return (self.model.prefill if self.role is Role.PREFILL else self.model.decode).tp
+
+    @cached_property
+    def bind_host(self) -> str:
+        """Where this worker listens and is reached: asked on its own host."""
+        host = self.transfer.bind_host
+        return address_towards(self.controller_address) if host == AUTO_HOST else host
 
     @property
     def leader_socket(self) -> Path:

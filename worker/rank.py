@@ -108,7 +108,7 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, i
         digests=launch.transfer.digests,
         int8=launch.transfer.wire_dtype is WireDtype.INT8,
         transport=launch.transfer.transport.value,
-        bind_host=launch.transfer.bind_host,
+        bind_host=launch.bind_host,
         link_socket=str(launch.link_socket(index)),
         ticket_ttl_s=launch.transfer.ticket_ttl_s,
         tls=_kv_tls(launch),

@@ -220,9 +220,9 @@ async def serve(launch: WorkerLaunch) -> None:
     leader = LeaderLink(channel, publisher, on_info=registration.update_agents)
     server = make_server(tls, ALLOWED, SERVER_OPTIONS)
     server.add_generic_rpc_handlers((WorkerService(launch, leader).handlers(),))
-    port = add_port(server, f"{launch.transfer.bind_host}:0", tls)
+    port = add_port(server, f"{launch.bind_host}:0", tls)
     await server.start()
-    info.address = f"{launch.transfer.bind_host}:{port}"
+    info.address = f"{launch.bind_host}:{port}"
     info.processes.add(name="service", pid=os.getpid())
     background = [asyncio.create_task(registration.run()), asyncio.create_task(publisher.run())]
     for task in background:

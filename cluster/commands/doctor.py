@@ -11,6 +11,7 @@ from rich.console import Console
 from cluster import embedded_redis
 from cluster.check_tls import check_tls
 from cluster.redis_probe import check_redis
+from cluster.requirements import check_requirements
 from cluster.resolve import available_bytes, check_auth, check_memory, check_ports, check_transfer, resolve_models
 from cluster.run_dirs import run_base
 from cluster.spec_loader import load_spec
@@ -29,6 +30,10 @@ def run_doctor(config: Path | None, model: str | None) -> int:
             healthy = False
             console.print(f"[red]✗[/] {name}: {error.message}", soft_wrap=True)
     return 0 if healthy else 1
+
+
+def _requirements(spec: ClusterSpec) -> str:
+    return ", ".join(check_requirements()) or "none beside the configuration"
 
 
 def _ports(spec: ClusterSpec) -> str:
@@ -101,6 +106,7 @@ def _memory(spec: ClusterSpec) -> str:
 
 
 CHECKS: tuple[tuple[str, Callable[[ClusterSpec], str]], ...] = (
+    ("secrets and volumes", _requirements),
     ("ports", _ports),
     ("shared memory", _shared_memory),
     ("transfer", _transfer),

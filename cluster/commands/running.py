@@ -29,7 +29,13 @@ def make_backend(cluster: ResolvedCluster, log_dir: Path) -> Backend:
         prepare_own_ray(cluster.spec.security.tls)
     from cluster.ray_backend import RayBackend  # noqa: PLC0415 (Ray takes most of a second, and is not always wanted)
 
-    return RayBackend(log_dir, ray_base(), address=control.ray_address, cpus=needed_cpus(cluster))
+    return RayBackend(
+        log_dir,
+        ray_base(),
+        address=control.ray_address,
+        cpus=needed_cpus(cluster),
+        place_timeout_s=control.start_timeout_s,
+    )
 
 
 @asynccontextmanager

@@ -26,7 +26,7 @@ SCRIPT = textwrap.dedent(
         return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
     async def main(folder):
-        backend = RayBackend(folder / "logs", folder / "ray", address=None, cpus=2)
+        backend = RayBackend(folder / "logs", folder / "ray", address=None, cpus=2, place_timeout_s=60.0)
         await backend.open()
         one, two = await backend.place("worker-0", [Resources(cpus=1), Resources(cpus=1)])
         sleep = ProcessSpec(name="rank", argv=(sys.executable, "-c", "import time; time.sleep(600)"))
