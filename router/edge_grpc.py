@@ -228,12 +228,14 @@ class GrpcServer:
         guarded = cast(grpc.aio.Server, GuardedServer(self._server, MAX_CALLS, client_timeout_s))
         add_InferenceServicer_to_server(InferenceEdge(service, limit), guarded)
         add_GRPCInferenceServiceServicer_to_server(OipEdge(service, limit), guarded)
-        add_TracesServicer_to_server(traces, self._server)
+        # With calls of their own, so that probes are answered whatever clients do.
+        aside = cast(grpc.aio.Server, GuardedServer(self._server, MAX_CALLS, client_timeout_s))
+        add_TracesServicer_to_server(traces, aside)
         self._health = health_aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, aside)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         names = (SERVICE, OIP_SERVICE, health_name, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        reflection.enable_server_reflection(names, aside)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             self.port: int = self._server.add_insecure_port(address)

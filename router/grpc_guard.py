@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -65,7 +66,11 @@ class GuardedServer:
         async def call(data: bytes, context: Any) -> None:
             async with self._begun(context):
                 request = decode(data)
-                await _write_all(method(request, context), context, self._client_timeout_s)
+                responses = method(request, context)
+                if inspect.isawaitable(responses):  # the library's health service writes by itself
+                    await responses
+                else:
+                    await _write_all(responses, context, self._client_timeout_s)
 
         return call
 
