@@ -4,6 +4,7 @@
 - `<!-- picture: NAME.svg -->` before a mermaid block puts docs/pictures/NAME.svg in its place: mermaid would have to
   come from another host.
 - A link to a file that is not a page becomes its plain text: the site has the documents, not the code.
+- A place in `nav` that ends in / stands for all pages of that folder.
 """
 
 from __future__ import annotations
@@ -22,6 +23,24 @@ _README = re.compile(r"<!-- from README: (.+) -->")
 _PICTURE = re.compile(r"<!-- picture: (\S+\.svg) -->\n+```mermaid\n.*?\n```", re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?://|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 _TEST_MARK = re.compile(r"<!-- test: .+? -->\n")
+
+
+def on_config(config: Any) -> Any:
+    """Called by mkdocs once."""
+    config.nav = [_filled(entry) for entry in config.nav]
+    return config
+
+
+def _filled(entry: Any) -> Any:
+    match entry:
+        case str() if entry.endswith("/"):
+            return [str(page.relative_to(DOCS)) for page in sorted((DOCS / entry).glob("*.md"))]
+        case list():
+            return [_filled(each) for each in entry]
+        case dict():
+            return {title: _filled(each) for title, each in entry.items()}
+        case _:
+            return entry
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -48,8 +67,5 @@ def _moved(found: re.Match[str], folder: Path) -> str:
 
 def _link(found: re.Match[str], folder: Path) -> str:
     target = (folder / found[2]).resolve()
-    if target == DOCS / "decisions":
-        return f"[{found[1]}]({os.path.relpath(target / 'index.md', folder)})"
-    if target.exists() and not target.is_relative_to(DOCS):
-        return found[1]
-    return found[0]  # a page, or a fault that mkdocs names
+    is_page = target.is_relative_to(DOCS) and target.suffix == ".md"
+    return found[1] if target.exists() and not is_page else found[0]  # mkdocs names what is not there

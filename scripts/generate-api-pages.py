@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -173,7 +174,7 @@ def _kind(schema: Schema) -> str:
 
 def _limits(schema: Schema) -> str:
     words = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    limits = [f" {word} {schema[key]:g}" for key, word in words.items() if schema.get(key)]
+    limits = [f" {word} {schema[key]}" for key, word in words.items() if key in schema]
     return ",".join(limits)
 
 
@@ -217,6 +218,7 @@ def http_page() -> str:
 
 def main(check: bool) -> int:
     for page, wanted in ((GRPC_PAGE, grpc_page()), (HTTP_PAGE, http_page())):
+        wanted = re.sub(r"\n{3,}", "\n\n", wanted)
         if not check:
             page.write_text(wanted, encoding="utf-8")
         elif not page.is_file() or page.read_text(encoding="utf-8") != wanted:

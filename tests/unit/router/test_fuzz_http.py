@@ -8,11 +8,13 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -24,10 +26,33 @@ from router.terms import PRIORITY, TENANT, TIMEOUT
 from router.testing_site import MODEL, RouterSite
 from tandem.config import RouterSpec
 
-EXAMPLES = 2000 if os.environ.get("TANDEM_SOAK") else 25  # of each operation that has a body, for each mode
+EXAMPLES = 2000 if os.environ.get("TANDEM_SOAK") else 15  # of each operation that has a body, for each mode
 MIB = 1 << 20
 GROWTH_BYTES = 50 * MIB
 RULES = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+def fuzz_operation(operation: Any, mode: GenerationMode, session: requests.Session, seen: Counter[int]) -> None:
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @settings(
+        max_examples=EXAMPLES if operation.body else min(EXAMPLES, 50),
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    def one(case: schemathesis.Case) -> None:
+        if isinstance(case.body, dict) and len(str(case.body.get("model", ""))) < 8:
+            case.body["model"] = MODEL  # else nearly everything ends at an unknown model
+        if mode is GenerationMode.POSITIVE:
+            for name in (PRIORITY, TENANT, TIMEOUT):  # or at a class that there is not
+                case.headers.pop(name, None)
+        answer = case.call(session=session, timeout=30)
+        seen[answer.status_code] += 1
+        case.validate_response(answer, checks=RULES)
+
+    one()
 
 
 def fuzz(base_url: str, seen: Counter[int]) -> None:
@@ -36,30 +61,9 @@ def fuzz(base_url: str, seen: Counter[int]) -> None:
     document = schemathesis.openapi.from_url(f"{base_url}/openapi.json")
     for found in document.get_all_operations():
         operation = found.ok()
-        for mode in schemathesis.GenerationMode:
-            if mode is schemathesis.GenerationMode.NEGATIVE and not (operation.body or operation.query):
-                continue
-
-            @given(case=operation.as_strategy(generation_mode=mode))
-            @settings(
-                max_examples=EXAMPLES if operation.body else min(EXAMPLES, 50),
-                deadline=None,
-                database=None,
-                derandomize=True,
-                phases=[Phase.generate, Phase.shrink],
-                suppress_health_check=list(HealthCheck),
-            )
-            def one(case: schemathesis.Case) -> None:
-                if isinstance(case.body, dict) and len(str(case.body.get("model", ""))) < 8:
-                    case.body["model"] = MODEL  # else nearly everything ends at an unknown model
-                if mode is schemathesis.GenerationMode.POSITIVE:
-                    for name in (PRIORITY, TENANT, TIMEOUT):  # or at a class that there is not
-                        case.headers.pop(name, None)
-                answer = case.call(session=session, timeout=30)
-                seen[answer.status_code] += 1
-                case.validate_response(answer, checks=RULES)
-
-            one()
+        fuzz_operation(operation, GenerationMode.POSITIVE, session, seen)
+        if operation.body or operation.query:
+            fuzz_operation(operation, GenerationMode.NEGATIVE, session, seen)
 
 
 @pytest.fixture
