@@ -9,6 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 from router.call_limit import CallLimit
 from router.call_terms import call_terms
@@ -235,7 +236,7 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, aside)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         names = (SERVICE, OIP_SERVICE, health_name, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, aside)
+        add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), aside)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             self.port: int = self._server.add_insecure_port(address)

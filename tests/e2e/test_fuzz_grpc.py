@@ -29,7 +29,7 @@ from tandem.testing import write_tiny_llama
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, trace_pb2, worker_pb2
 from worker.wire import PROTOCOL_VERSION
 
-EXAMPLES = 3000 if os.environ.get("TANDEM_SOAK") else 20  # of each method
+EXAMPLES = 3000 if os.environ.get("TANDEM_SOAK") else 8  # of each method
 MIB = 1 << 20
 GROWTH_BYTES = 50 * MIB
 CALL_S = 10.0
@@ -50,7 +50,7 @@ ADMIN_SERVICE = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"]
 WORKER_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"]
 
 # By chance nothing would get past the first check: names that there are, numbers of a size that fits.
-WORDS = ["tiny", "a", "b", "decode-0", "prefill-0", "user", "input_ids", "text_input", "INT32", "BYTES", ""]
+WORDS = ["tiny", "", "tiny", "a", "b", "decode-0", "prefill-0", "user", "input_ids", "text_input", "INT32", "BYTES"]
 EDGES = st.sampled_from([1 << 31, (1 << 32) - 1, 1 << 63, (1 << 64) - 1])
 NUMBERS = st.one_of(st.integers(1, 2), st.integers(0, 9), st.integers(0, 63), st.integers(0, 319), EDGES)
 FLOATS = st.one_of(st.floats(0.125, 1, width=32), st.sampled_from([0.0, 0.5, 1.0]), st.floats(width=32))
@@ -196,6 +196,14 @@ def resident(pid: int) -> dict[int, int]:
     return {process.pid: process.memory_info().rss for process in [found, *found.children(recursive=True)]}
 
 
+def shown_services(address: str) -> set[str]:
+    """What the router's port says it has."""
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    with grpc.insecure_channel(address) as channel:
+        [answer] = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([asked]))
+    return {service.name for service in answer.list_services_response.service}
+
+
 @pytest.fixture
 def cluster(cluster_with: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("TANDEM_MODELS__0__ENGINE__KV_BLOCKS", "128")
@@ -211,6 +219,7 @@ def test_no_message_whatever_it_holds_harms_a_server_or_an_engine(cluster: Any) 
     workers = [worker.info.address for worker in status.workers]
     targets = [(router, service) for service in ROUTER_SERVICES]
     targets += [(admin, ADMIN_SERVICE), *((address, WORKER_SERVICE) for address in workers)]
+    assert shown_services(router) <= {service.full_name for service in ROUTER_SERVICES}
     before = resident(cluster.process.pid)
     for address, service in targets:
         print(service.full_name, address, dict(fuzz(address, service)))
@@ -229,12 +238,3 @@ def test_no_message_whatever_it_holds_harms_a_server_or_an_engine(cluster: Any) 
             channel.unary_unary("/tandem.v1.Cluster/Shutdown")(b"\xff")
         assert call(channel, shutdown, [b""]) is grpc.StatusCode.OK
     assert cluster.process.wait(30) == 0
-
-
-def test_every_service_that_the_router_shows_is_among_them(cluster: Any) -> None:
-    asked = reflection_pb2.ServerReflectionRequest(list_services="")
-    with grpc.insecure_channel(f"127.0.0.1:{cluster.grpc_port}") as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        [answer] = stub.ServerReflectionInfo(iter([asked]))
-    shown = {service.name for service in answer.list_services_response.service}
-    assert shown <= {service.full_name for service in ROUTER_SERVICES}
