@@ -169,7 +169,7 @@ def _kind(schema: Schema) -> str:
         return f"list of {_kind(schema.get('items', {}))}"
     if isinstance(schema.get("additionalProperties"), dict):
         return f"map to {_kind(schema['additionalProperties'])}"
-    return schema.get("type", "anything") + _limits(schema)
+    return f"{schema.get('type', 'anything')}{_limits(schema)}"
 
 
 def _limits(schema: Schema) -> str:
