@@ -7,7 +7,6 @@ import re
 import sys
 from pathlib import Path
 
-import httpx
 import psutil
 
 from router.testing import StubController, StubWorker, until
@@ -33,7 +32,6 @@ class RouterSite:
             StubWorker("p0", Role.PREFILL, MODEL, total_blocks=4096),
             StubWorker("d0", Role.DECODE, MODEL, total_blocks=4096),
         ]
-        self.http: httpx.AsyncClient
 
     async def start(self) -> None:
         """Until the router is ready."""
@@ -58,14 +56,13 @@ class RouterSite:
         await until(lambda: "router ready" in self.log(), TIMEOUT_S)
         ports = [re.search(rf"{name}=127.0.0.1:(\d+)", self.log()) for name in ("http", "grpc")]
         self.http_port, self.grpc_port = (int(found.group(1)) if found else 0 for found in ports)
-        self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.http_port}", timeout=TIMEOUT_S)
+        self.base_url = f"http://127.0.0.1:{self.http_port}"
 
     def log(self) -> str:
         return self._launch_file.with_suffix(".log").read_text()
 
     async def stop(self) -> None:
         """Raises RuntimeError when the router did not end as it was asked to."""
-        await self.http.aclose()
         self._router.terminate()
         code = await self._router.wait()
         for worker in self.workers:

@@ -147,7 +147,7 @@ def test_the_routers_image_is_small_and_lists_what_is_in_it(image: Path) -> None
     assert names & {"torch", "ray", "transformers"} == set()
     size = sum(path.stat().st_size for path in image.rglob("*") if path.is_file() and not path.is_symlink())
     print(f"router image: {len(parts)} packages, {size / MIB:.0f} MiB above Python's own")
-    assert size < 200 * MIB
+    assert size < 250 * MIB
 
 
 @pytest.mark.system

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
@@ -46,6 +47,14 @@ class Site(RouterSite):
         fine = Tokenizer.load(model_dir).encode("fine", add_special_tokens=False)
         for worker in self.workers:
             worker.behaviour.answer = lambda prompt: fine if len(prompt) > 8 else [70] * 1500
+
+    async def start(self) -> None:
+        await super().start()
+        self.http = httpx.AsyncClient(base_url=self.base_url, timeout=TIMEOUT_S)
+
+    async def stop(self) -> None:
+        await self.http.aclose()
+        await super().stop()
 
     async def healthy(self, until_s: float) -> list[float]:
         """Times of requests one after the other, each answered right."""
