@@ -26,7 +26,7 @@ from router.terms import PRIORITY, TENANT, TIMEOUT
 from router.testing_site import MODEL, RouterSite
 from tandem.config import RouterSpec
 
-EXAMPLES = 2000 if os.environ.get("TANDEM_SOAK") else 15  # of each operation that has a body, for each mode
+EXAMPLES = 400 if os.environ.get("TANDEM_SOAK") else 15  # of each operation that has a body, for each mode
 MIB = 1 << 20
 GROWTH_BYTES = 50 * MIB
 RULES = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
