@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cluster.controller import Controller
 
 Context = grpc.aio.ServicerContext[Any, Any]
-MAX_CALLS = 512  # each worker and router follows the directory with one
+MAX_CALLS = 4096  # each worker and router follows the directory with one
 CLIENT_TIMEOUT_S = 30.0
 ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_DECODE}
 

@@ -229,8 +229,8 @@ class GrpcServer:
         guarded = cast(grpc.aio.Server, GuardedServer(self._server, MAX_CALLS, client_timeout_s))
         add_InferenceServicer_to_server(InferenceEdge(service, limit), guarded)
         add_GRPCInferenceServiceServicer_to_server(OipEdge(service, limit), guarded)
-        # With calls of their own, so that probes are answered whatever clients do.
-        aside = cast(grpc.aio.Server, GuardedServer(self._server, MAX_CALLS, client_timeout_s))
+        # With calls of their own: probes are answered whatever requests there are.
+        aside = cast(grpc.aio.Server, GuardedServer(self._server, MAX_OPEN_CALLS, client_timeout_s))
         add_TracesServicer_to_server(traces, aside)
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, aside)
