@@ -17,7 +17,7 @@ from jinja2.exceptions import SecurityError
 from tandem.clock import Clock, SystemClock
 from tandem.errors import CheckpointError, ConfigError, InputError
 from tandem.jinja_limits import Budget, LimitedEnvironment, LimitExceeded, Limits
-from tandem.model_config import read_json_object
+from tandem.json_fields import read_json_object
 
 _TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 

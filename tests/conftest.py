@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.request import SamplingParams
 from tandem.sampling.sampler import choose
+from tandem.testing import write_tiny_llama
 from tandem.token_history import TokenHistory
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -30,7 +32,10 @@ class Reference:
     """Answers prompts in fp32, one token at a time: the logits of `transformers`, our sampler."""
 
     def __init__(self, model_dir: Path) -> None:
-        self._model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        # Of its attentions the one that is written out: the others know no cap of scores.
+        self._model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
     def answer(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
         """Refuses to rest on a near tie, so that no test depends on the last bits of a sum."""
@@ -50,10 +55,15 @@ class Reference:
                     break
         return tokens[len(prompt) :]
 
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[tokens, vocab_size]"""
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(torch.tensor([tokens])).logits[0]
+            return logits
+
     def logprobs(self, tokens: Sequence[int]) -> torch.Tensor:
         """[tokens - 1, vocab_size]: row i is the distribution of token i + 1."""
-        with torch.inference_mode():
-            return self._model(torch.tensor([tokens])).logits[0, :-1].double().log_softmax(dim=-1)
+        return self.logits(tokens)[:-1].double().log_softmax(dim=-1)
 
 
 @pytest.fixture(scope="session")
@@ -67,6 +77,82 @@ def reference_for() -> Callable[[Path], Reference]:
         return loaded[model_dir]
 
     return get
+
+
+_WINDOWED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    # Equal, for `transformers` changes from one to the other within an answer, which no KV cache can follow.
+    "short_factor": [1.0, 2.0, 3.0, 4.0],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 64,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+
+# What each family's own test checkpoint has beside the sizes: (model_type, fields).
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, yarn": ("llama", {"rope_parameters": _YARN}),
+    "mistral": ("mistral", {"sliding_window": 24}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 24}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "mlp_only_layers": [1], **_MOE}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 24, **_WINDOWED}),
+    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 24, **_WINDOWED}),
+    "phi3": ("phi3", {"sliding_window": 24}),
+    "phi3, longrope": (
+        "phi3",
+        {"rope_parameters": {**_LONGROPE, "partial_rotary_factor": 0.5}, "original_max_position_embeddings": 64},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 24}),
+}
+
+
+def write_family(folder: Path, family: str) -> Path:
+    """A tiny random checkpoint that `transformers` itself made, with a tokenizer of bytes."""
+    kind, fields = FAMILIES[family]
+    write_tiny_llama(folder, vocab=320)
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+    }
+    head_dim = {} if kind == "phi3" else {"head_dim": 16}
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = AutoConfig.for_model(kind, **sizes, **head_dim, **special, **fields)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, weight in model.named_parameters():
+            # Wide enough that answers vary and best logits lead clearly; norms stay near what they were.
+            spread = 0.2 if "norm" in name else 1.0 if "embed" in name or "lm_head" in name else 0.25
+            weight.add_(torch.randn(weight.shape) * spread)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def family_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of each family in turn."""
+    return write_family(tmp_path_factory.mktemp("family"), request.param)
+
+
+_USUAL_FAMILIES = ("gemma3", "qwen3_moe")  # windows and two ropes; experts. `make soak` takes them all
+
+
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(name, marks=() if name in _USUAL_FAMILIES else pytest.mark.soak_only) for name in FAMILIES],
+)
+def some_family_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for tests that start processes."""
+    return write_family(tmp_path_factory.mktemp("family"), request.param)
 
 
 class Authority:

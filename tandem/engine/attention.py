@@ -2,7 +2,7 @@
 
 The pool is seen as rows: one row per (block, layer, K or V, head) holds `block_tokens` × `head_dim` values. Row numbers
 are made once per step for layer 0; a layer adds its offset. Queries of one KV head's group are passed as further query
-rows, so grouped-query attention needs no copies of K and V.
+rows, so grouped-query attention needs no copies of K and V. Layers with a window read only the blocks it reaches into.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tandem.engine.step import SequenceStep
 from tandem.kvcache.layout import KvPoolLayout
+from tandem.model.decoder import AttentionTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +34,20 @@ class _Group:
 
 
 class StepAttention:
-    """`Attend` for one step: writes the step's K and V into the pool, then attends. `heads` are this rank's."""
+    """`Attend` for one step: writes the step's K and V into the pool, then attends."""
 
-    def __init__(self, pool: Tensor, layout: KvPoolLayout, sequences: list[SequenceStep], heads: int) -> None:
+    def __init__(
+        self, pool: Tensor, layout: KvPoolLayout, sequences: list[SequenceStep], terms: AttentionTerms
+    ) -> None:
         self._layout = layout
+        self._terms = terms
         self._device, self._dtype = pool.device, pool.dtype
-        self._per_kv = heads // layout.kv_heads
+        self._per_kv = terms.heads // layout.kv_heads
         self._rows = pool.view(-1, layout.block_tokens, layout.head_dim)
         self._cells = pool.view(-1, layout.head_dim)
         self._layer_rows = 2 * layout.kv_heads
         self._write_k, self._write_v = self._write_cells(sequences)
-        self._groups = self._group(sequences)
+        self._groups = {window: self._group(sequences, window) for window in set(terms.windows)}
 
     def _row(self, blocks: Tensor, kv: int) -> Tensor:
         """Row of head 0 of K (0) or V (1) of layer 0 in each block."""
@@ -60,7 +64,7 @@ class StepAttention:
         cells_k, cells_v = (((self._row(block, kv) + heads) * size + offset).flatten() for kv in (0, 1))
         return cells_k.to(self._device), cells_v.to(self._device)
 
-    def _group(self, sequences: list[SequenceStep]) -> list[_Group]:
+    def _group(self, sequences: list[SequenceStep], window: int | None) -> list[_Group]:
         groups: list[_Group] = []
         singles: list[tuple[int, SequenceStep]] = []
         place = 0
@@ -68,27 +72,30 @@ class StepAttention:
             if len(sequence.token_ids) == 1:
                 singles.append((place, sequence))
             else:
-                groups.append(self._make(torch.arange(place, place + len(sequence.token_ids))[None], [sequence]))
+                tokens = torch.arange(place, place + len(sequence.token_ids))[None]
+                groups.append(self._make(tokens, [sequence], window))
             place += len(sequence.token_ids)
         if singles:
             tokens = torch.tensor([[place] for place, _ in singles], dtype=torch.int64)
-            groups.append(self._make(tokens, [sequence for _, sequence in singles]))
+            groups.append(self._make(tokens, [sequence for _, sequence in singles], window))
         return groups
 
-    def _make(self, tokens: Tensor, sequences: list[SequenceStep]) -> _Group:
+    def _make(self, tokens: Tensor, sequences: list[SequenceStep], window: int | None) -> _Group:
         size = self._layout.block_tokens
+        first = [0 if window is None else max(0, s.start + 1 - window) // size for s in sequences]
         needed = [(s.start + len(s.token_ids) - 1) // size + 1 for s in sequences]
-        width = max(needed)
+        width = max(end - start for start, end in zip(first, needed, strict=True))
         table = torch.zeros(len(sequences), width, dtype=torch.int64)
-        for index, (sequence, count) in enumerate(zip(sequences, needed, strict=True)):
-            table[index, :count] = torch.tensor(sequence.blocks[:count], dtype=torch.int64)
+        for index, (sequence, start, end) in enumerate(zip(sequences, first, needed, strict=True)):
+            table[index, : end - start] = torch.tensor(sequence.blocks[start:end], dtype=torch.int64)
         heads = torch.arange(self._layout.kv_heads, dtype=torch.int64)
         rows_k, rows_v = (
             (self._row(table, kv)[:, None, :] + heads[None, :, None]).flatten().to(self._device) for kv in (0, 1)
         )
-        starts = torch.tensor([s.start for s in sequences], dtype=torch.int64)
-        queries = starts[:, None] + torch.arange(tokens.shape[1])
-        hidden = torch.arange(width * size)[None, None, :] > queries[:, :, None]
+        queries = torch.tensor([[s.start] for s in sequences]) + torch.arange(tokens.shape[1])
+        keys = torch.tensor([[start * size] for start in first]) + torch.arange(width * size)
+        back = queries[:, :, None] - keys[:, None, :]  # how far each query looks back to each key
+        hidden = back < 0 if window is None else (back < 0) | (back >= window)
         mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
         # The queries of a group see the same; one query needs no copy of its row for that.
         mask = mask.expand(-1, self._per_kv, -1) if tokens.shape[1] == 1 else mask.repeat(1, self._per_kv, 1)
@@ -102,7 +109,7 @@ class StepAttention:
         self._cells.index_copy_(0, self._write_k + cell_offset, k.reshape(-1, layout.head_dim))
         self._cells.index_copy_(0, self._write_v + cell_offset, v.reshape(-1, layout.head_dim))
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        for group in self._groups:
+        for group in self._groups[self._terms.windows[layer]]:
             out[group.tokens.flatten()] = self._attend(group, row_offset, q)
         return out.flatten(1)
 
@@ -117,6 +124,14 @@ class StepAttention:
         # [requests, queries, kv_heads, per_kv, dim] → [requests, kv_heads, per_kv * queries, dim]
         grouped = q[group.tokens.flatten()].view(requests, queries, layout.kv_heads, per_kv, layout.head_dim)
         rows = grouped.permute(0, 2, 3, 1, 4).reshape(requests, layout.kv_heads, per_kv * queries, layout.head_dim)
-        attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask)
+        attended = self._scored(rows, keys, values, group.mask)
         back = attended.view(requests, layout.kv_heads, per_kv, queries, layout.head_dim).permute(0, 3, 1, 2, 4)
         return back.reshape(requests * queries, layout.kv_heads * per_kv, layout.head_dim)
+
+    def _scored(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Softmax attention; with a cap written out, for which there is no kernel."""
+        terms = self._terms
+        if terms.softcap is None:
+            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=terms.scale)
+        scores = (queries @ keys.transpose(-1, -2)).mul_(terms.scale / terms.softcap).tanh_().mul_(terms.softcap)
+        return scores.add_(mask).softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values

@@ -63,7 +63,7 @@ def build_rank(
     )
     group = TpGroup(rendezvous_file, rank, size, device) if size > 1 else None
     tp = TensorParallel(rank, size, group.collectives if group else None)
-    model = load_model(model_dir, config, tp, device, DTYPES[spec.dtype])
+    model = load_model(model_dir, config, tp, device, DTYPES[spec.dtype], max_tokens=max_model_tokens)
     pool = KvPool(layout, device)
     runner = ModelRunner(model, pool, exporter, device)
     leader = None

@@ -12,7 +12,7 @@ from tandem.engine.attention import StepAttention
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.scores import score
 from tandem.engine.step import SequenceStep, StepInput
-from tandem.model.llama import LlamaModel
+from tandem.model.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,11 @@ class StepOutput:
 
 
 class ModelRunner:
-    def __init__(self, model: LlamaModel, pool: KvPool, exporter: KvExporter, device: torch.device) -> None:
+    def __init__(self, model: Decoder, pool: KvPool, exporter: KvExporter, device: torch.device) -> None:
         self._model = model
         self._pool = pool
         self._exporter = exporter
         self._device = device
-        self._heads = model.layers[0].attention.heads
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput:
@@ -50,7 +49,7 @@ class ModelRunner:
         hidden = self._model.hidden(
             torch.tensor(token_ids, dtype=torch.int64, device=self._device),
             torch.tensor(positions, dtype=torch.int64, device=self._device),
-            StepAttention(self._pool.tensor, self._pool.layout, step.sequences, self._heads),
+            StepAttention(self._pool.tensor, self._pool.layout, step.sequences, self._model.attention),
             self._layer_done if step.exports else None,
         )
         logits = self._model.logits(hidden[torch.tensor(rows, dtype=torch.int64, device=self._device)])

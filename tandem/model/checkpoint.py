@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tandem.errors import CheckpointError
-from tandem.model_config import read_json_object
+from tandem.json_fields import read_json_object
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -45,8 +45,12 @@ class Checkpoint:
 
     @property
     def unread(self) -> frozenset[str]:
-        """Names never asked for: what the model would silently ignore."""
+        """Names never asked for and left to nobody: what the model would silently ignore."""
         return frozenset(self._unread)
+
+    def leave(self, name: str) -> None:
+        """Another rank reads this tensor."""
+        self._unread.discard(name)
 
     def file_of(self, name: str) -> Path:
         return self._files[name][0]

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.model.parallel import TensorParallel
+from tandem.model_families import Activation
+
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """Zhang and Sennrich 2019, arXiv:1910.07467. weight [hidden]."""
+    """Zhang and Sennrich 2019, arXiv:1910.07467. weight [width]; in fp32 it is also applied in fp32 (Gemma)."""
 
     weight: Tensor
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] → the same; the mean square is taken in fp32."""
+        """[..., width] → the same; the mean square is taken in fp32."""
         wide = x.float()
         scale = wide.square().mean(dim=-1, keepdim=True).add_(self.eps).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(self.weight)
+        return (wide * scale).to(self.weight.dtype).mul_(self.weight).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +89,17 @@ class LmHead:
         """[rows, hidden] → [rows, vocab] fp32, equal on every rank."""
         logits = F.linear(x, self.weight)
         return (self.tp.all_gather_columns(logits) if self.sharded else logits).float()
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """SwiGLU and its like (Shazeer 2020, arXiv:2002.05202)."""
+
+    gate_up: ColumnParallelLinear
+    down: RowParallelLinear
+    activation: Activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] → the same, equal on every rank."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(ACTIVATIONS[self.activation](gate).mul_(up))

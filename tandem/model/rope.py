@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in the half-split form Llama checkpoints use."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in the half-split form checkpoints use."""
 
 from __future__ import annotations
 
@@ -7,23 +7,29 @@ import math
 import torch
 from torch import Tensor
 
-from tandem.model_config import LinearScaling, ModelConfig, RopeScaling
+from tandem.rope_config import LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
 
-# cos [tokens, 1, head_dim] and sin with the first half negated: turning is then x · cos + swap(x) · sin.
+# cos [tokens, 1, dims] and sin with the first half negated: turning is then x · cos + swap(x) · sin.
 Rotation = tuple[Tensor, Tensor]
 
 
 class Rope:
-    """The angles of a model. Made once; `rotation` is made once per step and used by every layer."""
+    """The angles of a model. Made once; `rotation` is made once per step and used by every layer.
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self._inv_freq = scaled_frequencies(config.head_dim, config.rope_theta, config.rope_scaling).to(device)
+    Args:
+        max_tokens: the longest context that is served, which decides between LongRoPE's two sets of factors.
+    """
+
+    def __init__(self, config: RopeConfig, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._inv_freq = scaled_frequencies(config, max_tokens).to(device)
+        scaled = isinstance(config.scaling, YarnScaling | LongRopeScaling)
+        self._gain = config.scaling.attention_factor if scaled else 1.0  # type: ignore[union-attr]
         self._dtype = dtype
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """positions [tokens] → (cos, signed sin), each [tokens, 1, head_dim]; angles in fp32 whatever the dtype."""
+        """positions [tokens] → (cos, signed sin), each [tokens, 1, dims]; angles in fp32 whatever the dtype."""
         angles = torch.outer(positions.to(torch.float32), self._inv_freq)
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * self._gain, angles.sin() * self._gain
         return (
             torch.cat((cos, cos), dim=-1).unsqueeze(1).to(self._dtype),
             torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(self._dtype),
@@ -31,21 +37,47 @@ class Rope:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """x [tokens, heads, head_dim], a strided view or not → the same shape, contiguous."""
+    """x [tokens, heads, head_dim], a strided view or not → the same, contiguous, the first `dims` of a head turned."""
     cos, sin = rotation
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((second, first), dim=-1).mul_(sin).addcmul_(x, cos)
+    dims = cos.shape[-1]
+    turning = x[..., :dims]
+    first, second = turning.chunk(2, dim=-1)
+    turned = torch.cat((second, first), dim=-1).mul_(sin).addcmul_(turning, cos)
+    return turned if dims == x.shape[-1] else torch.cat((turned, x[..., dims:]), dim=-1)
 
 
-def scaled_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Radians per position of each pair, [head_dim / 2], fp32."""
-    inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def scaled_frequencies(config: RopeConfig, max_tokens: int) -> Tensor:
+    """Radians per position of each pair, [dims / 2], fp32."""
+    inv_freq = 1.0 / config.theta ** (torch.arange(0, config.dims, 2, dtype=torch.float32) / config.dims)
+    scaling = config.scaling
     if scaling is None:
         return inv_freq
     if isinstance(scaling, LinearScaling):
         return inv_freq / scaling.factor
-    # Llama 3.1: how many turns a pair makes over the original context decides whether it is stretched.
+    if isinstance(scaling, LongRopeScaling):
+        long = max_tokens > scaling.original_max_position_tokens
+        return inv_freq / torch.tensor(scaling.long_factors if long else scaling.short_factors)
+    kept = _kept_llama3(scaling, inv_freq) if isinstance(scaling, Llama3Scaling) else _kept_yarn(scaling, config)
+    return (1 - kept) * inv_freq / scaling.factor + kept * inv_freq
+
+
+def _kept_llama3(scaling: Llama3Scaling, inv_freq: Tensor) -> Tensor:
+    """How many turns a pair makes over the original context decides how much of its frequency is kept."""
     turns = scaling.original_max_position_tokens * inv_freq / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
-    return (1 - kept) * inv_freq / scaling.factor + kept * inv_freq
+    return kept.clamp(0.0, 1.0)
+
+
+def _kept_yarn(scaling: YarnScaling, config: RopeConfig) -> Tensor:
+    """The same, as a ramp over the pairs' numbers."""
+
+    def pair(turns: float) -> float:
+        context = scaling.original_max_position_tokens
+        return config.dims * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.dims - 1)
+    ramp = (torch.arange(config.dims // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    return 1 - ramp.clamp(0.0, 1.0)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.model.llama import LlamaModel
+from tandem.model.decoder import Decoder
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
 from tandem.model_config import ModelConfig
@@ -23,7 +23,7 @@ from tandem.testing import write_tiny_llama
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
-def load(folder: Path, tp: TensorParallel | None = None) -> LlamaModel:
+def load(folder: Path, tp: TensorParallel | None = None) -> Decoder:
     return load_model(folder, ModelConfig.load(folder), tp or TensorParallel(), "cpu", torch.float32)
 
 
@@ -41,7 +41,7 @@ def own_token_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (v * torch.tanh((q * k).sum(-1, keepdim=True))).reshape(q.shape[0], -1)
 
 
-def logits(model: LlamaModel) -> Tensor:
+def logits(model: Decoder) -> Tensor:
     tokens = torch.tensor([1, 5, 319, 160, 161])
     with torch.inference_mode():
         return model.forward(tokens, torch.arange(5), torch.tensor([1, 4]), own_token_attend)

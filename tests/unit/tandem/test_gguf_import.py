@@ -17,8 +17,9 @@ from safetensors.numpy import load_file
 from tandem.chat_template import ChatTemplate
 from tandem.errors import CheckpointError
 from tandem.gguf_import import import_gguf
-from tandem.model_config import LinearScaling, Llama3Scaling, ModelConfig
+from tandem.model_config import ModelConfig
 from tandem.model_store import quiet, resolve
+from tandem.rope_config import LinearScaling, Llama3Scaling
 from tandem.testing import CHAT_TEMPLATE, write_tiny_llama
 from tandem.tokenizer import Tokenizer
 
@@ -75,7 +76,7 @@ def write_gguf(
     writer.add_head_count_kv(config.kv_heads)
     writer.add_key_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_rope_freq_base(config.traits.rope.theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
@@ -207,7 +208,7 @@ def test_linear_rope_scaling_is_kept(source: Path, tmp_path: Path) -> None:
         writer.add_rope_scaling_factor(4.0)
 
     folder = imported(write_gguf(tmp_path / "m.gguf", source, change=change))
-    assert ModelConfig.load(folder).rope_scaling == LinearScaling(4.0)
+    assert ModelConfig.load(folder).traits.rope.scaling == LinearScaling(4.0)
 
 
 def llama3_factors(theta: float, head_dim: int) -> NDArray[np.float32]:
@@ -227,7 +228,7 @@ def test_llama3_rope_scaling_is_found_again_from_its_divisors(tmp_path: Path) ->
     path = write_gguf(
         tmp_path / "m.gguf", source, change=lambda writer: writer.add_tensor("rope_freqs.weight", factors)
     )
-    assert ModelConfig.load(imported(path)).rope_scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
+    assert ModelConfig.load(imported(path)).traits.rope.scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from tandem.errors import CheckpointError, ConfigError
-from tandem.model_config import LinearScaling, Llama3Scaling, ModelConfig, fingerprint
+from tandem.model_config import ModelConfig, fingerprint
+from tandem.model_families import Traits
+from tandem.rope_config import LinearScaling, Llama3Scaling, RopeConfig
 from tandem.testing import write_tiny_llama
 
 LLAMA3 = {
@@ -39,12 +41,11 @@ def test_a_config_is_read_whole(tmp_path: Path) -> None:
         kv_heads=2,
         head_dim=16,
         rms_norm_eps=1e-5,
-        rope_theta=10_000.0,
-        rope_scaling=None,
         tie_word_embeddings=True,
         max_position_tokens=2048,
         bos_token_id=1,
         eos_token_ids=frozenset({2}),
+        traits=Traits(windows=(None, None), rope=RopeConfig(theta=10_000.0, dims=16)),
     )
 
 
@@ -64,25 +65,25 @@ def test_end_tokens_of_both_files_count(tmp_path: Path) -> None:
 )
 def test_rope_scaling_is_read_in_its_older_form(changes: dict[str, Any], scaling: object, tmp_path: Path) -> None:
     config = ModelConfig.load(changed(tmp_path, rope_theta=500_000.0, **changes))
-    assert (config.rope_theta, config.rope_scaling) == (500_000.0, scaling)
+    assert (config.traits.rope.theta, config.traits.rope.scaling) == (500_000.0, scaling)
 
 
 def test_rope_parameters_are_read_in_their_newer_form(tmp_path: Path) -> None:
     parameters = LLAMA3 | {"rope_theta": 500_000.0}
     config = ModelConfig.load(changed(tmp_path, rope_theta=None, rope_scaling=None, rope_parameters=parameters))
-    assert (config.rope_theta, config.rope_scaling) == (500_000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192))
+    assert (config.traits.rope.theta, config.traits.rope.scaling) == (500_000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192))
 
 
 def test_what_an_older_config_leaves_out_has_its_usual_value(tmp_path: Path) -> None:
     config = ModelConfig.load(changed(tmp_path, head_dim=None, num_key_value_heads=None, rope_theta=None))
-    assert (config.head_dim, config.kv_heads, config.rope_theta) == (16, 4, 10_000.0)
+    assert (config.head_dim, config.kv_heads, config.traits.rope.theta) == (16, 4, 10_000.0)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "architectures: expected one of LlamaForCausalLM, got"),
-        ({"architectures": None}, "architectures: expected one of LlamaForCausalLM, got None"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures: expected one of LlamaForCausalLM, Mistral"),
+        ({"architectures": None}, "MixtralForCausalLM, got None"),
         ({"hidden_size": None}, "hidden_size: expected a positive integer, got None"),
         ({"hidden_size": "64"}, "hidden_size: expected a positive integer, got '64'"),
         ({"num_hidden_layers": -1}, "num_hidden_layers: expected a positive integer, got -1"),
@@ -92,9 +93,12 @@ def test_what_an_older_config_leaves_out_has_its_usual_value(tmp_path: Path) -> 
         ({"rms_norm_eps": 0}, "rms_norm_eps: expected a positive number, got 0"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: expected true or false"),
         ({"eos_token_id": "</s>"}, "eos_token_id: expected a token id"),
-        ({"hidden_act": "gelu"}, "hidden_act: expected silu, got 'gelu'"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected one of silu, swish, gelu_pytorch_tanh, got 'gelu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: expected none"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type: expected default, linear or llama3"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type: expected default, "),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, "rope_scaling.mscale: expected none"),
+        ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1]}}, "short_factor: expected a list of 8 numbers"),
+        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor: expected a share of head_dim (16)"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor: expected a positive number"),
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor: expected more than"),
         ({"rope_scaling": "linear"}, "rope_scaling: expected an object"),

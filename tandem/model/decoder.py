@@ -1,0 +1,170 @@
+"""A decoder-only transformer: what every family shares.
+
+A step's tokens lie in one flat row, whichever requests they belong to. The model knows no paging: `attend` writes keys
+and values where the engine keeps them, and attends. How layers are read is each family's (`tandem/model/families/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.model.experts import SparseMlp
+from tandem.model.layers import ColumnParallelLinear, GatedMlp, LmHead, RmsNorm, RowParallelLinear, VocabEmbedding
+from tandem.model.rope import Rope, Rotation, rotate
+from tandem.model_config import ModelConfig
+
+
+class Attend(Protocol):
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stores k and v of the step's tokens, then attends causally, each request over its own tokens, by the model's
+        `AttentionTerms`.
+
+        q [tokens, heads / tp, head_dim]; k, v [tokens, rank_kv_heads, head_dim]; strided views, k and q rotated.
+        Returns [tokens, heads / tp · head_dim].
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTerms:
+    """How a model attends.
+
+    Args:
+        heads: this rank's query heads.
+        scale: of q·k.
+        softcap: scores are softcap · tanh(score / softcap), before the mask.
+        windows: for each layer how many tokens a query sees, itself included; None: all before it.
+    """
+
+    heads: int
+    scale: float
+    softcap: float | None
+    windows: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """`q_norm` and `k_norm` are there together or not at all. weight [head_dim]."""
+
+    qkv: ColumnParallelLinear
+    out: RowParallelLinear
+    heads: int
+    kv_heads: int
+    head_dim: int
+    q_norm: RmsNorm | None = None
+    k_norm: RmsNorm | None = None
+
+    def project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """x [tokens, hidden] → q, k, v of this rank's heads, q and k rotated."""
+        qkv = self.qkv(x).view(x.shape[0], self.heads + 2 * self.kv_heads, self.head_dim)
+        turned = self.heads + self.kv_heads
+        qk = qkv[:, :turned]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])), dim=1)
+        qk = rotate(qk, rotation)
+        return qk[:, : self.heads], qk[:, self.heads :], qkv[:, turned:]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Both halves add to the stream; where `…_output_norm` is there, normed once more before that."""
+
+    attention_norm: RmsNorm
+    attention: Attention
+    mlp_norm: RmsNorm
+    mlp: GatedMlp | SparseMlp
+    attention_output_norm: RmsNorm | None = None
+    mlp_output_norm: RmsNorm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What stands before and behind the layers."""
+
+    embedding: VocabEmbedding
+    norm: RmsNorm
+    lm_head: LmHead
+
+
+class Decoder:
+    """One rank's shard. Call under `torch.inference_mode`; ranks of a group call it in step, with the same tokens.
+
+    Args:
+        ropes: one, or two where layers with a window turn by the second.
+    """
+
+    def __init__(self, config: ModelConfig, ropes: Sequence[Rope], ends: Ends, layers: Sequence[DecoderLayer]) -> None:
+        traits = config.traits
+        self.config = config
+        self.layers = tuple(layers)
+        self.attention = AttentionTerms(
+            heads=self.layers[0].attention.heads,
+            scale=traits.query_scale or config.head_dim**-0.5,
+            softcap=traits.attention_softcap,
+            windows=traits.windows,
+        )
+        self._ropes = tuple(ropes)
+        self._rope_of = tuple(int(window is not None) * (len(self._ropes) - 1) for window in traits.windows)
+        self._ends = ends
+        self._embedding_scale = traits.embedding_scale
+        self._softcap = traits.logits_softcap
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logits_rows: Tensor,
+        attend: Attend,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """The logits of some of a step's tokens: `logits` of those rows of `hidden`.
+
+        Args:
+            logits_rows: [rows] int64, which of the step's tokens need logits; may be empty.
+        """
+        return self.logits(self.hidden(token_ids, positions, attend, on_layer)[logits_rows])
+
+    def hidden(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """What the layers make of a step's tokens.
+
+        Args:
+            token_ids: [tokens] int64, each below `vocab_size`.
+            positions: [tokens] int64, each token's place in its own request.
+            attend: keeps the KV cache and attends.
+            on_layer: called with each layer's number as soon as its keys and values are in the pool.
+
+        Returns:
+            [tokens, hidden].
+        """
+        rotations = [rope.rotation(positions) for rope in self._ropes]
+        x = self._ends.embedding(token_ids)
+        if self._embedding_scale != 1.0:
+            x = x * torch.tensor(self._embedding_scale, dtype=x.dtype)  # rounded to the dtype, as it was trained
+        for number, layer in enumerate(self.layers):
+            q, k, v = layer.attention.project(layer.attention_norm(x), rotations[self._rope_of[number]])
+            attended = attend(number, q, k, v)
+            if on_layer is not None:
+                on_layer(number)
+            x = x + _normed(layer.attention.out(attended), layer.attention_output_norm)
+            x = x + _normed(layer.mlp(layer.mlp_norm(x)), layer.mlp_output_norm)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] → [rows, vocab_size] fp32, equal on every rank."""
+        logits = self._ends.lm_head(self._ends.norm(hidden))
+        return logits if self._softcap is None else (logits / self._softcap).tanh_().mul_(self._softcap)
+
+
+def _normed(x: Tensor, norm: RmsNorm | None) -> Tensor:
+    return x if norm is None else norm(x)

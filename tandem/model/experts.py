@@ -1,0 +1,51 @@
+"""A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538; Jiang et al. 2024, arXiv:2401.04088)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.model.layers import ACTIVATIONS
+from tandem.model.parallel import TensorParallel
+from tandem.model_families import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMlp:
+    """Each rank holds equally many whole experts, from `first` on; every rank routes every token, alike.
+
+    gate [experts, hidden]; gate_up [rank_experts, 2 · expert_size, hidden]; down [rank_experts, hidden, expert_size].
+    """
+
+    gate: Tensor
+    gate_up: Tensor
+    down: Tensor
+    first: int
+    per_token: int
+    renormalise: bool
+    activation: Activation
+    tp: TensorParallel
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] → the same, equal on every rank; a token's experts are added by their numbers."""
+        weights, chosen = self._route(x)
+        out = torch.zeros_like(x)
+        for local, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            tokens, places = (chosen == self.first + local).nonzero(as_tuple=True)
+            if not len(tokens):
+                continue
+            gate, up = F.linear(x[tokens], gate_up).chunk(2, dim=-1)
+            answer = F.linear(ACTIVATIONS[self.activation](gate).mul_(up), down)
+            out.index_add_(0, tokens, answer.mul_(weights[tokens, places].unsqueeze(1)))
+        return self.tp.all_reduce(out)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [tokens, hidden] → weights and expert numbers, each [tokens, per_token]."""
+        scores = F.linear(x, self.gate).softmax(dim=-1, dtype=torch.float32)
+        weights, chosen = scores.topk(self.per_token, dim=-1)
+        if self.renormalise:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights.to(x.dtype), chosen

@@ -1,0 +1,176 @@
+"""A rank's part of a checkpoint, asked for by what it is for: the families name tensors, this cuts and places them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.errors import CheckpointError
+from tandem.model.checkpoint import Checkpoint
+from tandem.model.decoder import Attention, Ends
+from tandem.model.experts import SparseMlp
+from tandem.model.layers import ColumnParallelLinear, GatedMlp, LmHead, RmsNorm, RowParallelLinear, VocabEmbedding
+from tandem.model.parallel import TensorParallel
+from tandem.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`own` rows of tensor `name`, which has `total`."""
+
+    name: str
+    total: int
+    own: slice
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReader:
+    """Reads only this rank's slices. Each method raises CheckpointError naming tensor and file."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    tp: TensorParallel
+    device: torch.device
+    dtype: torch.dtype
+
+    def ends(self) -> Ends:
+        embedding = self._vocab_rows("model.embed_tokens.weight")
+        head = embedding if self.config.tie_word_embeddings else self._vocab_rows("lm_head.weight")
+        return Ends(
+            VocabEmbedding(embedding, self._vocab_sharded, self.tp),
+            self.norm("model.norm"),
+            LmHead(head, self._vocab_sharded, self.tp),
+        )
+
+    def norm(self, name: str, width: int | None = None) -> RmsNorm:
+        """`width`: the hidden size unless told."""
+        weight = self._placed([self.checkpoint.read(f"{name}.weight", [width or self.config.hidden_size])])
+        if offset := self.config.traits.norm_offset:
+            weight = weight.float() + offset
+        return RmsNorm(weight, self.config.rms_norm_eps)
+
+    def attention(self, prefix: str, *, fused: bool = False) -> Attention:
+        """`fused`: queries, keys and values lie in one tensor, `qkv_proj`."""
+        config, traits = self.config, self.config.traits
+        query, key, value = self._head_parts(fused)
+        return Attention(
+            qkv=self._columns(prefix, [query, key, value], traits.qkv_bias),
+            out=self._rows(prefix + "o_proj", config.heads * config.head_dim, self._query_rows, traits.out_bias),
+            heads=config.heads // self.tp.size,
+            kv_heads=config.rank_kv_heads(self.tp.size),
+            head_dim=config.head_dim,
+            q_norm=self.norm(prefix + "q_norm", config.head_dim) if traits.qk_norm else None,
+            k_norm=self.norm(prefix + "k_norm", config.head_dim) if traits.qk_norm else None,
+        )
+
+    def mlp(self, prefix: str, *, fused: bool = False) -> GatedMlp:
+        """`fused`: both projections lie in one tensor, `gate_up_proj`."""
+        width, bias = self.config.intermediate_size, self.config.traits.mlp_bias
+        own = self.tp.shard(width)
+        if fused:
+            gate, up = (Rows("gate_up_proj", 2 * width, _moved(own, start)) for start in (0, width))
+        else:
+            gate, up = Rows("gate_proj", width, own), Rows("up_proj", width, own)
+        return GatedMlp(
+            gate_up=self._columns(prefix, [gate, up], bias),
+            down=self._rows(prefix + "down_proj", width, own, bias),
+            activation=self.config.traits.activation,
+        )
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether experts are in the place of this layer's MLP."""
+        experts = self.config.traits.experts
+        return experts is not None and experts.sparse[layer]
+
+    def experts(self, prefix: str, *, gate: str, up: str, down: str) -> SparseMlp:
+        """`gate`, `up`, `down`: what the family calls an expert's projections."""
+        experts = self.config.traits.experts
+        if experts is None:
+            raise CheckpointError(f"{self.config.architecture}: expected experts in config.json, found none")
+        hidden, size, read = self.config.hidden_size, experts.expert_size, self.checkpoint.read
+        own = self.tp.shard(experts.count)
+        for number in (*range(own.start), *range(own.stop, experts.count)):
+            for name in (gate, up, down):
+                self.checkpoint.leave(f"{prefix}experts.{number}.{name}.weight")
+
+        def stacked(names: Sequence[str], shape: Sequence[int]) -> Tensor:
+            each = [
+                self._placed([read(f"{prefix}experts.{number}.{name}.weight", shape) for name in names])
+                for number in range(own.start, own.stop)
+            ]
+            return torch.stack(each)
+
+        return SparseMlp(
+            gate=self._placed([read(f"{prefix}gate.weight", [experts.count, hidden])]),
+            gate_up=stacked([gate, up], [size, hidden]),
+            down=stacked([down], [hidden, size]),
+            first=own.start,
+            per_token=experts.per_token,
+            renormalise=experts.renormalise,
+            activation=self.config.traits.activation,
+            tp=self.tp,
+        )
+
+    @property
+    def _query_rows(self) -> slice:
+        return self._rows_of_heads(self.tp.shard(self.config.heads))
+
+    def _head_parts(self, fused: bool) -> tuple[Rows, Rows, Rows]:
+        query, key_value = self._query_rows, self._rows_of_heads(self._kv_heads())
+        query_rows, kv_rows = self.config.heads * self.config.head_dim, self.config.kv_heads * self.config.head_dim
+        if not fused:
+            return (
+                Rows("q_proj", query_rows, query),
+                Rows("k_proj", kv_rows, key_value),
+                Rows("v_proj", kv_rows, key_value),
+            )
+        total = query_rows + 2 * kv_rows
+        return (
+            Rows("qkv_proj", total, query),
+            Rows("qkv_proj", total, _moved(key_value, query_rows)),
+            Rows("qkv_proj", total, _moved(key_value, query_rows + kv_rows)),
+        )
+
+    def _kv_heads(self) -> slice:
+        """Whole KV heads of this rank; the one its query heads need, where each is replicated."""
+        count = self.config.kv_heads
+        if count >= self.tp.size:
+            return self.tp.shard(count)
+        head = self.tp.rank * count // self.tp.size
+        return slice(head, head + 1)
+
+    def _rows_of_heads(self, heads: slice) -> slice:
+        return slice(heads.start * self.config.head_dim, heads.stop * self.config.head_dim)
+
+    def _columns(self, prefix: str, parts: Sequence[Rows], bias: bool) -> ColumnParallelLinear:
+        """Several projections of the same input as one matrix: one product instead of three."""
+        hidden, read = self.config.hidden_size, self.checkpoint.read
+        weights = [read(f"{prefix}{part.name}.weight", [part.total, hidden], rows=part.own) for part in parts]
+        biases = [read(f"{prefix}{part.name}.bias", [part.total], rows=part.own) for part in parts] if bias else []
+        return ColumnParallelLinear(self._placed(weights), self._placed(biases) if bias else None)
+
+    def _rows(self, name: str, width: int, own: slice, bias: bool) -> RowParallelLinear:
+        hidden, read = self.config.hidden_size, self.checkpoint.read
+        weight = self._placed([read(f"{name}.weight", [hidden, width], columns=own)])
+        return RowParallelLinear(weight, self._placed([read(f"{name}.bias", [hidden])]) if bias else None, self.tp)
+
+    @property
+    def _vocab_sharded(self) -> bool:
+        return self.tp.size > 1 and self.config.vocab_size % self.tp.size == 0
+
+    def _vocab_rows(self, name: str) -> Tensor:
+        shape = [self.config.vocab_size, self.config.hidden_size]
+        own = self.tp.shard(self.config.vocab_size) if self._vocab_sharded else None
+        return self._placed([self.checkpoint.read(name, shape, rows=own)])
+
+    def _placed(self, parts: Sequence[Tensor]) -> Tensor:
+        """Owned memory on the device: safetensors may hand out views of the mapped file, which could shrink."""
+        joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+        return joined.to(device=self.device, dtype=self.dtype)
+
+
+def _moved(rows: slice, by: int) -> slice:
+    return slice(rows.start + by, rows.stop + by)

@@ -1,0 +1,31 @@
+"""Model families through live workers: two prefill ranks hand over to two decode ranks, and an answer is moved on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tandem.config import EngineSpec
+from tandem.request import SamplingParams
+from tandem.testing import random_prompt
+from worker.testing import HandRouter
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+ENGINE = EngineSpec(kv_blocks=64, max_step_tokens=48)
+
+
+async def test_a_handoff_between_two_and_two_ranks(
+    pair: Any, some_family_dir: Path, reference_for: Callable[[Path], Any]
+) -> None:
+    hand, prompt = HandRouter(), random_prompt(100, 320)
+    expected = reference_for(some_family_dir).answer(prompt, GREEDY)
+    rest = replace(GREEDY, max_tokens=5)
+    async with pair(some_family_dir, prefill_tp=2, decode_tp=2, engine=ENGINE) as live:
+        assert (await hand.generate(live.decode, prompt, GREEDY)).tokens == expected
+        moved = await hand.handoff(live.prefill, live.decode, prompt, GREEDY, use_decode_cache=False)
+        assert moved.tokens == expected
+        # As after a migration: what was said so far is part of the prompt.
+        continued = await hand.handoff(live.prefill, live.decode, [*prompt, *expected[:3]], rest)
+        assert continued.tokens == expected[3:]
