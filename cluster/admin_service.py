@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc.aio
 
 from cluster.router_slot import RouterState
 from cluster.worker_slot import WorkerSlot, WorkerState
+from router.grpc_guard import GuardedServer
 from tandem.config import Role
 from tandem.errors import TandemError
 from tandem.grpc_errors import abort
@@ -37,6 +38,8 @@ ALLOWED: dict[str, frozenset[Identity]] = {
 """Who may call what where `security.tls` tells callers apart. A method that is not here, nobody may."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
+MAX_CALLS = 4096  # each worker and router follows the directory with one
+CLIENT_TIMEOUT_S = 30.0
 ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_DECODE}
 
 
@@ -45,7 +48,8 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         self._controller = controller
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        cluster_pb2_grpc.add_ClusterServicer_to_server(self, server)
+        guarded = cast(grpc.aio.Server, GuardedServer(server, MAX_CALLS, CLIENT_TIMEOUT_S))
+        cluster_pb2_grpc.add_ClusterServicer_to_server(self, guarded)
 
     async def Register(
         self, request: cluster_pb2.RegisterRequest, context: Context

@@ -9,6 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 from router.auth.call import Call
 from router.auth.grpc_gate import GrpcGate, call_of
@@ -232,12 +233,14 @@ class GrpcServer:
         guarded = cast(grpc.aio.Server, GuardedServer(self._server, MAX_CALLS, client_timeout_s, calls))
         add_InferenceServicer_to_server(InferenceEdge(service, limit), guarded)
         add_GRPCInferenceServiceServicer_to_server(OipEdge(service, limit), guarded)
-        add_TracesServicer_to_server(traces, self._server)
+        # With calls of their own: probes are answered whatever requests there are.
+        aside = cast(grpc.aio.Server, GuardedServer(self._server, MAX_OPEN_CALLS, client_timeout_s))
+        add_TracesServicer_to_server(traces, aside)
         self._health = health_aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, aside)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         names = (SERVICE, OIP_SERVICE, health_name, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), aside)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             if tls is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,10 @@ class GuardedServer:
     Args: `max_calls` run at a time. The library's own count keeps the place of a call whose client reads nothing.
     """
 
-    def __init__(self, server: grpc.aio.Server, max_calls: int, client_timeout_s: float, calls: Calls) -> None:
+    def __init__(
+        self, server: grpc.aio.Server, max_calls: int, client_timeout_s: float, calls: Calls | None = None
+    ) -> None:
+        """`calls`: who is told of each; None: nobody."""
         self._server = server
         self._limit = CallLimit(max_calls)
         self._calls = calls
@@ -66,7 +70,11 @@ class GuardedServer:
     def _unary_stream(self, name: str, method: Method, decode: Decode) -> Method:
         async def call(data: bytes, context: Any) -> None:
             async with self._begun(name, context) as known:
-                await _write_all(method(decode(data), known), context, self._client_timeout_s)
+                responses = method(decode(data), known)
+                if inspect.isawaitable(responses):  # the library's health service writes by itself
+                    await responses
+                else:
+                    await _write_all(responses, context, self._client_timeout_s)
 
         return call
 
@@ -90,7 +98,7 @@ class GuardedServer:
 
     @contextlib.contextmanager
     def _call(self, name: str, context: Any) -> Iterator[Any]:
-        if not self._calls.is_watching:
+        if self._calls is None or not self._calls.is_watching:
             yield context
             return
         metadata = context.invocation_metadata()

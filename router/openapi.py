@@ -14,6 +14,13 @@ from router.responses_schema import ResponsesRequest
 from router.terms import PRIORITY, TENANT, TIMEOUT
 from router.tokenize_schema import DetokenizeRequest, TokenizeRequest
 from tandem.errors import WIRE, ErrorCode
+from tandem.request import (
+    MAX_BIAS,
+    MAX_LOGIT_BIAS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_TOKEN_IDS,
+)
 from tandem.version import tandem_version
 
 Schema = dict[str, Any]
@@ -150,6 +157,33 @@ _ANSWERS: dict[str, Schema] = {
 }
 
 
+# What is checked for all edges alike, and so not by the types that parse them.
+_PENALTY: Schema = {"minimum": -MAX_PENALTY, "maximum": MAX_PENALTY}
+_LIMITS: dict[str, Schema] = {
+    "temperature": {"minimum": 0, "maximum": 2},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": MAX_REPETITION_PENALTY},
+    "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS, "items": _COUNT},
+    "logit_bias": {
+        "maxProperties": MAX_LOGIT_BIAS,
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+    },
+}
+
+
+def _limited(request: Schema) -> Schema:
+    """A request's schema with the limits of `_LIMITS` on every kind of value but null."""
+    shown = dict(request.get("properties", {}))
+    for name in shown.keys() & _LIMITS.keys():
+        kinds = [kind if kind["type"] == "null" else kind | _LIMITS[name] for kind in shown[name]["anyOf"]]
+        shown[name] = shown[name] | {"anyOf": kinds}
+    return request | ({"properties": shown} if shown else {})
+
+
 def _content(kind: str, schema: Schema) -> Schema:
     return {kind: {"schema": schema}}
 
@@ -249,5 +283,8 @@ def openapi_document() -> Schema:
             "/metrics": _get("Prometheus metrics", "Metrics", _content("text/plain", _STRING)),
             "/openapi.json": _get("This document", "OpenApi", _content("application/json", {"type": "object"})),
         }),
-        "components": {"schemas": requests.get("$defs", {}) | _ANSWERS, "securitySchemes": _SCHEMES},
+        "components": {
+            "schemas": {name: _limited(each) for name, each in requests["$defs"].items()} | _ANSWERS,
+            "securitySchemes": _SCHEMES,
+        },
     }

@@ -32,6 +32,10 @@ step "generated protobuf code" scripts/generate-proto.sh --check
 step "generated configuration page" "$PYTHON" scripts/generate-config-doc.py --check
 step "generated chart schema" "$PYTHON" scripts/generate-chart-schema.py --check
 step "generated dashboards" "$PYTHON" scripts/generate-dashboards.py --check
+step "generated API pages" "$PYTHON" scripts/generate-api-pages.py --check
+step "generated requirements of the router image" "$PYTHON" scripts/generate-router-requirements.py --check
+step "documentation site" scripts/site.sh
+step "hadolint" "$bin/hadolint" deploy/docker/Dockerfile
 step "helm lint" chart
 
 if [ ${#failed[@]} -gt 0 ]; then
