@@ -29,6 +29,24 @@ class Directory:
         self._workers[worker.worker_id] = worker
         self._bump()
 
+    def change(
+        self,
+        worker_id: str,
+        *,
+        role: cluster_pb2.Role.ValueType | None = None,
+        drain: cluster_pb2.Drain.ValueType | None = None,
+    ) -> None:
+        """Another role, another way to drain, of a ready worker; nothing of one that is not."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return
+        changed = cluster_pb2.WorkerInfo()
+        changed.CopyFrom(worker)
+        changed.role = worker.role if role is None else role
+        changed.drain = worker.drain if drain is None else drain
+        if changed != worker:
+            self.put(changed)
+
     def remove(self, worker_id: str) -> None:
         if self._workers.pop(worker_id, None) is not None:
             self._bump()
