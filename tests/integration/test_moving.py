@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,22 @@ import pytest
 
 from router.request import RawRequest, RawSampling
 from router.service import RouterService
-from router.testing import until
+from router.testing import until as within
 from tandem.config import EngineSpec, Role
 from tandem.request import SamplingParams
 from tandem.testing import random_prompt, write_tiny_llama
 from tandem.v1 import cluster_pb2
 from worker.testing_live import Workers
 
+until = partial(within, timeout_s=60.0)
+
 VOCAB = 300
 STREAMS = 16
 ENGINE = EngineSpec(kv_blocks=400, max_step_tokens=100)
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 150}
-SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7, "max_tokens": 150}
-ROUNDS = 20 if os.environ.get("TANDEM_SOAK") else 3
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60}
+SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7, "max_tokens": 60}
+DONE = 'tandem_moves_total{model="tiny",result="done"}'
+ROUNDS = 3 if os.environ.get("TANDEM_SOAK") else 1
 
 
 @dataclass
@@ -50,7 +54,7 @@ class Stream:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny"), vocab=VOCAB, heads=4, kv_heads=2, seed=1)
+    return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", vocab=VOCAB, heads=4, kv_heads=2, seed=1)
 
 
 def streams(reference: Any, first_seed: int = 0) -> list[Stream]:
@@ -85,20 +89,20 @@ async def test_requests_move_between_decode_workers_and_their_clients_do_not_not
         fleet = live.app.dispatcher.fleet
         workers = {worker.key.worker_id: worker for worker in fleet.workers()}
         reading = [asyncio.create_task(stream.read(live.app.service)) for stream in asked]
-        await until(lambda: all(len(stream.tokens) >= 3 for stream in asked))
-        moves = 0
+        await until(lambda: all(len(stream.tokens) >= 2 for stream in asked))
         for turn in range(ROUNDS):
             leaving, other = f"decode-{turn % 2}", f"decode-{1 - turn % 2}"
-            moves += workers[leaving].account.requests
             await told(live.workers, leaving, move=True)
             await until(lambda leaving=leaving: not workers[leaving].account.requests)
             assert workers[other].account.requests
             await told(live.workers, leaving)
         await asyncio.gather(*reading)
-        assert moves >= STREAMS
         for stream in asked:
             assert stream.tokens == stream.expected
-        print(f"longest gap {max(stream.longest_gap_s for stream in asked) * 1e3:.0f} ms, {moves} moves")
+        metrics = live.app.metrics.render().decode()
+        moved = sum(int(float(line.split()[-1])) for line in metrics.splitlines() if line.startswith(DONE))
+        assert moved >= STREAMS / 4
+        print(f"longest gap {max(stream.longest_gap_s for stream in asked) * 1e3:.0f} ms, {moved} moved")
 
 
 async def test_workers_change_their_roles_in_place_and_keep_what_they_cached(
@@ -108,7 +112,7 @@ async def test_workers_change_their_roles_in_place_and_keep_what_they_cached(
     async with routed(tiny, prefill=1, decode=2, engine=ENGINE) as live:
         fleet = live.app.dispatcher.fleet
         reading = [asyncio.create_task(stream.read(live.app.service)) for stream in asked[:8]]
-        await until(lambda: all(len(stream.tokens) >= 3 for stream in asked[:8]))
+        await until(lambda: all(len(stream.tokens) >= 2 for stream in asked[:8]))
         began_s = time.monotonic()
         await told(live.workers, "decode-1", role=Role.PREFILL)  # with requests of its own, that go on there
         await until(lambda: fleet.count_ready(Role.PREFILL) == 2 and fleet.count_ready(Role.DECODE) == 1)
