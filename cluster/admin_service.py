@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc.aio
 
+from cluster.live_ratio import ROLES
 from cluster.router_slot import RouterState
 from cluster.worker_slot import WorkerSlot, WorkerState
 from router.grpc_guard import GuardedServer
@@ -32,6 +33,8 @@ ALLOWED: dict[str, frozenset[Identity]] = {
         "GetTrace": ADMINS,
         "ListTraces": ADMINS,
         "ListSnapshots": ADMINS,
+        "Scale": ADMINS,
+        "DrainWorker": ADMINS,
         "Shutdown": ADMINS,
     }.items()
 }
@@ -40,7 +43,6 @@ ALLOWED: dict[str, frozenset[Identity]] = {
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_CALLS = 4096  # each worker and router follows the directory with one
 CLIENT_TIMEOUT_S = 30.0
-ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_DECODE}
 
 
 class AdminService(cluster_pb2_grpc.ClusterServicer):
@@ -111,7 +113,7 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         unreachable = slot.state is WorkerState.READY and live is None
         status = cluster_pb2.WorkerStatus(
             info=info,
-            state="unreachable" if unreachable else slot.state.value,
+            state=_shown_state(slot, unreachable=unreachable),
             reason=slot.reason,
             restarts=slot.restarts,
         )
@@ -141,8 +143,35 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         except TandemError as error:
             await abort(context, error)
 
+    async def Scale(self, request: cluster_pb2.ScaleRequest, context: Context) -> cluster_pb2.ScaleResponse:
+        prefill = request.prefill if request.HasField("prefill") else None
+        decode = request.decode if request.HasField("decode") else None
+        try:
+            actions = await self._controller.live_ratio.scale(request.model, prefill, decode)
+        except TandemError as error:
+            await abort(context, error)
+        return cluster_pb2.ScaleResponse(actions=actions)
+
+    async def DrainWorker(
+        self, request: cluster_pb2.DrainWorkerRequest, context: Context
+    ) -> cluster_pb2.DrainWorkerResponse:
+        try:
+            await self._controller.live_ratio.drain(
+                request.worker_id, restart=request.restart, move=not request.wait_for_ends
+            )
+        except TandemError as error:
+            await abort(context, error)
+        return cluster_pb2.DrainWorkerResponse()
+
     async def Shutdown(
         self, request: cluster_pb2.ShutdownRequest, context: Context
     ) -> cluster_pb2.ShutdownResponse:
         self._controller.stop_requested.set()
         return cluster_pb2.ShutdownResponse()
+
+
+def _shown_state(slot: WorkerSlot, *, unreachable: bool) -> str:
+    if unreachable:
+        return "unreachable"
+    draining = slot.state is WorkerState.READY and slot.drain != cluster_pb2.DRAIN_NONE
+    return "draining" if draining else slot.state.value

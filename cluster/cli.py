@@ -114,6 +114,53 @@ def top(
 
 
 @app.command()
+def scale(
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers there shall be.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers there shall be.")] = None,
+    model: Annotated[str | None, typer.Option(help="Served name, where there are several.")] = None,
+    address: Address = None,
+    cluster: ClusterName = None,
+    tls: Tls = None,
+) -> None:
+    """Change how many workers there are, without losing a request."""
+    from cluster.admin_client import find_admin
+    from cluster.commands.live_ratio import run_scale
+
+    raise typer.Exit(run_scale(prefill, decode, model, find_admin(address, cluster, tls)))
+
+
+@app.command()
+def ratio(
+    ratio: Annotated[str, typer.Argument(help="Prefill to decode workers, as in 2:1.")],
+    model: Annotated[str | None, typer.Option(help="Served name, where there are several.")] = None,
+    address: Address = None,
+    cluster: ClusterName = None,
+    tls: Tls = None,
+) -> None:
+    """Give the workers there are other roles, in this ratio."""
+    from cluster.admin_client import find_admin
+    from cluster.commands.live_ratio import run_ratio
+
+    raise typer.Exit(run_ratio(ratio, model, find_admin(address, cluster, tls)))
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="A worker's id, as in `tandem status`.")],
+    restart: Annotated[bool, typer.Option("--restart", help="Start it again instead of taking it out.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Let its requests end there instead of moving them.")] = False,
+    address: Address = None,
+    cluster: ClusterName = None,
+    tls: Tls = None,
+) -> None:
+    """Empty a worker and take it out of the cluster, or restart it, without losing a request."""
+    from cluster.admin_client import find_admin
+    from cluster.commands.live_ratio import run_drain
+
+    raise typer.Exit(run_drain(worker, restart, wait, find_admin(address, cluster, tls)))
+
+
+@app.command()
 def trace(
     request: Annotated[str | None, typer.Argument(help="Id of a request; without it, the latest are listed.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,

@@ -81,6 +81,10 @@ class Backend(Protocol):
         """A place on the controller's own host, where the router's addresses are."""
         ...
 
+    async def give_back(self, group: str) -> None:
+        """The places of a group whose members were stopped are somebody else's now."""
+        ...
+
     async def close(self) -> None:
         """Leaves no process of the backend's own, whatever state it is in; members were stopped by their owners."""
         ...

@@ -108,8 +108,8 @@ class RayBackend:
         self._address = address
         self._cpus = cpus
         self._place_timeout_s = place_timeout_s
-        self._actors: list[Any] = []
-        self._groups: list[PlacementGroup] = []
+        self._actors: dict[str, Any] = {}
+        self._groups: dict[str, PlacementGroup] = {}
         self._opening: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
@@ -145,8 +145,9 @@ class RayBackend:
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
         bundles = [{"CPU": member.cpus} | ({"GPU": member.gpus} if member.gpus else {}) for member in members]
         placed = placement_group(bundles, strategy="STRICT_PACK", name=group)
-        self._groups.append(placed)
+        self._groups[group] = placed
         if not await asyncio.to_thread(placed.wait, self._place_timeout_s):
+            await self.give_back(group)
             free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
             raise ConfigError(
                 f"{group}: no Ray node has {bundles} free; Ray has {free}: add a node or ask for less",
@@ -174,8 +175,14 @@ class RayBackend:
             max_restarts=-1,
             scheduling_strategy=strategy,
         ).remote(name, str(self._log_dir))
-        self._actors.append(actor)
+        self._actors[name] = actor
         return RayMember(name, actor)
+
+    async def give_back(self, group: str) -> None:
+        for name in [name for name in self._actors if name.rpartition(".")[0] == group]:
+            ray.kill(self._actors.pop(name), no_restart=True)
+        if (placed := self._groups.pop(group, None)) is not None:
+            remove_placement_group(placed)
 
     async def close(self) -> None:
         if self._opening is not None:
@@ -185,9 +192,9 @@ class RayBackend:
     def _close(self) -> None:
         with contextlib.suppress(RayError):  # the Ray cluster itself may be gone
             if ray.is_initialized():
-                for actor in self._actors:
+                for actor in self._actors.values():
                     ray.kill(actor, no_restart=True)
-                for group in self._groups:
+                for group in self._groups.values():
                     remove_placement_group(group)
         ray.shutdown()
         if self._address is None:

@@ -71,7 +71,7 @@ class Attachment:
     def __init__(self, own: Own, transports: Transports, clock: Clock, report: Callable[[FromAgent], None]) -> None:
         self.own = own
         self.outgoing = Outgoing(own, transports, clock, report)
-        self.incoming = Incoming(own, clock, report)
+        self.incoming = Incoming(own, clock, report, self.outgoing.has_link)
         attach = own.attach
         self._acceptor = LinkAcceptor(own, transports, self.incoming, report)
         self._tasks: list[asyncio.Task[None]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 from kvtransfer.causes import HandoffFault
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 CANCELLED_DRAIN_S = 0.2
 DRAIN_POLL_S = 0.05
+MOVE_RETRY_S = 0.2  # while a worker is to be emptied: those that were not ready to leave it, or found no room
 
 
 class Dispatcher:
@@ -112,6 +114,7 @@ class Dispatcher:
         self.admission.dispatch(now_s, self._place, self._prefillers)
         for run, error in self.admission.expire(now_s):
             run.reject(error)
+        self._move_off()
         for run in self.admission.in_the_way():
             run.step_back(UnavailableError("gave way to requests that are not of a batch class"))
         self._metrics.set_load(queued=len(self.admission), running=len(self._running))
@@ -227,7 +230,36 @@ class Dispatcher:
             None if prefill is None else self.fleet.worker(prefill.worker_id, prefill.epoch),
         )
 
+    def _move_off(self) -> None:
+        """Requests that decode on workers that are to be emptied go on elsewhere, as others have room."""
+        leaving = self.fleet.leaving()
+        if not leaving:
+            return
+        for run in [run for run in self._running if any(run.decode is worker for worker in leaving)]:
+            model = run.request.model
+            cached = self._mirror.match(run.request.block_hashes)
+            candidates = self._views(run, self.fleet.ready(model, Role.DECODE), cached)
+            choice = self._policy.next_decode(self._ask(run), candidates)
+            if choice is None:
+                run.excluded = frozenset()  # those that failed are asked again
+                continue
+            target = self.fleet.worker(choice.worker_id, choice.epoch)
+            if target is not None and run.move_to(target):
+                charge = Charge(0, blocks_for(run.prefill_tokens + 1, run.request.block_tokens))
+                target.account.add(charge)
+                self._running[run].append((target, charge))
+
     # ---- what requests ask (router.run_host.RunHost)
+
+    def moved(self, run: RequestRun, source: Worker) -> None:
+        self._uncharge(run, source)
+        self._metrics.moved(run.request.model, done=True)
+        self._pump_soon()
+
+    def move_failed(self, run: RequestRun, target: Worker) -> None:
+        self._uncharge(run, target)
+        run.excluded |= {target.key.worker_id}
+        self._metrics.moved(run.request.model, done=False)
 
     def sent(self, run: RequestRun, worker: Worker) -> None:
         for charged, charge in self._running.get(run, []):
@@ -330,6 +362,13 @@ class Dispatcher:
         for worker, charge in self._running.pop(run, []):
             worker.account.remove(charge)
 
+    def _uncharge(self, run: RequestRun, worker: Worker) -> None:
+        charges = self._running.get(run, [])
+        for charged, charge in charges:
+            if charged is worker:
+                worker.account.remove(charge)
+        self._running[run] = [each for each in charges if each[0] is not worker]
+
     def _put_back(self, run: RequestRun, refusal: TandemError | None) -> None:
         self._in_flight.failed(run)
         self._release(run)
@@ -355,6 +394,8 @@ class Dispatcher:
             self._timer.cancel()
             self._timer = None
         due_s = self.admission.next_due_s(now_s)
+        if self.fleet.leaving() and self._running:
+            due_s = min(due_s or math.inf, now_s + MOVE_RETRY_S)
         if due_s is not None and not self._closed:
             self._timer = asyncio.get_running_loop().call_later(max(0.001, due_s - now_s), self.pump)
 

@@ -30,6 +30,7 @@ class Worker:
     estimates: WorkerEstimates
     last_prefill_s: float = 0.0  # when it was last done with a prompt of ours
     listed: bool = True  # in the directory; otherwise it takes nothing new
+    drain: cluster_pb2.Drain.ValueType = cluster_pb2.DRAIN_NONE
 
     @property
     def key(self) -> WorkerKey:
@@ -94,19 +95,33 @@ class Fleet:
         listed = {WorkerKey(info.worker_id, info.epoch): info for info in infos}
         for key, info in listed.items():
             role = ROLES.get(info.role)
-            if key in self._workers:
-                self._workers[key].listed = True
-            elif role is None:
+            if role is None:
                 log.warning("worker of unknown role left out", extra={"worker": info.worker_id})
+            elif (worker := self._workers.get(key)) is not None:
+                self._update(worker, role, info)
             else:
                 link = WorkerLink(info, self._router_id, self, self._tls)
-                self._workers[key] = Worker(link, role, Account(), self.estimates.worker(info.model, role))
+                estimates = self.estimates.worker(info.model, role)
+                self._workers[key] = Worker(link, role, Account(), estimates, drain=info.drain)
                 self.health.add(key, info.model, role)
                 link.start()
         for key, worker in self._workers.items():
             worker.listed = key in listed
         self.sweep()
         self._on_change()
+
+    def _update(self, worker: Worker, role: Role, info: cluster_pb2.WorkerInfo) -> None:
+        """A worker that changes its role keeps its link and what runs on it; its paces and its health begin anew."""
+        worker.drain = info.drain
+        if worker.role is not role:
+            worker.role, worker.estimates = role, self.estimates.worker(info.model, role)
+            self.health.remove(worker.key)
+            self.health.add(worker.key, info.model, role)
+            self.health.set_up(worker.key, is_up=worker.link.ready)
+
+    def leaving(self) -> list[Worker]:
+        """Those whose requests are to go on elsewhere."""
+        return [worker for worker in self._workers.values() if worker.drain == cluster_pb2.DRAIN_MOVE and worker.listed]
 
     def workers(self) -> list[Worker]:
         return list(self._workers.values())
@@ -129,7 +144,7 @@ class Fleet:
         return sum(worker.role is role and self._can_take(worker) for worker in self._workers.values())
 
     def _can_take(self, worker: Worker) -> bool:
-        usable = worker.listed and worker.link.ready
+        usable = worker.listed and worker.link.ready and worker.drain == cluster_pb2.DRAIN_NONE
         return usable and self.health.admits(worker.key, worker.account.requests)
 
     def max_model_tokens(self, model: str) -> int | None:

@@ -101,6 +101,9 @@ class RouterMetrics:
             registry=registry,
         )
         self._retries = Counter("tandem_retries", "Requests put back in line.", ("model", "code"), registry=registry)
+        self._moves = Counter(
+            "tandem_moves", "Requests moved between decode workers, or not.", ("model", "result"), registry=registry
+        )
         self._queued = Gauge("tandem_queued_requests", "Requests in the queue now.", registry=registry).labels()
         self._running = Gauge("tandem_running_requests", "Requests on workers now.", registry=registry).labels()
         self._workers = Gauge("tandem_workers", "Workers that can take requests.", ("role",), registry=registry)
@@ -187,6 +190,9 @@ class RouterMetrics:
 
     def retried(self, model: str, code: ErrorCode) -> None:
         self._retries.labels(self._label(model), code.value).inc()
+
+    def moved(self, model: str, *, done: bool) -> None:
+        self._moves.labels(self._label(model), "done" if done else "failed").inc()
 
     def set_load(self, *, queued: int, running: int) -> None:
         self._queued.set(queued)

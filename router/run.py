@@ -17,6 +17,7 @@ from kvtransfer.causes import HandoffFault
 from router.attempt_faults import BLAMED, HANDOFF_FAULTS, REFUSALS, RETRIED
 from router.deadlines import DEADLINE_SLACK_S
 from router.fleet import Worker
+from router.move import Move, MovePhase
 from router.output import Final, OutputAssembler, ResponseStream, Timeline, Usage
 from router.pace_meter import PaceMeter
 from router.policies.types import WaitReason
@@ -63,7 +64,8 @@ class RequestRun:
         self._host = host
         self._meter = PaceMeter()
         self._wire_id = ""
-        self._on: list[Worker] = []  # workers that may know the current attempt
+        self._on: list[tuple[Worker, str]] = []  # workers that may know the current attempt, and by what name
+        self._move: Move | None = None
         self._dispatched_s = self._first_token_s = self._last_token_s = self.received_s
         self._joined_s: float | None = None
         self._prefilled_by: Worker | None = None  # who sampled the answer's first token; None: a decode worker
@@ -133,9 +135,41 @@ class RequestRun:
         decode.link.send(worker_pb2.RouterFrame(reserve=reserve))
         self._host.sent(self, decode)
 
+    def move_to(self, target: Worker) -> bool:
+        """Goes on on `target` as soon as its KV is there. False: it does not decode, or is on its way already."""
+        source = self.decode
+        if source is None or self._move is not None or self.lifecycle.state is not RequestState.DECODING:
+            return False
+        if not self._answer:
+            return False
+        self._attempts += 1
+        target_id = f"{self.request.request_id}.{self._attempts}"
+        self._move = Move(self.request, source, target, self._wire_id, target_id)
+        self._move.begin()
+        return True
+
     # ---- what workers say
 
+    def on_held(self, link: WorkerLink, held: worker_pb2.Held) -> None:
+        move = self._move
+        if move is None or not move.is_from(link):
+            return
+        if not held.held:  # it goes on there, for whatever reason
+            self._give_up_move(move)
+        elif move.phase is MovePhase.HOLDING:
+            if not move.target.link.ready:
+                move.resume()
+                self._give_up_move(move)
+                return
+            self._attach(move.target, move.target_id)
+            move.reserve(self._answer)
+            self._host.sent(self, move.target)
+
     def on_reserved(self, link: WorkerLink, reserved: worker_pb2.Reserved) -> None:
+        if (move := self._move) is not None:
+            if move.is_to(link) and move.phase is MovePhase.RESERVING:
+                move.push(reserved.ticket, self._answer[-1])
+            return
         prefill = self.prefill
         if prefill is None or self.lifecycle.state is not RequestState.QUEUED:
             return
@@ -154,6 +188,9 @@ class RequestRun:
         self._host.sent(self, prefill)
 
     def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:
+        if (move := self._move) is not None and move.is_to(link):
+            self._moved(move, done)
+            return
         if (attempt := self.trace.report(done, self._clock.now_s() - age_s)) is not None:
             self._host.handed_off(self, attempt, done)
         if self._is_decode(link):
@@ -199,6 +236,10 @@ class RequestRun:
 
     def on_ended(self, link: WorkerLink, ended: worker_pb2.Ended) -> None:
         self._detach(link)
+        if (move := self._move) is not None and move.is_to(link):
+            move.resume()
+            self._give_up_move(move)
+            return
         if ended.HasField("error"):
             self._on_worker_error(link, ended.error)
         elif ended.finish_reason in _REASONS and self._has_first_token:
@@ -209,6 +250,10 @@ class RequestRun:
 
     def on_lost(self, link: WorkerLink, error: WorkerLost) -> None:
         self._detach(link)
+        if (move := self._move) is not None and move.is_to(link):
+            move.resume()
+            self._give_up_move(move)
+            return
         if self._is_decode(link) or self.lifecycle.state is not RequestState.DECODING:
             self._fail_or_retry(error, link.key.worker_id)
 
@@ -307,12 +352,13 @@ class RequestRun:
 
     def leave_workers(self) -> None:
         """Takes the current attempt off its workers."""
-        for worker in self._on:
-            worker.link.cancel(self._wire_id)
+        self._move = None
+        for worker, wire_id in self._on:
+            worker.link.cancel(wire_id)
             if worker is self.prefill and self._joined_s is not None:
-                worker.link.detach_but_report(self._wire_id, self)
+                worker.link.detach_but_report(wire_id, self)
             else:
-                worker.link.detach(self._wire_id)
+                worker.link.detach(wire_id)
         self._on.clear()
 
     def _finish(self, reason: FinishReason) -> None:
@@ -367,13 +413,33 @@ class RequestRun:
         self.trace.cached_tokens_prefill, self.trace.cached_tokens_decode = self._cached_prefill, self._cached_decode
         self.trace.end(self.lifecycle.state, None if error is None else error.code, self._usage(), self._clock.now_s())
 
-    def _attach(self, worker: Worker) -> None:
-        worker.link.attach(self._wire_id, self)
-        self._on.append(worker)
+    def _moved(self, move: Move, done: worker_pb2.HandoffDone) -> None:
+        self._move = None
+        self._detach(move.source.link)
+        self.decode, self._wire_id = move.target, move.target_id
+        self._moved_bytes += done.bytes
+        self._moved_blocks += done.blocks
+        self._meter.reset()
+        self._host.moved(self, move.source)
+
+    def _give_up_move(self, move: Move) -> None:
+        self._move = None
+        for worker, wire_id in self._on:
+            if worker is move.target:
+                worker.link.cancel(wire_id)
+        self._detach(move.target.link)
+        self._host.move_failed(self, move.target)
+
+    def _attach(self, worker: Worker, wire_id: str | None = None) -> None:
+        wire_id = wire_id or self._wire_id
+        worker.link.attach(wire_id, self)
+        self._on.append((worker, wire_id))
 
     def _detach(self, link: WorkerLink) -> None:
-        link.detach(self._wire_id)
-        self._on = [worker for worker in self._on if worker.link is not link]
+        for worker, wire_id in self._on:
+            if worker.link is link:
+                link.detach(wire_id)
+        self._on = [(worker, wire_id) for worker, wire_id in self._on if worker.link is not link]
 
     def _is_decode(self, link: WorkerLink) -> bool:
         return self.decode is not None and self.decode.link is link

@@ -40,6 +40,12 @@ class RunHost(Protocol):
     def blamed(self, run: RequestRun, worker_ids: Sequence[str]) -> None:
         """An attempt failed, and these workers may be at fault."""
 
+    def moved(self, run: RequestRun, source: Worker) -> None:
+        """It decodes on `run.decode` now, and no longer on `source`."""
+
+    def move_failed(self, run: RequestRun, target: Worker) -> None:
+        """It goes on where it was."""
+
     def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None: ...
 
     def ended(self, run: RequestRun, error: TandemError | None) -> None:

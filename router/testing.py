@@ -377,6 +377,14 @@ class StubController(ClusterServicer):
                 directory = cluster_pb2.Directory(version=seen, workers=self._workers, places=self.places)
             yield directory
 
+    async def Scale(self, request: cluster_pb2.ScaleRequest, context: Any) -> cluster_pb2.ScaleResponse:
+        raise NotImplementedError("only the half of a controller that routers follow")
+
+    async def DrainWorker(
+        self, request: cluster_pb2.DrainWorkerRequest, context: Any
+    ) -> cluster_pb2.DrainWorkerResponse:
+        raise NotImplementedError("only the half of a controller that routers follow")
+
     async def Register(self, request: cluster_pb2.RegisterRequest, context: Any) -> cluster_pb2.RegisterResponse:
         return cluster_pb2.RegisterResponse()
 

@@ -46,6 +46,8 @@ class RequestSink(Protocol):
 
     def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None: ...
 
+    def on_held(self, link: WorkerLink, held: worker_pb2.Held) -> None: ...
+
     def on_ended(self, link: WorkerLink, ended: worker_pb2.Ended) -> None: ...
 
     def on_lost(self, link: WorkerLink, error: WorkerLost) -> None: ...
@@ -226,6 +228,9 @@ class WorkerLink:
             if sink is not None:
                 anchor_s = self._offset.local_s(handoff.anchor_at_s)
                 sink.on_handoff(self, handoff, 0.0 if anchor_s is None else max(0.0, now_s - anchor_s))
+        for held in frame.held:
+            if (sink := sinks.get(held.request_id)) is not None:
+                sink.on_held(self, held)
         for ended in frame.ended:
             if (sink := sinks.pop(ended.request_id, None)) is not None:
                 sink.on_ended(self, ended)

@@ -294,6 +294,11 @@ class ControlSpec(Frozen):
     admin_host: str = "127.0.0.1"
     admin_port: Port = 50052
     start_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    drain_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        600.0,
+        description="A worker that is to leave or to start anew waits so long for its requests to end or to be moved. "
+        "What is left then goes on elsewhere as after the loss of a worker.",
+    )
 
 
 class OtlpTls(Frozen):

@@ -117,6 +117,10 @@ class ChannelCache:
             await known[2].close(grace=CLOSE_GRACE_S)
         return channel
 
+    async def forget(self, name: str) -> None:
+        if (known := self._open.pop(name, None)) is not None:
+            await known[2].close()
+
     async def close(self) -> None:
         for _, _, channel in self._open.values():
             await channel.close()

@@ -33,7 +33,8 @@ from worker.messages import (
 )
 from worker.meters import StepMeters
 from worker.requests import Outbox, RequestBook
-from worker.role import Role
+from worker.role_set import RoleSet
+from worker.steps import report_step
 from worker.wire import load_frame, reach_frame
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Leader:
         engine: Engine,
         agents: Agents,
         requests: RequestBook,
-        role: Role,
+        role: RoleSet,
         inbox: Inbox,
         service: ServiceLink,
         meters: StepMeters,
@@ -87,7 +88,8 @@ class Leader:
         result: StepResult = self._engine.step()
         self._meters.stepped(result.work, time.monotonic() - began_s)
         self._steps += 1
-        self._role.after_step(result)
+        report_step(result, self._requests)
+        self._role.after_step(result.ended)
 
     def _tick(self) -> None:
         now_s = time.monotonic()

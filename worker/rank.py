@@ -42,14 +42,14 @@ from worker.leader import Leader, make_requests
 from worker.messages import LeaderReady
 from worker.meters import StepMeters
 from worker.requests import RequestBook
-from worker.role import Role
+from worker.role_set import RoleSet
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RoleParts:
-    """What a role is made of."""
+    """What roles are made of."""
 
     launch: WorkerLaunch
     identity: WorkerIdentity
@@ -58,7 +58,7 @@ class RoleParts:
     requests: RequestBook
 
 
-MakeRole = Callable[[RoleParts], Role]
+MakeRoles = Callable[[RoleParts], RoleSet]
 
 
 def shared_ticket_key(run_dir: Path) -> bytes:
@@ -113,7 +113,6 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, i
         ticket_ttl_s=launch.transfer.ticket_ttl_s,
         tls=_kv_tls(launch),
         memory=export_tensor(rank.pool.tensor) if rank.pool.fd is None else None,
-        connects=launch.role is RoleName.PREFILL,
     )
 
 
@@ -225,7 +224,7 @@ def make_meters(launch: WorkerLaunch, rank: Rank) -> StepMeters:
     )
 
 
-def lead(launch: WorkerLaunch, make_role: MakeRole, rank: Rank, identity: WorkerIdentity, io: IoThread) -> str:
+def lead(launch: WorkerLaunch, make_roles: MakeRoles, rank: Rank, identity: WorkerIdentity, io: IoThread) -> str:
     engine = rank.engine
     inbox = Inbox()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -236,7 +235,7 @@ def lead(launch: WorkerLaunch, make_role: MakeRole, rank: Rank, identity: Worker
     service = ServiceLink(io, inbox)
     requests = make_requests(service)
     agents = Agents(list(connections.clients), SystemClock())
-    role = make_role(RoleParts(launch, identity, engine, agents, requests))
+    role = make_roles(RoleParts(launch, identity, engine, agents, requests))
     info = worker_info(launch, identity, rank, attached)
     service.listen(launch.leader_socket, LeaderReady(info.SerializeToString()))
     log.info("ready: %d KV blocks, up to %d tokens a request", rank.layout.num_blocks, rank.max_model_tokens)
@@ -247,7 +246,7 @@ def lead(launch: WorkerLaunch, make_role: MakeRole, rank: Rank, identity: Worker
         engine.close()
 
 
-def run(launch: WorkerLaunch, index: int, make_role: MakeRole) -> None:
+def run(launch: WorkerLaunch, index: int, make_roles: MakeRoles) -> None:
     io = IoThread(name="rank-io")
     own = AgentClient(io.loop)
     rank = build_rank(
@@ -261,13 +260,13 @@ def run(launch: WorkerLaunch, index: int, make_role: MakeRole) -> None:
     identity = make_identity(launch, rank)
     attach_pool(launch, identity, rank, index, own)
     if index == 0:
-        log.info("stopping: %s", lead(launch, make_role, rank, identity, io))
+        log.info("stopping: %s", lead(launch, make_roles, rank, identity, io))
     else:
         rank.follow()
 
 
-def main(make_role: MakeRole, description: str) -> None:
-    """The entry point of both roles' processes."""
+def main(make_roles: MakeRoles, description: str) -> None:
+    """The entry point of a rank's process."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--launch", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
@@ -275,7 +274,7 @@ def main(make_role: MakeRole, description: str) -> None:
     launch = WorkerLaunch.load(arguments.launch)
     setup_logging(launch.log_level, process=f"{launch.worker_id}/rank-{arguments.rank}", log_format=launch.log_format)
     try:
-        run(launch, arguments.rank, make_role)
+        run(launch, arguments.rank, make_roles)
     except TandemError as error:
         log.error("error: %s", error)
         raise SystemExit(2) from None

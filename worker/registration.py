@@ -27,6 +27,8 @@ class Registration:
     Args:
         info: this life; registered again whenever the controller comes back.
         on_peers: called with the agents of the same model's other workers after every change.
+
+    The role is the directory's to say: this life may play another one than it was started for.
     """
 
     def __init__(
@@ -82,7 +84,9 @@ class Registration:
 
 
 def peers_of(directory: cluster_pb2.Directory, own: cluster_pb2.WorkerInfo) -> tuple[Peer, ...]:
-    """The agents a worker may exchange blocks with: those of its model, of the other role."""
+    """The agents a worker may exchange blocks with: those of its model. A prefill worker is linked to every decode
+    worker all the time."""
+    role = next((worker.role for worker in directory.workers if worker.worker_id == own.worker_id), own.role)
     return tuple(
         Peer(
             worker_id=worker.worker_id,
@@ -95,8 +99,9 @@ def peers_of(directory: cluster_pb2.Directory, own: cluster_pb2.WorkerInfo) -> t
             protocol=worker.layout.protocol,
             oldest_protocol=worker.layout.oldest_protocol,
             device=agent.device,
+            connect=role == cluster_pb2.ROLE_PREFILL and worker.role == cluster_pb2.ROLE_DECODE,
         )
         for worker in directory.workers
-        if worker.model == own.model and worker.role != own.role
+        if worker.model == own.model and worker.worker_id != own.worker_id
         for agent in worker.agents
     )

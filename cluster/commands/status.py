@@ -17,7 +17,7 @@ from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 
 TIMEOUT_S = 10.0
 ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
-STYLES = {"ready": "green", "starting": "yellow", "restarting": "yellow", "not_ready": "yellow"}
+STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "restarting": "yellow", "not_ready": "yellow"}
 
 
 def run_status(as_json: bool, address: str | None, cluster: str | None, tls: Path | None = None) -> int:

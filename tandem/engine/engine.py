@@ -68,6 +68,19 @@ class Engine:
         """Forgets a request at any stage and frees its blocks. False when there is none."""
         return self._scheduler.cancel(request_id)
 
+    def hold(self, request_id: str) -> bool:
+        """No further token of a decoding request, whose blocks stay. False: it does not decode, and goes on."""
+        return self._scheduler.hold(request_id)
+
+    def resume(self, request_id: str) -> None:
+        """A held request goes on."""
+        self._scheduler.resume(request_id)
+
+    def export_held(self, request_id: str, first_block: int) -> int:
+        """Reports a held request's blocks from logical block `first_block` on, with the next step. Returns how many
+        tokens have their KV there."""
+        return self._scheduler.export_held(request_id, first_block)
+
     def release_export(self, request_id: str) -> None:
         """Nobody reads an exported prompt's blocks any more."""
         self._scheduler.release_export(request_id)
@@ -109,7 +122,7 @@ class Engine:
         tokens: list[TokenOut] = []
         scores: list[PromptScores] = []
         ended = [RequestEnd(request_id, error=error) for request_id, error in plan.failed]
-        if plan.chunks:
+        if plan.chunks or plan.exports:
             logits, scores = self._run(plan)
             self._scheduler.advance(plan)
             sampling = [chunk for chunk in plan.chunks if chunk.samples]

@@ -38,6 +38,28 @@ ROLE_PREFILL: Role.ValueType  # 1
 ROLE_DECODE: Role.ValueType  # 2
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _Drain:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DrainEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Drain.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DRAIN_NONE: _Drain.ValueType  # 0
+    DRAIN_FINISH: _Drain.ValueType  # 1
+    """what it has goes on to its end"""
+    DRAIN_MOVE: _Drain.ValueType  # 2
+    """requests that decode on it are moved to others as these have room"""
+
+class Drain(_Drain, metaclass=_DrainEnumTypeWrapper):
+    """A worker that drains takes no new request."""
+
+DRAIN_NONE: Drain.ValueType  # 0
+DRAIN_FINISH: Drain.ValueType  # 1
+"""what it has goes on to its end"""
+DRAIN_MOVE: Drain.ValueType  # 2
+"""requests that decode on it are moved to others as these have room"""
+Global___Drain: _TypeAlias = Drain  # noqa: Y015
+
 @_typing.final
 class KvLayout(_message.Message):
     """What must agree before two workers may exchange KV blocks (tp may differ where a reshard plan exists)."""
@@ -138,6 +160,7 @@ class WorkerInfo(_message.Message):
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_TOKENS_FIELD_NUMBER: _builtins.int
     PROCESSES_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     model: _builtins.str
@@ -146,6 +169,7 @@ class WorkerInfo(_message.Message):
     """host:port of the Worker service"""
     total_blocks: _builtins.int
     max_model_tokens: _builtins.int
+    drain: Global___Drain.ValueType
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
     @_builtins.property
@@ -165,10 +189,11 @@ class WorkerInfo(_message.Message):
         total_blocks: _builtins.int = ...,
         max_model_tokens: _builtins.int = ...,
         processes: _abc.Iterable[Global___Process] | None = ...,
+        drain: Global___Drain.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agents", b"agents", "epoch", b"epoch", "layout", b"layout", "max_model_tokens", b"max_model_tokens", "model", b"model", "processes", b"processes", "role", b"role", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agents", b"agents", "drain", b"drain", "epoch", b"epoch", "layout", b"layout", "max_model_tokens", b"max_model_tokens", "model", b"model", "processes", b"processes", "role", b"role", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -424,7 +449,7 @@ class WorkerStatus(_message.Message):
     RESTARTS_FIELD_NUMBER: _builtins.int
     LIVE_FIELD_NUMBER: _builtins.int
     state: _builtins.str
-    """starting, ready, unreachable, restarting, failed"""
+    """starting, ready, draining, unreachable, restarting, failed"""
     reason: _builtins.str
     """why it is not ready"""
     restarts: _builtins.int
@@ -487,6 +512,104 @@ class ListSnapshotsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListSnapshotsResponse: _TypeAlias = ListSnapshotsResponse  # noqa: Y015
+
+@_typing.final
+class ScaleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """empty: the only one"""
+    prefill: _builtins.int
+    """absent: as it is"""
+    decode: _builtins.int
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        prefill: _builtins.int | None = ...,
+        decode: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "model", b"model", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__decode: _TypeAlias = _typing.Literal["decode"]  # noqa: Y015
+    _WhichOneofArgType__decode: _TypeAlias = _typing.Literal["_decode", b"_decode"]  # noqa: Y015
+    _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
+    _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode) -> _WhichOneofReturnType__decode | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill) -> _WhichOneofReturnType__prefill | None: ...
+
+Global___ScaleRequest: _TypeAlias = ScaleRequest  # noqa: Y015
+
+@_typing.final
+class ScaleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACTIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def actions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what was done, in words, in order"""
+
+    def __init__(
+        self,
+        *,
+        actions: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actions", b"actions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScaleResponse: _TypeAlias = ScaleResponse  # noqa: Y015
+
+@_typing.final
+class DrainWorkerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    RESTART_FIELD_NUMBER: _builtins.int
+    WAIT_FOR_ENDS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    restart: _builtins.bool
+    """starts it again when it is empty; otherwise it leaves the cluster"""
+    wait_for_ends: _builtins.bool
+    """its requests go on to their ends there instead of being moved"""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        restart: _builtins.bool = ...,
+        wait_for_ends: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["restart", b"restart", "wait_for_ends", b"wait_for_ends", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerRequest: _TypeAlias = DrainWorkerRequest  # noqa: Y015
+
+@_typing.final
+class DrainWorkerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
 
 @_typing.final
 class ShutdownRequest(_message.Message):

@@ -45,6 +45,12 @@ class ClusterStub:
     """These ask the routers."""
     ListTraces: _grpc.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]
     ListSnapshots: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ListSnapshotsRequest, _cluster_pb2.ListSnapshotsResponse]
+    Scale: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.ScaleResponse]
+    """Makes the pools of a model so large, by role changes first, then by starting and draining workers. Answers when it is
+    done. Refused with FAILED_PRECONDITION before anything stops when the devices cannot hold it.
+    """
+    DrainWorker: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]
+    """Takes a worker out of the cluster, or through a new life, without losing a request."""
     Shutdown: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]
 
 @_typing.type_check_only
@@ -63,6 +69,12 @@ class ClusterAsyncStub(ClusterStub):
     """These ask the routers."""
     ListTraces: _aio.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]  # type: ignore[assignment]
     ListSnapshots: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ListSnapshotsRequest, _cluster_pb2.ListSnapshotsResponse]  # type: ignore[assignment]
+    Scale: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.ScaleResponse]  # type: ignore[assignment]
+    """Makes the pools of a model so large, by role changes first, then by starting and draining workers. Answers when it is
+    done. Refused with FAILED_PRECONDITION before anything stops when the devices cannot hold it.
+    """
+    DrainWorker: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]  # type: ignore[assignment]
+    """Takes a worker out of the cluster, or through a new life, without losing a request."""
     Shutdown: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]  # type: ignore[assignment]
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
@@ -114,6 +126,24 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.ListSnapshotsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.ListSnapshotsResponse, _abc.Awaitable[_cluster_pb2.ListSnapshotsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Scale(
+        self,
+        request: _cluster_pb2.ScaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.ScaleResponse, _abc.Awaitable[_cluster_pb2.ScaleResponse]]:
+        """Makes the pools of a model so large, by role changes first, then by starting and draining workers. Answers when it is
+        done. Refused with FAILED_PRECONDITION before anything stops when the devices cannot hold it.
+        """
+
+    @_abc_1.abstractmethod
+    def DrainWorker(
+        self,
+        request: _cluster_pb2.DrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.DrainWorkerResponse, _abc.Awaitable[_cluster_pb2.DrainWorkerResponse]]:
+        """Takes a worker out of the cluster, or through a new life, without losing a request."""
 
     @_abc_1.abstractmethod
     def Shutdown(

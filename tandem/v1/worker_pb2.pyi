@@ -29,6 +29,9 @@ class RouterFrame(_message.Message):
     JOIN_FIELD_NUMBER: _builtins.int
     GENERATE_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello: ...
     @_builtins.property
@@ -41,6 +44,12 @@ class RouterFrame(_message.Message):
     def generate(self) -> Global___Generate: ...
     @_builtins.property
     def cancel(self) -> Global___Cancel: ...
+    @_builtins.property
+    def hold(self) -> Global___Hold: ...
+    @_builtins.property
+    def move(self) -> Global___Move: ...
+    @_builtins.property
+    def resume(self) -> Global___Resume: ...
     def __init__(
         self,
         *,
@@ -50,12 +59,15 @@ class RouterFrame(_message.Message):
         join: Global___Join | None = ...,
         generate: Global___Generate | None = ...,
         cancel: Global___Cancel | None = ...,
+        hold: Global___Hold | None = ...,
+        move: Global___Move | None = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "frame", b"frame", "generate", b"generate", "hello", b"hello", "join", b"join", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "frame", b"frame", "generate", b"generate", "hello", b"hello", "hold", b"hold", "join", b"join", "move", b"move", "prefill", b"prefill", "reserve", b"reserve", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "frame", b"frame", "generate", b"generate", "hello", b"hello", "join", b"join", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "frame", b"frame", "generate", b"generate", "hello", b"hello", "hold", b"hold", "join", b"join", "move", b"move", "prefill", b"prefill", "reserve", b"reserve", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "join", "generate", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "join", "generate", "cancel", "hold", "move", "resume"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -74,6 +86,7 @@ class WorkerFrame(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     REACH_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     PROMPT_SCORES_FIELD_NUMBER: _builtins.int
     FRAMES_SEEN_FIELD_NUMBER: _builtins.int
     METERS_FIELD_NUMBER: _builtins.int
@@ -101,6 +114,10 @@ class WorkerFrame(_message.Message):
         """at the start of a session and whenever it changes"""
 
     @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Held]:
+        """after the tokens that came before"""
+
+    @_builtins.property
     def prompt_scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptScores]:
         """before the first token of their request"""
 
@@ -118,6 +135,7 @@ class WorkerFrame(_message.Message):
         ended: _abc.Iterable[Global___Ended] | None = ...,
         load: Global___WorkerLoad | None = ...,
         reach: Global___Reach | None = ...,
+        held: _abc.Iterable[Global___Held] | None = ...,
         prompt_scores: _abc.Iterable[Global___PromptScores] | None = ...,
         frames_seen: _builtins.int = ...,
         meters: Global___WorkerMeters | None = ...,
@@ -125,7 +143,7 @@ class WorkerFrame(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load", "meters", b"meters", "reach", b"reach"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "frames_seen", b"frames_seen", "handoffs", b"handoffs", "hello", b"hello", "load", b"load", "meters", b"meters", "prompt_scores", b"prompt_scores", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "frames_seen", b"frames_seen", "handoffs", b"handoffs", "held", b"held", "hello", b"hello", "load", b"load", "meters", b"meters", "prompt_scores", b"prompt_scores", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -535,6 +553,100 @@ class Cancel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
+
+@_typing.final
+class Hold(_message.Message):
+    """The way of a running request from one decode worker to another: Hold there, Reserve here (prompt and answer so far,
+    without its last token, whose KV is not computed yet), Move there with the ticket, Join here with that last token.
+
+    Router to the decode worker that it runs on: no further token, the blocks stay. Answered by `Held`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Hold: _TypeAlias = Hold  # noqa: Y015
+
+@_typing.final
+class Held(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    held: _builtins.bool
+    """false: it is not decoding (yet, or any more), and goes on as if nothing had been asked"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        held: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Held: _TypeAlias = Held  # noqa: Y015
+
+@_typing.final
+class Move(_message.Message):
+    """Router to the decode worker that holds it: push its blocks. `HandoffDone` when all are acknowledged, and it is over here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def ticket(self) -> Global___HandoffTicket: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        ticket: Global___HandoffTicket | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Move: _TypeAlias = Move  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """Router to the decode worker that holds it: it did not come to a move, go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class StepToken(_message.Message):

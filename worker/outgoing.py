@@ -1,4 +1,4 @@
-"""The prefill side's book of handoffs: one entry per ticket, until every rank's blocks were acknowledged or closed.
+"""The sending side's book of handoffs: one entry per ticket, until every rank's blocks were acknowledged or closed.
 
     SENDING ──all ranks sent──▶ released (entry removed)
         └── failed, cancelled ──▶ CLOSING ──all ranks closed──▶ released (entry removed)

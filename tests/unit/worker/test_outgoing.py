@@ -1,7 +1,7 @@
 """The prefill side's book of handoffs: blocks stay leased while an agent might read them."""
 
 from kvtransfer.control import Sent
-from prefill_worker.outgoing import OutgoingBook
+from worker.outgoing import OutgoingBook
 
 
 def sent(ticket_id: str) -> Sent:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvtransfer.stages import earliest, latest
-from prefill_worker.outgoing import Outgoing
 from tandem.v1 import worker_pb2
+from worker.outgoing import Outgoing
 
 
 def handoff_done(request_id: str, entry: Outgoing) -> worker_pb2.HandoffDone:
