@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 
-.PHONY: help setup demo up test check-deploy soak bench-handoff bench-router bench-planner check format proto docs wheel helm-tools clean
+.PHONY: help setup demo up test check-deploy soak bench-handoff bench-router bench-planner check format proto docs site sbom wheel helm-tools clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,7 +35,7 @@ test: $(DEV)  ## Run the tests (ARGS="tests/unit/planner -k roofline")
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(ARGS)
 
 check-deploy: $(DEV)  ## Run the tests that drive a browser, Prometheus and whole nodes
-	@scripts/system-tools.sh chromium prometheus promtool redis-server
+	@scripts/system-tools.sh chromium curl ip prometheus promtool redis-server
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m system $(ARGS)
 
 soak: $(DEV)  ## Run the tests of failures with their full number of rounds (half an hour)
@@ -59,9 +59,18 @@ format: $(DEV)  ## Let ruff fix what it can
 proto: $(DEV)  ## Generate tandem/v1 and tandem/oip from proto/
 	@PYTHON=$(BIN)/python scripts/generate-proto.sh
 
-docs: $(DEV)  ## Generate docs/configuration.md and the chart's schema from the configuration schema
+docs: $(DEV)  ## Generate the pages, lists, schemas and dashboards that come from code
 	@$(BIN)/python scripts/generate-config-doc.py
 	@$(BIN)/python scripts/generate-chart-schema.py
+	@$(BIN)/python scripts/generate-dashboards.py
+	@$(BIN)/python scripts/generate-api-pages.py
+	@$(BIN)/python scripts/generate-router-requirements.py
+
+site: $(DEV)  ## Build the documentation as a site in .cache/site
+	@PYTHON=$(BIN)/python scripts/site.sh
+
+sbom: $(DEV)  ## List what is installed (dist/sbom.cdx.json) and ask for known vulnerabilities
+	@PYTHON=$(BIN)/python scripts/sbom.sh
 
 wheel: $(DEV)  ## Build dist/*.whl
 	@rm -rf dist

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from benchmarks.router_stubs import BLOCK_TOKENS, CLUSTER, FINGERPRINT
-from tandem.config import RouterSpec
+from tandem.config import ObservabilitySpec, RouterSpec
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.tokenizer import Tokenizer
 
@@ -48,6 +48,7 @@ class Setup:
     router: RouterSpec
     stub_options: Sequence[str]
     redis_url: str | None = None
+    observability: ObservabilitySpec = ObservabilitySpec()  # noqa: RUF009  # frozen
 
 
 class Bench:
@@ -147,6 +148,7 @@ def _start_router(folder: Path, setup: Setup, controller: str, ports: Sequence[i
         models=(served,),
         controller_address=controller,
         redis_url=setup.redis_url,
+        observability=setup.observability,
         log_level="error",
     )
     path = folder / "router.json"

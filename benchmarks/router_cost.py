@@ -67,10 +67,10 @@ class Round:
 
 def figures(sizes: Sizes) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as folder, on_cores(OTHER_CORES):
-        yield from uvloop.run(_figures(sizes, _model_dir(Path(folder), demo=sizes.demo_model)))
+        yield from uvloop.run(_figures(sizes, bench_model(Path(folder), demo=sizes.demo_model)))
 
 
-def _model_dir(folder: Path, *, demo: bool) -> Path:
+def bench_model(folder: Path, *, demo: bool) -> Path:
     """The demo model where it is at hand, else a tiny one: only its tokenizer and template are used."""
     if demo:
         with suppress(ConfigError):

@@ -4,23 +4,45 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc.aio
 
+from cluster.live_ratio import ROLES
 from cluster.router_slot import RouterState
 from cluster.worker_slot import WorkerSlot, WorkerState
+from router.grpc_guard import GuardedServer
 from tandem.config import Role
 from tandem.errors import TandemError
 from tandem.grpc_errors import abort
+from tandem.identity import Identity
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
 from tandem.version import tandem_version
 
 if TYPE_CHECKING:
     from cluster.controller import Controller
 
+READERS = frozenset({Identity.ADMIN, Identity.CONTROLLER, Identity.ROUTER})
+ADMINS = frozenset({Identity.ADMIN, Identity.CONTROLLER})
+ALLOWED: dict[str, frozenset[Identity]] = {
+    f"/{cluster_pb2.DESCRIPTOR.services_by_name['Cluster'].full_name}/{method}": who
+    for method, who in {
+        "Register": frozenset({Identity.WORKER}),
+        "WatchDirectory": READERS | {Identity.WORKER},
+        "GetStatus": READERS,
+        "GetTrace": ADMINS,
+        "ListTraces": ADMINS,
+        "ListSnapshots": ADMINS,
+        "Scale": ADMINS,
+        "DrainWorker": ADMINS,
+        "Shutdown": ADMINS,
+    }.items()
+}
+"""Who may call what where `security.tls` tells callers apart. A method that is not here, nobody may."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
-ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_DECODE}
+MAX_CALLS = 4096  # each worker and router follows the directory with one
+CLIENT_TIMEOUT_S = 30.0
 
 
 class AdminService(cluster_pb2_grpc.ClusterServicer):
@@ -28,7 +50,8 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         self._controller = controller
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        cluster_pb2_grpc.add_ClusterServicer_to_server(self, server)
+        guarded = cast(grpc.aio.Server, GuardedServer(server, MAX_CALLS, CLIENT_TIMEOUT_S))
+        cluster_pb2_grpc.add_ClusterServicer_to_server(self, guarded)
 
     async def Register(
         self, request: cluster_pb2.RegisterRequest, context: Context
@@ -90,7 +113,7 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         unreachable = slot.state is WorkerState.READY and live is None
         status = cluster_pb2.WorkerStatus(
             info=info,
-            state="unreachable" if unreachable else slot.state.value,
+            state=_shown_state(slot, unreachable=unreachable),
             reason=slot.reason,
             restarts=slot.restarts,
         )
@@ -112,8 +135,43 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         except TandemError as error:
             await abort(context, error)
 
+    async def ListSnapshots(
+        self, request: cluster_pb2.ListSnapshotsRequest, context: Context
+    ) -> cluster_pb2.ListSnapshotsResponse:
+        try:
+            return await self._controller.traces.snapshots()
+        except TandemError as error:
+            await abort(context, error)
+
+    async def Scale(self, request: cluster_pb2.ScaleRequest, context: Context) -> cluster_pb2.ScaleResponse:
+        prefill = request.prefill if request.HasField("prefill") else None
+        decode = request.decode if request.HasField("decode") else None
+        try:
+            actions = await self._controller.live_ratio.scale(request.model, prefill, decode)
+        except TandemError as error:
+            await abort(context, error)
+        return cluster_pb2.ScaleResponse(actions=actions)
+
+    async def DrainWorker(
+        self, request: cluster_pb2.DrainWorkerRequest, context: Context
+    ) -> cluster_pb2.DrainWorkerResponse:
+        try:
+            await self._controller.live_ratio.drain(
+                request.worker_id, restart=request.restart, move=not request.wait_for_ends
+            )
+        except TandemError as error:
+            await abort(context, error)
+        return cluster_pb2.DrainWorkerResponse()
+
     async def Shutdown(
         self, request: cluster_pb2.ShutdownRequest, context: Context
     ) -> cluster_pb2.ShutdownResponse:
         self._controller.stop_requested.set()
         return cluster_pb2.ShutdownResponse()
+
+
+def _shown_state(slot: WorkerSlot, *, unreachable: bool) -> str:
+    if unreachable:
+        return "unreachable"
+    draining = slot.state is WorkerState.READY and slot.drain != cluster_pb2.DRAIN_NONE
+    return "draining" if draining else slot.state.value

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from cluster import planning_cli
+from cluster.cli_keys import keys
 
 # ruff: noqa: PLC0415 (commands import what they need when they run: gRPC, pydantic, Ray and torch take seconds)
 
@@ -22,10 +23,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.add_typer(keys, name="keys")
+
 Config = Annotated[Path | None, typer.Option("--config", help="Cluster spec (YAML); see docs/configuration.md.")]
 Model = Annotated[str | None, typer.Option("--model", help="Pulled model, checkpoint folder or GGUF file.")]
 Address = Annotated[str | None, typer.Option("--address", help="Admin address (host:port) of a cluster elsewhere.")]
 GrpcAddress = Annotated[str | None, typer.Option("--address", help="gRPC address (host:port) of a router elsewhere.")]
+Tls = Annotated[Path | None, typer.Option("--tls", envvar="TANDEM_TLS", help="Folder of `tandem certs`: as its admin.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="TANDEM_API_KEY", help="Where the routers ask for one.")]
 ClusterName = Annotated[str | None, typer.Option("--cluster", help="Which running cluster; the only one by default.")]
 
 
@@ -45,13 +50,14 @@ def up(
     redis_url: Annotated[str | None, typer.Option(help="An external Redis or Valkey instead of the embedded.")] = None,
     disaggregation: Annotated[str | None, typer.Option(help="auto, always or never.")] = None,
     name: Annotated[str | None, typer.Option(help="A name of its own lets a second cluster run.")] = None,
+    tls: Annotated[Path | None, typer.Option(help="Folder of `tandem certs`: TLS inside and at the edge.")] = None,
 ) -> None:
     """Start a cluster and stay up until Ctrl-C."""
     from cluster.commands.up import UpFlags, run_up
 
     flags = UpFlags(
         config, model, prefill, decode, prefill_tp, decode_tp, routers, http_port, grpc_port, admin_port, backend,
-        redis_url, disaggregation, name,
+        redis_url, disaggregation, name, tls,
     )  # fmt: skip
     raise typer.Exit(run_up(flags))
 
@@ -72,11 +78,13 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
     address: GrpcAddress = None,
     cluster: ClusterName = None,
+    ca: Annotated[Path | None, typer.Option(help="PEM file to check a router's certificate against.")] = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Talk to a running cluster."""
     from cluster.commands.chat import run_chat
 
-    raise typer.Exit(run_chat(question, model, temperature, max_tokens, address, cluster))
+    raise typer.Exit(run_chat(question, model, temperature, max_tokens, address, cluster, ca, api_key))
 
 
 @app.command()
@@ -84,11 +92,73 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
     address: Address = None,
     cluster: ClusterName = None,
+    tls: Tls = None,
 ) -> None:
     """Show a running cluster's workers, blocks, links and processes."""
     from cluster.commands.status import run_status
 
-    raise typer.Exit(run_status(json, address, cluster))
+    raise typer.Exit(run_status(json, address, cluster, tls))
+
+
+@app.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print one frame, as without a terminal.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two frames.", min=0.2, max=60)] = 1.0,
+    address: Address = None,
+    cluster: ClusterName = None,
+    tls: Tls = None,
+) -> None:
+    """Watch a running cluster: workers, links, queues and requests, live."""
+    from cluster.commands.top import run_top
+
+    raise typer.Exit(run_top(once, interval, address, cluster, tls))
+
+
+@app.command()
+def scale(
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers there shall be.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers there shall be.")] = None,
+    model: Annotated[str | None, typer.Option(help="Served name, where there are several.")] = None,
+    address: Address = None,
+    cluster: ClusterName = None,
+    tls: Tls = None,
+) -> None:
+    """Change how many workers there are, without losing a request."""
+    from cluster.admin_client import find_admin
+    from cluster.commands.live_ratio import run_scale
+
+    raise typer.Exit(run_scale(prefill, decode, model, find_admin(address, cluster, tls)))
+
+
+@app.command()
+def ratio(
+    ratio: Annotated[str, typer.Argument(help="Prefill to decode workers, as in 2:1.")],
+    model: Annotated[str | None, typer.Option(help="Served name, where there are several.")] = None,
+    address: Address = None,
+    cluster: ClusterName = None,
+    tls: Tls = None,
+) -> None:
+    """Give the workers there are other roles, in this ratio."""
+    from cluster.admin_client import find_admin
+    from cluster.commands.live_ratio import run_ratio
+
+    raise typer.Exit(run_ratio(ratio, model, find_admin(address, cluster, tls)))
+
+
+@app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="A worker's id, as in `tandem status`.")],
+    restart: Annotated[bool, typer.Option("--restart", help="Start it again instead of taking it out.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Let its requests end there instead of moving them.")] = False,
+    address: Address = None,
+    cluster: ClusterName = None,
+    tls: Tls = None,
+) -> None:
+    """Empty a worker and take it out of the cluster, or restart it, without losing a request."""
+    from cluster.admin_client import find_admin
+    from cluster.commands.live_ratio import run_drain
+
+    raise typer.Exit(run_drain(worker, restart, wait, find_admin(address, cluster, tls)))
 
 
 @app.command()
@@ -98,11 +168,12 @@ def trace(
     limit: Annotated[int, typer.Option(help="How many to list.", min=1, max=1000)] = 20,
     address: Address = None,
     cluster: ClusterName = None,
+    tls: Tls = None,
 ) -> None:
     """Show where the time of one request went, its handoff above all, as a Gantt chart."""
     from cluster.commands.trace import run_trace
 
-    raise typer.Exit(run_trace(request, json, limit, address, cluster))
+    raise typer.Exit(run_trace(request, json, limit, address, cluster, tls))
 
 
 @app.command()
@@ -124,6 +195,46 @@ def doctor(config: Config = None, model: Model = None) -> None:
 planning_cli.add_to(app)
 
 
+certs = typer.Typer(help="The cluster's own certificates: mutual TLS inside, TLS at the edge.", no_args_is_help=True)
+app.add_typer(certs, name="certs")
+CertsFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the files.")]
+Days = Annotated[int, typer.Option(help="Days that the certificates are valid.", min=1, max=3650)]
+
+
+@certs.command("init")
+def certs_init(
+    folder: CertsFolder,
+    cluster: Annotated[str, typer.Option(help="The cluster's name; a certificate is of no other.")] = "tandem",
+    host: Annotated[list[str] | None, typer.Option(help="Name or address of a host; may be repeated.")] = None,
+    days: Days = 365,
+    ca_days: Annotated[int, typer.Option(help="Days that the authority is valid.", min=1, max=7300)] = 3650,
+) -> None:
+    """Make an authority and a certificate for each kind of process. Refuses to overwrite."""
+    from cluster.commands.certs import run_init
+
+    raise typer.Exit(run_init(folder, cluster, host or [], days, ca_days))
+
+
+@certs.command("renew")
+def certs_renew(
+    folder: CertsFolder,
+    days: Days = 365,
+    only: Annotated[list[str] | None, typer.Option(help="edge, controller, router, worker, admin.")] = None,
+) -> None:
+    """Replace certificates and keys by new ones of the same names. Running processes take them."""
+    from cluster.commands.certs import run_renew
+
+    raise typer.Exit(run_renew(folder, days, only or []))
+
+
+@certs.command("show")
+def certs_show(folder: CertsFolder) -> None:
+    """Show names and expiry; warn below 30 days, and exit with 1 when one has expired."""
+    from cluster.commands.certs import run_show
+
+    raise typer.Exit(run_show(folder))
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
@@ -143,9 +254,11 @@ def main() -> None:
     try:
         app()
     except Exception as error:
+        from cluster.last_words import leave
         from tandem.errors import TandemError
 
         if not isinstance(error, TandemError):
             raise
         print(f"error: {error.message}", file=sys.stderr)
+        leave(error.message)
         sys.exit(2)

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import shutil
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import grpc
 import grpc.aio
 
 from cluster import embedded_redis
-from cluster.admin_service import AdminService
+from cluster.admin_service import ALLOWED, AdminService
 from cluster.directory import Directory
+from cluster.live_ratio import ROLES, LiveRatio
 from cluster.processes import Backend, Resources, RunningProcess
 from cluster.redis_probe import check_redis
-from cluster.resolve import ResolvedCluster, ResolvedModel, free_ports
+from cluster.resolve import ResolvedCluster, ResolvedModel, check_memory_for, free_ports
 from cluster.router_slot import RouterSlot, RouterState, router_specs
 from cluster.router_traces import RouterTraces
 from cluster.subprocess_backend import LocalMember
@@ -29,12 +31,15 @@ from tandem.config import Role
 from tandem.errors import ConfigError, PortInUse, TandemError, UnavailableError
 from tandem.grpc_errors import error_from_rpc
 from tandem.grpc_options import SERVER_OPTIONS
+from tandem.grpc_tls import ChannelCache, ClusterTls, add_port, make_server
+from tandem.identity import Identity
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.v1 import cluster_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
+SHARED_CPUS = 8  # how often a CPU is offered
 STATE_TIMEOUT_S = 2.0
 REDIS_TIMEOUT_S = 1.0
 
@@ -45,6 +50,7 @@ class Controller:
     def __init__(self, cluster: ResolvedCluster, backend: Backend, run_base: Path, log_dir: Path) -> None:
         self.spec = cluster.spec
         self.directory = Directory()
+        self.live_ratio = LiveRatio(self)
         self.slots: dict[str, WorkerSlot] = {}
         self.routers: list[RouterSlot] = []
         self.backend = backend
@@ -54,11 +60,19 @@ class Controller:
         self._log_dir = log_dir
         self._admin: grpc.aio.Server | None = None
         self._admin_address = ""
+        self._tls = ClusterTls.maybe(self.spec.name, Identity.CONTROLLER, self.spec.security.tls)
         self._router_secret = secrets.token_hex(16)
+        self._salt_secret = secrets.token_hex(32)
         self._redis = LocalMember("redis", log_dir)
         self._redis_url = self.spec.redis.url
         self._tasks: list[asyncio.Task[None]] = []
-        self._worker_channels: dict[str, tuple[str, grpc.aio.Channel]] = {}  # by worker, with the address
+        self._lives: dict[str, asyncio.Task[None]] = {}  # of workers
+        self._settings: LifeSettings | None = None
+        self._worker_channels = ChannelCache(self._tls, Identity.WORKER)
+
+    @property
+    def models(self) -> tuple[ResolvedModel, ...]:
+        return self._cluster.models
 
     @property
     def http_address(self) -> str:
@@ -71,7 +85,7 @@ class Controller:
 
     @property
     def traces(self) -> RouterTraces:
-        return RouterTraces(tuple(router.grpc_address for router in self.routers), self._router_secret)
+        return RouterTraces({router.name: router.control_address for router in self.routers}, self._router_secret)
 
     @property
     def admin_address(self) -> str:
@@ -84,9 +98,9 @@ class Controller:
         self._run_base.mkdir(mode=0o700, parents=True)
         await self._serve_admin()
         await self._start_redis()
-        settings = LifeSettings(self.spec, self._admin_address, self._redis_url, self._run_base)
+        self._settings = LifeSettings(self.spec, self._admin_address, self._redis_url, self._run_base)
         await self.backend.open()
-        await together(self._start_routers(), self._start_workers(settings))
+        await together(self._start_routers(), self._start_workers())
 
     async def wait_ready(self, progress: Callable[[str], None]) -> None:
         """Until every worker is registered, every link stands and every router serves.
@@ -111,12 +125,12 @@ class Controller:
         """Ends everything that was started, in whatever state it is."""
         # First: they let running requests end, or tell their clients, while workers live.
         await asyncio.gather(*(router.close() for router in self.routers))
-        for task in self._tasks:
+        running = [*self._tasks, *self._lives.values()]
+        for task in running:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         await self._redis.stop()
-        for _, channel in self._worker_channels.values():
-            await channel.close()
+        await self._worker_channels.close()
         if self._admin is not None:
             await self._admin.stop(grace=0.2)
         await self.backend.close()
@@ -127,7 +141,7 @@ class Controller:
         for slot in self.slots.values():
             if slot.state is WorkerState.FAILED:
                 raise ConfigError(f"{slot.worker_id} cannot start: {slot.reason}")
-        for task in self._tasks:
+        for task in (*self._tasks, *self._lives.values()):
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error  # a fault of ours: better told than waited out
         starting = [slot.worker_id for slot in self.slots.values() if slot.state is not WorkerState.READY]
@@ -162,10 +176,10 @@ class Controller:
 
     async def _serve_admin(self) -> None:
         control = self.spec.control
-        self._admin = grpc.aio.server(options=SERVER_OPTIONS)
+        self._admin = make_server(self._tls, ALLOWED, SERVER_OPTIONS)
         AdminService(self).add_to(self._admin)
         try:
-            port = self._admin.add_insecure_port(f"{control.admin_host}:{control.admin_port}")
+            port = add_port(self._admin, f"{control.admin_host}:{control.admin_port}", self._tls)
         except RuntimeError:  # all that gRPC tells; the port was free a moment ago
             raise PortInUse(
                 f"control.admin_port: cannot listen on {control.admin_host}:{control.admin_port}: choose another with "
@@ -183,41 +197,80 @@ class Controller:
 
     async def _start_routers(self) -> None:
         for number, router in enumerate(router_specs(self.spec)):
+            router_id = f"router-{number}"
+            run_dir = self._run_base / router_id
             launch = RouterLaunch(
                 cluster=self.spec.name,
-                router_id=f"router-{number}",
+                router_id=router_id,
                 router=router,
                 models=tuple(_served(model) for model in self._cluster.models),
                 controller_address=self._admin_address,
                 redis_url=self._redis_url,
                 controller_secret=self._router_secret,
+                observability=self.spec.observability,
+                controller_socket=str(run_dir / "controller.sock"),
+                tls=self.spec.security.tls,
+                auth=self.spec.security.auth,
+                salt_secret=self._salt_secret,
                 log_level=self.spec.log_level,
             )
             member = await self.backend.place_here(launch.router_id)
-            slot = RouterSlot(launch, member, self._run_base / launch.router_id)
+            slot = RouterSlot(launch, member, run_dir)
             self.routers.append(slot)
             self._tasks.append(asyncio.create_task(slot.run()))
 
-    async def _start_workers(self, settings: LifeSettings) -> None:
-        several = len(self._cluster.models) > 1
+    def name_prefix(self, model: ResolvedModel) -> str:
+        """Before a worker's role and number, where there are several models."""
+        return f"{model.spec.served_name.replace('/', '-')}-" if len(self._cluster.models) > 1 else ""
+
+    async def _start_workers(self) -> None:
         starts = []
         for model in self._cluster.models:
-            prefix = f"{model.spec.served_name.replace('/', '-')}-" if several else ""
+            prefix = self.name_prefix(model)
             for role, pool in ((Role.PREFILL, model.spec.prefill), (Role.DECODE, model.spec.decode)):
                 names = [f"{prefix}{role.value}-{number}" for number in range(pool.workers)]
-                starts += [self._start_worker(name, role, model, settings) for name in names]
+                starts += [self.add_worker(name, role, model) for name in names]
         await together(*starts)
 
-    async def _start_worker(self, worker_id: str, role: Role, model: ResolvedModel, settings: LifeSettings) -> None:
+    async def add_worker(self, worker_id: str, role: Role, model: ResolvedModel) -> WorkerSlot:
+        """Places it and begins its first life. Raises ConfigError when there is no room for it."""
+        if self._settings is None:
+            raise ConfigError("workers are added to a cluster that was started")
         pool = model.spec.prefill if role is Role.PREFILL else model.spec.decode
         members = await self.backend.place(worker_id, [_rank_resources(model)] * pool.tp)
-        slot = WorkerSlot(worker_id, role, model, members, settings, self._slot_changed)
+        slot = WorkerSlot(worker_id, role, model, members, self._settings, self._slot_changed)
         self.slots[worker_id] = slot
-        self._tasks.append(asyncio.create_task(slot.run()))
+        self.directory.put_place(_place(slot))
+        self._lives[worker_id] = asyncio.create_task(slot.run())
+        return slot
+
+    def change_role(self, worker_id: str, role: Role) -> None:
+        """Routers and workers hear of it by the directory; the worker's processes are not touched."""
+        slot = self.slots[worker_id]
+        slot.role = role
+        self.directory.put_place(_place(slot))
+        self.directory.change(worker_id, role=ROLES[role])
+
+    async def remove_worker(self, worker_id: str) -> None:
+        """Ends its life and gives back its place."""
+        self.directory.remove(worker_id)
+        self.directory.remove_place(worker_id)
+        del self.slots[worker_id]
+        life = self._lives.pop(worker_id)
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
+        await self.backend.give_back(worker_id)
+        await self._worker_channels.forget(worker_id)
+
+    async def check_room(self, model: ResolvedModel, roles: Sequence[Role]) -> None:
+        """Raises ConfigError or InsufficientMemory when the devices cannot hold so many workers more."""
+        if model.spec.engine.device == "cpu" and self.spec.control.ray_address is None:
+            check_memory_for(model, roles)
 
     def _slot_changed(self, slot: WorkerSlot) -> None:
         if slot.state is not WorkerState.READY:
             self.directory.remove(slot.worker_id)
+        self.directory.put_place(_place(slot))
 
     # --- what the admin service asks ---------------------------------------------------------------------------
 
@@ -228,6 +281,7 @@ class Controller:
             raise ConfigError(
                 f"worker_id: {info.worker_id} in epoch {info.epoch} is not a worker of this cluster", field="worker_id"
             )
+        info.role, info.drain = ROLES[slot.role], slot.drain  # which may have changed since it was started
         try:
             self.directory.put(info)
         except TandemError as error:
@@ -239,13 +293,7 @@ class Controller:
         """What a worker says of itself, or None when it does not answer."""
         if slot.info is None:
             return None
-        address = slot.info.address
-        known, channel = self._worker_channels.get(slot.worker_id, (None, None))
-        if channel is None or known != address:
-            self._worker_channels[slot.worker_id] = address, grpc.aio.insecure_channel(address)
-            if channel is not None:
-                await channel.close()
-            channel = self._worker_channels[slot.worker_id][1]
+        channel = await self._worker_channels.get(slot.worker_id, slot.info.address)
         stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
         try:
             return await stub.GetState(worker_pb2.GetStateRequest(), timeout=STATE_TIMEOUT_S)
@@ -268,7 +316,7 @@ class Controller:
         return self.spec.redis.mode
 
 
-async def together(*parts: Coroutine[Any, Any, None]) -> None:
+async def together(*parts: Coroutine[Any, Any, object]) -> None:
     """Runs all; when one fails the others are ended first and its error is the one raised."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -288,16 +336,29 @@ def _served(model: ResolvedModel) -> ServedModel:
     )
 
 
+def _place(slot: WorkerSlot) -> cluster_pb2.WorkerPlace:
+    pool = slot.model.spec.prefill if slot.role is Role.PREFILL else slot.model.spec.decode
+    return cluster_pb2.WorkerPlace(
+        worker_id=slot.worker_id,
+        model=slot.model.spec.served_name,
+        role=ROLES[slot.role],
+        ranks=pool.tp,
+        restarts=slot.restarts,
+    )
+
+
 def _rank_resources(model: ResolvedModel) -> Resources:
     engine = model.spec.engine
     return Resources(cpus=engine.threads_per_rank, gpus=1.0 if engine.device.startswith("cuda") else 0.0)
 
 
 def needed_cpus(cluster: ResolvedCluster) -> float:
-    """What a Ray cluster of our own must offer so that every rank finds its place."""
-    return sum(
+    """What a Ray cluster of our own must offer so that every rank finds its place, and some more later: to Ray CPUs are
+    only numbers, and workers may share them."""
+    needed = sum(
         pool.workers * pool.tp * _rank_resources(model).cpus for model in cluster.models for pool in model.pools
     )
+    return max(needed, SHARED_CPUS * (os.cpu_count() or 1))
 
 
 def with_free_ports(cluster: ResolvedCluster) -> ResolvedCluster:

@@ -15,11 +15,24 @@ class Directory:
 
     def __init__(self) -> None:
         self._workers: dict[str, cluster_pb2.WorkerInfo] = {}
+        self._places: dict[str, cluster_pb2.WorkerPlace] = {}
         self._version = 1
         self._changed = asyncio.Event()
 
     def snapshot(self) -> cluster_pb2.Directory:
-        return cluster_pb2.Directory(version=self._version, workers=self._workers.values())
+        return cluster_pb2.Directory(
+            version=self._version, workers=self._workers.values(), places=self._places.values()
+        )
+
+    def put_place(self, place: cluster_pb2.WorkerPlace) -> None:
+        """A worker that there should be, and how often it was started again."""
+        if self._places.get(place.worker_id) != place:
+            self._places[place.worker_id] = place
+            self._bump()
+
+    def remove_place(self, worker_id: str) -> None:
+        if self._places.pop(worker_id, None) is not None:
+            self._bump()
 
     def put(self, worker: cluster_pb2.WorkerInfo) -> None:
         """Raises IncompatiblePools when its KV cannot be exchanged with a worker of the same model."""
@@ -28,6 +41,24 @@ class Directory:
                 _check_pair(worker, other)
         self._workers[worker.worker_id] = worker
         self._bump()
+
+    def change(
+        self,
+        worker_id: str,
+        *,
+        role: cluster_pb2.Role.ValueType | None = None,
+        drain: cluster_pb2.Drain.ValueType | None = None,
+    ) -> None:
+        """Another role, another way to drain, of a ready worker; nothing of one that is not."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return
+        changed = cluster_pb2.WorkerInfo()
+        changed.CopyFrom(worker)
+        changed.role = worker.role if role is None else role
+        changed.drain = worker.drain if drain is None else drain
+        if changed != worker:
+            self.put(changed)
 
     def remove(self, worker_id: str) -> None:
         if self._workers.pop(worker_id, None) is not None:

@@ -8,16 +8,20 @@ from typing import Protocol
 
 from pydantic import Field
 
-from tandem.config import Frozen
+from tandem.frozen import Frozen
 
 
 class ProcessSpec(Frozen):
-    """One process. `restart`: started again in place when it dies; the end of any other ends its member."""
+    """One process. `restart`: started again in place when it dies; the end of any other ends its member.
+
+    `stop_grace_s`: from SIGTERM to SIGKILL when it is stopped.
+    """
 
     name: str
     argv: tuple[str, ...]
     env: dict[str, str] = Field(default_factory=dict)
     restart: bool = False
+    stop_grace_s: float = 5.0
 
 
 class MemberStart(Frozen):
@@ -75,6 +79,10 @@ class Backend(Protocol):
 
     async def place_here(self, name: str) -> MemberHandle:
         """A place on the controller's own host, where the router's addresses are."""
+        ...
+
+    async def give_back(self, group: str) -> None:
+        """The places of a group whose members were stopped are somebody else's now."""
         ...
 
     async def close(self) -> None:

@@ -30,7 +30,6 @@ from cluster.supervisor import Supervisor
 from tandem.errors import ConfigError
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least; nothing of ours goes through it
-PLACE_TIMEOUT_S = 60
 RETRY_S = 0.2
 # A frozen node is noticed in about 5 s instead of 65.
 HEALTH_CHECKS = {
@@ -94,17 +93,23 @@ class RayMember:
 
 
 class RayBackend:
-    """Args: `address` of an existing cluster, or None to start one on this machine, in `temp_dir`, with `cpus`."""
+    """Args: `address` of an existing cluster, or None to start one on this machine, in `temp_dir`, with `cpus`.
+
+    Nodes of an existing cluster may still be on their way: a place is waited for, for `place_timeout_s`.
+    """
 
     name = "ray"
 
-    def __init__(self, log_dir: Path, temp_dir: Path, *, address: str | None, cpus: float) -> None:
+    def __init__(
+        self, log_dir: Path, temp_dir: Path, *, address: str | None, cpus: float, place_timeout_s: float
+    ) -> None:
         self._log_dir = log_dir
         self._temp_dir = temp_dir
         self._address = address
         self._cpus = cpus
-        self._actors: list[Any] = []
-        self._groups: list[PlacementGroup] = []
+        self._place_timeout_s = place_timeout_s
+        self._actors: dict[str, Any] = {}
+        self._groups: dict[str, PlacementGroup] = {}
         self._opening: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
@@ -113,7 +118,7 @@ class RayBackend:
         self._opening = asyncio.get_running_loop().run_in_executor(None, self._init)
         try:
             await asyncio.shield(self._opening)
-        except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray raises plain ones too, as when its own start takes too long
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(
                 f"control.ray_address: Ray could not be reached at {self._address or 'this machine'}: {reason}",
@@ -140,8 +145,9 @@ class RayBackend:
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
         bundles = [{"CPU": member.cpus} | ({"GPU": member.gpus} if member.gpus else {}) for member in members]
         placed = placement_group(bundles, strategy="STRICT_PACK", name=group)
-        self._groups.append(placed)
-        if not await asyncio.to_thread(placed.wait, PLACE_TIMEOUT_S):
+        self._groups[group] = placed
+        if not await asyncio.to_thread(placed.wait, self._place_timeout_s):
+            await self.give_back(group)
             free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
             raise ConfigError(
                 f"{group}: no Ray node has {bundles} free; Ray has {free}: add a node or ask for less",
@@ -169,8 +175,14 @@ class RayBackend:
             max_restarts=-1,
             scheduling_strategy=strategy,
         ).remote(name, str(self._log_dir))
-        self._actors.append(actor)
+        self._actors[name] = actor
         return RayMember(name, actor)
+
+    async def give_back(self, group: str) -> None:
+        for name in [name for name in self._actors if name.rpartition(".")[0] == group]:
+            ray.kill(self._actors.pop(name), no_restart=True)
+        if (placed := self._groups.pop(group, None)) is not None:
+            remove_placement_group(placed)
 
     async def close(self) -> None:
         if self._opening is not None:
@@ -180,9 +192,9 @@ class RayBackend:
     def _close(self) -> None:
         with contextlib.suppress(RayError):  # the Ray cluster itself may be gone
             if ray.is_initialized():
-                for actor in self._actors:
+                for actor in self._actors.values():
                     ray.kill(actor, no_restart=True)
-                for group in self._groups:
+                for group in self._groups.values():
                     remove_placement_group(group)
         ray.shutdown()
         if self._address is None:

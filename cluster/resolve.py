@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from cluster.check_tls import check_tls
 from cluster.redis_probe import check_redis
-from kvtransfer.control import TlsFiles
+from cluster.requirements import check_requirements
 from kvtransfer.reshard import reshard_plan
-from kvtransfer.tls import load_tls
 from kvtransfer.transports.factory import check_available
-from tandem.config import ClusterSpec, ModelSpec, PoolSpec
+from router.auth.sources import KeySources
+from tandem.clock import SystemClock
+from tandem.config import ClusterSpec, ModelSpec, PoolSpec, Role
 from tandem.errors import ConfigError, InsufficientMemory, PortInUse, TandemError
 from tandem.kvcache.layout import DTYPE_BYTES
 from tandem.model_config import ModelConfig, fingerprint
@@ -53,8 +55,12 @@ class ResolvedCluster:
 
 def resolve(spec: ClusterSpec, progress: Progress) -> ResolvedCluster:
     """Raises ConfigError (or a kind of it) naming the field, what was expected and what to do."""
+    check_requirements()
     check_ports(spec)
     check_transfer(spec)
+    for warning in check_tls(spec):
+        progress(warning)
+    check_auth(spec)
     if spec.redis.url is not None:
         check_redis(spec.redis.url)
     models = resolve_models(spec, progress, fetch=True)
@@ -126,11 +132,13 @@ def check_ports(spec: ClusterSpec) -> None:
 
 
 def check_transfer(spec: ClusterSpec) -> None:
-    """Raises ConfigError when the transport's library is not installed, or a TLS file is not what it should be."""
-    transfer = spec.transfer
-    check_available(transfer.transport)
-    if transfer.tls is not None:
-        load_tls(TlsFiles(transfer.tls.cert, transfer.tls.key, transfer.tls.ca))
+    """Raises ConfigError when the transport's library is not installed."""
+    check_available(spec.transfer.transport)
+
+
+def check_auth(spec: ClusterSpec) -> None:
+    """Raises ConfigError when a file of keys is missing or broken."""
+    KeySources(spec.security.auth, SystemClock())
 
 
 def port_is_free(host: str, port: int) -> bool:
@@ -157,14 +165,31 @@ def free_ports(*hosts: str) -> list[int]:
 
 def needed_bytes(model: ResolvedModel) -> int:
     """Host memory that the model's workers take on CPU: weights in their dtype, pools and processes."""
-    spec = model.spec
-    stored = sum(path.stat().st_size for path in model.folder.glob("*.safetensors"))
-    weights = stored * DTYPE_BYTES[spec.engine.dtype] // _stored_element_bytes(model)
     total = 0
     for pool in model.pools:
         ranks = pool.workers * pool.tp
-        total += pool.workers * weights + ranks * (_pool_bytes(model, pool.tp) + PROCESS_BYTES)
+        total += pool.workers * _weight_bytes(model) + ranks * (_pool_bytes(model, pool.tp) + PROCESS_BYTES)
     return total
+
+
+def _weight_bytes(model: ResolvedModel) -> int:
+    """Of one worker, all its ranks together."""
+    stored = sum(path.stat().st_size for path in model.folder.glob("*.safetensors"))
+    return stored * DTYPE_BYTES[model.spec.engine.dtype] // _stored_element_bytes(model)
+
+
+def check_memory_for(model: ResolvedModel, roles: Sequence[Role]) -> None:
+    """Raises InsufficientMemory when so many workers more find no room here."""
+    needed = 0
+    for role in roles:
+        pool = model.spec.prefill if role is Role.PREFILL else model.spec.decode
+        needed += _weight_bytes(model) + pool.tp * (_pool_bytes(model, pool.tp) + PROCESS_BYTES)
+    if needed > (available := available_bytes()):
+        raise InsufficientMemory(
+            f"{len(roles)} more workers need about {needed >> 20} MiB and {available >> 20} MiB are available: ask for "
+            "fewer, or lower engine.kv_memory_bytes",
+            field="workers",
+        )
 
 
 def _pool_bytes(model: ResolvedModel, tp: int) -> int:

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 2.0
 RESTART_DELAY_S = 0.5
+STOP_MARGIN_S = 2.0  # what a router needs beside its drain
 
 
 class RouterState(StrEnum):
@@ -48,13 +49,20 @@ class RouterSlot:
         self.name = launch.router_id
         self.http_address = f"{launch.router.http_host}:{launch.router.http_port}"
         self.grpc_address = f"{launch.router.grpc_host}:{launch.router.grpc_port}"
+        self.control_address = f"unix:{launch.controller_socket}"  # in a private folder: no TLS, whatever clients need
         self.restarts = 0
         self.failure = ""  # why it will never serve: told to the user, instead of trying for ever
         self._member = member
         self._start = MemberStart(
             run_dir=str(run_dir),
             files={"launch.json": launch.model_dump_json()},
-            processes=(ProcessSpec(name="router", argv=python("router", "--launch", f"{run_dir}/launch.json")),),
+            processes=(
+                ProcessSpec(
+                    name="router",
+                    argv=python("router", "--launch", f"{run_dir}/launch.json"),
+                    stop_grace_s=launch.router.drain_timeout_s + STOP_MARGIN_S,
+                ),
+            ),
         )
         self._has_served = False
         self._between_lives = False
@@ -105,7 +113,7 @@ class RouterSlot:
 
     async def _serves(self) -> bool:
         try:
-            async with grpc.aio.insecure_channel(self.grpc_address) as channel:
+            async with grpc.aio.insecure_channel(self.control_address) as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
                 reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S)
                 return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

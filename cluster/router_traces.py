@@ -1,9 +1,10 @@
-"""The traces that the routers keep, as the controller asks for them. A request is known to the router that took it."""
+"""The traces that the routers keep, and what they see now, as the controller asks for them. A request is known to the
+router that took it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ from router.edge_traces import SECRET_KEY
 from router.trace import DEFAULT_LISTED
 from tandem.errors import TandemError, UnavailableError
 from tandem.grpc_errors import error_from_rpc
-from tandem.v1 import trace_pb2, trace_pb2_grpc
+from tandem.v1 import cluster_pb2, trace_pb2, trace_pb2_grpc
 
 TIMEOUT_S = 5.0
 
@@ -25,35 +26,48 @@ class RouterTraces:
     """Asks all routers at once. What one does not answer is missing; when none answers, or none knows, that is raised:
     UnavailableError, or the routers' own TandemError."""
 
-    addresses: tuple[str, ...]
+    addresses: Mapping[str, str]  # by the router's name
     secret: str
 
     async def get(self, request: trace_pb2.GetTraceRequest) -> trace_pb2.RequestTrace:
-        return _found(await asyncio.gather(*(self._get(address, request) for address in self.addresses)))[0]
+        return _found(await asyncio.gather(*(self._get(name, request) for name in self.addresses)))[0]
 
     async def list(self, request: trace_pb2.ListTracesRequest) -> trace_pb2.ListTracesResponse:
-        answers = _found(await asyncio.gather(*(self._list(address, request) for address in self.addresses)))
+        answers = _found(await asyncio.gather(*(self._list(name, request) for name in self.addresses)))
         traces = [trace for answer in answers for trace in answer.traces]
         traces.sort(key=lambda trace: trace.received_unix_s + trace.total_s, reverse=True)  # as one router lists them
         return trace_pb2.ListTracesResponse(traces=traces[: request.limit or DEFAULT_LISTED])
 
-    async def _get(self, address: str, request: trace_pb2.GetTraceRequest) -> trace_pb2.RequestTrace | TandemError:
-        async with grpc.aio.insecure_channel(address) as channel:
+    async def snapshots(self) -> cluster_pb2.ListSnapshotsResponse:
+        answers = await asyncio.gather(*(self._snapshot(name) for name in self.addresses))
+        return cluster_pb2.ListSnapshotsResponse(snapshots=_found(answers))
+
+    async def _snapshot(self, name: str) -> trace_pb2.RouterSnapshot | TandemError:
+        async with grpc.aio.insecure_channel(self.addresses[name]) as channel:
+            stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
+            try:
+                request = trace_pb2.GetSnapshotRequest()
+                return await stub.GetSnapshot(request, timeout=TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
+            except grpc.aio.AioRpcError as error:
+                return _told(name, error)
+
+    async def _get(self, name: str, request: trace_pb2.GetTraceRequest) -> trace_pb2.RequestTrace | TandemError:
+        async with grpc.aio.insecure_channel(self.addresses[name]) as channel:
             stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
             try:
                 return await stub.GetTrace(request, timeout=TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
             except grpc.aio.AioRpcError as error:
-                return _told(address, error)
+                return _told(name, error)
 
     async def _list(
-        self, address: str, request: trace_pb2.ListTracesRequest
+        self, name: str, request: trace_pb2.ListTracesRequest
     ) -> trace_pb2.ListTracesResponse | TandemError:
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with grpc.aio.insecure_channel(self.addresses[name]) as channel:
             stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
             try:
                 return await stub.ListTraces(request, timeout=TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
             except grpc.aio.AioRpcError as error:
-                return _told(address, error)
+                return _told(name, error)
 
 
 def _found(answers: Sequence[Answer | TandemError]) -> list[Answer]:
@@ -66,7 +80,7 @@ def _found(answers: Sequence[Answer | TandemError]) -> list[Answer]:
     return found
 
 
-def _told(address: str, error: grpc.aio.AioRpcError) -> TandemError:
+def _told(name: str, error: grpc.aio.AioRpcError) -> TandemError:
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return UnavailableError(f"the router at {address} does not answer ({error.code().name}); try again")
+        return UnavailableError(f"the router {name} does not answer ({error.code().name}); try again")
     return error_from_rpc(error)

@@ -25,6 +25,8 @@ class ClusterState:
     admin: str
     http: str
     grpc: str
+    tls: dict[str, str] | None = None  # security.tls
+    edge_ca: str | None = None  # what to check the routers' certificate against; None: no TLS
 
     @property
     def is_alive(self) -> bool:
@@ -103,6 +105,8 @@ def written(state: ClusterState) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def this_process(name: str, *, admin: str, http: str, grpc: str) -> ClusterState:
+def this_process(
+    name: str, *, admin: str, http: str, grpc: str, tls: dict[str, str] | None = None, edge_ca: str | None = None
+) -> ClusterState:
     pid = os.getpid()
-    return ClusterState(name, pid, psutil.Process(pid).create_time(), admin, http, grpc)
+    return ClusterState(name, pid, psutil.Process(pid).create_time(), admin, http, grpc, tls, edge_ca)

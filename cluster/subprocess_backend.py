@@ -43,5 +43,8 @@ class SubprocessBackend:
     async def place_here(self, name: str) -> MemberHandle:
         return LocalMember(name, self._log_dir)
 
+    async def give_back(self, group: str) -> None:
+        """Nothing was taken."""
+
     async def close(self) -> None:
         """Nothing to close: every member was stopped by its owner."""

@@ -23,7 +23,6 @@ from cluster.processes import MemberStart, ProcessSpec, RunningProcess
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
-STOP_GRACE_S = 5.0
 RESTART_DELAY_S = 0.2
 MAX_RESTART_DELAY_S = 5.0
 STABLE_S = 10.0  # a process that lived this long is restarted without further delay
@@ -49,6 +48,7 @@ class Supervisor:
         self._log_dir = log_dir
         self._run_dir: Path | None = None
         self._children: dict[str, asyncio.subprocess.Process] = {}
+        self._grace_s: dict[str, float] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._ended: asyncio.Future[str] | None = None
 
@@ -79,12 +79,12 @@ class Supervisor:
             if child.returncode is None
         )
 
-    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+    async def stop(self) -> None:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         self._watchers.clear()
-        await asyncio.gather(*(_stop(child, grace_s) for child in self._children.values()))
+        await asyncio.gather(*(_stop(child, self._grace_s[name]) for name, child in self._children.items()))
         self._children.clear()
         self._end(f"{self._name} was stopped")
         if self._run_dir is not None:
@@ -95,6 +95,7 @@ class Supervisor:
             self._ended.set_result(reason)
 
     async def _spawn(self, spec: ProcessSpec) -> None:
+        self._grace_s[spec.name] = spec.stop_grace_s
         with self._log_of(spec.name).open("ab") as log_file:
             self._children[spec.name] = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *spec.argv),

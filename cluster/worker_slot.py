@@ -70,12 +70,14 @@ class WorkerSlot:
         self.epoch = new_epoch()
         self.restarts = 0
         self.info: cluster_pb2.WorkerInfo | None = None
+        self.drain: cluster_pb2.Drain.ValueType = cluster_pb2.DRAIN_NONE
         self._members = list(members)
         self._settings = settings
         self._on_change = on_change
         self._failures = 0
         self._was_ever_ready = False
         self._ready_since_s: float | None = None
+        self._asked_to_end: asyncio.Future[str] | None = None
 
     async def run(self) -> None:
         """Keeps the worker alive until it is cancelled or given up."""
@@ -107,6 +109,11 @@ class WorkerSlot:
         self.state, self.reason = WorkerState.FAILED, reason
         self._on_change(self)
 
+    def next_life(self, reason: str) -> None:
+        """Ends this life; the next begins at once."""
+        if self._asked_to_end is not None and not self._asked_to_end.done():
+            self._asked_to_end.set_result(reason)
+
     async def processes(self) -> list[RunningProcess]:
         found = await asyncio.gather(*(member.processes() for member in self._members))
         return [process for member in found for process in member]
@@ -115,7 +122,9 @@ class WorkerSlot:
         """One epoch, from start to end. Returns why it ended."""
         launch = self._launch()
         await asyncio.gather(*(m.start(self._start(launch, rank)) for rank, m in enumerate(self._members)))
-        ends = [asyncio.create_task(member.wait_end()) for member in self._members]
+        self._asked_to_end = asyncio.get_running_loop().create_future()
+        ends: list[asyncio.Future[str]] = [asyncio.ensure_future(member.wait_end()) for member in self._members]
+        ends.append(self._asked_to_end)
         timeout_s = self._settings.spec.control.start_timeout_s
         try:
             await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -129,6 +138,7 @@ class WorkerSlot:
 
     def _ended(self, reason: str) -> None:
         self.info = None
+        self.drain = cluster_pb2.DRAIN_NONE
         if self.state is WorkerState.FAILED:
             return  # it was refused, for a reason that says more
         self.reason = reason
@@ -162,26 +172,33 @@ class WorkerSlot:
             controller_address=self._settings.controller_address,
             redis_url=self._settings.redis_url,
             run_dir=str(self._settings.run_base / f"{self.worker_id}-{self.epoch:x}"),
+            tls=spec.security.tls,
             log_level=spec.log_level,
+            log_format=spec.observability.logs.format,
         )
 
     def _start(self, launch: WorkerLaunch, rank: int) -> MemberStart:
         launch_file = f"{launch.run_dir}/launch.json"
         threads = str(self.model.spec.engine.threads_per_rank)
         env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        role = f"{self.role.value}_worker"
         processes = [
             ProcessSpec(
                 name=f"agent-{rank}",
-                argv=python("kvtransfer.agent", "--socket", str(launch.agent_socket(rank))),
+                argv=python("kvtransfer.agent", *_agent_options(launch, rank)),
                 env=AGENT_ENV,
                 restart=True,
             ),
             ProcessSpec(
-                name=f"rank-{rank}", argv=python(role, "--launch", launch_file, "--rank", str(rank)), env=env
+                name=f"rank-{rank}",
+                argv=python("cluster.rank_process", "--launch", launch_file, "--rank", str(rank)),
+                env=env,
             ),
         ]
         if rank == 0:
             processes.append(ProcessSpec(name="service", argv=python("worker.service", "--launch", launch_file)))
         files = {"launch.json": launch.model_dump_json()}
         return MemberStart(run_dir=launch.run_dir, files=files, processes=tuple(processes))
+
+
+def _agent_options(launch: WorkerLaunch, rank: int) -> tuple[str, ...]:
+    return ("--socket", str(launch.agent_socket(rank)), "--log-format", launch.log_format.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 from decode_worker.incoming import Incoming, IncomingBook, Phase
 from decode_worker.report import handoff_done
@@ -10,14 +11,13 @@ from kvtransfer.causes import HandoffCause, HandoffFault, parse_cause
 from kvtransfer.control import CloseReceive, FromAgent, OpenReceive, ReceiveClosed, Received, ReceiveFailed
 from kvtransfer.ticket import Ticket
 from tandem.clock import Clock
-from tandem.engine.api import EngineRequest, Reservation, StepResult
+from tandem.engine.api import EngineRequest, RequestEnd, Reservation
 from tandem.engine.engine import Engine
-from tandem.errors import DeadlineExceeded, InputError, RequestCancelled, TandemError
+from tandem.errors import DeadlineExceeded, InputError, TandemError
 from tandem.v1 import worker_pb2
 from worker.agents import Agents
 from worker.identity import WorkerIdentity
 from worker.requests import RequestBook
-from worker.steps import report_step
 from worker.wire import parse_work
 
 
@@ -49,18 +49,14 @@ class DecodeRole:
                 self._reserve(session, frame.reserve)
             case "join":
                 self._join(session, frame.join)
-            case "cancel":
-                if engine_id := self._requests.find(session, frame.cancel.request_id):
-                    self._end(engine_id, RequestCancelled("the router cancelled the request"))
             case kind:
-                raise InputError(f"frame: a decode worker takes generate, reserve, join or cancel, got {kind}")
+                raise InputError(f"frame: expected generate, reserve or join, got {kind}")
 
-    def on_session_closed(self, session: int) -> None:
-        for engine_id in self._requests.of_session(session):
-            self._end(engine_id, RequestCancelled("the router's session ended"))
+    def owns(self, engine_id: str) -> bool:
+        return self._requests.client(engine_id) is not None
 
     def _generate(self, session: int, work: worker_pb2.Work) -> None:
-        engine_id = self._requests.open(session, work.request_id)
+        engine_id = self._requests.open(session, work.request_id, work.trace_id)
         try:
             self._engine.add(self._parse(work, engine_id))
         except TandemError as error:
@@ -68,7 +64,7 @@ class DecodeRole:
 
     def _reserve(self, session: int, reserve: worker_pb2.Reserve) -> None:
         taken_up_at_s = self._clock.now_s()
-        engine_id = self._requests.open(session, reserve.work.request_id)
+        engine_id = self._requests.open(session, reserve.work.request_id, reserve.work.trace_id)
         try:
             self._agents.require_all()
             request = self._parse(reserve.work, engine_id, use_prefix_cache=reserve.use_prefix_cache)
@@ -137,7 +133,7 @@ class DecodeRole:
             case ReceiveFailed(ticket_id=ticket_id, cause=cause, message=text):
                 if entry := self._incoming.by_ticket(ticket_id):
                     fault = HandoffFault(parse_cause(cause), f"the KV blocks did not arrive ({cause}): {text}")
-                    self._end(entry.engine_id, fault)
+                    self.cancel(entry.engine_id, fault)
             case ReceiveClosed(ticket_id=ticket_id):
                 self._closed(rank, ticket_id)
             case _:
@@ -147,7 +143,7 @@ class DecodeRole:
         lost = HandoffFault(HandoffCause.PEER_LOST, "the decode worker's transfer agent was lost: try again")
         for entry in self._incoming.open_entries():
             if entry.phase is Phase.EXPECTING and rank in entry.pending:
-                self._end(entry.engine_id, lost)
+                self.cancel(entry.engine_id, lost)
             self._closed(rank, entry.ticket_id)
 
     def _closed(self, rank: int, ticket_id: str) -> None:
@@ -170,7 +166,7 @@ class DecodeRole:
 
     # --- ends --------------------------------------------------------------------------------------------------
 
-    def _end(self, engine_id: str, error: TandemError) -> None:
+    def cancel(self, engine_id: str, error: TandemError) -> None:
         """Tells the router at once; frees the blocks as soon as nobody can write to them any more."""
         self._requests.fail(engine_id, error)
         entry = self._incoming.by_engine_id(engine_id)
@@ -181,9 +177,8 @@ class DecodeRole:
             for rank in self._agents.lost_ranks():
                 self._closed(rank, entry.ticket_id)
 
-    def after_step(self, result: StepResult) -> None:
-        report_step(result, self._requests)
-        for end in result.ended:
+    def after_step(self, ended: Sequence[RequestEnd]) -> None:
+        for end in ended:
             if end.error is not None:
                 self._requests.fail(end.request_id, end.error)
             elif end.reason is not None:
@@ -191,4 +186,5 @@ class DecodeRole:
 
     def tick(self) -> None:
         for entry in self._incoming.late():
-            self._end(entry.engine_id, DeadlineExceeded(f"no first token came within {self._ttl_s:g} s of the blocks"))
+            late = DeadlineExceeded(f"no first token came within {self._ttl_s:g} s of the blocks")
+            self.cancel(entry.engine_id, late)

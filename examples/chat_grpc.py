@@ -2,7 +2,7 @@
 
     python examples/chat_grpc.py "Why is the sky blue?"
 
-TANDEM_GRPC names the router (default 127.0.0.1:50051).
+TANDEM_GRPC names the router (default 127.0.0.1:50051); TANDEM_API_KEY is the key, where it asks for one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ def main(prompt: str) -> int:
         chat=inference_pb2.ChatMessages(messages=[inference_pb2.ChatMessage(role="user", content=prompt)]),
         sampling=inference_pb2.SamplingParams(temperature=0, max_tokens=64),
     )
+    key = os.environ.get("TANDEM_API_KEY")
+    metadata = None if key is None else (("authorization", f"Bearer {key}"),)
     with grpc.insecure_channel(os.environ.get("TANDEM_GRPC", "127.0.0.1:50051")) as channel:
         try:
-            for response in inference_pb2_grpc.InferenceStub(channel).Generate(request):
+            for response in inference_pb2_grpc.InferenceStub(channel).Generate(request, metadata=metadata):
                 print(response.chunk.text, end="", flush=True)
                 if response.HasField("finished"):
                     usage = response.finished.usage

@@ -2,7 +2,7 @@
 
     python examples/chat_openai.py "Why is the sky blue?"
 
-TANDEM_HTTP names the router (default http://127.0.0.1:8000).
+TANDEM_HTTP names the router (default http://127.0.0.1:8000); TANDEM_API_KEY is the key, where it asks for one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from openai import OpenAI
 
 def main(prompt: str) -> None:
     url = os.environ.get("TANDEM_HTTP", "http://127.0.0.1:8000")
-    client = OpenAI(base_url=f"{url}/v1", api_key="unused")
+    client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("TANDEM_API_KEY", "unused"))
     model = client.models.list().data[0].id
     stream = client.chat.completions.create(
         model=model,

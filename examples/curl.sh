@@ -1,20 +1,25 @@
 #!/usr/bin/env bash
-# The OpenAI-compatible API with curl. TANDEM_HTTP names the router (default http://127.0.0.1:8000).
+# The OpenAI-compatible API with curl. TANDEM_HTTP names the router (default http://127.0.0.1:8000); TANDEM_API_KEY is the
+# key, where it asks for one.
 set -euo pipefail
 url=${TANDEM_HTTP:-http://127.0.0.1:8000}
 
+ask() {
+  curl --fail --silent --show-error --no-buffer ${TANDEM_API_KEY:+--oauth2-bearer "$TANDEM_API_KEY"} "$@"
+}
+
 echo "== models"
-curl --fail --silent --show-error "$url/v1/models"
+ask "$url/v1/models"
 
 echo; echo "== a chat, streamed; the last chunk carries the token counts"
-curl --fail --silent --show-error --no-buffer "$url/v1/chat/completions" \
+ask "$url/v1/chat/completions" \
   -H 'Content-Type: application/json' \
   -d '{"model": "smollm2-135m", "temperature": 0, "max_tokens": 32, "stream": true,
        "stream_options": {"include_usage": true},
        "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
 
 echo; echo "== a plain completion"
-curl --fail --silent --show-error "$url/v1/completions" \
+ask "$url/v1/completions" \
   -H 'Content-Type: application/json' \
   -d '{"model": "smollm2-135m", "temperature": 0, "max_tokens": 8, "prompt": "Once upon a time"}'
 echo

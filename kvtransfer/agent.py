@@ -47,12 +47,13 @@ from kvtransfer.outgoing import Outgoing
 from kvtransfer.pools import open_pool
 from kvtransfer.sockets import listen_tcp, listen_unix, peer_is_same_user, receive_first, serve, tcp_address
 from kvtransfer.ticket import KEY_BYTES
-from kvtransfer.tls import RenewedTls
 from kvtransfer.transports.factory import MAPPED, Transports, offered
 from tandem.channel import Channel, ChannelError
 from tandem.clock import Clock, SystemClock
+from tandem.config import LogFormat
 from tandem.errors import ConfigError
 from tandem.logs import setup_logging
+from tandem.tls import RenewedTls
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Attachment:
     def __init__(self, own: Own, transports: Transports, clock: Clock, report: Callable[[FromAgent], None]) -> None:
         self.own = own
         self.outgoing = Outgoing(own, transports, clock, report)
-        self.incoming = Incoming(own, clock, report)
+        self.incoming = Incoming(own, clock, report, self.outgoing.has_link)
         attach = own.attach
         self._acceptor = LinkAcceptor(own, transports, self.incoming, report)
         self._tasks: list[asyncio.Task[None]] = []
@@ -199,7 +200,7 @@ class Agent:
             raise protocol_fault(f"attach: expected a key of {KEY_BYTES} bytes")
         pool = open_pool(pool_layout(attach.layout), attach.memory, fds, writable=True)
         try:
-            tls = RenewedTls(attach.tls) if attach.tls is not None else None
+            tls = RenewedTls(attach.tls, peer=attach.tls.peer) if attach.tls is not None else None
         except ConfigError as error:
             raise HandoffFault(HandoffCause.TRANSPORT, f"attach: {error.message}") from error
         own = Own(attach, pool, os.dup(fds[0]) if fds else None, host_id(), tls)
@@ -292,8 +293,9 @@ def main(transports: Transports | None = None, arguments: list[str] | None = Non
     parser = argparse.ArgumentParser(prog="python -m kvtransfer.agent", description="A rank's transfer agent.")
     parser.add_argument("--socket", type=Path, required=True, help="the unix socket for the rank and its leader")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument("--log-format", choices=[*LogFormat], type=LogFormat, default=LogFormat.TEXT)
     options = parser.parse_args(arguments)
-    setup_logging(options.log_level, process=options.socket.stem)
+    setup_logging(options.log_level, process=options.socket.stem, log_format=options.log_format)
     try:
         asyncio.run(serve_agent(options.socket, transports or Transports()))
     except OSError as error:

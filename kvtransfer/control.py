@@ -41,11 +41,12 @@ class DeviceMemory(msgspec.Struct, frozen=True):
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
-    """Paths of PEM files, as `transfer.tls` has them."""
+    """Paths of PEM files, and the identity (a URI) that a peer's certificate must carry, if any."""
 
     cert: str
     key: str
     ca: str
+    peer: str | None = None
 
 
 class AttachPool(msgspec.Struct, frozen=True, tag=True):
@@ -72,8 +73,6 @@ class AttachPool(msgspec.Struct, frozen=True, tag=True):
     """Links that carry bytes carry int8 (see kvtransfer.quantise); both ends must say so."""
     memory: DeviceMemory | None = None
     """Where the pool is; None: in host memory."""
-    connects: bool = True
-    """Make links to all peers of SetPeers at once; False (decode workers): only when a ticket asks for one."""
 
 
 class Lead(msgspec.Struct, frozen=True, tag=True):
@@ -94,6 +93,12 @@ class Peer(msgspec.Struct, frozen=True):
     oldest_protocol: int = OLDEST_PROTOCOL_VERSION
     device: str = ""
     """As in DeviceMemory; empty: its pool is in host memory."""
+    connect: bool = True
+    """Make a link to it at once; False: only when a ticket asks for one, and while it is in use."""
+
+    def is_at(self, other: Peer) -> bool:
+        """Whether both are the same agent at the same place."""
+        return msgspec.structs.replace(self, connect=other.connect) == other
 
 
 class SetPeers(msgspec.Struct, frozen=True, tag=True):
@@ -224,7 +229,7 @@ class LinkReport(msgspec.Struct, frozen=True, tag=True):
     peer_epoch: int
     peer_rank: int
     transport: str
-    state: str  # connecting, ready, refused, down
+    state: str  # connecting, ready, refused, down; closed: it is not wanted any more
     reason: str
     bytes: int
     latency_s: float | None = None  # as in LinkMeter; None on the receiving end, which does not measure

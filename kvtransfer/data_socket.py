@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.sockets import connect_tcp, listen_tcp, readable, serve, writable
-from kvtransfer.tls import TlsContexts
+from tandem.tls import TlsContexts
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +170,7 @@ class DataDoor:
             if self._tls is not None:
                 sock = self._tls.server.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
                 await _attempt(sock, sock.do_handshake)
+                self._tls.check_peer(sock)
             shown = bytearray()
             while len(shown) < TOKEN_BYTES:
                 missing = TOKEN_BYTES - len(shown)
@@ -198,6 +199,7 @@ async def connect_data(address: str, token: bytes, tls: TlsContexts | None, idle
                 if tls is not None:
                     sock = tls.client.wrap_socket(sock, do_handshake_on_connect=False)
                     await _attempt(sock, sock.do_handshake)
+                    tls.check_peer(sock)
                 await _attempt(sock, lambda: sock.send(token))  # a fresh connection's buffer takes it whole
             except BaseException:
                 sock.close()

@@ -15,10 +15,11 @@ from kvtransfer.control import AttachPool, DeviceMemory, Layout, Peer
 from kvtransfer.pools import Pool
 from kvtransfer.reshard import Link, check_compatible, reshard_plan
 from kvtransfer.sockets import receive_first
-from kvtransfer.tls import RenewedTls, TlsContexts, Wire
+from kvtransfer.tls import Wire
 from kvtransfer.versions import common_version
 from tandem.errors import IncompatiblePools
 from tandem.kvcache.layout import DTYPE_BYTES, KvPoolLayout
+from tandem.tls import RenewedTls, TlsContexts
 
 MAX_TP = 4096
 MAPPED = "mapped"

@@ -32,8 +32,16 @@ class _Receiving:
 
 
 class Incoming:
-    def __init__(self, own: Own, clock: Clock, report: Callable[[FromAgent], None]) -> None:
+    def __init__(
+        self,
+        own: Own,
+        clock: Clock,
+        report: Callable[[FromAgent], None],
+        sends_to: Callable[[tuple[str, int, int]], bool] = lambda _: False,
+    ) -> None:
+        """`sends_to`: whether there is also a link to that (worker, epoch, rank), which is then the one reported."""
         attach = own.attach
+        self._sends_to = sends_to
         self._own = own
         self._rank = OwnRank(attach.rank, attach.tp, attach.model_kv_heads)
         self._clock = clock
@@ -58,9 +66,8 @@ class Incoming:
         self._lives = lives
 
     def report_links(self) -> None:
-        if not self._own.attach.connects:  # otherwise the outgoing link to the same peer is the one reported
-            for link in self._links:
-                self._report(link.report("ready", ""))
+        for link in self._links:
+            self._report_link(link, "ready", "")
 
     def open_receive(self, message: OpenReceive) -> None:
         attach = self._own.attach
@@ -230,7 +237,8 @@ class Incoming:
             self._over.popitem(last=False)
 
     def _report_link(self, link: InLink, state: str, reason: str) -> None:
-        if not self._own.attach.connects:
+        hello = link.hello
+        if not self._sends_to((hello.worker_id, hello.epoch, hello.rank)):
             self._report(link.report(state, reason))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvtransfer.causes import HandoffCause, HandoffFault
-from kvtransfer.control import BeginStep, CloseSend, FromAgent, LayerDone, OpenSend, Peer, SendClosed, SendFailed
+from kvtransfer.control import (
+    BeginStep,
+    CloseSend,
+    FromAgent,
+    LayerDone,
+    LinkReport,
+    OpenSend,
+    Peer,
+    SendClosed,
+    SendFailed,
+)
 from kvtransfer.exports import Exports, Ready
 from kvtransfer.handshake import Own
 from kvtransfer.out_link import OutLink
@@ -70,15 +80,24 @@ class Outgoing:
         self._peers = known
         for key, link in list(self._links.items()):
             found = known.get(key[:2], {}).get(key[2])
-            if found != link.peer:  # gone; or its agent was restarted and listens elsewhere
-                self._tasks.pop(key).cancel()
-                del self._links[key]
+            if found is None or not found.is_at(link.peer):  # gone; or its agent was restarted and listens elsewhere
+                self._drop_link(key)
                 self.link_down(link, HandoffCause.PEER_LOST, "the peer is gone", final=found is None)
-        if self._own.attach.connects:
-            for life in known:
+            elif not found.connect and not self._over(link):
+                self._drop_link(key)
+                self._report(LinkReport(*key, transport="", state="closed", reason="", bytes=0))
+        for life, ranks in known.items():
+            if all(peer.connect for peer in ranks.values()):
                 self._make_links(life)
         for waiting in list(self._waiting.values()):
             self._try_start(waiting)
+
+    def _drop_link(self, key: PeerKey) -> None:
+        self._tasks.pop(key).cancel()
+        del self._links[key]
+
+    def has_link(self, key: PeerKey) -> bool:
+        return key in self._links
 
     def report_links(self) -> None:
         for link in self._links.values():

@@ -126,7 +126,6 @@ class FakeRank:
             int8=worker.int8,
             tls=worker.tls,
             memory=self.memory.memory,
-            connects=worker.connects,
         )
 
     def _on_message(self, message: FromAgent) -> None:
@@ -270,7 +269,8 @@ class FakeWorker:
         )
 
     def meet(self, *others: FakeWorker) -> None:
-        message = SetPeers(tuple(peer for other in others for peer in other.peers()))
+        peers = (peer for other in others for peer in other.peers())
+        message = SetPeers(tuple(msgspec.structs.replace(peer, connect=self.connects) for peer in peers))
         for rank in self.ranks:
             rank.tell(message)
 

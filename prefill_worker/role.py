@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvtransfer.causes import HandoffCause, HandoffFault, parse_cause
 from kvtransfer.control import CloseSend, FromAgent, OpenSend, SendClosed, SendFailed, Sent
 from kvtransfer.ticket import ticket_id_of
-from prefill_worker.outgoing import Outgoing, OutgoingBook, Phase
-from prefill_worker.report import handoff_done
 from tandem.clock import Clock
-from tandem.engine.api import StepResult
+from tandem.engine.api import RequestEnd
 from tandem.engine.engine import Engine
-from tandem.errors import InputError, RequestCancelled, TandemError
+from tandem.errors import InputError, TandemError
 from tandem.request import RequestState
 from tandem.v1 import worker_pb2
 from worker.agents import Agents
 from worker.identity import WorkerIdentity
+from worker.outgoing import Outgoing, OutgoingBook, Phase
 from worker.requests import RequestBook
-from worker.steps import report_step
+from worker.send_report import handoff_done
 from worker.wire import parse_work
 
 
@@ -33,30 +34,23 @@ class PrefillRole:
         self._requests = requests
         self._clock = clock
         self._outgoing = OutgoingBook(identity.tp)
-        self._prefilled: set[str] = set()  # engine ids that left the engine and keep leased blocks
+        self._engine_ids: set[str] = set()  # ours, until their blocks are released
+        self._prefilled: set[str] = set()  # those that left the engine and keep leased blocks
 
     # --- routers -----------------------------------------------------------------------------------------------
 
     def on_frame(self, session: int, frame: worker_pb2.RouterFrame) -> None:
-        match frame.WhichOneof("frame"):
-            case "prefill":
-                self._prefill(session, frame.prefill)
-            case "cancel":
-                if engine_id := self._requests.find(session, frame.cancel.request_id):
-                    self._end(engine_id, RequestCancelled("the router cancelled the request"))
-            case kind:
-                raise InputError(f"frame: a prefill worker takes prefill or cancel, got {kind}")
-
-    def on_session_closed(self, session: int) -> None:
-        for engine_id in self._requests.of_session(session):
-            self._end(engine_id, RequestCancelled("the router's session ended"))
-
-    def _prefill(self, session: int, prefill: worker_pb2.Prefill) -> None:
-        engine_id = self._requests.open(session, prefill.work.request_id)
+        """Raises InputError when the router has a request of that name here already."""
+        prefill = frame.prefill
+        engine_id = self._requests.open(session, prefill.work.request_id, prefill.work.trace_id)
+        self._engine_ids.add(engine_id)
         try:
             self._start(engine_id, prefill)
         except TandemError as error:
-            self._end(engine_id, error)
+            self.cancel(engine_id, error)
+
+    def owns(self, engine_id: str) -> bool:
+        return engine_id in self._engine_ids
 
     def _start(self, engine_id: str, prefill: worker_pb2.Prefill) -> None:
         taken_up_at_s = self._clock.now_s()
@@ -98,7 +92,7 @@ class PrefillRole:
             case SendFailed(ticket_id=ticket_id, cause=cause, message=text):
                 if entry := self._outgoing.by_ticket(ticket_id):
                     fault = HandoffFault(parse_cause(cause), f"the KV blocks were not taken ({cause}): {text}")
-                    self._end(entry.engine_id, fault)
+                    self.cancel(entry.engine_id, fault)
             case SendClosed(ticket_id=ticket_id):
                 self._closed(rank, ticket_id)
             case _:
@@ -108,7 +102,7 @@ class PrefillRole:
         lost = HandoffFault(HandoffCause.PEER_LOST, "the prefill worker's transfer agent was lost: try again")
         for entry in self._outgoing.open_entries():
             if entry.phase is Phase.SENDING and rank in entry.pending:
-                self._end(entry.engine_id, lost)
+                self.cancel(entry.engine_id, lost)
             self._closed(rank, entry.ticket_id)
 
     def _acknowledged(self, entry: Outgoing) -> None:
@@ -128,6 +122,7 @@ class PrefillRole:
             self._release(entry.engine_id)
 
     def _release(self, engine_id: str) -> None:
+        self._engine_ids.discard(engine_id)
         if engine_id in self._prefilled:
             self._prefilled.discard(engine_id)
             self._engine.release_export(engine_id)
@@ -136,16 +131,15 @@ class PrefillRole:
 
     # --- ends --------------------------------------------------------------------------------------------------
 
-    def _end(self, engine_id: str, error: TandemError) -> None:
+    def cancel(self, engine_id: str, error: TandemError) -> None:
         """Tells the router at once."""
         self._requests.fail(engine_id, error)
         self._stop_sending(engine_id)
 
-    def after_step(self, result: StepResult) -> None:
-        report_step(result, self._requests)
-        for end in result.ended:
+    def after_step(self, ended: Sequence[RequestEnd]) -> None:
+        for end in ended:
             if end.error is not None:
-                self._end(end.request_id, end.error)
+                self.cancel(end.request_id, end.error)
                 continue
             self._prefilled.add(end.request_id)
             entry = self._outgoing.by_engine_id(end.request_id)

@@ -39,7 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m router", description="One Tandem router.")
     parser.add_argument("--launch", type=Path, required=True, help="the RouterLaunch JSON file")
     launch = RouterLaunch.load(parser.parse_args().launch)
-    setup_logging(launch.log_level, process=launch.router_id)
+    setup_logging(launch.log_level, process=launch.router_id, log_format=launch.observability.logs.format)
     try:
         uvloop.run(serve(launch))
     except ConfigError as error:

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from zlib import crc32
 
 from prometheus_client import CollectorRegistry
 
+from router.auth.calls import Calls
+from router.certificate_metrics import CertificateCollector
+from router.dashboard.edge import DashboardEdge
+from router.dashboard.feed import Feed
+from router.dashboard.source import SnapshotSource
+from router.dashboard.view import RouterView
 from router.directory import DirectoryFollower
 from router.dispatch import Dispatcher
 from router.edge_grpc import GrpcServer
 from router.edge_http import HttpEdge, HttpServer, bind
+from router.edge_tls import EdgeTls
 from router.edge_traces import TracesEdge
 from router.fleet import Fleet
 from router.health_metrics import HealthMetrics
 from router.health_watch import HealthWatch
 from router.http_limits import connections_for
-from router.metrics import RouterMetrics
+from router.observe import Observation, router_metrics
 from router.policies.estimates import Estimates
 from router.policies.profiles import policy_profile
 from router.prefix_index.follower import PrefixFollower
@@ -29,38 +36,53 @@ from router.readiness import Readiness
 from router.request import ServingModel
 from router.service import RouterService
 from router.terms import TermsParser
+from router.trace_export import TraceExport
 from tandem.clock import Clock, SystemClock
 from tandem.config import Role
+from tandem.grpc_options import CLIENT_OPTIONS
+from tandem.grpc_tls import ClusterTls, open_channel
+from tandem.identity import Identity
 from tandem.launch import RouterLaunch
+from tandem.trace_context import TraceSampler
 from tandem.v1 import cluster_pb2
 
 log = logging.getLogger(__name__)
 
 PARSER_THREADS = 2
-DRAIN_S = 3.0  # less than its supervisor waits before it kills
 
 
 class RouterApp:
-    """`start` binds both edges; `close` lets running requests end for DRAIN_S, then cancels them."""
+    """`start` binds both edges; `close` refuses new requests and lets running ones end for router.drain_timeout_s."""
 
     def __init__(self, launch: RouterLaunch, *, clock: Clock | None = None) -> None:
-        """Loads tokenizers and binds ports. Raises CheckpointError, PortInUse. Needs a running event loop."""
+        """Loads tokenizers and keys, and binds ports. Raises ConfigError (CheckpointError, PortInUse). Needs a running
+        event loop."""
         clock = clock or SystemClock()
+        self._tls = ClusterTls.maybe(launch.cluster, Identity.ROUTER, launch.tls)
         spec = launch.router
         self._router_id = launch.router_id
         self._executor = ThreadPoolExecutor(PARSER_THREADS, thread_name_prefix="parser")
         self.mirror = PrefixMirror(spec.index_memory_bytes)
         registry = CollectorRegistry()
-        self.metrics = RouterMetrics(registry, frozenset(model.name for model in launch.models))
+        self.metrics = router_metrics(registry, launch)
+        tracing = launch.observability.tracing
+        self._export = TraceExport.of(tracing, launch.cluster, launch.router_id)
+        self.feed = Feed(clock)
         self.dispatcher = Dispatcher(
             spec=spec,
             fleet_of=partial(self._new_fleet, Estimates(clock)),
             mirror=self.mirror,
             policy=policy_profile(spec, seed=crc32(launch.router_id.encode())),
             metrics=self.metrics,
+            feed=self.feed,
             clock=clock,
+            export=self._export,
+        )
+        self._calls = Calls(
+            launch.auth, launch.salt_secret, clock, lambda refused: self.metrics.rejected("", refused.code)
         )
         fleet, models = self.dispatcher.fleet, [model.name for model in launch.models]
+        self._observation = Observation(registry, launch, fleet, self._export, clock)
         health_metrics = HealthMetrics(registry, fleet.health)
         self._readiness = Readiness(fleet, models, health_metrics, clock, self._tell_readiness)
         self._watch = HealthWatch(fleet, health_metrics, clock, spec.worker_stall_s, on_change=fleet.changed)
@@ -72,39 +94,67 @@ class RouterApp:
             metrics=self.metrics,
             executor=self._executor,
             readiness=self._readiness,
-            terms=TermsParser(spec.classes, clock),
+            terms=TermsParser(spec.classes, clock, TraceSampler(tracing.sample_ratio if self._export else None)),
+            calls=self._calls,
         )
         self._follower = (
             PrefixFollower(launch.redis_url, launch.cluster, self.mirror, clock) if launch.redis_url else None
         )
         self.dispatcher.fleet.on_load = self.dispatcher.pump_waiting
         self.metrics.watch_index(self.mirror, self._follower)
-        self._directory = DirectoryFollower(launch.controller_address, launch.router_id, self._on_directory)
+        registry.register(
+            CertificateCollector(
+                {use: tls.cert for use, tls in (("edge", spec.tls), ("internal", launch.tls)) if tls is not None}
+            )
+        )
+        view = RouterView(
+            service=self.service,
+            dispatcher=self.dispatcher,
+            mirror=self.mirror,
+            follower=self._follower,
+            feed=self.feed,
+            classes=spec.classes,
+            clock=clock,
+        )
+        connect = partial(
+            open_channel, launch.controller_address, self._tls, Identity.CONTROLLER, CLIENT_OPTIONS
+        )
+        self._snapshots = SnapshotSource(view, connect, clock)
+        dashboard = DashboardEdge(self._snapshots).routes() if spec.dashboard else []
+        self._directory = DirectoryFollower(
+            launch.controller_address, launch.router_id, self._on_directory, self._tls
+        )
         sock = bind(spec.http_host, spec.http_port)
         self.http_port: int = sock.getsockname()[1]
         connections = connections_for(spec.max_connections)
+        edge_tls = EdgeTls(spec.tls) if spec.tls is not None else None
         self._http = HttpServer(
-            HttpEdge(self.service, max_body_bytes=spec.max_body_bytes),
+            HttpEdge(self.service, max_body_bytes=spec.max_body_bytes, more_routes=dashboard),
             sock,
             max_connections=connections,
             client_timeout_s=spec.client_timeout_s,
             keep_alive_s=spec.keep_alive_s,
+            tls=edge_tls,
         )
         self._grpc = GrpcServer(
             self.service,
-            TracesEdge(self.dispatcher.traces, launch.controller_secret),
+            TracesEdge(self.dispatcher.traces, self._snapshots.router_json, launch.controller_secret),
             host=spec.grpc_host,
             port=spec.grpc_port,
             max_message_bytes=spec.max_body_bytes,
             max_connections=connections,
             client_timeout_s=spec.client_timeout_s,
+            tls=edge_tls,
+            controller_socket=launch.controller_socket,
         )
         self.grpc_port = self._grpc.port
         self._hosts = (spec.http_host, spec.grpc_host)
+        self._drain_timeout_s = spec.drain_timeout_s
         self._ready = False
         self._background: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
+        self._calls.start()
         await self._grpc.start()
         await self._http.start()
         http_host, grpc_host = self._hosts
@@ -114,27 +164,33 @@ class RouterApp:
         )
         if self._follower is not None:
             self._follower.start()
+        self._observation.start()
+        if self._export is not None:
+            self._export.start()
         self._directory.start()
 
     async def close(self) -> None:
         await self._grpc.set_ready(False)
         await self._directory.close()
-        for _ in range(round(DRAIN_S / 0.05)):
-            if not self.dispatcher.active:
-                break
-            await asyncio.sleep(0.05)
+        await self.dispatcher.drain(self._drain_timeout_s)
         self._watch.close()
+        self._observation.close()
         self._readiness.close()
         await self.dispatcher.close()
         await asyncio.gather(self._http.close(), self._grpc.close())
+        await self._snapshots.close()
         if self._follower is not None:
             await self._follower.close()
+        if self._export is not None:
+            await asyncio.to_thread(self._export.close)
+        await self._calls.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
         log.info("router stopped")
 
-    def _on_directory(self, workers: Sequence[cluster_pb2.WorkerInfo]) -> None:
+    def _on_directory(self, directory: cluster_pb2.Directory) -> None:
         fleet = self.dispatcher.fleet
-        fleet.set_directory(workers)
+        self._observation.set_directory(directory)
+        fleet.set_directory(directory.workers)
         if self._follower is not None:
             self._follower.set_workers(fleet.keys())
 
@@ -144,12 +200,14 @@ class RouterApp:
             estimates,
             on_change=lambda: self._on_fleet_change(pump),
             on_work=lambda: self._watch.wake(),
+            tls=self._tls,
         )
 
     def _on_fleet_change(self, pump: Callable[[], None]) -> None:
         fleet = self.dispatcher.fleet
         prefill, decode = fleet.count_ready(Role.PREFILL), fleet.count_ready(Role.DECODE)
         self.metrics.set_workers(prefill=prefill, decode=decode)
+        self.feed.fleet_watch.look(fleet)
         self._readiness.update()
         self._tell_readiness()
         pump()
@@ -159,6 +217,7 @@ class RouterApp:
         prefill, decode = fleet.count_ready(Role.PREFILL), fleet.count_ready(Role.DECODE)
         if self.service.ready != self._ready:
             self._ready = not self._ready
+            self.feed.readiness(self.service.router_id, is_ready=self._ready)
             log.info(
                 "router ready" if self._ready else "router not ready",
                 extra={"prefill_workers": prefill, "decode_workers": decode},

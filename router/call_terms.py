@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from router.auth.grpc_gate import call_of
 from router.service import RouterService
 from router.terms import Terms
 
 
 def call_terms(service: RouterService, context: Any) -> Terms:
-    """Raises InputError naming the metadata key."""
+    """Raises InputError naming the metadata key; PermissionDenied, RateLimited; Unauthenticated where a key has ended
+    since the call began."""
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-    return service.terms(metadata.get, context.time_remaining())
+    call = call_of(context)
+    if call is not None:
+        service.calls.identify(call, metadata.get("authorization"))
+    return service.terms(metadata.get, context.time_remaining(), call)

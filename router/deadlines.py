@@ -7,6 +7,8 @@ from typing import Protocol
 
 from tandem.clock import Clock
 
+DEADLINE_SLACK_S = 0.05  # a client that leaves so shortly before its deadline left because of it
+
 
 class Expiring(Protocol):
     def expire(self) -> None:

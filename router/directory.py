@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import grpc
 
 from tandem.grpc_options import CLIENT_OPTIONS
+from tandem.grpc_tls import ClusterTls, open_channel
+from tandem.identity import Identity
 from tandem.v1 import cluster_pb2
 from tandem.v1.cluster_pb2_grpc import ClusterStub
 
@@ -16,14 +18,17 @@ log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 2.0
 
-OnDirectory = Callable[[Sequence[cluster_pb2.WorkerInfo]], None]
+OnDirectory = Callable[[cluster_pb2.Directory], None]
 
 
 class DirectoryFollower:
-    def __init__(self, address: str, watcher: str, on_directory: OnDirectory) -> None:
+    def __init__(
+        self, address: str, watcher: str, on_directory: OnDirectory, tls: ClusterTls | None = None
+    ) -> None:
         self._address = address
         self._watcher = watcher
         self._on_directory = on_directory
+        self._tls = tls
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -36,18 +41,19 @@ class DirectoryFollower:
 
     async def _run(self) -> None:
         backoff_s = 0.05
-        async with grpc.aio.insecure_channel(self._address, options=CLIENT_OPTIONS) as channel:
-            stub = ClusterStub(channel)
-            while True:
-                try:
-                    request = cluster_pb2.WatchDirectoryRequest(watcher=self._watcher)
-                    async for directory in stub.WatchDirectory(request, wait_for_ready=True):
+        request = cluster_pb2.WatchDirectoryRequest(watcher=self._watcher)
+        waits = self._tls is None  # a channel shows the certificate that it was opened with, renewed or not
+        while True:
+            try:
+                async with open_channel(self._address, self._tls, Identity.CONTROLLER, CLIENT_OPTIONS) as channel:
+                    stub = ClusterStub(channel)
+                    async for directory in stub.WatchDirectory(request, wait_for_ready=waits):
                         backoff_s = 0.05
-                        self._on_directory(directory.workers)
-                    log.info("the controller ended the directory stream; following again")
-                except grpc.aio.AioRpcError as error:
-                    log.warning("controller lost; keeping the last directory", extra={"error": error.details()})
-                except Exception:  # a fault of ours in taking one directory must not end the following
-                    log.exception("the directory could not be taken; following again")
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                        self._on_directory(directory)
+                log.info("the controller ended the directory stream; following again")
+            except grpc.aio.AioRpcError as error:
+                log.warning("controller lost; keeping the last directory", extra={"error": error.details()})
+            except Exception:  # a fault of ours in taking one directory must not end the following
+                log.exception("the directory could not be taken; following again")
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 from kvtransfer.causes import HandoffFault
 from router import health_facts
 from router.account import Charge
 from router.admission import Admission
+from router.dashboard.feed import Feed
 from router.deadlines import Deadlines
 from router.fleet import Fleet, Worker
 from router.in_flight_prefills import InFlightPrefills
@@ -23,6 +25,7 @@ from router.request import ServingModel, ValidRequest
 from router.run import RequestRun
 from router.terms import Terms
 from router.trace import Attempt, TraceStore
+from router.trace_export import TraceExport
 from tandem.clock import Clock
 from tandem.config import Role, RouterSpec
 from tandem.errors import ContextExceeded, ErrorCode, KvExhausted, TandemError, UnavailableError
@@ -32,6 +35,8 @@ from tandem.v1 import worker_pb2
 log = logging.getLogger(__name__)
 
 CANCELLED_DRAIN_S = 0.2
+DRAIN_POLL_S = 0.05
+MOVE_RETRY_S = 0.2  # while a worker is to be emptied: those that were not ready to leave it, or found no room
 
 
 class Dispatcher:
@@ -45,26 +50,32 @@ class Dispatcher:
         mirror: PrefixMirror,
         policy: PlacementPolicy,
         metrics: RouterMetrics,
+        feed: Feed,
         clock: Clock,
+        export: TraceExport | None = None,
     ) -> None:
         self.traces = TraceStore()
+        self._export = export
         self._mirror = mirror
         self._policy = policy
         self._metrics = metrics
+        self._feed = feed
         self._clock = clock
         self._max_migrations = spec.max_migrations
-        self._admission: Admission[RequestRun] = Admission(
+        self.admission: Admission[RequestRun] = Admission(
             spec.classes,
             max_queued_requests=spec.max_queued_requests,
             queue_timeout_s=spec.queue_timeout_s,
             budget_tokens=spec.max_prefill_tokens_in_flight,
         )
-        metrics.watch_admission(self._admission)
+        metrics.watch_admission(self.admission)
+        metrics.watch_classes(spec.classes)
         self._default_terms = Terms(spec.classes[0].name)
         self._deadlines = Deadlines(clock)
         self._in_flight = InFlightPrefills(clock)
         self._running: dict[RequestRun, list[tuple[Worker, Charge]]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self.draining = False
         self._closed = False
         self._placed = 0
         self.fleet = fleet_of(self.pump)
@@ -79,12 +90,13 @@ class Dispatcher:
             model.tokenizer, request.prompt, request.stop, request.sampling.stop_token_ids
         )
         run = RequestRun(request, assembler, terms, self._clock, self, self._max_migrations)
+        run.on_gap = self._metrics.gap_observer(request.model)
         run.lifecycle.admit()
         try:
-            if self._closed:
+            if self.draining:
                 raise UnavailableError("the router is shutting down; retry elsewhere", retry_after_s=1.0)
             now_s = self._clock.now_s()
-            pushed_out = self._admission.offer(request.model, run, terms, run.prefill_tokens, now_s)
+            pushed_out = self.admission.offer(request.model, run, terms, run.prefill_tokens, now_s)
         except TandemError as error:
             run.reject(error)
             raise
@@ -99,34 +111,49 @@ class Dispatcher:
         """Places what can be placed now. Called whenever a worker, a request or the clock has changed something."""
         now_s = self._clock.now_s()
         self.fleet.sweep()
-        self._admission.dispatch(now_s, self._place, self._prefillers)
-        for run, error in self._admission.expire(now_s):
+        self.admission.dispatch(now_s, self._place, self._prefillers)
+        for run, error in self.admission.expire(now_s):
             run.reject(error)
-        for run in self._admission.in_the_way():
+        self._move_off()
+        for run in self.admission.in_the_way():
             run.step_back(UnavailableError("gave way to requests that are not of a batch class"))
-        self._metrics.set_load(queued=len(self._admission), running=len(self._running))
+        self._metrics.set_load(queued=len(self.admission), running=len(self._running))
         self._set_timer(now_s)
 
     def pump_waiting(self) -> None:
         """A worker may have room now: of no interest while nobody waits."""
-        if len(self._admission):
+        if len(self.admission):
             self.pump()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests and waits for those there are, so long."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.active:  # noqa: ASYNC110  # requests end in many ways, and this is asked once in a life
+                    await asyncio.sleep(DRAIN_POLL_S)
+        except TimeoutError:
+            pass
 
     async def close(self) -> None:
         """Refuses new requests and cancels those there are."""
-        self._closed = True
+        self.draining = self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        rest = [*self._running, *self._admission.items()]
+        rest = [*self._running, *self.admission.items()]
         for run in rest:
             run.cancel()
         if rest:
             await asyncio.sleep(CANCELLED_DRAIN_S)  # cancels go out
         await self.fleet.close()
 
+    def running(self) -> list[RequestRun]:
+        """Those on workers."""
+        return list(self._running)
+
     @property
     def active(self) -> int:
-        return len(self._running) + len(self._admission)
+        return len(self._running) + len(self.admission)
 
     # ---- placing
 
@@ -150,6 +177,7 @@ class Dispatcher:
         if decode is None or (placement.prefill is not None and prefill is None):
             return False  # gone between two lines; the directory's next change calls again
         self._metrics.placed(run.request.model, placement.reason)
+        self._feed.placed(run, placement)
         self._charge(run, decode, prefill, placement.prefiller.uncached_tokens(self._ask(run)))
         self._placed += 1
         run.credited_tokens = placement.prefiller.cached_tokens
@@ -202,7 +230,36 @@ class Dispatcher:
             None if prefill is None else self.fleet.worker(prefill.worker_id, prefill.epoch),
         )
 
+    def _move_off(self) -> None:
+        """Requests that decode on workers that are to be emptied go on elsewhere, as others have room."""
+        leaving = self.fleet.leaving()
+        if not leaving:
+            return
+        for run in [run for run in self._running if any(run.decode is worker for worker in leaving)]:
+            model = run.request.model
+            cached = self._mirror.match(run.request.block_hashes)
+            candidates = self._views(run, self.fleet.ready(model, Role.DECODE), cached)
+            choice = self._policy.next_decode(self._ask(run), candidates)
+            if choice is None:
+                run.excluded = frozenset()  # those that failed are asked again
+                continue
+            target = self.fleet.worker(choice.worker_id, choice.epoch)
+            if target is not None and run.move_to(target):
+                charge = Charge(0, blocks_for(run.prefill_tokens + 1, run.request.block_tokens))
+                target.account.add(charge)
+                self._running[run].append((target, charge))
+
     # ---- what requests ask (router.run_host.RunHost)
+
+    def moved(self, run: RequestRun, source: Worker) -> None:
+        self._uncharge(run, source)
+        self._metrics.moved(run.request.model, done=True)
+        self._pump_soon()
+
+    def move_failed(self, run: RequestRun, target: Worker) -> None:
+        self._uncharge(run, target)
+        run.excluded |= {target.key.worker_id}
+        self._metrics.moved(run.request.model, done=False)
 
     def sent(self, run: RequestRun, worker: Worker) -> None:
         for charged, charge in self._running.get(run, []):
@@ -228,16 +285,19 @@ class Dispatcher:
         self._put_back(run, refusal)
 
     def requeue(self, run: RequestRun, cause: TandemError, *, refused: bool) -> None:
-        words = {"request": run.request.request_id, "cause": str(cause), "answer_tokens": run.answer_tokens}
+        words = run.trace.names() | {"cause": str(cause), "answer_tokens": str(run.answer_tokens)}
         log.info("request goes back in line", extra=words)
         self._metrics.retried(run.request.model, cause.code)
+        if not refused:
+            self._feed.requeued(run, cause)
         self._put_back(run, cause if refused else None)
 
     def prefilled(self, run: RequestRun) -> None:
         if not run.answer_tokens:  # else it is continued, and its prompt was longer
             observe_prefill(run)
             self._metrics.credited(run.request.model, run.credited_tokens, run.wrong_credit_tokens)
-        self._admission.first_token(run, self._clock.now_s())
+            self._feed.first_token(run)
+        self.admission.first_token(run, self._clock.now_s())
         self._in_flight.computed(run)
         for worker, charge in self._running.get(run, []):
             if worker is run.prefill:
@@ -248,6 +308,7 @@ class Dispatcher:
     def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
         observe_handoff(run, attempt, done)
         self._metrics.handed_off(run.request.model, attempt, done)
+        self._feed.handed_off(attempt, done)
 
     def blamed(self, run: RequestRun, worker_ids: Sequence[str]) -> None:
         health_facts.blamed(self.fleet.health, run, worker_ids, self._clock.now_s())
@@ -255,25 +316,34 @@ class Dispatcher:
     def paced(self, run: RequestRun, seconds: float) -> None:
         observe_decode(run, seconds)
 
+    def next_token(self, gap_s: float, now_s: float) -> None:
+        self._feed.next_token(gap_s, now_s)
+
     def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None:
         self._metrics.handoff_failed(run.request.model, fault.cause)
+        self._feed.handoff_failed(run, fault)
 
     def ended(self, run: RequestRun, error: TandemError | None) -> None:
         self.traces.add(run.trace)
-        had_place = run in self._running or run in self._admission
+        if self._export is not None:
+            self._export.offer(run.trace)
+        self._feed.ended(run)
+        had_place = run in self._running or run in self.admission
         self._in_flight.failed(run)
         self._release(run)
-        self._admission.over(run)
+        self.admission.over(run)
         self._deadlines.over(run)
-        model = run.request.model
+        model, code = run.request.model, None if error is None else error.code
+        self._metrics.judged(model, run.terms.priority, run.stream.final, run.lifecycle.state, code)
+        _tell_call(run, error)
         if run.stream.final is not None:
             self._metrics.finished(model, run.stream.final)
             health_facts.finished(self.fleet.health, run, run.stream.final, self._clock.now_s())
             self.fleet.estimates.answered(model, run.stream.final.usage.completion_tokens)
         else:
-            self._metrics.ended(model, run.lifecycle.state, None if error is None else error.code)
+            self._metrics.ended(model, run.lifecycle.state, code)
         if error is not None and error.code is ErrorCode.INTERNAL:
-            log.error("request failed", extra={"request": run.request.request_id, "error": str(error)})
+            log.error("request failed", extra=run.trace.names() | {"error": str(error)})
         if had_place:  # what was refused at once leaves nothing to others
             self._pump_soon()
 
@@ -292,10 +362,17 @@ class Dispatcher:
         for worker, charge in self._running.pop(run, []):
             worker.account.remove(charge)
 
+    def _uncharge(self, run: RequestRun, worker: Worker) -> None:
+        charges = self._running.get(run, [])
+        for charged, charge in charges:
+            if charged is worker:
+                worker.account.remove(charge)
+        self._running[run] = [each for each in charges if each[0] is not worker]
+
     def _put_back(self, run: RequestRun, refusal: TandemError | None) -> None:
         self._in_flight.failed(run)
         self._release(run)
-        self._admission.put_back(
+        self.admission.put_back(
             run.request.model,
             run,
             run.terms,
@@ -316,6 +393,15 @@ class Dispatcher:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due_s = self._admission.next_due_s(now_s)
+        due_s = self.admission.next_due_s(now_s)
+        if self.fleet.leaving() and self._running:
+            due_s = min(due_s or math.inf, now_s + MOVE_RETRY_S)
         if due_s is not None and not self._closed:
             self._timer = asyncio.get_running_loop().call_later(max(0.001, due_s - now_s), self.pump)
+
+
+def _tell_call(run: RequestRun, error: TandemError | None) -> None:
+    if (call := run.terms.call) is not None:
+        final = run.stream.final
+        tokens = run.answer_tokens if final is None else final.usage.completion_tokens
+        call.ended(run.lifecycle.state, None if error is None else error.code, tokens)

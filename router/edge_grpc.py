@@ -9,21 +9,24 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
+from router.auth.call import Call
+from router.auth.grpc_gate import GrpcGate, call_of
 from router.call_limit import CallLimit
 from router.call_terms import call_terms
 from router.edge_oip import SERVICE as OIP_SERVICE
 from router.edge_oip import OipEdge
+from router.edge_tls import EdgeTls
 from router.edge_traces import TracesEdge
 from router.grpc_guard import GuardedServer
 from router.openai_schema import MAX_MESSAGES
 from router.output import Final, OutToken, Piece
-from router.request import Message, RawRequest, RawSampling
+from router.request import MAX_CACHE_SALT_CHARS, Message, RawRequest, RawSampling
 from router.service import RouterService
 from router.terms import Terms
 from tandem.config import Role
-from tandem.errors import InputError, PortInUse, TandemError
-from tandem.grpc_errors import abort
+from tandem.errors import InputError, PortInUse
 from tandem.oip.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from tandem.request import FinishReason, check_length
 from tandem.v1 import inference_pb2 as pb
@@ -42,24 +45,22 @@ _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FI
 
 
 class InferenceEdge(InferenceServicer):
+    """What its methods raise, the guard around them tells the client."""
+
     def __init__(self, service: RouterService, limit: CallLimit) -> None:
         self._service = service
         self._limit = limit
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        try:
-            with self._limit:
-                async for response in self._generate(request, call_terms(self._service, context)):
-                    yield response
-        except TandemError as error:
-            await abort(context, error)
+        with self._limit:
+            async for response in self._generate(request, call_terms(self._service, context)):
+                yield response
 
-    async def _generate(
-        self, request: pb.GenerateRequest, terms: Terms
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    async def _generate(self, request: pb.GenerateRequest, terms: Terms) -> AsyncIterator[pb.GenerateResponse]:
         stream = None
         try:
-            submitted = await self._service.submit(self._parse(request), terms, model_required=False)
+            raw = self._parse(request, terms.call)
+            submitted = await self._service.submit(raw, terms, model_required=False)
             stream = submitted.stream
             yield pb.GenerateResponse(
                 started=pb.Started(
@@ -83,14 +84,11 @@ class InferenceEdge(InferenceServicer):
                 stream.cancel()  # the client's cancellation and deadline end up here
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        try:
-            prompt = request.prompt if request.WhichOneof("input") == "prompt" else _messages(request.chat)
-            if not prompt:
-                raise InputError("input: expected prompt or chat, got neither", field="input")
-            model, token_ids = await self._service.tokenize(request.model, prompt)
-            return pb.TokenizeResponse(token_ids=token_ids, max_model_tokens=model.max_model_tokens)
-        except TandemError as error:
-            await abort(context, error)
+        prompt = request.prompt if request.WhichOneof("input") == "prompt" else _messages(request.chat)
+        if not prompt:
+            raise InputError("input: expected prompt or chat, got neither", field="input")
+        model, token_ids = await self._service.tokenize(request.model, prompt, call_of(context))
+        return pb.TokenizeResponse(token_ids=token_ids, max_model_tokens=model.max_model_tokens)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         cards = [
@@ -100,7 +98,7 @@ class InferenceEdge(InferenceServicer):
                 vocab_tokens=model.vocab_tokens,
                 ready=self._service.model_ready(model.name),
             )
-            for model in self._service.models.values()
+            for model in self._service.models_for(call_of(context)).values()
         ]
         return pb.ListModelsResponse(models=cards)
 
@@ -114,10 +112,12 @@ class InferenceEdge(InferenceServicer):
             decode_workers=fleet.count_ready(Role.DECODE),
         )
 
-    def _parse(self, request: pb.GenerateRequest) -> RawRequest:
+    def _parse(self, request: pb.GenerateRequest, call: Call | None) -> RawRequest:
         try:
-            self._service.check_tokens(request.model, len(request.token_ids.ids))
-            return RawRequest(request.model, _prompt(request), _sampling(request.sampling), request.user)
+            self._service.check_tokens(request.model, len(request.token_ids.ids), call)
+            check_length("cache_salt", len(request.cache_salt), MAX_CACHE_SALT_CHARS)
+            sampling = _sampling(request.sampling)
+            return RawRequest(request.model, _prompt(request), sampling, request.user, request.cache_salt)
         except InputError as error:
             self._service.rejected(request.model, error)
             raise
@@ -212,8 +212,13 @@ class GrpcServer:
         max_message_bytes: int,
         max_connections: int,
         client_timeout_s: float,
+        tls: EdgeTls | None = None,
+        controller_socket: str | None = None,
     ) -> None:
+        """`controller_socket`: a path where the controller is answered without TLS. Raises PortInUse."""
+        calls = service.calls
         self._server = grpc.aio.server(
+            interceptors=[GrpcGate(calls)] if calls.is_watching else [],
             options=(
                 ("grpc.so_reuseport", 0),  # a port in use is an error, not a share of the traffic
                 ("grpc.max_receive_message_length", max_message_bytes),
@@ -225,18 +230,25 @@ class GrpcServer:
             maximum_concurrent_rpcs=MAX_OPEN_CALLS,
         )
         limit = CallLimit(MAX_GENERATE_CALLS)
-        guarded = cast(grpc.aio.Server, GuardedServer(self._server, MAX_CALLS, client_timeout_s))
+        guarded = cast(grpc.aio.Server, GuardedServer(self._server, MAX_CALLS, client_timeout_s, calls))
         add_InferenceServicer_to_server(InferenceEdge(service, limit), guarded)
         add_GRPCInferenceServiceServicer_to_server(OipEdge(service, limit), guarded)
-        add_TracesServicer_to_server(traces, self._server)
+        # With calls of their own: probes are answered whatever requests there are.
+        aside = cast(grpc.aio.Server, GuardedServer(self._server, MAX_OPEN_CALLS, client_timeout_s))
+        add_TracesServicer_to_server(traces, aside)
         self._health = health_aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, aside)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         names = (SERVICE, OIP_SERVICE, health_name, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), aside)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            self.port: int = self._server.add_insecure_port(address)
+            if tls is None:
+                self.port: int = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, tls.grpc_credentials())
+            if controller_socket is not None:
+                self._server.add_insecure_port(f"unix:{controller_socket}")
         except RuntimeError:
             raise PortInUse(
                 f"router.grpc_port: cannot listen on {address}; free it or choose another port",

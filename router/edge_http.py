@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,6 +19,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from router.answers import Answers
+from router.auth.http_gate import HttpGate, call_of, note_error
+from router.edge_tls import HANDSHAKE_TIMEOUT_S, EdgeTls
 from router.fast_routes import FastRoutes, OnError
 from router.http_answers import JsonResponse, answer, error_response
 from router.http_limits import protocol, sweep_forever
@@ -30,7 +33,7 @@ from router.responses_format import ResponsesFormat
 from router.responses_schema import ResponsesRequest
 from router.service import RouterService
 from router.tokenize_schema import DetokenizeRequest, TokenizeRequest
-from tandem.errors import InputError, PayloadTooLarge, PortInUse, TandemError
+from tandem.errors import InputError, InternalError, PayloadTooLarge, PortInUse, RequestCancelled, TandemError
 
 Parsed = TypeVar("Parsed")
 
@@ -41,9 +44,13 @@ _STATUS_ERRORS = {404: "no such path", 405: "method not allowed here"}
 class HttpEdge:
     """The handlers. Made into an application by `app`."""
 
-    def __init__(self, service: RouterService, *, max_body_bytes: int) -> None:
+    def __init__(
+        self, service: RouterService, *, max_body_bytes: int, more_routes: Sequence[Route] = ()
+    ) -> None:
+        """`more_routes`: not of the inference API (the dashboard's)."""
         self._service = service
         self._max_body_bytes = max_body_bytes
+        self._more_routes = more_routes
 
     def routes(self) -> list[Route]:
         return [
@@ -69,10 +76,14 @@ class HttpEdge:
             Exception: _on_bug,
         }
         hot = {"/v1/chat/completions": self.chat, "/v1/completions": self.completions}
-        return RequestIds(FastRoutes(Starlette(routes=self.routes(), exception_handlers=on_error), hot, on_error))
+        routes, gate = [*self.routes(), *self._more_routes], HttpGate(self._service.calls)
+        gate.guard(routes)
+        app = Starlette(routes=routes, exception_handlers=on_error)
+        app.router.redirect_slashes = False  # a path has one spelling
+        return RequestIds(FastRoutes(app, hot, on_error, gate))
 
     async def chat(self, request: Request) -> Response:
-        terms = self._service.terms(request.headers.get)
+        terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed = await self._body(request, lambda body: parse_body(ChatCompletionRequest, body))
         raw = self._counted(parsed.model, parsed.parse)
         answers = await self._service.submit_all([raw], parsed.n or 1, request.scope["request_id"], terms)
@@ -80,7 +91,7 @@ class HttpEdge:
         return await answer(request, answers, form, stream=bool(parsed.stream))
 
     async def completions(self, request: Request) -> Response:
-        terms = self._service.terms(request.headers.get)
+        terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed = await self._body(request, lambda body: parse_body(CompletionRequest, body))
         raws = self._counted(parsed.model, parsed.parse)
         answers = await self._service.submit_all(raws, parsed.n or 1, request.scope["request_id"], terms)
@@ -93,7 +104,7 @@ class HttpEdge:
         return await answer(request, answers, form, stream=bool(parsed.stream))
 
     async def responses(self, request: Request) -> Response:
-        terms = self._service.terms(request.headers.get)
+        terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed = await self._body(request, lambda body: parse_body(ResponsesRequest, body))
         raw = self._counted(parsed.model, parsed.parse)
         answers = await self._service.submit_all([raw], 1, request.scope["request_id"], terms)
@@ -102,25 +113,29 @@ class HttpEdge:
     async def tokenize(self, request: Request) -> Response:
         parsed = await self._body(request, lambda body: parse_body(TokenizeRequest, body))
         special = parsed.add_special_tokens is not False
-        model, tokens = await self._service.tokenize(parsed.model, parsed.parse(), special_tokens=special)
+        call = call_of(request.scope)
+        model, tokens = await self._service.tokenize(parsed.model, parsed.parse(), call, special_tokens=special)
         return JsonResponse({"count": len(tokens), "max_model_len": model.max_model_tokens, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
         parsed = await self._body(request, lambda body: parse_body(DetokenizeRequest, body))
-        return JsonResponse({"prompt": await self._service.detokenize(parsed.model, parsed.tokens)})
+        text = await self._service.detokenize(parsed.model, parsed.tokens, call_of(request.scope))
+        return JsonResponse({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
-        model = self._service.model(request.query_params.get("model", ""), required=False)
+        name = request.query_params.get("model", "")
+        model = self._service.model(name, call_of(request.scope), required=False)
         return JsonResponse(model.tokenizer_info())
 
     async def openapi(self, request: Request) -> Response:
         return JsonResponse(openapi_document())
 
     async def models(self, request: Request) -> Response:
-        return JsonResponse({"object": "list", "data": [self._card(name) for name in self._service.models]})
+        models = self._service.models_for(call_of(request.scope))
+        return JsonResponse({"object": "list", "data": [self._card(name) for name in models]})
 
     async def model(self, request: Request) -> Response:
-        return JsonResponse(self._card(self._service.model(request.path_params["name"]).name))
+        return JsonResponse(self._card(self._service.model(request.path_params["name"], call_of(request.scope)).name))
 
     async def health(self, request: Request) -> Response:
         return JsonResponse({"status": "ok"})
@@ -186,7 +201,7 @@ def _prompt_texts(raws: Sequence[RawRequest], answers: Answers) -> list[str]:
 async def _on_tandem_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, TandemError):
         raise error
-    return error_response(error)
+    return error_response(error, note_error(request.scope, error))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -197,10 +212,12 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
+    note_error(request.scope, RequestCancelled("the client went away"))
     return Response(status_code=499)  # nobody reads it
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
+    note_error(request.scope, InternalError("internal error"))
     body = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": "internal"}}
     return JsonResponse(body, status_code=500)
 
@@ -211,6 +228,19 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """With TLS, uvicorn would wait a minute for who begins no handshake."""
+        config, state = self.config, self.server_state
+        if config.ssl is None:
+            await super().startup(sockets)
+            return
+
+        protocol_class: Any = config.http_protocol_class
+        connect = partial(protocol_class, config=config, server_state=state, app_state={})
+        listen = partial(asyncio.get_running_loop().create_server, connect, backlog=config.backlog, ssl=config.ssl)
+        self.servers = [await listen(sock=sock, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S) for sock in sockets or []]
+        self.started = True
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -234,7 +264,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 class HttpServer:
     def __init__(
-        self, edge: HttpEdge, sock: socket.socket, *, max_connections: int, client_timeout_s: float, keep_alive_s: float
+        self,
+        edge: HttpEdge,
+        sock: socket.socket,
+        *,
+        max_connections: int,
+        client_timeout_s: float,
+        keep_alive_s: float,
+        tls: EdgeTls | None = None,
     ) -> None:
         config = uvicorn.Config(
             edge.app(),
@@ -248,14 +285,21 @@ class HttpServer:
             timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]  # a float is as good
             timeout_graceful_shutdown=5,
         )
+        config.load()
+        if tls is not None:
+            config.ssl = tls.http_context  # uvicorn's own way knows no renewal
         self._server = _Server(config)
+        self._tls = tls
         self._sock = sock
         self._task: asyncio.Task[None] | None = None
         self._sweeper: asyncio.Task[None] | None = None
+        self._refresher: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._sock]), name="http")
         self._sweeper = asyncio.create_task(sweep_forever(self._server.server_state.connections), name="http-sweeper")
+        if self._tls is not None:
+            self._refresher = asyncio.create_task(self._tls.refresh_forever(), name="http-certificates")
         while not self._server.started and not self._task.done():  # noqa: ASYNC110  # uvicorn offers no event
             await asyncio.sleep(0.005)
 
@@ -263,6 +307,7 @@ class HttpServer:
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        for task in (self._sweeper, self._refresher):
+            if task is not None:
+                task.cancel()
         self._sock.close()

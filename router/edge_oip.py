@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
+from router.auth.call import Call
+from router.auth.grpc_gate import call_of
 from router.call_limit import CallLimit
 from router.call_terms import call_terms
 from router.oip_tensors import INPUTS, OUTPUTS, VERSION, Ask, parse_infer, response
@@ -14,7 +16,6 @@ from router.request import new_request_id
 from router.service import RouterService
 from router.terms import Terms
 from tandem.errors import InputError, NotFound, TandemError
-from tandem.grpc_errors import abort
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceServicer
 from tandem.version import tandem_version
@@ -24,6 +25,8 @@ PLATFORM = "tandem"
 
 
 class OipEdge(GRPCInferenceServiceServicer):
+    """What its methods raise, the guard around them tells the client."""
+
     def __init__(self, service: RouterService, limit: CallLimit) -> None:
         self._service = service
         self._limit = limit
@@ -35,18 +38,15 @@ class OipEdge(GRPCInferenceServiceServicer):
         return oip.ServerReadyResponse(ready=self._service.ready)
 
     async def ModelReady(self, request: oip.ModelReadyRequest, context: Any) -> oip.ModelReadyResponse:
-        known = request.name in self._service.models and request.version in ("", VERSION)
+        known = request.name in self._service.models_for(call_of(context)) and request.version in ("", VERSION)
         return oip.ModelReadyResponse(ready=known and self._service.model_ready(request.name))
 
     async def ServerMetadata(self, request: oip.ServerMetadataRequest, context: Any) -> oip.ServerMetadataResponse:
         return oip.ServerMetadataResponse(name="tandem", version=tandem_version(), extensions=["model_stream_infer"])
 
     async def ModelMetadata(self, request: oip.ModelMetadataRequest, context: Any) -> oip.ModelMetadataResponse:
-        try:
-            model = self._service.model(request.name)
-            _check_version(request.version)
-        except TandemError as error:
-            await abort(context, error)
+        model = self._service.model(request.name, call_of(context))
+        _check_version(request.version)
         return oip.ModelMetadataResponse(
             name=model.name,
             versions=[VERSION],
@@ -56,13 +56,11 @@ class OipEdge(GRPCInferenceServiceServicer):
         )
 
     async def ModelInfer(self, request: oip.ModelInferRequest, context: Any) -> oip.ModelInferResponse:
-        try:
-            with self._limit:
-                ask = self._parse(request)
-                parts = [part async for part in self._answer(ask, call_terms(self._service, context))]
-                return _response(ask, [piece for pieces, _ in parts for piece in pieces], parts[-1][1])
-        except TandemError as error:
-            await abort(context, error)
+        with self._limit:
+            terms = call_terms(self._service, context)
+            ask = self._parse(request, terms.call)
+            parts = [part async for part in self._answer(ask, terms)]
+            return _response(ask, [piece for pieces, _ in parts for piece in pieces], parts[-1][1])
 
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Any
@@ -78,8 +76,9 @@ class OipEdge(GRPCInferenceServiceServicer):
     ) -> AsyncIterator[oip.ModelStreamInferResponse]:
         try:
             with self._limit:
-                ask = self._parse(request)
-                async for pieces, reason in self._answer(ask, call_terms(self._service, context)):
+                terms = call_terms(self._service, context)
+                ask = self._parse(request, terms.call)
+                async for pieces, reason in self._answer(ask, terms):
                     reply = _response(ask, pieces, reason)
                     reply.parameters["triton_final_response"].bool_param = reason is not None
                     yield oip.ModelStreamInferResponse(infer_response=reply)
@@ -97,10 +96,10 @@ class OipEdge(GRPCInferenceServiceServicer):
         finally:
             answers.cancel()  # the client's cancellation and deadline end up here
 
-    def _parse(self, request: oip.ModelInferRequest) -> Ask:
+    def _parse(self, request: oip.ModelInferRequest, call: Call | None) -> Ask:
         try:
             _check_version(request.model_version)
-            return parse_infer(request, lambda count: self._service.check_tokens(request.model_name, count))
+            return parse_infer(request, lambda count: self._service.check_tokens(request.model_name, count, call))
         except InputError as error:
             self._service.rejected(request.model_name, error)
             raise

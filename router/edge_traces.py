@@ -1,8 +1,10 @@
-"""The router's traces, for its controller only: clients share the port, and the ids of others are none of theirs."""
+"""The router's traces and snapshots, for its controller only: clients share the port, and the requests of others are
+none of their business."""
 
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -17,10 +19,12 @@ SECRET_KEY = "tandem-controller-secret"
 
 
 class TracesEdge(TracesServicer):
-    """Args: `secret` is what the controller gave this router when it started it; None: nobody is answered."""
+    """Args: `snapshot` gives the router's own view; `secret` is what the controller gave this router when it started
+    it; None: nobody is answered."""
 
-    def __init__(self, traces: TraceStore, secret: str | None) -> None:
+    def __init__(self, traces: TraceStore, snapshot: Callable[[], bytes], secret: str | None) -> None:
         self._traces = traces
+        self._snapshot = snapshot
         self._secret = secret
 
     async def GetTrace(self, request: trace_pb2.GetTraceRequest, context: Any) -> trace_pb2.RequestTrace:
@@ -35,7 +39,11 @@ class TracesEdge(TracesServicer):
         found = self._traces.latest(min(request.limit, MAX_TRACES))
         return trace_pb2.ListTracesResponse(traces=[trace.to_wire() for trace in found])
 
+    async def GetSnapshot(self, request: trace_pb2.GetSnapshotRequest, context: Any) -> trace_pb2.RouterSnapshot:
+        await self._check(context)
+        return trace_pb2.RouterSnapshot(json=self._snapshot())
+
     async def _check(self, context: Any) -> None:
         shown = dict(context.invocation_metadata() or ()).get(SECRET_KEY, "")
         if self._secret is None or not hmac.compare_digest(str(shown).encode(), self._secret.encode()):
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "traces are the controller's: use `tandem trace`")
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "traces are the controller's: use `tandem trace`")

@@ -14,11 +14,12 @@ from router.policies.types import Candidate
 from router.prefix_index.mirror import WorkerKey
 from router.worker_client import WorkerLink
 from tandem.config import Role
+from tandem.grpc_tls import ClusterTls
 from tandem.v1 import cluster_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
-_ROLES = {cluster_pb2.ROLE_PREFILL: Role.PREFILL, cluster_pb2.ROLE_DECODE: Role.DECODE}
+ROLES = {cluster_pb2.ROLE_PREFILL: Role.PREFILL, cluster_pb2.ROLE_DECODE: Role.DECODE}
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class Worker:
     estimates: WorkerEstimates
     last_prefill_s: float = 0.0  # when it was last done with a prompt of ours
     listed: bool = True  # in the directory; otherwise it takes nothing new
+    drain: cluster_pb2.Drain.ValueType = cluster_pb2.DRAIN_NONE
 
     @property
     def key(self) -> WorkerKey:
@@ -76,6 +78,7 @@ class Fleet:
         on_change: Callable[[], None],
         health: HealthBoard | None = None,
         on_work: Callable[[], None] = lambda: None,
+        tls: ClusterTls | None = None,
     ) -> None:
         """`on_work` is called when a worker that had nothing of ours to do gets something."""
         self.estimates = estimates
@@ -83,6 +86,7 @@ class Fleet:
         self._router_id = router_id
         self._on_change = on_change
         self._on_work = on_work
+        self._tls = tls
         self._workers: dict[WorkerKey, Worker] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.on_load = on_change  # called when a worker reports its load, which it does with every step
@@ -90,20 +94,34 @@ class Fleet:
     def set_directory(self, infos: Sequence[cluster_pb2.WorkerInfo]) -> None:
         listed = {WorkerKey(info.worker_id, info.epoch): info for info in infos}
         for key, info in listed.items():
-            role = _ROLES.get(info.role)
-            if key in self._workers:
-                self._workers[key].listed = True
-            elif role is None:
+            role = ROLES.get(info.role)
+            if role is None:
                 log.warning("worker of unknown role left out", extra={"worker": info.worker_id})
+            elif (worker := self._workers.get(key)) is not None:
+                self._update(worker, role, info)
             else:
-                link = WorkerLink(info, self._router_id, self)
-                self._workers[key] = Worker(link, role, Account(), self.estimates.worker(info.model, role))
+                link = WorkerLink(info, self._router_id, self, self._tls)
+                estimates = self.estimates.worker(info.model, role)
+                self._workers[key] = Worker(link, role, Account(), estimates, drain=info.drain)
                 self.health.add(key, info.model, role)
                 link.start()
         for key, worker in self._workers.items():
             worker.listed = key in listed
         self.sweep()
         self._on_change()
+
+    def _update(self, worker: Worker, role: Role, info: cluster_pb2.WorkerInfo) -> None:
+        """A worker that changes its role keeps its link and what runs on it; its paces and its health begin anew."""
+        worker.drain = info.drain
+        if worker.role is not role:
+            worker.role, worker.estimates = role, self.estimates.worker(info.model, role)
+            self.health.remove(worker.key)
+            self.health.add(worker.key, info.model, role)
+            self.health.set_up(worker.key, is_up=worker.link.ready)
+
+    def leaving(self) -> list[Worker]:
+        """Those whose requests are to go on elsewhere."""
+        return [worker for worker in self._workers.values() if worker.drain == cluster_pb2.DRAIN_MOVE and worker.listed]
 
     def workers(self) -> list[Worker]:
         return list(self._workers.values())
@@ -126,7 +144,7 @@ class Fleet:
         return sum(worker.role is role and self._can_take(worker) for worker in self._workers.values())
 
     def _can_take(self, worker: Worker) -> bool:
-        usable = worker.listed and worker.link.ready
+        usable = worker.listed and worker.link.ready and worker.drain == cluster_pb2.DRAIN_NONE
         return usable and self.health.admits(worker.key, worker.account.requests)
 
     def max_model_tokens(self, model: str) -> int | None:

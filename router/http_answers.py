@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 
 import msgspec
 from starlette.requests import Request
@@ -23,8 +24,8 @@ class JsonResponse(Response):
         return msgspec.json.encode(content)
 
 
-def error_response(error: TandemError) -> Response:
-    headers: dict[str, str] = {}
+def error_response(error: TandemError, more_headers: Mapping[str, str] | None = None) -> Response:
+    headers = dict(more_headers or {})
     delay_s = retry_after_s(error)
     if delay_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(delay_s)))

@@ -12,6 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from router.http_body import attach_body
 
 MAX_HEADER_BYTES = 64 << 10
+MAX_HEADERS = 128
 SPARE_FILES = 256  # for everything but clients
 SWEEP_S = 0.5
 _SWEPT_AT_ONCE = 512  # then requests have their turn
@@ -40,6 +41,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as the base class has it
         super().connection_made(transport)
         self._header_bytes: int | None = None  # so far; None: not in headers
+        self._headers = 0
         self._asked_since_s: float | None = self.loop.time()  # for the rest of a request; None: it is complete
         self._unread_since_s: float | None = None  # they leave unread what we sent; None: they do not
         if len(self.connections) > self.max_connections:
@@ -56,9 +58,20 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(_TOO_LARGE)
 
     def on_message_begin(self) -> None:
-        self._header_bytes = 0
+        self._header_bytes = self._headers = 0
         self._asked_since_s = self.loop.time()
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers += 1
+        if self._headers > MAX_HEADERS:
+            self._refuse(_TOO_LARGE)
+            raise OverflowError  # ends the parser, which would go on to the request itself
+        super().on_header(name, value)
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():  # they were told what is wrong
+            super().send_400_response(msg)
 
     def on_headers_complete(self) -> None:
         self._header_bytes = None

@@ -1,38 +1,124 @@
-"""The client library's metrics, whose `labels` remembers its children: looking one up costs more than counting with it.
+"""Counters, gauges and histograms for the event loop's thread alone, which needs no locks: some are counted for every
+token of every request, and the client library's own take several times as long.
 
-Label values are bounded, as for every metric, and children are never removed.
+They are collected into the library's registry. Label values are bounded, as for every metric; children are never
+removed.
 """
 
 from __future__ import annotations
 
-from typing import Any, Self
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
 
-import prometheus_client
-from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+Child = TypeVar("Child")
 
 
-class _Remembering(MetricWrapperBase):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._known: dict[tuple[str, ...], Any] = {}
-        super().__init__(*args, **kwargs)
+class Number:
+    """One counter or gauge."""
 
-    def labels(self, *labelvalues: Any, **labelkwargs: Any) -> Self:
-        """By position, or (not remembered) by name."""
-        if labelkwargs:
-            return super().labels(*labelvalues, **labelkwargs)
-        child: Self | None = self._known.get(labelvalues)
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def inc(self, amount: float = 1.0) -> None:
+        self.value += amount
+
+    def set(self, value: float) -> None:
+        self.value = value
+
+
+class Buckets:
+    """One histogram. `counts`: up to each bound, and beyond the last."""
+
+    __slots__ = ("_bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+
+class _Family(Collector, Generic[Child]):
+    def __init__(self, name: str, text: str, labelnames: Sequence[str] = (), *, registry: CollectorRegistry) -> None:
+        self._name = name
+        self._text = text
+        self._labelnames = tuple(labelnames)
+        self._children: dict[tuple[str, ...], Child] = {}
+        registry.register(self)
+
+    def labels(self, *values: str) -> Child:
+        """In the order of the label names. Raises ValueError when there are more or fewer."""
+        child = self._children.get(values)
         if child is None:
-            child = self._known[labelvalues] = super().labels(*labelvalues)
+            if len(values) != len(self._labelnames):
+                raise ValueError(f"{self._name}: expected labels {self._labelnames}, got {values}")
+            child = self._children[values] = self._new()
         return child
 
-
-class Counter(_Remembering, prometheus_client.Counter):
-    pass
-
-
-class Gauge(_Remembering, prometheus_client.Gauge):
-    pass
+    def _new(self) -> Child:
+        raise NotImplementedError
 
 
-class Histogram(_Remembering, prometheus_client.Histogram):
-    pass
+class Counter(_Family[Number]):
+    def _new(self) -> Number:
+        return Number()
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=self._labelnames)
+        for labels, child in self._children.items():
+            family.add_metric(labels, child.value)
+        yield family
+
+
+class Gauge(_Family[Number]):
+    def _new(self) -> Number:
+        return Number()
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(self._name, self._text, labels=self._labelnames)
+        for labels, child in self._children.items():
+            family.add_metric(labels, child.value)
+        yield family
+
+
+class Histogram(_Family[Buckets]):
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        labelnames: Sequence[str] = (),
+        *,
+        buckets: Sequence[float],
+        registry: CollectorRegistry,
+    ) -> None:
+        self._bounds = tuple(buckets)
+        super().__init__(name, text, labelnames, registry=registry)
+
+    def _new(self) -> Buckets:
+        return Buckets(self._bounds)
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._text, labels=self._labelnames)
+        for labels, child in self._children.items():
+            family.add_metric(labels, cumulated(self._bounds, child.counts), child.total)
+        yield family
+
+
+def cumulated(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Prometheus' buckets, each with what is in those below it; `counts` has one more than `bounds`."""
+    buckets: list[tuple[str, float]] = []
+    total = 0
+    for bound, count in zip([*map(str, bounds), "+Inf"], counts, strict=True):
+        total += count
+        buckets.append((bound, total))
+    return buckets

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,7 +17,9 @@ from router.output import Final
 from router.policies.types import PlacementReason, WaitReason
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
+from router.slo import SloCollector, slo_outcome
 from router.trace import Attempt, Span, overlap_share, received_spans, sent_spans
+from tandem.config import ClassSpec
 from tandem.errors import ErrorCode
 from tandem.request import RequestState
 from tandem.v1 import worker_pb2
@@ -25,6 +29,7 @@ UNKNOWN_MODEL = "unknown"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _STAGE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.97, 0.99, 1.0)
+_ITL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
@@ -39,6 +44,16 @@ class RouterMetrics:
         self._tpot = _histogram(
             registry, "tandem_tpot_seconds", "Time per output token after the first.", _TOKEN_SECONDS
         )
+        self._itl = _histogram(
+            registry, "tandem_itl_seconds", "Between two tokens of one answer, as they come.", _ITL_SECONDS
+        )
+        self._slo = Counter(
+            "tandem_slo_requests",
+            "Requests by whether they met the objectives of their class: goodput counts those that did.",
+            ("model", "class", "outcome"),
+            registry=registry,
+        )
+        self._classes: dict[str, ClassSpec] = {}
         self._queue = _histogram(registry, "tandem_queue_seconds", "Received to dispatched.", _SECONDS)
         self._handoff = _histogram(registry, "tandem_handoff_seconds", "First token to decode batch.", _SECONDS)
         self._total = _histogram(registry, "tandem_e2e_seconds", "Received to finished.", _SECONDS)
@@ -67,6 +82,8 @@ class RouterMetrics:
         self._handoff_failures = Counter(
             "tandem_handoff_failures", "Attempts whose handoff failed.", ("model", "cause"), registry=registry
         )
+        for model, cause in itertools.product(sorted(models), HandoffCause):
+            self._handoff_failures.labels(model, cause.value)  # a series that begins at 1 shows no increase
         self._tokens = Counter("tandem_tokens", "Tokens of finished requests.", ("model", "kind"), registry=registry)
         self._placements = Counter(
             "tandem_placements", "Routing decisions by reason.", ("model", "reason"), registry=registry
@@ -84,8 +101,11 @@ class RouterMetrics:
             registry=registry,
         )
         self._retries = Counter("tandem_retries", "Requests put back in line.", ("model", "code"), registry=registry)
-        self._queued = Gauge("tandem_queued_requests", "Requests in the queue now.", registry=registry)
-        self._running = Gauge("tandem_running_requests", "Requests on workers now.", registry=registry)
+        self._moves = Counter(
+            "tandem_moves", "Requests moved between decode workers, or not.", ("model", "result"), registry=registry
+        )
+        self._queued = Gauge("tandem_queued_requests", "Requests in the queue now.", registry=registry).labels()
+        self._running = Gauge("tandem_running_requests", "Requests on workers now.", registry=registry).labels()
         self._workers = Gauge("tandem_workers", "Workers that can take requests.", ("role",), registry=registry)
 
     def watch_index(self, mirror: PrefixMirror, follower: PrefixFollower | None) -> None:
@@ -95,6 +115,11 @@ class RouterMetrics:
     def watch_admission(self, admission: Admission[Any]) -> None:
         """Reads it at every scrape."""
         self._registry.register(AdmissionCollector(admission))
+
+    def watch_classes(self, classes: Sequence[ClassSpec]) -> None:
+        """Their objectives are what requests are judged by."""
+        self._classes = {each.name: each for each in classes}
+        self._registry.register(SloCollector(classes))
 
     def render(self) -> bytes:
         """The exposition text."""
@@ -113,6 +138,18 @@ class RouterMetrics:
         self._tokens.labels(label, "prompt").inc(usage.prompt_tokens)
         self._tokens.labels(label, "cached").inc(usage.cached_tokens)
         self._tokens.labels(label, "completion").inc(usage.completion_tokens)
+
+    def judged(
+        self, model: str, priority: str, final: Final | None, state: RequestState, code: ErrorCode | None
+    ) -> None:
+        """A request that was admitted, or refused by admission, ended. `final` None: not with a whole answer."""
+        objectives = self._classes.get(priority)
+        if objectives is not None and (outcome := slo_outcome(objectives, final, state, code)) is not None:
+            self._slo.labels(self._label(model), priority, outcome.value).inc()
+
+    def gap_observer(self, model: str) -> Callable[[float], None] | None:
+        """What to call with the seconds between two tokens of an answer; None: nobody counts them."""
+        return self._itl.labels(self._label(model)).observe
 
     def ended(self, model: str, state: RequestState, code: ErrorCode | None) -> None:
         self._requests.labels(self._label(model), state.value, "" if code is None else code.value).inc()
@@ -153,6 +190,9 @@ class RouterMetrics:
 
     def retried(self, model: str, code: ErrorCode) -> None:
         self._retries.labels(self._label(model), code.value).inc()
+
+    def moved(self, model: str, *, done: bool) -> None:
+        self._moves.labels(self._label(model), "done" if done else "failed").inc()
 
     def set_load(self, *, queued: int, running: int) -> None:
         self._queued.set(queued)

@@ -12,7 +12,7 @@ from pydantic import ValidatorFunctionWrapHandler as Handler
 from pydantic_core import from_json
 
 from router.json_limits import check_body
-from router.request import Message, RawRequest, RawSampling
+from router.request import MAX_CACHE_SALT_CHARS, Message, RawRequest, RawSampling
 from tandem.errors import InputError, UnsupportedField
 from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
@@ -42,6 +42,9 @@ def at_most(most: int, field: str) -> BeforeValidator:
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None
 
 
 class StreamOptions(Strict):
@@ -103,6 +106,7 @@ class _Common(Strict):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    cache_salt: CacheSalt = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
 
     @property
@@ -186,7 +190,8 @@ class ChatCompletionRequest(_Common):
             )
         messages = tuple(message.parse(index) for index, message in enumerate(self.messages))
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return RawRequest(self.model, messages, self._sampling(next(iter(limits), None), logprobs), self.user or "")
+        sampling = self._sampling(next(iter(limits), None), logprobs)
+        return RawRequest(self.model, messages, sampling, self.user or "", self.cache_salt or "")
 
 
 def _prompt(given: object, check: Handler) -> object:
@@ -228,7 +233,8 @@ class CompletionRequest(_Common):
         if (total := len(prompts) * (self.n or 1)) > MAX_CHOICES:
             field = "prompt" if len(prompts) > 1 else "n"
             raise InputError(f"{field}: expected at most {MAX_CHOICES} prompts times n, got {total}", field=field)
-        return [RawRequest(self.model, prompt, sampling, self.user or "") for prompt in prompts]
+        session, salt = self.user or "", self.cache_salt or ""
+        return [RawRequest(self.model, prompt, sampling, session, salt) for prompt in prompts]
 
     def _prompts(self) -> list[str | tuple[int, ...]]:
         prompt = self.prompt

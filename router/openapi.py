@@ -7,11 +7,20 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from router.auth.access import http_access
+from router.auth.principal import Access
 from router.openai_schema import ChatCompletionRequest, CompletionRequest
 from router.responses_schema import ResponsesRequest
 from router.terms import PRIORITY, TENANT, TIMEOUT
 from router.tokenize_schema import DetokenizeRequest, TokenizeRequest
 from tandem.errors import WIRE, ErrorCode
+from tandem.request import (
+    MAX_BIAS,
+    MAX_LOGIT_BIAS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_TOKEN_IDS,
+)
 from tandem.version import tandem_version
 
 Schema = dict[str, Any]
@@ -148,6 +157,33 @@ _ANSWERS: dict[str, Schema] = {
 }
 
 
+# What is checked for all edges alike, and so not by the types that parse them.
+_PENALTY: Schema = {"minimum": -MAX_PENALTY, "maximum": MAX_PENALTY}
+_LIMITS: dict[str, Schema] = {
+    "temperature": {"minimum": 0, "maximum": 2},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": MAX_REPETITION_PENALTY},
+    "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS, "items": _COUNT},
+    "logit_bias": {
+        "maxProperties": MAX_LOGIT_BIAS,
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+    },
+}
+
+
+def _limited(request: Schema) -> Schema:
+    """A request's schema with the limits of `_LIMITS` on every kind of value but null."""
+    shown = dict(request.get("properties", {}))
+    for name in shown.keys() & _LIMITS.keys():
+        kinds = [kind if kind["type"] == "null" else kind | _LIMITS[name] for kind in shown[name]["anyOf"]]
+        shown[name] = shown[name] | {"anyOf": kinds}
+    return request | ({"properties": shown} if shown else {})
+
+
 def _content(kind: str, schema: Schema) -> Schema:
     return {kind: {"schema": schema}}
 
@@ -190,6 +226,31 @@ def _get(summary: str, operation: str, content: Schema, **more: Schema) -> Schem
     }
 
 
+# Routers without security.auth ask nobody.
+_SCHEMES: Schema = {
+    "key": {"type": "http", "scheme": "bearer", "description": "An API key or a JWT, where the router asks for one."},
+    "admin": {"type": "http", "scheme": "basic", "description": "The password is an API key with the admin flag."},
+}
+_SECURITY: dict[Access, list[Schema]] = {
+    Access.PUBLIC: [],
+    Access.CALLER: [{"key": []}],
+    Access.ADMIN: [{"key": []}, {"admin": []}],
+}
+
+
+def _with_security(paths: Schema) -> Schema:
+    """What the table of router.auth.access says, and the answer to who has no key."""
+    refused = _reply("Refused: no good key.", _content("application/json", _ref("Error")))
+    for path, methods in paths.items():
+        access = http_access(path.replace("{name}", "{name:path}"))
+        for operation in methods.values():
+            operation["security"] = _SECURITY[access]
+            if access is not Access.PUBLIC:
+                operation["responses"].setdefault("401", refused)
+                operation["responses"].setdefault("403", refused)
+    return paths
+
+
 @cache
 def openapi_document() -> Schema:
     """OpenAPI 3.1; the same object each time."""
@@ -206,7 +267,7 @@ def openapi_document() -> Schema:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tandem", "version": tandem_version()},
-        "paths": {
+        "paths": _with_security({
             "/v1/chat/completions": _post(
                 "Answers a chat", ChatCompletionRequest, "ChatCompletion", "ChatCompletionChunk"
             ),
@@ -221,6 +282,9 @@ def openapi_document() -> Schema:
             "/ready": _get("A request could be served", "Ready", status, **{"503": _reply("Not now.", status)}),
             "/metrics": _get("Prometheus metrics", "Metrics", _content("text/plain", _STRING)),
             "/openapi.json": _get("This document", "OpenApi", _content("application/json", {"type": "object"})),
+        }),
+        "components": {
+            "schemas": {name: _limited(each) for name, each in requests["$defs"].items()} | _ANSWERS,
+            "securitySchemes": _SCHEMES,
         },
-        "components": {"schemas": requests.get("$defs", {}) | _ANSWERS},
     }

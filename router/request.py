@@ -26,6 +26,7 @@ from worker.wire import sampling_frame
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
+MAX_CACHE_SALT_CHARS = 256
 INLINE_PROMPT_CHARS = 2048  # shorter prompts are tokenized on the event loop
 INLINE_PROMPT_TOKENS = 512
 MAX_PROMPT_SCORES = 1 << 18  # logprobs of one prompt: its tokens, times one and the alternatives of each
@@ -68,6 +69,7 @@ class RawRequest:
     prompt: str | tuple[int, ...] | tuple[Message, ...]
     sampling: RawSampling
     session: str = ""  # whose requests share a prefix, in the client's words
+    cache_salt: str = ""  # cached blocks are shared with requests of the same only
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,9 @@ class ValidRequest:
     def prompt_tokens(self) -> int:
         return len(self.prompt)
 
-    def work(self, wire_id: str, answer: Sequence[int]) -> worker_pb2.Work:
-        """What a worker is asked for in one attempt, after the tokens of `answer` were given out."""
+    def work(self, wire_id: str, answer: Sequence[int], trace_id: str = "") -> worker_pb2.Work:
+        """What a worker is asked for in one attempt, after the tokens of `answer` were given out. `trace_id`: for its
+        logs."""
         sampling, given = self.sampling, len(answer)
         if given:
             sampling = replace(sampling, max_tokens=sampling.max_tokens - given, prompt_logprobs=None)
@@ -97,6 +100,7 @@ class ValidRequest:
             sampling=sampling_frame(sampling),
             cache_salt=self.cache_salt,
             answer_tokens=given,
+            trace_id=trace_id,
         )
 
 
@@ -123,10 +127,18 @@ class ServingModel:
         return cls(served, Tokenizer.load(folder), ChatTemplate.load(folder), ModelConfig.load(folder))
 
     async def parse(
-        self, raw: RawRequest, executor: Executor, *, max_model_tokens: int | None = None, request_id: str | None = None
+        self,
+        raw: RawRequest,
+        executor: Executor,
+        *,
+        max_model_tokens: int | None = None,
+        request_id: str | None = None,
+        cache_salt: bytes = b"",
     ) -> ValidRequest:
-        """`max_model_tokens`: a tighter limit that the workers have. Raises InputError naming the field."""
-        work = partial(self._parse, raw, max_model_tokens or self.max_model_tokens, request_id or new_request_id())
+        """`max_model_tokens`: a tighter limit that the workers have. `cache_salt`: what the client's and its tenant's
+        come to, at most 64 bytes. Raises InputError naming the field."""
+        limit, request_id = max_model_tokens or self.max_model_tokens, request_id or new_request_id()
+        work = partial(self._parse, raw, limit, request_id, cache_salt)
         if _is_short(raw.prompt):
             return work()
         return await asyncio.get_running_loop().run_in_executor(executor, work)
@@ -200,7 +212,7 @@ class ServingModel:
             if len(begin) > limit + limit // 4:  # where it was cut, a few tokens may differ
                 raise _too_long(field, f"more than {limit}", limit)
 
-    def _parse(self, raw: RawRequest, limit: int, request_id: str) -> ValidRequest:
+    def _parse(self, raw: RawRequest, limit: int, request_id: str, cache_salt: bytes) -> ValidRequest:
         field = "messages" if not isinstance(raw.prompt, str) and _is_chat(raw.prompt) else "prompt"
         limit = min(limit, self.max_model_tokens)
         prompt = self.tokens(raw.prompt, limit)
@@ -217,7 +229,7 @@ class ServingModel:
                 field=field,
             )
         served = self._served
-        hashes = hash_blocks(prompt, served.block_tokens, HashKey(served.model_fingerprint))
+        hashes = hash_blocks(prompt, served.block_tokens, HashKey(served.model_fingerprint, cache_salt=cache_salt))
         return ValidRequest(
             request_id=request_id,
             model=self.name,
@@ -226,7 +238,8 @@ class ServingModel:
             stop=_stop_strings(raw.sampling.stop),
             block_hashes=tuple(hashes),
             block_tokens=served.block_tokens,
-            session=blake2b(raw.session.encode("utf-8", "replace"), digest_size=8).digest() if raw.session else None,
+            cache_salt=cache_salt,
+            session=_session(raw.session, cache_salt) if raw.session else None,
         )
 
     def _sampling(self, raw: RawSampling, room: int) -> SamplingParams:
@@ -258,6 +271,11 @@ class ServingModel:
         wrong = next((each for each in ids if not 0 <= each < self.vocab_tokens), None)
         if wrong is not None:
             raise InputError(f"{field}: expected token ids from 0 to {self.vocab_tokens - 1}, got {wrong}", field=field)
+
+
+def _session(name: str, cache_salt: bytes) -> bytes:
+    """Of another tenant's session of the same name nothing shows."""
+    return blake2b(name.encode("utf-8", "replace"), digest_size=8, key=cache_salt).digest()
 
 
 def new_request_id() -> str:

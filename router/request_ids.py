@@ -1,6 +1,8 @@
-"""`x-request-id` and W3C `traceparent`: what a client sends of them comes back with its answer, over HTTP and gRPC.
+"""`x-request-id` and W3C `traceparent` with `tracestate`: what a client sends of them comes back with its answer, over
+HTTP and gRPC. Every HTTP answer has a request id: ours, where none came.
 
-They are for the client's own books and go no further. Every HTTP answer has a request id: ours, where none came.
+The client's request id is for its own books and goes no further; the trace context is also read
+(tandem/trace_context.py).
 """
 
 from __future__ import annotations
@@ -11,13 +13,18 @@ from collections.abc import Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.request import new_request_id
+from tandem.log_context import name_logs
 
 HEADER = b"x-request-id"
+TRACEPARENT = b"traceparent"
 # Anything of another shape is not repeated. https://www.w3.org/TR/trace-context/#traceparent-header
 _SHAPES = {
     HEADER: re.compile(rb"[\w.:-]{1,128}", re.ASCII),
-    b"traceparent": re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"),
+    TRACEPARENT: re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"),
+    b"tracestate": re.compile(rb"[\x21-\x7e][\x20-\x7e]{0,511}"),
 }
+
+_TRACE_ID = slice(3, 35)
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -29,6 +36,27 @@ def echoed(given: Iterable[tuple[bytes, bytes]]) -> Headers:
         if (shape := _SHAPES.get(name)) is not None and name not in found and shape.fullmatch(value):
             found[name] = value
     return list(found.items())
+
+
+def name_request(request_id: str, shown: Headers) -> None:
+    """What the logs of the task that serves a request call it. `shown`: what was `echoed`."""
+    name_logs({"request": request_id, **_trace_id(shown)})
+
+
+def name_call(shown: Headers) -> None:
+    """As `name_request`, of a call whose requests have no id yet."""
+    if names := _trace_id(shown):
+        name_logs(names)
+
+
+def _trace_id(shown: Headers) -> dict[str, str]:
+    given = next((value for name, value in shown if name == TRACEPARENT), None)
+    return {} if given is None else {"trace_id": given[_TRACE_ID].decode()}
+
+
+def trace_id_of(traceparent: bytes | None) -> str:
+    """Empty: there is none."""
+    return _trace_id(echoed([(TRACEPARENT, traceparent or b"")])).get("trace_id", "")
 
 
 class RequestIds:
@@ -44,6 +72,7 @@ class RequestIds:
         ours = new_request_id()
         scope["request_id"] = ours
         shown = echoed(scope["headers"])
+        name_request(ours, shown)
         if all(name != HEADER for name, _ in shown):
             shown.append((HEADER, ours.encode()))
 

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 
 from router.openai_schema import (
     MAX_MESSAGES,
+    CacheSalt,
     Items,
     StreamOptions,
     Strict,
@@ -80,6 +81,7 @@ class ResponsesRequest(Strict):
     top_k: Annotated[int, Field(ge=0)] | None = None
     min_p: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    cache_salt: CacheSalt = None
     # No effect on the answer; prompt_cache_key and user draw requests to the same workers.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -133,7 +135,8 @@ class ResponsesRequest(Strict):
             max_tokens=self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
         )
-        return RawRequest(self.model, tuple(messages), sampling, self.prompt_cache_key or self.user or "")
+        session = self.prompt_cache_key or self.user or ""
+        return RawRequest(self.model, tuple(messages), sampling, session, self.cache_salt or "")
 
 
 _NEUTRAL = {

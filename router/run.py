@@ -11,8 +11,13 @@ Every way out cancels the request on each worker that may still know it, and end
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvtransfer.causes import HandoffFault
+from router.attempt_faults import BLAMED, HANDOFF_FAULTS, REFUSALS, RETRIED
+from router.deadlines import DEADLINE_SLACK_S
 from router.fleet import Worker
+from router.move import Move, MovePhase
 from router.output import Final, OutputAssembler, ResponseStream, Timeline, Usage
 from router.pace_meter import PaceMeter
 from router.policies.types import WaitReason
@@ -22,17 +27,11 @@ from router.terms import Terms
 from router.trace import Trace
 from router.worker_client import WorkerLink
 from tandem.clock import Clock
-from tandem.errors import DeadlineExceeded, ErrorCode, InternalError, RequestCancelled, TandemError, WorkerLost
+from tandem.errors import DeadlineExceeded, InternalError, RequestCancelled, TandemError, WorkerLost
 from tandem.request import FinishReason, Lifecycle, RequestState
 from tandem.v1 import inference_pb2, worker_pb2
 from worker.wire import FINISH_REASONS, parse_error
 
-DEADLINE_SLACK_S = 0.05  # a client that leaves so shortly before its deadline left because of it
-# The worker is well but cannot take the request now (no KV blocks, a transfer agent being replaced).
-_REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
-_HANDOFF_FAULTS = frozenset({ErrorCode.HANDOFF_FAILED, ErrorCode.DEADLINE_EXCEEDED})
-_BLAMED = _HANDOFF_FAULTS | {ErrorCode.INTERNAL}  # a lost worker is known as such
-_RETRIED = _HANDOFF_FAULTS | _REFUSALS | {ErrorCode.WORKER_LOST}
 _REASONS = {number: reason for reason, number in FINISH_REASONS.items()}
 
 
@@ -47,7 +46,8 @@ class RequestRun:
         self.stream = ResponseStream(request.request_id, self.cancel)
         self.excluded: frozenset[str] = frozenset()
         self.received_s = self.waiting_since_s = clock.now_s()
-        self.trace = Trace(request.request_id, request.model, request.prompt_tokens, self.received_s)
+        self.trace = Trace.of(request, terms, self.received_s)
+        self.on_gap: Callable[[float], None] | None = None  # hears the seconds between two tokens
         self.decode: Worker | None = None
         self.prefill: Worker | None = None  # None: local prefill
         self.waiting_for: WaitReason | None = None
@@ -64,7 +64,8 @@ class RequestRun:
         self._host = host
         self._meter = PaceMeter()
         self._wire_id = ""
-        self._on: list[Worker] = []  # workers that may know the current attempt
+        self._on: list[tuple[Worker, str]] = []  # workers that may know the current attempt, and by what name
+        self._move: Move | None = None
         self._dispatched_s = self._first_token_s = self._last_token_s = self.received_s
         self._joined_s: float | None = None
         self._prefilled_by: Worker | None = None  # who sampled the answer's first token; None: a decode worker
@@ -109,7 +110,7 @@ class RequestRun:
             self.trace.begin(self._wire_id, "", decode.key.worker_id, self._clock.now_s())
             self.lifecycle.start_prefill()
             self._attach(decode)
-            work = self.request.work(self._wire_id, self._answer)
+            work = self.request.work(self._wire_id, self._answer, self.trace.trace_id)
             decode.link.send(worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=work)))
             self._host.sent(self, decode)
         else:
@@ -126,7 +127,7 @@ class RequestRun:
         self.trace.begin(self._wire_id, prefill.key.worker_id, decode.key.worker_id, self._clock.now_s())
         self._attach(decode)
         reserve = worker_pb2.Reserve(
-            work=self.request.work(self._wire_id, self._answer),
+            work=self.request.work(self._wire_id, self._answer, self.trace.trace_id),
             prefill_worker=prefill.key.worker_id,
             prefill_epoch=prefill.key.epoch,
             use_prefix_cache=True,
@@ -134,9 +135,41 @@ class RequestRun:
         decode.link.send(worker_pb2.RouterFrame(reserve=reserve))
         self._host.sent(self, decode)
 
+    def move_to(self, target: Worker) -> bool:
+        """Goes on on `target` as soon as its KV is there. False: it does not decode, or is on its way already."""
+        source = self.decode
+        if source is None or self._move is not None or self.lifecycle.state is not RequestState.DECODING:
+            return False
+        if not self._answer:
+            return False
+        self._attempts += 1
+        target_id = f"{self.request.request_id}.{self._attempts}"
+        self._move = Move(self.request, source, target, self._wire_id, target_id)
+        self._move.begin()
+        return True
+
     # ---- what workers say
 
+    def on_held(self, link: WorkerLink, held: worker_pb2.Held) -> None:
+        move = self._move
+        if move is None or not move.is_from(link):
+            return
+        if not held.held:  # it goes on there, for whatever reason
+            self._give_up_move(move)
+        elif move.phase is MovePhase.HOLDING:
+            if not move.target.link.ready:
+                move.resume()
+                self._give_up_move(move)
+                return
+            self._attach(move.target, move.target_id)
+            move.reserve(self._answer)
+            self._host.sent(self, move.target)
+
     def on_reserved(self, link: WorkerLink, reserved: worker_pb2.Reserved) -> None:
+        if (move := self._move) is not None:
+            if move.is_to(link) and move.phase is MovePhase.RESERVING:
+                move.push(reserved.ticket, self._answer[-1])
+            return
         prefill = self.prefill
         if prefill is None or self.lifecycle.state is not RequestState.QUEUED:
             return
@@ -150,11 +183,14 @@ class RequestRun:
             self._cached_decode = reserved.ticket.cached_tokens
         self.lifecycle.start_prefill()
         self._attach(prefill)
-        frame = worker_pb2.Prefill(work=self.request.work(self._wire_id, self._answer), ticket=reserved.ticket)
-        prefill.link.send(worker_pb2.RouterFrame(prefill=frame))
+        work = self.request.work(self._wire_id, self._answer, self.trace.trace_id)
+        prefill.link.send(worker_pb2.RouterFrame(prefill=worker_pb2.Prefill(work=work, ticket=reserved.ticket)))
         self._host.sent(self, prefill)
 
     def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:
+        if (move := self._move) is not None and move.is_to(link):
+            self._moved(move, done)
+            return
         if (attempt := self.trace.report(done, self._clock.now_s() - age_s)) is not None:
             self._host.handed_off(self, attempt, done)
         if self._is_decode(link):
@@ -178,7 +214,12 @@ class RequestRun:
             worker = link.key.worker_id
             self._fail_or_retry(InternalError(f"worker {worker} left out logprobs of the prompt"))
             return
-        now_s = self._last_token_s = self._clock.now_s()
+        before_s, now_s = self._last_token_s, self._clock.now_s()
+        self._last_token_s = now_s
+        if self._answer:
+            self._host.next_token(now_s - before_s, now_s)
+            if self.on_gap is not None:
+                self.on_gap(now_s - before_s)
         if not self._has_first_token:
             self._on_first_token(token, now_s)
         elif self.lifecycle.state is RequestState.HANDOFF and self._is_decode(link):
@@ -195,6 +236,10 @@ class RequestRun:
 
     def on_ended(self, link: WorkerLink, ended: worker_pb2.Ended) -> None:
         self._detach(link)
+        if (move := self._move) is not None and move.is_to(link):
+            move.resume()
+            self._give_up_move(move)
+            return
         if ended.HasField("error"):
             self._on_worker_error(link, ended.error)
         elif ended.finish_reason in _REASONS and self._has_first_token:
@@ -205,6 +250,10 @@ class RequestRun:
 
     def on_lost(self, link: WorkerLink, error: WorkerLost) -> None:
         self._detach(link)
+        if (move := self._move) is not None and move.is_to(link):
+            move.resume()
+            self._give_up_move(move)
+            return
         if self._is_decode(link) or self.lifecycle.state is not RequestState.DECODING:
             self._fail_or_retry(error, link.key.worker_id)
 
@@ -260,14 +309,14 @@ class RequestRun:
 
     def _on_worker_error(self, link: WorkerLink, error: worker_pb2.WorkerError) -> None:
         typed = parse_error(error)
-        refused = typed.code in _REFUSALS and self.lifecycle.state is RequestState.QUEUED
+        refused = typed.code in REFUSALS and self.lifecycle.state is RequestState.QUEUED
         if refused and self._is_decode(link):
             self.excluded |= {link.key.worker_id}
             self.trace.failed(typed, self._clock.now_s())
             self._host.refused(self, typed)
         elif not self._is_decode(link) and self.lifecycle.state is RequestState.DECODING:
             pass  # verified and joined: what the prefill worker says no longer matters
-        elif typed.code in _HANDOFF_FAULTS:  # either side may be at fault
+        elif typed.code in HANDOFF_FAULTS:  # either side may be at fault
             if isinstance(typed, HandoffFault):
                 self._host.handoff_failed(self, typed)
             self._fail_or_retry(typed, *(each.key.worker_id for each in (self.decode, self.prefill) if each))
@@ -303,12 +352,13 @@ class RequestRun:
 
     def leave_workers(self) -> None:
         """Takes the current attempt off its workers."""
-        for worker in self._on:
-            worker.link.cancel(self._wire_id)
+        self._move = None
+        for worker, wire_id in self._on:
+            worker.link.cancel(wire_id)
             if worker is self.prefill and self._joined_s is not None:
-                worker.link.detach_but_report(self._wire_id, self)
+                worker.link.detach_but_report(wire_id, self)
             else:
-                worker.link.detach(self._wire_id)
+                worker.link.detach(wire_id)
         self._on.clear()
 
     def _finish(self, reason: FinishReason) -> None:
@@ -331,14 +381,14 @@ class RequestRun:
         if state.is_end:
             return
         self.trace.failed(error, self._clock.now_s())
-        if failed and error.code in _BLAMED:
+        if failed and error.code in BLAMED:
             self._host.blamed(self, failed)
         if (reason := self._whole_by()) is not None:
             self._finish(reason)
             return
         # No room to start is no fault: such a request may try as long as it may wait.
-        no_room = error.code in _REFUSALS and state in (RequestState.QUEUED, RequestState.PREFILLING)
-        if no_room or (error.code in _RETRIED and self._migrations < self._max_migrations):
+        no_room = error.code in REFUSALS and state in (RequestState.QUEUED, RequestState.PREFILLING)
+        if no_room or (error.code in RETRIED and self._migrations < self._max_migrations):
             self._migrations += not no_room
             self.excluded |= set(failed)
             self.leave_workers()
@@ -363,15 +413,33 @@ class RequestRun:
         self.trace.cached_tokens_prefill, self.trace.cached_tokens_decode = self._cached_prefill, self._cached_decode
         self.trace.end(self.lifecycle.state, None if error is None else error.code, self._usage(), self._clock.now_s())
 
-    # ---- helpers
+    def _moved(self, move: Move, done: worker_pb2.HandoffDone) -> None:
+        self._move = None
+        self._detach(move.source.link)
+        self.decode, self._wire_id = move.target, move.target_id
+        self._moved_bytes += done.bytes
+        self._moved_blocks += done.blocks
+        self._meter.reset()
+        self._host.moved(self, move.source)
 
-    def _attach(self, worker: Worker) -> None:
-        worker.link.attach(self._wire_id, self)
-        self._on.append(worker)
+    def _give_up_move(self, move: Move) -> None:
+        self._move = None
+        for worker, wire_id in self._on:
+            if worker is move.target:
+                worker.link.cancel(wire_id)
+        self._detach(move.target.link)
+        self._host.move_failed(self, move.target)
+
+    def _attach(self, worker: Worker, wire_id: str | None = None) -> None:
+        wire_id = wire_id or self._wire_id
+        worker.link.attach(wire_id, self)
+        self._on.append((worker, wire_id))
 
     def _detach(self, link: WorkerLink) -> None:
-        link.detach(self._wire_id)
-        self._on = [worker for worker in self._on if worker.link is not link]
+        for worker, wire_id in self._on:
+            if worker.link is link:
+                link.detach(wire_id)
+        self._on = [(worker, wire_id) for worker, wire_id in self._on if worker.link is not link]
 
     def _is_decode(self, link: WorkerLink) -> bool:
         return self.decode is not None and self.decode.link is link

@@ -31,11 +31,20 @@ class RunHost(Protocol):
     def paced(self, run: RequestRun, seconds: float) -> None:
         """Its last PACE_TOKENS tokens in the decode batch took so long."""
 
+    def next_token(self, gap_s: float, now_s: float) -> None:
+        """A token of an answer came so long after the one before it."""
+
     def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
         """A worker reported its side of a handoff; the prefill worker perhaps after the request's end."""
 
     def blamed(self, run: RequestRun, worker_ids: Sequence[str]) -> None:
         """An attempt failed, and these workers may be at fault."""
+
+    def moved(self, run: RequestRun, source: Worker) -> None:
+        """It decodes on `run.decode` now, and no longer on `source`."""
+
+    def move_failed(self, run: RequestRun, target: Worker) -> None:
+        """It goes on where it was."""
 
     def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None: ...
 

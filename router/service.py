@@ -7,12 +7,14 @@ from concurrent.futures import Executor
 from dataclasses import replace
 
 from router.answers import Answers, Submitted
+from router.auth.call import Call
+from router.auth.calls import Calls
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
 from router.readiness import Readiness
 from router.request import Message, RawRequest, ServingModel, ValidRequest, new_request_id
-from router.terms import Terms, TermsParser
-from tandem.errors import InputError, ModelNotFound, TandemError
+from router.terms import PRIORITY, Terms, TermsParser
+from tandem.errors import InputError, ModelNotFound, RateLimited, TandemError
 
 
 class RouterService:
@@ -27,6 +29,7 @@ class RouterService:
         executor: Executor,
         readiness: Readiness,
         terms: TermsParser,
+        calls: Calls,
     ) -> None:
         self.cluster = cluster
         self.router_id = router_id
@@ -34,28 +37,42 @@ class RouterService:
         self.dispatcher = dispatcher
         self.metrics = metrics
         self.executor = executor
+        self.calls = calls
         self._readiness = readiness
         self._terms = terms
 
-    def model(self, name: str, *, required: bool = True) -> ServingModel:
+    def models_for(self, call: Call | None) -> Mapping[str, ServingModel]:
+        """Those that who calls may use: of others nothing is said."""
+        if call is None or call.principal.models is None:
+            return self.models
+        return {name: model for name, model in self.models.items() if call.principal.may_use(name)}
+
+    def model(self, name: str, call: Call | None = None, *, required: bool = True) -> ServingModel:
         """Raises ModelNotFound. An empty name means the only model, unless `required`."""
-        if not name and not required and len(self.models) == 1:
-            return next(iter(self.models.values()))
-        found = self.models.get(name)
+        models = self.models_for(call)
+        if not name and not required and len(models) == 1:
+            return next(iter(models.values()))
+        found = models.get(name)
         if found is None:
-            served = ", ".join(repr(each) for each in self.models)
+            served = ", ".join(repr(each) for each in models) or "none"
             raise ModelNotFound(f"model: expected one of {served}, got {name!r}", field="model")
         return found
 
-    def check_tokens(self, name: str, count: int) -> None:
+    def check_tokens(self, name: str, count: int, call: Call | None = None) -> None:
         """Before `count` token ids are looked at. Raises ModelNotFound, ContextExceeded."""
-        self.model(name, required=False).check_tokens("prompt", count)
+        self.model(name, call, required=False).check_tokens("prompt", count)
 
-    def terms(self, header: Callable[[str], str | None], remaining_s: float | None = None) -> Terms:
-        """On what terms a request comes. To be asked when it arrives. Raises InputError as TermsParser.parse does."""
+    def terms(
+        self, header: Callable[[str], str | None], remaining_s: float | None = None, call: Call | None = None
+    ) -> Terms:
+        """On what terms a request comes. To be asked when it arrives. Raises InputError as TermsParser.parse does,
+        PermissionDenied, RateLimited."""
         try:
-            return self._terms.parse(header, remaining_s)
-        except InputError as error:
+            terms = self._terms.parse(header, remaining_s)
+            if call is None:
+                return terms
+            return self.calls.grant(call, terms, self._terms.names, class_is_named=header(PRIORITY) is not None)
+        except TandemError as error:
             self.rejected("", error)
             raise
 
@@ -64,8 +81,11 @@ class RouterService:
     ) -> Submitted:
         """Raises InputError, OverloadedError, UnavailableError, DeadlineExceeded; what fails later comes out of the
         stream."""
-        model, request = await self._parse(raw, model_required)
-        return Submitted(request, model, self.dispatcher.submit(model, request, terms))
+        model, request = await self._parse(raw, terms, model_required)
+        self._check_limits([request], terms)
+        stream = self.dispatcher.submit(model, request, terms)
+        self._took([request], terms)
+        return Submitted(request, model, stream)
 
     async def submit_all(
         self, raws: Sequence[RawRequest], choices: int, request_id: str, terms: Terms | None = None
@@ -74,7 +94,8 @@ class RouterService:
 
         Choice i draws with the request's seed + i, so the first is what it would be alone.
         """
-        parsed = [await self._parse(raw, model_required=True) for raw in raws]
+        parsed = [await self._parse(raw, terms, model_required=True) for raw in raws]
+        self._check_limits([request for _, request in parsed], terms)
         total = len(parsed) * choices
         submitted: list[Submitted] = []
         try:
@@ -86,30 +107,58 @@ class RouterService:
             for each in submitted:
                 each.stream.cancel()
             raise
+        self._took([request for _, request in parsed], terms)
         return Answers(request_id, submitted, choices)
 
-    async def _parse(self, raw: RawRequest, model_required: bool) -> tuple[ServingModel, ValidRequest]:
+    async def _parse(
+        self, raw: RawRequest, terms: Terms | None, model_required: bool
+    ) -> tuple[ServingModel, ValidRequest]:
         try:
-            model = self.model(raw.model, required=model_required)
+            model = self.model(raw.model, None if terms is None else terms.call, required=model_required)
             limit = self.dispatcher.fleet.max_model_tokens(model.name)
+            salt = self.calls.cache_salt(terms, raw.cache_salt)
             return model, await model.parse(
-                raw, self.executor, max_model_tokens=limit, request_id=new_request_id()
+                raw, self.executor, max_model_tokens=limit, request_id=new_request_id(), cache_salt=salt
             )
         except InputError as error:
             self.rejected(raw.model, error)
             raise
 
+    def _check_limits(self, requests: Sequence[ValidRequest], terms: Terms | None) -> None:
+        """Before they are submitted. Raises RateLimited."""
+        if terms is None or terms.call is None:
+            return
+        try:
+            self.calls.check_prompt(terms.call, sum(request.prompt_tokens for request in requests))
+        except RateLimited as error:
+            self.rejected(requests[0].model, error)
+            raise
+
+    def _took(self, requests: Sequence[ValidRequest], terms: Terms | None) -> None:
+        if terms is not None and terms.call is not None:
+            tokens = sum(request.prompt_tokens for request in requests)
+            self.calls.took_prompt(terms.call, requests[0].model, tokens)
+
     async def tokenize(
-        self, model: str, prompt: str | tuple[Message, ...], *, special_tokens: bool = True
+        self, model: str, prompt: str | tuple[Message, ...], call: Call | None = None, *, special_tokens: bool = True
     ) -> tuple[ServingModel, tuple[int, ...]]:
-        """Raises ModelNotFound, InputError."""
-        found = self.model(model, required=False)
+        """Raises ModelNotFound, InputError, RateLimited."""
+        found = self._asked(model, call)
         return found, await found.tokenize(prompt, self.executor, special_tokens=special_tokens)
 
-    async def detokenize(self, model: str, tokens: Sequence[int]) -> str:
-        """The text of token ids, special ones too. Raises ModelNotFound, InputError."""
-        found = self.model(model, required=False)
+    async def detokenize(self, model: str, tokens: Sequence[int], call: Call | None = None) -> str:
+        """The text of token ids, special ones too. Raises ModelNotFound, InputError, RateLimited."""
+        found = self._asked(model, call)
         return await found.detokenize(tokens, self.executor)
+
+    def _asked(self, name: str, call: Call | None) -> ServingModel:
+        """The model of a call that is work without being a request."""
+        if call is not None:
+            self.calls.take_request(call)
+        model = self.model(name, call, required=False)
+        if call is not None:
+            call.model = model.name
+        return model
 
     def rejected(self, model: str, error: TandemError) -> None:
         """Counts a request that an edge refused before it was submitted."""
@@ -120,8 +169,8 @@ class RouterService:
 
     @property
     def ready(self) -> bool:
-        """A request for at least one model could be served now: a canary was."""
-        return any(self.model_ready(name) for name in self.models)
+        """A request for at least one model could be served now: a canary was, and the router is not about to end."""
+        return not self.dispatcher.draining and any(self.model_ready(name) for name in self.models)
 
 
 def _choice(request: ValidRequest, number: int, request_id: str) -> ValidRequest:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from router.auth.call import Call
 from tandem.clock import Clock
 from tandem.config import ClassSpec
 from tandem.errors import InputError
+from tandem.trace_context import TraceContext, TraceSampler
 
 PRIORITY = "x-tandem-priority"
 TENANT = "x-tandem-tenant"
@@ -22,18 +24,23 @@ _SECONDS = re.compile(r"\d{1,9}(\.\d{0,9})?|\.\d{1,9}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """`tenant` empty: the client named none. `deadline_s` in the router's clock; None: as long as it takes."""
+    """`tenant` empty: the client named none. `deadline_s` in the router's clock; None: as long as it takes.
+    `arrived_s`: when the request came, before any of it was parsed; None: nobody looked. `call`: the one that it came
+    by, where calls are watched."""
 
     priority: str
     tenant: str = ""
     deadline_s: float | None = None
+    arrived_s: float | None = field(default=None, compare=False)
+    trace: TraceContext | None = None
+    call: Call | None = None
 
 
 class TermsParser:
-    def __init__(self, classes: Sequence[ClassSpec], clock: Clock) -> None:
-        self._names = [each.name for each in classes]
+    def __init__(self, classes: Sequence[ClassSpec], clock: Clock, sampler: TraceSampler | None = None) -> None:
+        self.names = tuple(each.name for each in classes)
         self._clock = clock
-        self.default = Terms(self._names[0])
+        self._sampler = sampler or TraceSampler(None)
 
     def parse(self, header: Callable[[str], str | None], remaining_s: float | None = None) -> Terms:
         """`header` gives a header's value by its lower-case name; `remaining_s` is what the transport itself allows.
@@ -41,10 +48,11 @@ class TermsParser:
         Raises InputError naming the header.
         """
         priority, tenant, timeout = header(PRIORITY), header(TENANT), header(TIMEOUT)
+        arrived_s, trace = self._clock.now_s(), self._sampler.context(header)
         if priority is None and tenant is None and timeout is None and remaining_s is None:
-            return self.default
-        if priority is not None and priority not in self._names:
-            known = ", ".join(repr(name) for name in self._names)
+            return Terms(self.names[0], arrived_s=arrived_s, trace=trace)
+        if priority is not None and priority not in self.names:
+            known = ", ".join(repr(name) for name in self.names)
             raise InputError(f"{PRIORITY}: expected one of {known}, got {priority[:40]!r}", field=PRIORITY)
         if tenant is not None and not _TENANT.fullmatch(tenant):
             raise InputError(
@@ -52,9 +60,11 @@ class TermsParser:
             )
         limits = [each for each in (_seconds(timeout), remaining_s) if each is not None]
         return Terms(
-            priority=self._names[0] if priority is None else priority,
+            priority=self.names[0] if priority is None else priority,
             tenant=tenant or "",
-            deadline_s=None if not limits else self._clock.now_s() + min(*limits, MAX_TIMEOUT_S),
+            deadline_s=None if not limits else arrived_s + min(*limits, MAX_TIMEOUT_S),
+            arrived_s=arrived_s,
+            trace=trace,
         )
 
 

@@ -94,6 +94,7 @@ class StubWorker(WorkerServicer):
         self.cancelled: set[str] = set()
         self.canaries: list[str] = []  # kinds of frames; canaries are in none of the other lists
         self.steps = 0
+        self.meters = worker_pb2.WorkerMeters()  # told with the hello
         self.known: set[str] = set()  # requests it would still do something for
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._port = 0
@@ -132,7 +133,7 @@ class StubWorker(WorkerServicer):
         reader = asyncio.create_task(self._read(session, request_iterator))
         try:
             hello = worker_pb2.WorkerHello(worker_id=self.worker_id, epoch=self.epoch, protocol=PROTOCOL_VERSION)
-            yield worker_pb2.WorkerFrame(hello=hello, load=self._load())
+            yield worker_pb2.WorkerFrame(hello=hello, load=self._load(), meters=self.meters)
             while True:
                 frame = await self._next(session)
                 while self.behaviour.is_stuck:  # noqa: ASYNC110  # tests set it as they like
@@ -341,6 +342,7 @@ class StubController(ClusterServicer):
 
     def __init__(self) -> None:
         self.address = ""
+        self.places: list[cluster_pb2.WorkerPlace] = []  # told with the next change
         self._workers: list[cluster_pb2.WorkerInfo] = []
         self._version = 0
         self._changed = asyncio.Condition()
@@ -372,8 +374,16 @@ class StubController(ClusterServicer):
                 while self._version == seen:
                     await self._changed.wait()
                 seen = self._version
-                directory = cluster_pb2.Directory(version=seen, workers=self._workers)
+                directory = cluster_pb2.Directory(version=seen, workers=self._workers, places=self.places)
             yield directory
+
+    async def Scale(self, request: cluster_pb2.ScaleRequest, context: Any) -> cluster_pb2.ScaleResponse:
+        raise NotImplementedError("only the half of a controller that routers follow")
+
+    async def DrainWorker(
+        self, request: cluster_pb2.DrainWorkerRequest, context: Any
+    ) -> cluster_pb2.DrainWorkerResponse:
+        raise NotImplementedError("only the half of a controller that routers follow")
 
     async def Register(self, request: cluster_pb2.RegisterRequest, context: Any) -> cluster_pb2.RegisterResponse:
         return cluster_pb2.RegisterResponse()
@@ -386,6 +396,11 @@ class StubController(ClusterServicer):
 
     async def ListTraces(self, request: trace_pb2.ListTracesRequest, context: Any) -> trace_pb2.ListTracesResponse:
         return trace_pb2.ListTracesResponse()
+
+    async def ListSnapshots(
+        self, request: cluster_pb2.ListSnapshotsRequest, context: Any
+    ) -> cluster_pb2.ListSnapshotsResponse:
+        return cluster_pb2.ListSnapshotsResponse()
 
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Any) -> cluster_pb2.ShutdownResponse:
         return cluster_pb2.ShutdownResponse()

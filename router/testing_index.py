@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator
@@ -62,6 +63,17 @@ class Server:
             except RedisError:
                 time.sleep(0.02)
         raise TimeoutError("valkey did not start")
+
+    def freeze(self) -> None:
+        """Until `thaw` it takes connections and answers nothing."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, signum: int) -> None:
+        if self._process is not None:
+            self._process.send_signal(signum)
 
     def kill(self) -> None:
         if self._process is not None:

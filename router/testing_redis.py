@@ -117,10 +117,18 @@ def sharded(folder: Path, binary: str) -> Iterator[tuple[At, list[TcpServer]]]:
 
 
 @contextlib.asynccontextmanager
-async def behind_tls(socket_path: Path, certificate: Mapping[str, str]) -> AsyncIterator[int]:
-    """A port that takes TLS for a server on a unix socket: not every build of a server has it."""
+async def behind_tls(
+    socket_path: Path, certificate: Mapping[str, str], client_ca: Path | None = None
+) -> AsyncIterator[int]:
+    """A port that takes TLS for a server on a unix socket: not every build of a server has it.
+
+    `client_ca`: clients must show a certificate that it signed.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate["cert"], certificate["key"])
+    if client_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cafile=client_ca)
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

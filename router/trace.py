@@ -15,8 +15,11 @@ from itertools import islice
 
 from kvtransfer.causes import HandoffFault
 from router.output import Usage
+from router.request import ValidRequest
+from router.terms import Terms
 from tandem.errors import ErrorCode, NotFound, TandemError
 from tandem.request import RequestState
+from tandem.trace_context import TraceContext
 from tandem.v1 import trace_pb2, worker_pb2
 
 MAX_TRACES = 1000
@@ -144,12 +147,15 @@ class Attempt:
 
 @dataclass(slots=True)
 class Trace:
-    """One request. `received_unix_s` is the wall clock, for people; nothing is computed with it."""
+    """One request. `received_unix_s` is the wall clock, for people; nothing is computed with it. `arrived_s`: when its
+    first byte was looked at; `received_s`: when it was parsed."""
 
     request_id: str
     model: str
     prompt_tokens: int
     received_s: float
+    arrived_s: float | None = None
+    context: TraceContext | None = None
     received_unix_s: float = field(default_factory=time.time)
     attempts: list[Attempt] = field(default_factory=list)
     state: RequestState = RequestState.RECEIVED
@@ -158,6 +164,26 @@ class Trace:
     cached_tokens_prefill: int = 0
     cached_tokens_decode: int = 0
     ended_s: float | None = None
+
+    @classmethod
+    def of(cls, request: ValidRequest, terms: Terms, received_s: float) -> Trace:
+        return cls(
+            request.request_id,
+            request.model,
+            request.prompt_tokens,
+            received_s,
+            arrived_s=terms.arrived_s,
+            context=terms.trace,
+        )
+
+    @property
+    def trace_id(self) -> str:
+        """Of W3C trace context; empty: it has none."""
+        return "" if self.context is None else self.context.trace_id
+
+    def names(self) -> dict[str, str]:
+        """What logs call the request."""
+        return {"request": self.request_id} | ({"trace_id": self.trace_id} if self.context is not None else {})
 
     @property
     def last(self) -> Attempt | None:

@@ -15,10 +15,13 @@ from typing import Any, Protocol
 import grpc
 
 from router.clock_offset import ClockOffset
+from router.meter_history import MeterHistory
 from router.prefix_index.mirror import WorkerKey
 from router.progress import Progress
 from tandem.errors import WorkerLost
 from tandem.grpc_options import CLIENT_OPTIONS
+from tandem.grpc_tls import ClusterTls, open_channel
+from tandem.identity import Identity
 from tandem.v1 import cluster_pb2, worker_pb2
 from tandem.v1.worker_pb2_grpc import WorkerStub
 from worker.wire import PROTOCOL_VERSION
@@ -43,6 +46,8 @@ class RequestSink(Protocol):
 
     def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None: ...
 
+    def on_held(self, link: WorkerLink, held: worker_pb2.Held) -> None: ...
+
     def on_ended(self, link: WorkerLink, ended: worker_pb2.Ended) -> None: ...
 
     def on_lost(self, link: WorkerLink, error: WorkerLost) -> None: ...
@@ -64,10 +69,13 @@ class _LinkBroken(Exception):
 
 
 class WorkerLink:
-    def __init__(self, info: cluster_pb2.WorkerInfo, router_id: str, listener: LinkListener) -> None:
+    def __init__(
+        self, info: cluster_pb2.WorkerInfo, router_id: str, listener: LinkListener, tls: ClusterTls | None = None
+    ) -> None:
         self.info = info
         self.key = WorkerKey(info.worker_id, info.epoch)
         self.load: worker_pb2.WorkerLoad | None = None
+        self.meters = MeterHistory()
         self.reaches: frozenset[tuple[str, int]] | None = None
         self.ready = False
         self.sent_frames = 0  # of this session, hello not counted
@@ -75,6 +83,7 @@ class WorkerLink:
         self.progress = Progress()
         self._router_id = router_id
         self._listener = listener
+        self._tls = tls
         self._sinks: dict[str, RequestSink] = {}
         self._offset = ClockOffset()
         self._late: OrderedDict[str, RequestSink] = OrderedDict()
@@ -137,7 +146,7 @@ class WorkerLink:
         backoff_s = 0.05
         while True:
             try:
-                async with grpc.aio.insecure_channel(self.info.address, options=CLIENT_OPTIONS) as channel:
+                async with open_channel(self.info.address, self._tls, Identity.WORKER, CLIENT_OPTIONS) as channel:
                     await self._session(channel)
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name
@@ -219,6 +228,9 @@ class WorkerLink:
             if sink is not None:
                 anchor_s = self._offset.local_s(handoff.anchor_at_s)
                 sink.on_handoff(self, handoff, 0.0 if anchor_s is None else max(0.0, now_s - anchor_s))
+        for held in frame.held:
+            if (sink := sinks.get(held.request_id)) is not None:
+                sink.on_held(self, held)
         for ended in frame.ended:
             if (sink := sinks.pop(ended.request_id, None)) is not None:
                 sink.on_ended(self, ended)
@@ -228,6 +240,8 @@ class WorkerLink:
             self._listener.load_changed(self)
         if frame.reserved or frame.tokens or frame.handoffs or frame.ended or frame.prompt_scores:
             self.progress.spoke(now_s)
+        if frame.HasField("meters"):
+            self.meters.take(frame.meters, now_s)
         if frame.HasField("load"):
             self._take_load(frame.load, now_s)
         if len(self._outbox) > MAX_OUTBOX_FRAMES:

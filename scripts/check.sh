@@ -24,12 +24,18 @@ chart() {
 
 step "ruff" "$bin/ruff" check --quiet .
 step "mypy" "$bin/mypy"
-step "mypy of scripts, examples, benchmarks" "$bin/mypy" --no-warn-unused-configs scripts/*.py examples/*.py benchmarks/*.py
+step "mypy of scripts, examples, benchmarks, dashboards" \
+  "$bin/mypy" --no-warn-unused-configs scripts/*.py examples/*.py benchmarks/*.py deploy/grafana/*.py
 step "import rules" "$bin/lint-imports" --no-logo
 step "banned calls" "$PYTHON" scripts/check-bans.py
 step "generated protobuf code" scripts/generate-proto.sh --check
 step "generated configuration page" "$PYTHON" scripts/generate-config-doc.py --check
 step "generated chart schema" "$PYTHON" scripts/generate-chart-schema.py --check
+step "generated dashboards" "$PYTHON" scripts/generate-dashboards.py --check
+step "generated API pages" "$PYTHON" scripts/generate-api-pages.py --check
+step "generated requirements of the router image" "$PYTHON" scripts/generate-router-requirements.py --check
+step "documentation site" scripts/site.sh
+step "hadolint" "$bin/hadolint" deploy/docker/Dockerfile
 step "helm lint" chart
 
 if [ ${#failed[@]} -gt 0 ]; then

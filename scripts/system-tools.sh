@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Makes sure that programs of the distribution that some tests drive are here: chromium, prometheus, promtool, redis-server.
+# Makes sure that programs of the distribution that some tests drive are here: chromium, curl, ip, prometheus,
+# promtool, redis-server.
 # `scripts/system-tools.sh prometheus chromium` looks for these two. As root on Debian or Ubuntu it installs what is missing.
 set -euo pipefail
 
-declare -A package_of=([chromium]=chromium [prometheus]=prometheus [promtool]=prometheus [redis-server]=redis-server)
+declare -A package_of=(
+  [chromium]=chromium [curl]=curl [ip]=iproute2 [prometheus]=prometheus [promtool]=prometheus [redis-server]=redis-server
+)
 
 missing=()
 for tool in "$@"; do

@@ -9,17 +9,16 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from tandem.config_auth import AuthSpec
+from tandem.frozen import Frozen
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=0, le=4096)]
 PositiveCount = Annotated[int, Field(ge=1, le=4096)]
 
 DEMO_MODEL = "smollm2-135m"
-
-
-class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Role(StrEnum):
@@ -51,6 +50,12 @@ class EngineSpec(Frozen):
     )
     max_model_tokens: Annotated[int, Field(ge=16)] | None = Field(
         None, description="Longest prompt plus answer; unset: the model's own context."
+    )
+    peak_flops_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Of one rank's device, dense, in this dtype: MFU is a share of it; unset: measured at start."
+    )
+    peak_memory_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Of one rank's device: MBU is a share of it; unset: measured at start."
     )
 
 
@@ -85,11 +90,36 @@ class TransportKind(StrEnum):
 
 
 class TlsSpec(Frozen):
-    """PEM files, at the same paths on every host. Both sides of a connection show `cert`, signed by `ca`."""
+    """PEM files, at the same paths on every host. Both sides of a connection show `cert`, signed by `ca`.
+
+    `{role}` in a path stands for controller, router, worker or admin: whose process reads it.
+    """
 
     cert: Annotated[str, Field(min_length=1)]
     key: Annotated[str, Field(min_length=1, description="Not encrypted.")]
     ca: Annotated[str, Field(min_length=1, description="One of this cluster's own: host names are not compared.")]
+
+    def of(self, role: str) -> TlsSpec:
+        return TlsSpec(**{name: path.replace("{role}", role) for name, path in self.model_dump().items()})
+
+
+class EdgeTlsSpec(Frozen):
+    """PEM files of the edge, HTTP and gRPC alike. Read again when they are renewed."""
+
+    cert: Annotated[str, Field(min_length=1, description="With the certificates between it and the clients' root.")]
+    key: Annotated[str, Field(min_length=1, description="Not encrypted.")]
+    client_ca: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="Clients must show a certificate that it signed; unset: they need none."
+    )
+
+
+class SecuritySpec(Frozen):
+    auth: AuthSpec = AuthSpec()
+    tls: TlsSpec | None = Field(
+        None,
+        description="Mutual TLS on every internal TCP port (docs/security.md): router to worker, KV plane, admin, Ray. "
+        "`tandem certs init` makes the files.",
+    )
 
 
 class WireDtype(StrEnum):
@@ -101,7 +131,9 @@ class TransferSpec(Frozen):
     transport: TransportKind = Field(
         TransportKind.AUTO, description="auto: mapped on one host; across hosts process_group, or tcp with tls."
     )
-    tls: TlsSpec | None = Field(None, description="Mutual TLS 1.3 on every TCP connection of the KV plane.")
+    tls: TlsSpec | None = Field(
+        None, description="Mutual TLS 1.3 on every TCP connection of the KV plane; unset: security.tls."
+    )
     digests: bool = True
     wire_dtype: WireDtype = Field(
         WireDtype.POOL,
@@ -111,16 +143,24 @@ class TransferSpec(Frozen):
     ticket_ttl_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         30.0, description="A lease without progress ends after this."
     )
-    bind_host: str = "127.0.0.1"
+    bind_host: Annotated[str, Field(min_length=1)] = Field(
+        "127.0.0.1",
+        description="Where workers listen, on their own host. auto: at the address by which that host reaches the "
+        "controller, so that every host has its own.",
+    )
 
     @model_validator(mode="after")
     def _tls_covers_transport(self) -> TransferSpec:
-        if self.tls is not None and self.transport in (TransportKind.PROCESS_GROUP, TransportKind.NIXL):
+        if self.tls is not None and not self.can_encrypt:
             raise ValueError(
                 f"transfer.transport: {self.transport} cannot be encrypted: with transfer.tls, expected auto, mapped "
                 "or tcp"
             )
         return self
+
+    @property
+    def can_encrypt(self) -> bool:
+        return self.transport not in (TransportKind.PROCESS_GROUP, TransportKind.NIXL)
 
 
 class Disaggregation(StrEnum):
@@ -149,6 +189,9 @@ class ClassSpec(Frozen):
     ttft_slo_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="Time to first token beyond which a request is refused at once; unset: it may wait."
     )
+    tpot_slo_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Time per output token after the first that counts as goodput; nothing is refused for it."
+    )
     queue_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="Longest wait; unset: router.queue_timeout_s."
     )
@@ -165,6 +208,7 @@ class RouterSpec(Frozen):
     http_port: Port = 8000
     grpc_host: str = "127.0.0.1"
     grpc_port: Port = 50051
+    tls: EdgeTlsSpec | None = Field(None, description="TLS 1.2 or newer on both ports; unset: plain text.")
     max_queued_requests: PositiveCount = 256
     queue_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     max_prefill_tokens_in_flight: Annotated[int, Field(ge=1)] = Field(
@@ -208,9 +252,13 @@ class RouterSpec(Frozen):
         description="A client that keeps the router waiting for the rest of a request, or that leaves its answer "
         "unread, is cut off after this.",
     )
+    drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = Field(
+        3.0, description="A router that is told to end refuses new requests and lets running ones go on for so long."
+    )
     keep_alive_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         75.0, description="An HTTP connection without a request is closed after this."
     )
+    dashboard: bool = Field(True, description="Serve the web dashboard at `/dashboard` on the HTTP port.")
     index_memory_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = Field(
         64 << 20,
         description="Memory of the prefix index: 20 bytes for each cached block of the cluster are enough. Blocks "
@@ -246,6 +294,78 @@ class ControlSpec(Frozen):
     admin_host: str = "127.0.0.1"
     admin_port: Port = 50052
     start_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    drain_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        600.0,
+        description="A worker that is to leave or to start anew waits so long for its requests to end or to be moved. "
+        "What is left then goes on elsewhere as after the loss of a worker.",
+    )
+
+
+class OtlpTls(Frozen):
+    """PEM files for an https endpoint."""
+
+    ca: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="Signed the collector's certificate; unset: one of the system's authorities did."
+    )
+    cert: Annotated[str, Field(min_length=1)] | None = Field(None, description="What the collector is shown.")
+    key: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _cert_has_key(self) -> OtlpTls:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("tls.key: expected exactly when tls.cert is given")
+        return self
+
+
+class TracingSpec(Frozen):
+    """Where the routers send OpenTelemetry traces (docs/observability.md)."""
+
+    otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$")] | None = Field(
+        None,
+        description="A collector: http://HOST:4317 (grpc), http://HOST:4318 (http), or https; unset: none.",
+    )
+    otlp_protocol: Literal["grpc", "http"] = "grpc"
+    headers_file: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="File with a `name: value` line for each header that the collector wants (API keys)."
+    )
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.01, description="Share of the requests traced that come without a `traceparent`; those with one decide it."
+    )
+    tls: OtlpTls | None = None
+
+    @model_validator(mode="after")
+    def _tls_needs_https(self) -> TracingSpec:
+        if self.tls is not None and not (self.otlp_endpoint or "").startswith("https://"):
+            raise ValueError(f"tls: expected an https:// otlp_endpoint with it, got {self.otlp_endpoint!r}")
+        return self
+
+
+class LogFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+class LogsSpec(Frozen):
+    format: LogFormat = LogFormat.TEXT
+
+
+class MetricsSpec(Frozen):
+    enabled: bool = Field(True, description="false: the routers count nothing, and /metrics is not there.")
+
+
+class CostSpec(Frozen):
+    """What the cluster's time costs, for the metrics of cost."""
+
+    per_rank_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Price of one rank (one device) for an hour, in whatever currency; unset: no such metrics."
+    )
+
+
+class ObservabilitySpec(Frozen):
+    tracing: TracingSpec = TracingSpec()
+    logs: LogsSpec = LogsSpec()
+    metrics: MetricsSpec = MetricsSpec()
+    cost: CostSpec = CostSpec()
 
 
 class ClusterSpec(Frozen):
@@ -257,6 +377,8 @@ class ClusterSpec(Frozen):
     router: RouterSpec = RouterSpec()
     redis: RedisSpec = RedisSpec()
     control: ControlSpec = ControlSpec()
+    observability: ObservabilitySpec = ObservabilitySpec()
+    security: SecuritySpec = SecuritySpec()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @model_validator(mode="after")
@@ -264,4 +386,27 @@ class ClusterSpec(Frozen):
         names = [model.served_name for model in self.models]
         if len(set(names)) != len(names):
             raise ValueError(f"models: expected different names, got {names}")
+        return self
+
+    @model_validator(mode="after")
+    def _tls_covers_all(self) -> ClusterSpec:
+        if self.security.tls is None:
+            return self
+        if not self.transfer.can_encrypt:
+            raise ValueError(
+                f"transfer.transport: {self.transfer.transport} cannot be encrypted: with security.tls, expected auto, "
+                "mapped or tcp"
+            )
+        scheme = (self.redis.url or "unix:").partition(":")[0]
+        if not scheme.startswith(("rediss", "unix")):
+            raise ValueError(
+                f"redis.url: with security.tls, expected rediss:// (or rediss+sentinel://, rediss+cluster://) or "
+                f"unix://, got {scheme}://"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _strangers_are_asked(self) -> ClusterSpec:
+        router = self.router
+        self.security.auth.check_hosts({"router.http_host": router.http_host, "router.grpc_host": router.grpc_host})
         return self

@@ -7,7 +7,10 @@
     │   ├── ContextExceeded
     │   ├── UnsupportedField
     │   └── PayloadTooLarge
+    ├── Unauthenticated       who calls is nobody we know
+    ├── PermissionDenied      who calls may not
     ├── OverloadedError       refused early; retry after a delay
+    │   └── RateLimited       the key's own limit
     ├── UnavailableError      a part of the cluster is not there; a retry may succeed
     │   ├── WorkerLost
     │   ├── NoWorker
@@ -40,7 +43,10 @@ class ErrorCode(StrEnum):
     CONTEXT_EXCEEDED = "context_length_exceeded"
     UNSUPPORTED_FIELD = "unsupported_field"
     PAYLOAD_TOO_LARGE = "payload_too_large"
+    UNAUTHENTICATED = "invalid_api_key"
+    PERMISSION_DENIED = "permission_denied"
     OVERLOADED = "overloaded"
+    RATE_LIMITED = "rate_limit_exceeded"
     UNAVAILABLE = "unavailable"
     WORKER_LOST = "worker_lost"
     NO_WORKER = "no_worker"
@@ -73,7 +79,10 @@ WIRE: dict[ErrorCode, Wire] = {
     ErrorCode.CONTEXT_EXCEEDED: Wire("INVALID_ARGUMENT", 400, "invalid_request_error"),
     ErrorCode.UNSUPPORTED_FIELD: Wire("INVALID_ARGUMENT", 400, "invalid_request_error"),
     ErrorCode.PAYLOAD_TOO_LARGE: Wire("INVALID_ARGUMENT", 413, "invalid_request_error"),
+    ErrorCode.UNAUTHENTICATED: Wire("UNAUTHENTICATED", 401, "invalid_request_error"),
+    ErrorCode.PERMISSION_DENIED: Wire("PERMISSION_DENIED", 403, "invalid_request_error"),
     ErrorCode.OVERLOADED: Wire("RESOURCE_EXHAUSTED", 429, "rate_limit_error", retryable=True),
+    ErrorCode.RATE_LIMITED: Wire("RESOURCE_EXHAUSTED", 429, "rate_limit_error", retryable=True),
     ErrorCode.UNAVAILABLE: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
     ErrorCode.WORKER_LOST: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
     ErrorCode.NO_WORKER: Wire("UNAVAILABLE", 503, "server_error", retryable=True),
@@ -136,8 +145,20 @@ class PayloadTooLarge(InputError):
     code = ErrorCode.PAYLOAD_TOO_LARGE
 
 
+class Unauthenticated(TandemError):
+    code = ErrorCode.UNAUTHENTICATED
+
+
+class PermissionDenied(TandemError):
+    code = ErrorCode.PERMISSION_DENIED
+
+
 class OverloadedError(TandemError):
     code = ErrorCode.OVERLOADED
+
+
+class RateLimited(OverloadedError):
+    code = ErrorCode.RATE_LIMITED
 
 
 class UnavailableError(TandemError):

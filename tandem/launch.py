@@ -5,11 +5,15 @@ The file names under `run_dir` are derived here and nowhere else, so no process 
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 from pydantic import Field
 
-from tandem.config import Frozen, ModelSpec, Role, RouterSpec, TransferSpec
+from tandem.addresses import AUTO_HOST, address_towards
+from tandem.config import LogFormat, ModelSpec, ObservabilitySpec, Role, RouterSpec, TlsSpec, TransferSpec
+from tandem.config_auth import AuthSpec
+from tandem.frozen import Frozen
 
 
 class WorkerLaunch(Frozen):
@@ -25,11 +29,19 @@ class WorkerLaunch(Frozen):
     controller_address: str
     redis_url: str | None
     run_dir: str
+    tls: TlsSpec | None = None  # security.tls
     log_level: str = "info"
+    log_format: LogFormat = LogFormat.TEXT
 
     @property
     def tp(self) -> int:
         return (self.model.prefill if self.role is Role.PREFILL else self.model.decode).tp
+
+    @cached_property
+    def bind_host(self) -> str:
+        """Where this worker listens and is reached: asked on its own host."""
+        host = self.transfer.bind_host
+        return address_towards(self.controller_address) if host == AUTO_HOST else host
 
     @property
     def leader_socket(self) -> Path:
@@ -72,6 +84,11 @@ class RouterLaunch(Frozen):
     controller_address: str
     redis_url: str | None
     controller_secret: str | None = Field(default=None, repr=False)  # whoever shows it may read traces; None: nobody
+    observability: ObservabilitySpec = ObservabilitySpec()
+    controller_socket: str | None = None  # in a private folder: the gRPC edge, in plain text, for the controller
+    tls: TlsSpec | None = None  # security.tls
+    auth: AuthSpec = AuthSpec()
+    salt_secret: str | None = Field(default=None, repr=False)  # of all routers: tenants' cache salts; None: its own
     log_level: str = "info"
 
     @classmethod

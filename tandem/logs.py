@@ -1,7 +1,8 @@
-"""Logging of every Tandem process: one line per event on stderr, plain text or JSON.
+"""Logging of every Tandem process: one line per event on stderr, text or JSON.
 
-Modules log through `logging.getLogger(__name__)`; what they pass as `extra={...}` becomes `key=value` pairs (plain) or
-members (JSON). Only a process's `__main__` calls `setup_logging`.
+Modules log through `logging.getLogger(__name__)`; what they pass as `extra={...}` becomes `key=value` pairs (text) or
+members (JSON), and so do `request` and `trace_id` where a task serves one request (tandem/log_context.py). Prompts and
+answers are never logged. Only a process's `__main__` calls `setup_logging`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import Literal
 
-LogFormat = Literal["plain", "json"]
+from tandem.config import LogFormat
+from tandem.log_context import log_names
+
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -21,14 +23,16 @@ _QUIET = ("grpc", "asyncio", "uvicorn", "httpx", "httpcore", "urllib3")
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
-    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    """With the names of the task's request, unless the record is about another."""
+    own = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    return own if "request" in own else {**log_names(), **own}
 
 
 def _when(record: logging.LogRecord) -> str:
     return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-class PlainFormatter(logging.Formatter):
+class TextFormatter(logging.Formatter):
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
@@ -58,10 +62,10 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
-def setup_logging(level: str = "info", *, process: str, log_format: LogFormat = "plain") -> None:
+def setup_logging(level: str = "info", *, process: str, log_format: LogFormat = LogFormat.TEXT) -> None:
     """Sends this process's logs to stderr. `level` is a key of LEVELS; an unknown one raises KeyError."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process) if log_format == "json" else PlainFormatter(process))
+    handler.setFormatter(JsonFormatter(process) if log_format is LogFormat.JSON else TextFormatter(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(LEVELS[level])

@@ -45,7 +45,11 @@ class Agents:
     def note(self, rank: int, message: FromAgent) -> None:
         self._watch.heard(rank)
         if isinstance(message, LinkReport):
-            self._links[(rank, message.peer_worker, message.peer_rank)] = message
+            key = (rank, message.peer_worker, message.peer_rank)
+            if message.state == "closed":
+                self._links.pop(key, None)
+            else:
+                self._links[key] = message
 
     def silent(self) -> list[tuple[int, int]]:
         """Ranks and process ids of agents that answer nothing any more and are to be ended: then their loss is heard

@@ -31,8 +31,10 @@ from worker.messages import (
     StateAnswer,
     StateQuery,
 )
+from worker.meters import StepMeters
 from worker.requests import Outbox, RequestBook
-from worker.role import Role
+from worker.role_set import RoleSet
+from worker.steps import report_step
 from worker.wire import load_frame, reach_frame
 
 log = logging.getLogger(__name__)
@@ -48,9 +50,10 @@ class Leader:
         engine: Engine,
         agents: Agents,
         requests: RequestBook,
-        role: Role,
+        role: RoleSet,
         inbox: Inbox,
         service: ServiceLink,
+        meters: StepMeters,
     ) -> None:
         self._identity = identity
         self._info = info
@@ -60,6 +63,8 @@ class Leader:
         self._role = role
         self._inbox = inbox
         self._service = service
+        self._meters = meters
+        self._told_meters = worker_pb2.WorkerMeters()
         self._peers = SetPeers(())
         self._steps = 0
         self._ticked_s = 0.0
@@ -79,9 +84,12 @@ class Leader:
                 self._flush()
 
     def _step(self) -> None:
+        began_s = time.monotonic()
         result: StepResult = self._engine.step()
+        self._meters.stepped(result.work, time.monotonic() - began_s)
         self._steps += 1
-        self._role.after_step(result)
+        report_step(result, self._requests)
+        self._role.after_step(result.ended)
 
     def _tick(self) -> None:
         now_s = time.monotonic()
@@ -89,10 +97,18 @@ class Leader:
             self._ticked_s = now_s
             self._engine.idle_tick()
             self._role.tick()
+            self._tell_meters()
             for rank, pid in self._agents.silent():
                 log.error("the transfer agent of rank %d (pid %d) does not answer: ending it", rank, pid)
                 with suppress(ProcessLookupError):  # its connection stood until now, so the id is its own
                     os.kill(pid, signal.SIGKILL)
+
+    def _tell_meters(self) -> None:
+        meters = self._meters.frame(self._engine.preemptions, self._agents.links())
+        if meters != self._told_meters:
+            self._told_meters = meters
+            for session in self._requests.sessions:
+                self._requests.outbox.frame(session).meters.CopyFrom(meters)
 
     def _flush(self) -> None:
         for change in self._engine.take_cache_events():
@@ -127,6 +143,7 @@ class Leader:
                 greeting = self._requests.outbox.frame(session)
                 greeting.load.CopyFrom(load_frame(self._engine.load(), self._steps))
                 greeting.reach.CopyFrom(reach_frame(self._agents.reach()))
+                greeting.meters.CopyFrom(self._told_meters)
             case SessionClosed(session=session):
                 self._requests.sessions.pop(session, None)
                 self._requests.outbox.drop(session)

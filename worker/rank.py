@@ -26,10 +26,13 @@ from tandem.config import Role as RoleName
 from tandem.config import WireDtype
 from tandem.engine.engine import Engine
 from tandem.engine.factory import Rank, build_rank
+from tandem.engine.peaks import device_peaks
 from tandem.errors import TandemError
+from tandem.identity import Identity
 from tandem.launch import WorkerLaunch
 from tandem.logs import setup_logging
 from tandem.model_config import fingerprint
+from tandem.step_work import WorkShape
 from tandem.v1 import cluster_pb2
 from worker.agents import Agents
 from worker.identity import WorkerIdentity
@@ -37,15 +40,16 @@ from worker.inbox import AgentConnected, AgentLost, AgentSaid, Inbox, Stop
 from worker.io_thread import IoThread, ServiceLink
 from worker.leader import Leader, make_requests
 from worker.messages import LeaderReady
+from worker.meters import StepMeters
 from worker.requests import RequestBook
-from worker.role import Role
+from worker.role_set import RoleSet
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RoleParts:
-    """What a role is made of."""
+    """What roles are made of."""
 
     launch: WorkerLaunch
     identity: WorkerIdentity
@@ -54,7 +58,7 @@ class RoleParts:
     requests: RequestBook
 
 
-MakeRole = Callable[[RoleParts], Role]
+MakeRoles = Callable[[RoleParts], RoleSet]
 
 
 def shared_ticket_key(run_dir: Path) -> bytes:
@@ -104,13 +108,24 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, i
         digests=launch.transfer.digests,
         int8=launch.transfer.wire_dtype is WireDtype.INT8,
         transport=launch.transfer.transport.value,
-        bind_host=launch.transfer.bind_host,
+        bind_host=launch.bind_host,
         link_socket=str(launch.link_socket(index)),
         ticket_ttl_s=launch.transfer.ticket_ttl_s,
-        tls=TlsFiles(tls.cert, tls.key, tls.ca) if (tls := launch.transfer.tls) is not None else None,
+        tls=_kv_tls(launch),
         memory=export_tensor(rank.pool.tensor) if rank.pool.fd is None else None,
-        connects=launch.role is RoleName.PREFILL,
     )
+
+
+def _kv_tls(launch: WorkerLaunch) -> TlsFiles | None:
+    """Certificates of security.tls say who a peer is; those of transfer.tls need not."""
+    if (given := launch.transfer.tls) is not None:
+        files, peer = given, None
+    elif launch.tls is not None:
+        files, peer = launch.tls, Identity.WORKER.uri(launch.cluster)
+    else:
+        return None
+    files = files.of(Identity.WORKER)
+    return TlsFiles(files.cert, files.key, files.ca, peer)
 
 
 def worker_info(
@@ -200,7 +215,16 @@ def attach_pool(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, inde
     )
 
 
-def lead(launch: WorkerLaunch, make_role: MakeRole, rank: Rank, identity: WorkerIdentity, io: IoThread) -> str:
+def make_meters(launch: WorkerLaunch, rank: Rank) -> StepMeters:
+    peaks = device_peaks(launch.model.engine)  # of every rank: they are alike
+    return StepMeters(
+        WorkShape.of(rank.config, rank.layout.element_bytes),
+        peak_flops_per_s=peaks.flops_per_s * launch.tp,
+        peak_memory_bytes_per_s=peaks.memory_bytes_per_s * launch.tp,
+    )
+
+
+def lead(launch: WorkerLaunch, make_roles: MakeRoles, rank: Rank, identity: WorkerIdentity, io: IoThread) -> str:
     engine = rank.engine
     inbox = Inbox()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -211,17 +235,18 @@ def lead(launch: WorkerLaunch, make_role: MakeRole, rank: Rank, identity: Worker
     service = ServiceLink(io, inbox)
     requests = make_requests(service)
     agents = Agents(list(connections.clients), SystemClock())
-    role = make_role(RoleParts(launch, identity, engine, agents, requests))
+    role = make_roles(RoleParts(launch, identity, engine, agents, requests))
     info = worker_info(launch, identity, rank, attached)
     service.listen(launch.leader_socket, LeaderReady(info.SerializeToString()))
     log.info("ready: %d KV blocks, up to %d tokens a request", rank.layout.num_blocks, rank.max_model_tokens)
     try:
-        return Leader(identity, info, engine, agents, requests, role, inbox, service).run()
+        meters = make_meters(launch, rank)
+        return Leader(identity, info, engine, agents, requests, role, inbox, service, meters).run()
     finally:
         engine.close()
 
 
-def run(launch: WorkerLaunch, index: int, make_role: MakeRole) -> None:
+def run(launch: WorkerLaunch, index: int, make_roles: MakeRoles) -> None:
     io = IoThread(name="rank-io")
     own = AgentClient(io.loop)
     rank = build_rank(
@@ -235,21 +260,21 @@ def run(launch: WorkerLaunch, index: int, make_role: MakeRole) -> None:
     identity = make_identity(launch, rank)
     attach_pool(launch, identity, rank, index, own)
     if index == 0:
-        log.info("stopping: %s", lead(launch, make_role, rank, identity, io))
+        log.info("stopping: %s", lead(launch, make_roles, rank, identity, io))
     else:
         rank.follow()
 
 
-def main(make_role: MakeRole, description: str) -> None:
-    """The entry point of both roles' processes."""
+def main(make_roles: MakeRoles, description: str) -> None:
+    """The entry point of a rank's process."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--launch", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
     arguments = parser.parse_args()
     launch = WorkerLaunch.load(arguments.launch)
-    setup_logging(launch.log_level, process=f"{launch.worker_id}/rank-{arguments.rank}")
+    setup_logging(launch.log_level, process=f"{launch.worker_id}/rank-{arguments.rank}", log_format=launch.log_format)
     try:
-        run(launch, arguments.rank, make_role)
+        run(launch, arguments.rank, make_roles)
     except TandemError as error:
         log.error("error: %s", error)
         raise SystemExit(2) from None

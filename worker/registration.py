@@ -11,6 +11,8 @@ import grpc.aio
 
 from kvtransfer.control import Peer
 from tandem.grpc_errors import error_from_rpc
+from tandem.grpc_tls import ClusterTls, open_channel
+from tandem.identity import Identity
 from tandem.launch import WorkerLaunch
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 
@@ -25,6 +27,8 @@ class Registration:
     Args:
         info: this life; registered again whenever the controller comes back.
         on_peers: called with the agents of the same model's other workers after every change.
+
+    The role is the directory's to say: this life may play another one than it was started for.
     """
 
     def __init__(
@@ -32,10 +36,12 @@ class Registration:
         launch: WorkerLaunch,
         info: cluster_pb2.WorkerInfo,
         on_peers: Callable[[tuple[Peer, ...]], None],
+        tls: ClusterTls | None = None,
     ) -> None:
         self._launch = launch
         self._info = info
         self._on_peers = on_peers
+        self._tls = tls
         self._again = asyncio.Event()
 
     def update_agents(self, info: cluster_pb2.WorkerInfo) -> None:
@@ -48,10 +54,12 @@ class Registration:
         """Never returns. Raises TandemError when the controller refuses this worker for good."""
         while True:
             try:
-                async with grpc.aio.insecure_channel(self._launch.controller_address) as channel:
+                address = self._launch.controller_address
+                async with open_channel(address, self._tls, Identity.CONTROLLER) as channel:
                     stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
                     self._again.clear()  # whatever changes from here on is registered in another round
-                    await stub.Register(cluster_pb2.RegisterRequest(worker=self._info), wait_for_ready=True)
+                    waits = self._tls is None  # a channel shows the certificate that it was opened with, renewed or not
+                    await stub.Register(cluster_pb2.RegisterRequest(worker=self._info), wait_for_ready=waits)
                     await self._follow(stub)
             except grpc.aio.AioRpcError as failure:
                 if failure.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
@@ -76,7 +84,9 @@ class Registration:
 
 
 def peers_of(directory: cluster_pb2.Directory, own: cluster_pb2.WorkerInfo) -> tuple[Peer, ...]:
-    """The agents a worker may exchange blocks with: those of its model, of the other role."""
+    """The agents a worker may exchange blocks with: those of its model. A prefill worker is linked to every decode
+    worker all the time."""
+    role = next((worker.role for worker in directory.workers if worker.worker_id == own.worker_id), own.role)
     return tuple(
         Peer(
             worker_id=worker.worker_id,
@@ -89,8 +99,9 @@ def peers_of(directory: cluster_pb2.Directory, own: cluster_pb2.WorkerInfo) -> t
             protocol=worker.layout.protocol,
             oldest_protocol=worker.layout.oldest_protocol,
             device=agent.device,
+            connect=role == cluster_pb2.ROLE_PREFILL and worker.role == cluster_pb2.ROLE_DECODE,
         )
         for worker in directory.workers
-        if worker.model == own.model and worker.role != own.role
+        if worker.model == own.model and worker.worker_id != own.worker_id
         for agent in worker.agents
     )

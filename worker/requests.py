@@ -6,6 +6,7 @@ of the first.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from itertools import count
 from kvtransfer.causes import HandoffCause, HandoffFault
 from tandem.clock import Clock, SystemClock
 from tandem.engine.api import EngineLoad
-from tandem.errors import InputError, RequestCancelled, TandemError
+from tandem.errors import ErrorCode, InputError, RequestCancelled, TandemError
 from tandem.request import FinishReason, RequestState
 from tandem.v1 import worker_pb2
 from worker.wire import FINISH_REASONS, error_frame, load_frame, reach_frame
@@ -22,6 +23,10 @@ from worker.wire import FINISH_REASONS, error_frame, load_frame, reach_frame
 Life = tuple[str, int]
 SendFrame = Callable[[int, bytes], None]
 
+log = logging.getLogger(__name__)
+
+MAX_TRACE_ID_CHARS = 32
+_REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})  # with too much to do, most of what is said
 PROGRESS_REPORT_S = 1.0  # the load is told again after this, to routers that have a request here
 
 
@@ -100,15 +105,19 @@ class RequestBook:
         self._ids = count(1)
         self._clients: dict[str, Client] = {}
         self._engine_ids: dict[Client, str] = {}
+        self._trace_ids: dict[str, str] = {}  # of those that have one
 
-    def open(self, session: int, request_id: str) -> str:
-        """The engine's id for a new request. Raises InputError when the session already has one of that name."""
+    def open(self, session: int, request_id: str, trace_id: str = "") -> str:
+        """The engine's id for a new request; `trace_id` is for the logs. Raises InputError when the session already has
+        one of that name."""
         client = Client(session, request_id)
         if not request_id or client in self._engine_ids:
             raise InputError("request_id: expected a new, non-empty id", field="request_id")
         engine_id = f"{next(self._ids)}:{request_id}"
         self._clients[engine_id] = client
         self._engine_ids[client] = engine_id
+        if trace_id:
+            self._trace_ids[engine_id] = trace_id[:MAX_TRACE_ID_CHARS]
         return engine_id
 
     def find(self, session: int, request_id: str) -> str | None:
@@ -144,7 +153,16 @@ class RequestBook:
         if isinstance(error, HandoffFault) and engine_id in self._clients:
             self.handoff_failures[error.cause] += 1
         cancelled = isinstance(error, RequestCancelled)
+        if not cancelled and (client := self._clients.get(engine_id)) is not None:
+            level = logging.DEBUG if error.code in _REFUSALS else logging.WARNING
+            log.log(level, "request failed", extra=self._names(engine_id, client) | {"code": error.code.value})
         self.close(engine_id, RequestState.CANCELLED if cancelled else RequestState.FAILED)
+
+    def _names(self, engine_id: str, client: Client) -> dict[str, str]:
+        """What the router's logs call it; its own id has the number of the attempt behind it."""
+        names = {"request": client.request_id.rpartition(".")[0] or client.request_id, "attempt": client.request_id}
+        trace_id = self._trace_ids.get(engine_id)
+        return names if trace_id is None else names | {"trace_id": trace_id}
 
     def refuse(self, session: int, request_id: str, error: TandemError) -> None:
         """A frame that never became a request."""
@@ -156,4 +174,5 @@ class RequestBook:
         client = self._clients.pop(engine_id, None)
         if client is not None:
             del self._engine_ids[client]
+            self._trace_ids.pop(engine_id, None)
             self.ends[state] += 1

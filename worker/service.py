@@ -25,6 +25,8 @@ from tandem.channel import Channel
 from tandem.errors import DeadlineExceeded, InputError, TandemError, UnavailableError
 from tandem.grpc_errors import abort
 from tandem.grpc_options import SERVER_OPTIONS
+from tandem.grpc_tls import ClusterTls, add_port, make_server
+from tandem.identity import Identity
 from tandem.launch import WorkerLaunch
 from tandem.logs import setup_logging
 from tandem.v1 import cluster_pb2, worker_pb2
@@ -49,6 +51,11 @@ log = logging.getLogger(__name__)
 QUEUED_FRAMES = 4096  # per router; a router that does not read this many is cut off
 STATE_TIMEOUT_S = 2.0
 HELLO_TIMEOUT_S = 10.0
+SERVICE = "tandem.v1.Worker"
+ALLOWED = {
+    f"/{SERVICE}/Session": frozenset({Identity.ROUTER}),
+    f"/{SERVICE}/GetState": frozenset({Identity.CONTROLLER, Identity.ROUTER, Identity.ADMIN}),
+}
 
 
 class LeaderLink:
@@ -180,7 +187,7 @@ class WorkerService:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         return grpc.method_handlers_generic_handler(
-            "tandem.v1.Worker",
+            SERVICE,
             {
                 "Session": grpc.stream_stream_rpc_method_handler(self.session),
                 "GetState": grpc.unary_unary_rpc_method_handler(self.get_state),
@@ -208,13 +215,14 @@ async def serve(launch: WorkerLaunch) -> None:
     publisher = EventPublisher(
         cluster=launch.cluster, worker_id=launch.worker_id, epoch=launch.epoch, redis_url=launch.redis_url
     )
-    registration = Registration(launch, info, on_peers=lambda peers: channel.send(Peers(peers)))
+    tls = ClusterTls.maybe(launch.cluster, Identity.WORKER, launch.tls)
+    registration = Registration(launch, info, on_peers=lambda peers: channel.send(Peers(peers)), tls=tls)
     leader = LeaderLink(channel, publisher, on_info=registration.update_agents)
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = make_server(tls, ALLOWED, SERVER_OPTIONS)
     server.add_generic_rpc_handlers((WorkerService(launch, leader).handlers(),))
-    port = server.add_insecure_port(f"{launch.transfer.bind_host}:0")
+    port = add_port(server, f"{launch.bind_host}:0", tls)
     await server.start()
-    info.address = f"{launch.transfer.bind_host}:{port}"
+    info.address = f"{launch.bind_host}:{port}"
     info.processes.add(name="service", pid=os.getpid())
     background = [asyncio.create_task(registration.run()), asyncio.create_task(publisher.run())]
     for task in background:
@@ -251,7 +259,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The service process of one worker.")
     parser.add_argument("--launch", type=Path, required=True)
     launch = WorkerLaunch.load(parser.parse_args().launch)
-    setup_logging(launch.log_level, process=f"{launch.worker_id}/service")
+    setup_logging(launch.log_level, process=f"{launch.worker_id}/service", log_format=launch.log_format)
     asyncio.run(run(launch))
 
 

@@ -70,7 +70,20 @@ class Directory(cluster_pb2_grpc.ClusterServicer):
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Any) -> cluster_pb2.ClusterStatus:
         raise NotImplementedError("only the membership half of a controller")
 
+    async def ListSnapshots(
+        self, request: cluster_pb2.ListSnapshotsRequest, context: Any
+    ) -> cluster_pb2.ListSnapshotsResponse:
+        raise NotImplementedError("only the membership half of a controller")
+
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Any) -> cluster_pb2.ShutdownResponse:
+        raise NotImplementedError("only the membership half of a controller")
+
+    async def Scale(self, request: cluster_pb2.ScaleRequest, context: Any) -> cluster_pb2.ScaleResponse:
+        raise NotImplementedError("only the membership half of a controller")
+
+    async def DrainWorker(
+        self, request: cluster_pb2.DrainWorkerRequest, context: Any
+    ) -> cluster_pb2.DrainWorkerResponse:
         raise NotImplementedError("only the membership half of a controller")
 
     async def GetTrace(self, request: trace_pb2.GetTraceRequest, context: Any) -> trace_pb2.RequestTrace:
@@ -97,9 +110,9 @@ class LiveWorker:
         run_dir.mkdir(mode=0o700)
         launch_file = run_dir / "launch.json"
         launch_file.write_text(launch.model_dump_json())
-        package = f"{launch.role.value}_worker"
         self.agents = [self._start("kvtransfer.agent", "--socket", launch.agent_socket(r)) for r in range(launch.tp)]
-        self.ranks = [self._start(package, "--launch", launch_file, "--rank", str(r)) for r in range(launch.tp)]
+        rank = ("cluster.rank_process", "--launch", launch_file, "--rank")
+        self.ranks = [self._start(*rank, str(r)) for r in range(launch.tp)]
         self.service = self._start("worker.service", "--launch", launch_file)
 
     def _start(self, module: str, *arguments: object) -> subprocess.Popen[bytes]:

@@ -11,7 +11,7 @@ from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
 from tandem.request import FinishReason, SamplingParams
 from tandem.v1 import inference_pb2, worker_pb2
 
-PROTOCOL_VERSION = 2  # 2: penalties, logit_bias, prompt_logprobs
+PROTOCOL_VERSION = 3  # 2: penalties, logit_bias, prompt_logprobs; 3: hold, move, resume
 
 FINISH_REASONS = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,

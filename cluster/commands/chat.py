@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from pathlib import Path
 
 import grpc.aio
 from rich.console import Console
 
 from cluster import state_file
+from cluster.admin_client import edge_channel
 from cluster.commands.generation import chat_request, generate
 from cluster.commands.running import run_interruptible
 from tandem.errors import TandemError
@@ -23,23 +25,36 @@ def run_chat(
     max_tokens: int,
     address: str | None,
     cluster: str | None,
+    ca: Path | None = None,
+    api_key: str | None = None,
 ) -> int:
-    target = address or state_file.find(cluster).grpc
-    return run_interruptible(_chat(question, model or "", temperature, max_tokens, target))
+    given = str(ca) if ca is not None else None
+    if address is None:
+        found = state_file.find(cluster)
+        address, given = found.grpc, given or found.edge_ca
+    return run_interruptible(_chat(question, model or "", temperature, max_tokens, address, given, api_key))
 
 
-async def _chat(question: str | None, model: str, temperature: float, max_tokens: int, address: str) -> int:
+async def _chat(
+    question: str | None,
+    model: str,
+    temperature: float,
+    max_tokens: int,
+    address: str,
+    ca: str | None,
+    api_key: str | None,
+) -> int:
     """Raises the router's error, unless somebody sits at a terminal and can ask again."""
     patient = question is None and sys.stdin.isatty()
     messages: list[inference_pb2.ChatMessage] = []
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with edge_channel(address, ca) as channel:
         while (asked := question or await _read_line("you> " if patient else "")) is not None:
             if not asked.strip():
                 continue
             messages.append(inference_pb2.ChatMessage(role="user", content=asked))
             request = chat_request(messages, model=model, temperature=temperature, max_tokens=max_tokens)
             try:
-                answer = await _stream_answer(channel, request)
+                answer = await _stream_answer(channel, request, api_key)
             except TandemError as error:
                 if not patient:
                     raise
@@ -52,10 +67,12 @@ async def _chat(question: str | None, model: str, temperature: float, max_tokens
     return 0
 
 
-async def _stream_answer(channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest) -> str:
+async def _stream_answer(
+    channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest, api_key: str | None
+) -> str:
     answer = ""
     try:
-        async for event in generate(channel, request):
+        async for event in generate(channel, request, api_key):
             answer += event.chunk.text
             print(event.chunk.text, end="", flush=True)
     finally:

@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from cluster.admin_client import edge_channel
 from cluster.commands.generation import chat_request, generate
 from cluster.commands.running import run_interruptible, running_cluster
 from cluster.resolve import free_ports, port_is_free
@@ -67,7 +68,8 @@ async def _demo(console: Console) -> int:
     console.print("[bold]Tandem[/]: one prefill worker, one decode worker, KV blocks moved between them")
     async with running_cluster(demo_spec(), progress) as controller:
         console.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  [green]ready[/]\n")
-        async with grpc.aio.insecure_channel(controller.grpc_address) as channel:
+        tls = controller.spec.router.tls
+        async with edge_channel(controller.grpc_address, tls.cert if tls is not None else None) as channel:
             asked = [Asked(question) for question in PROMPTS]
             await _ask(console, channel, asked)
             again = Asked(PROMPTS[0])

@@ -9,8 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from cluster import embedded_redis
+from cluster.check_tls import check_tls
 from cluster.redis_probe import check_redis
-from cluster.resolve import available_bytes, check_memory, check_ports, check_transfer, resolve_models
+from cluster.requirements import check_requirements
+from cluster.resolve import available_bytes, check_auth, check_memory, check_ports, check_transfer, resolve_models
 from cluster.run_dirs import run_base
 from cluster.spec_loader import load_spec
 from tandem.config import ClusterSpec
@@ -30,6 +32,10 @@ def run_doctor(config: Path | None, model: str | None) -> int:
     return 0 if healthy else 1
 
 
+def _requirements(spec: ClusterSpec) -> str:
+    return ", ".join(check_requirements()) or "none beside the configuration"
+
+
 def _ports(spec: ClusterSpec) -> str:
     check_ports(spec)
     return f"{spec.router.http_port}, {spec.router.grpc_port} and {spec.control.admin_port} are free"
@@ -37,8 +43,22 @@ def _ports(spec: ClusterSpec) -> str:
 
 def _transfer(spec: ClusterSpec) -> str:
     check_transfer(spec)
-    encrypted = "encrypted" if spec.transfer.tls is not None else "not encrypted"
+    encrypted = "encrypted" if spec.transfer.tls or spec.security.tls else "not encrypted"
     return f"{spec.transfer.transport}, {encrypted} across hosts"
+
+
+def _tls(spec: ClusterSpec) -> str:
+    soon = check_tls(spec)
+    inside = "mutual TLS" if spec.security.tls is not None else "no TLS"
+    edge = "TLS" if spec.router.tls is not None else "no TLS"
+    return "; ".join([f"inside {inside}, edge {edge}", *soon])
+
+
+def _auth(spec: ClusterSpec) -> str:
+    check_auth(spec)
+    auth = spec.security.auth
+    means = [name for name, given in (("API keys", auth.keys_file), ("JWTs", auth.jwt)) if given is not None]
+    return " or ".join(means) if means else "nobody is asked who they are"
 
 
 def _shared_memory(spec: ClusterSpec) -> str:
@@ -86,9 +106,12 @@ def _memory(spec: ClusterSpec) -> str:
 
 
 CHECKS: tuple[tuple[str, Callable[[ClusterSpec], str]], ...] = (
+    ("secrets and volumes", _requirements),
     ("ports", _ports),
     ("shared memory", _shared_memory),
     ("transfer", _transfer),
+    ("tls", _tls),
+    ("callers", _auth),
     ("run folder", _run_folder),
     ("devices", _devices),
     ("redis", _redis),

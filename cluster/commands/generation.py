@@ -21,12 +21,13 @@ def chat_request(
 
 
 async def generate(
-    channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest
+    channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest, api_key: str | None = None
 ) -> AsyncIterator[inference_pb2.GenerateResponse]:
     """The stream's events. Raises the TandemError that the router reports."""
     stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+    metadata = None if api_key is None else (("authorization", f"Bearer {api_key}"),)
     try:
-        async for event in stub.Generate(request):
+        async for event in stub.Generate(request, metadata=metadata):
             yield event
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from None

@@ -12,7 +12,7 @@ from typing import Any
 from cluster import state_file
 from cluster.controller import Controller, needed_cpus, with_free_ports
 from cluster.processes import Backend
-from cluster.ray_token import use_own_token
+from cluster.ray_env import prepare_own_ray
 from cluster.resolve import ResolvedCluster, resolve
 from cluster.run_dirs import ray_base, run_base
 from cluster.subprocess_backend import SubprocessBackend
@@ -26,10 +26,16 @@ def make_backend(cluster: ResolvedCluster, log_dir: Path) -> Backend:
     if control.backend == "subprocess":
         return SubprocessBackend(log_dir)
     if control.ray_address is None:
-        use_own_token()
+        prepare_own_ray(cluster.spec.security.tls)
     from cluster.ray_backend import RayBackend  # noqa: PLC0415 (Ray takes most of a second, and is not always wanted)
 
-    return RayBackend(log_dir, ray_base(), address=control.ray_address, cpus=needed_cpus(cluster))
+    return RayBackend(
+        log_dir,
+        ray_base(),
+        address=control.ray_address,
+        cpus=needed_cpus(cluster),
+        place_timeout_s=control.start_timeout_s,
+    )
 
 
 @asynccontextmanager
@@ -47,7 +53,13 @@ async def running_cluster(spec: ClusterSpec, progress: Progress) -> AsyncIterato
             "http": controller.http_address,
             "grpc": controller.grpc_address,
         }
-        with state_file.written(state_file.this_process(spec.name, **addresses)):
+        state = state_file.this_process(
+            spec.name,
+            **addresses,
+            tls=spec.security.tls.model_dump() if spec.security.tls is not None else None,
+            edge_ca=spec.router.tls.cert if spec.router.tls is not None else None,
+        )
+        with state_file.written(state):
             await controller.wait_ready(progress)
             yield controller
     finally:

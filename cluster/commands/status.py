@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 from rich.console import Console
 from rich.table import Table
 
-from cluster import state_file
+from cluster.admin_client import Admin, find_admin, tls_hint
 from tandem.errors import UnavailableError
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 
 TIMEOUT_S = 10.0
 ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
-STYLES = {"ready": "green", "starting": "yellow", "restarting": "yellow", "not_ready": "yellow"}
+STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "restarting": "yellow", "not_ready": "yellow"}
 
 
-def run_status(as_json: bool, address: str | None, cluster: str | None) -> int:
-    status = asyncio.run(fetch(address or state_file.find(cluster).admin))
+def run_status(as_json: bool, address: str | None, cluster: str | None, tls: Path | None = None) -> int:
+    status = asyncio.run(fetch(find_admin(address, cluster, tls)))
     if as_json:
         print(json.dumps(to_json(status), indent=2))
     else:
@@ -28,15 +29,16 @@ def run_status(as_json: bool, address: str | None, cluster: str | None) -> int:
     return 0
 
 
-async def fetch(address: str) -> cluster_pb2.ClusterStatus:
+async def fetch(admin: Admin) -> cluster_pb2.ClusterStatus:
     """Raises UnavailableError when no controller answers there."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with admin.channel() as channel:
         stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
         try:
             return await stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(
-                f"--address: no controller answers at {address} ({error.code().name}): is `tandem up` running?",
+                f"--address: no controller answers at {admin.address} ({error.code().name}): is `tandem up` running"
+                f"{tls_hint(admin)}?",
                 field="--address",
             ) from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cluster import state_file
+from cluster.admin_client import Admin, find_admin, tls_hint
 from tandem.errors import TandemError, UnavailableError
 from tandem.grpc_errors import error_from_rpc
 from tandem.v1 import cluster_pb2_grpc, trace_pb2
@@ -35,9 +36,16 @@ _STYLES = {
 }
 
 
-def run_trace(request_id: str | None, as_json: bool, limit: int, address: str | None, cluster: str | None) -> int:
+def run_trace(
+    request_id: str | None,
+    as_json: bool,
+    limit: int,
+    address: str | None,
+    cluster: str | None,
+    tls: Path | None = None,
+) -> int:
     """Raises the router's error when it does not know the request."""
-    target = address or state_file.find(cluster).admin
+    target = find_admin(address, cluster, tls)
     console = Console(highlight=False)
     if request_id is None:
         found = asyncio.run(fetch_latest(target, limit))
@@ -54,31 +62,32 @@ def run_trace(request_id: str | None, as_json: bool, limit: int, address: str | 
     return 0
 
 
-async def fetch(address: str, request_id: str) -> trace_pb2.RequestTrace:
-    async with grpc.aio.insecure_channel(address) as channel:
+async def fetch(admin: Admin, request_id: str) -> trace_pb2.RequestTrace:
+    async with admin.channel() as channel:
         stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
         try:
             return await stub.GetTrace(trace_pb2.GetTraceRequest(request_id=request_id), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            raise _told(error, address) from None
+            raise _told(error, admin) from None
 
 
-async def fetch_latest(address: str, limit: int) -> list[trace_pb2.RequestTrace]:
-    async with grpc.aio.insecure_channel(address) as channel:
+async def fetch_latest(admin: Admin, limit: int) -> list[trace_pb2.RequestTrace]:
+    async with admin.channel() as channel:
         stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
         try:
             answer = await stub.ListTraces(trace_pb2.ListTracesRequest(limit=limit), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            raise _told(error, address) from None
+            raise _told(error, admin) from None
     return list(answer.traces)
 
 
-def _told(error: grpc.aio.AioRpcError, address: str) -> TandemError:
+def _told(error: grpc.aio.AioRpcError, admin: Admin) -> TandemError:
     told = error_from_rpc(error)
     if type(told) is not UnavailableError or told.message.startswith("the router"):
         return told
     return UnavailableError(
-        f"--address: no controller answers at {address} ({error.code().name}): is `tandem up` running?",
+        f"--address: no controller answers at {admin.address} ({error.code().name}): is `tandem up` running"
+        f"{tls_hint(admin)}?",
         field="--address",
     )
 

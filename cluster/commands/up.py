@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cluster.admin_client import folder_spec
 from cluster.commands.running import run_interruptible, running_cluster
 from cluster.spec_loader import load_spec
 from tandem.config import ClusterSpec
@@ -31,6 +32,7 @@ class UpFlags:
     redis_url: str | None
     disaggregation: str | None
     name: str | None
+    tls: Path | None = None
 
     def spec(self) -> ClusterSpec:
         """Raises ConfigError."""
@@ -51,8 +53,20 @@ class UpFlags:
                 "control.backend": self.backend,
                 "redis.mode": "external" if self.redis_url else None,
                 "redis.url": self.redis_url,
+                **_tls_fields(self.tls),
             },
         )
+
+
+def _tls_fields(folder: Path | None) -> dict[str, str]:
+    """The files of a folder of `tandem certs`, inside and at the edge."""
+    if folder is None:
+        return {}
+    edge = {"cert": f"{folder.absolute()}/edge.pem", "key": f"{folder.absolute()}/edge.key"}
+    inside = folder_spec(folder).model_dump()
+    return {f"security.tls.{name}": path for name, path in inside.items()} | {
+        f"router.tls.{name}": path for name, path in edge.items()
+    }
 
 
 def run_up(flags: UpFlags) -> int:
@@ -73,8 +87,9 @@ async def _up(spec: ClusterSpec) -> int:
             for model in spec.models
         )
         console.print(f"[green]ready[/] in {time.monotonic() - started_s:.1f} s: {models}")
+        scheme = "http" if spec.router.tls is None else "https"
         for router in controller.routers:
-            console.print(f"  OpenAI API  http://{router.http_address}/v1")
+            console.print(f"  OpenAI API  {scheme}://{router.http_address}/v1")
             console.print(f"  gRPC        {router.grpc_address}")
         console.print(f"  admin       {controller.admin_address}   (tandem status)")
         console.print("Ctrl-C ends the cluster.")

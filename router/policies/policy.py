@@ -85,6 +85,10 @@ class PlacementPolicy:
         ask = self._with_prefill_time(ask, [prefill])
         return self.decode.choose(ask, [each for each in decode_workers if prefill.can_reach(each)])
 
+    def next_decode(self, ask: Ask, decode_workers: Sequence[Candidate]) -> Candidate | None:
+        """For a request that decodes already and has to leave its worker. None: nobody has room."""
+        return self.decode.choose(ask, decode_workers)
+
     def _with_prefill_time(self, ask: Ask, prefill_workers: Sequence[Candidate]) -> Ask:
         times_s = (prefill_s(ask, each) for each in prefill_workers if each.worker_id not in ask.excluded)
         return replace(ask, prefill_s=min(times_s, default=None))

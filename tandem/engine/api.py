@@ -18,6 +18,7 @@ from tandem.kvcache.block_pool import BlockCounts, CacheEvent
 from tandem.request import FinishReason, SamplingParams
 from tandem.sampling.sampler import TokenLogprob
 from tandem.scheduler.scheduler import ExportRange
+from tandem.step_work import NO_WORK, StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class StepResult:
     tokens: tuple[TokenOut, ...] = ()
     ended: tuple[RequestEnd, ...] = ()
     prompt_scores: tuple[PromptScores, ...] = ()
+    work: StepWork = NO_WORK
 
 
 __all__ = [
@@ -121,6 +123,7 @@ __all__ = [
     "Reservation",
     "ScoredToken",
     "StepResult",
+    "StepWork",
     "TokenLogprob",
     "TokenOut",
 ]

@@ -21,6 +21,7 @@ from tandem.request import FinishReason
 from tandem.sampling.sampler import choose
 from tandem.scheduler.scheduler import Chunk, Scheduler, StepPlan
 from tandem.scheduler.sequence import Sequence
+from tandem.step_work import StepWork
 
 Logits = NDArray[np.float32]
 
@@ -67,6 +68,19 @@ class Engine:
         """Forgets a request at any stage and frees its blocks. False when there is none."""
         return self._scheduler.cancel(request_id)
 
+    def hold(self, request_id: str) -> bool:
+        """No further token of a decoding request, whose blocks stay. False: it does not decode, and goes on."""
+        return self._scheduler.hold(request_id)
+
+    def resume(self, request_id: str) -> None:
+        """A held request goes on."""
+        self._scheduler.resume(request_id)
+
+    def export_held(self, request_id: str, first_block: int) -> int:
+        """Reports a held request's blocks from logical block `first_block` on, with the next step. Returns how many
+        tokens have their KV there."""
+        return self._scheduler.export_held(request_id, first_block)
+
     def release_export(self, request_id: str) -> None:
         """Nobody reads an exported prompt's blocks any more."""
         self._scheduler.release_export(request_id)
@@ -108,13 +122,13 @@ class Engine:
         tokens: list[TokenOut] = []
         scores: list[PromptScores] = []
         ended = [RequestEnd(request_id, error=error) for request_id, error in plan.failed]
-        if plan.chunks:
+        if plan.chunks or plan.exports:
             logits, scores = self._run(plan)
             self._scheduler.advance(plan)
             sampling = [chunk for chunk in plan.chunks if chunk.samples]
             for row, chunk in zip(logits, sampling, strict=True):
                 self._choose(chunk, row, tokens, ended)
-        return StepResult(tuple(tokens), tuple(ended), tuple(scores))
+        return StepResult(tuple(tokens), tuple(ended), tuple(scores), _work(plan))
 
     def _run(self, plan: StepPlan) -> tuple[Logits, list[PromptScores]]:
         sequences = [_sequence_step(chunk, self._scheduler.block_tokens) for chunk in plan.chunks]
@@ -189,8 +203,21 @@ class Engine:
             scheduler.reserved,
         )
 
+    @property
+    def preemptions(self) -> int:
+        """So far: requests whose blocks others needed more, and which were computed again."""
+        return self._scheduler.preemptions
+
     def take_cache_events(self) -> list[CacheEvent]:
         return self._scheduler.pool.take_events()
+
+
+def _work(plan: StepPlan) -> StepWork:
+    work = StepWork()
+    for chunk in plan.chunks:
+        decodes = chunk.start >= chunk.sequence.prompt_tokens
+        work = work.with_chunk(chunk.start, chunk.count, decodes=decodes, samples=chunk.samples)
+    return work
 
 
 def _sequence_step(chunk: Chunk, block_tokens: int) -> SequenceStep:

@@ -45,7 +45,7 @@ class Rank:
         if self.group is None:
             raise ConfigError("a worker of one rank has nobody to follow", field="rank")
         for step in self.group.steps():
-            if step.sequences:
+            if step.sequences or step.exports:
                 self.runner.execute(step)
 
 

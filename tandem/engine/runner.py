@@ -35,6 +35,8 @@ class ModelRunner:
     def execute(self, step: StepInput) -> StepOutput:
         if step.exports:
             self._exporter.begin_step(step.exports)
+        if not step.sequences:  # held requests are exported while nothing runs
+            return StepOutput(torch.empty(0, self._model.config.vocab_size), [])
         token_ids = [token for sequence in step.sequences for token in sequence.token_ids]
         positions = [s.start + offset for s in step.sequences for offset in range(len(s.token_ids))]
         rows: list[int] = []

@@ -63,10 +63,12 @@ class Scheduler:
     max_running_requests: int
     max_step_tokens: int
     max_model_tokens: int
+    preemptions: int = field(default=0, init=False)
     _sequences: dict[str, Sequence] = field(default_factory=dict)
     _waiting: deque[Sequence] = field(default_factory=deque)
     _running: list[Sequence] = field(default_factory=list)
     _failed: list[tuple[str, TandemError]] = field(default_factory=list)
+    _exports: list[ExportRange] = field(default_factory=list)  # of held requests, for the next step
     _steps: int = 0
     _short_of_blocks: bool = False  # in the last step somebody had to wait for blocks
     _stalled: bool = False  # nothing can run until blocks that others hold are released
@@ -114,6 +116,42 @@ class Scheduler:
         sequence.stage = Stage.RUNNING
         self._running.append(sequence)
         self._stalled = False
+
+    def hold(self, request_id: str) -> bool:
+        """Takes a decoding request out of the batch; its blocks stay. False: none of that name decodes."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.stage is not Stage.RUNNING or sequence.is_exporting:
+            return False
+        if sequence.pending_tokens > 1 or not sequence.generated:
+            return False
+        self._running.remove(sequence)
+        sequence.stage = Stage.HELD
+        return True
+
+    def resume(self, request_id: str) -> None:
+        """A held request decodes again from the next step on."""
+        sequence = self._get(request_id, Stage.HELD)
+        sequence.stage = Stage.RUNNING
+        self._running.append(sequence)
+        self._stalled = False
+
+    def export_held(self, request_id: str, first_block: int) -> int:
+        """The next step announces the blocks of a held request from `first_block` on. Returns of how many tokens: of
+        all but the last, whose KV is not computed yet."""
+        sequence = self._get(request_id, Stage.HELD)
+        if first_block * self.block_tokens >= sequence.computed:
+            return sequence.computed
+        self._exports.append(
+            ExportRange(
+                request_id=request_id,
+                first_block=first_block,
+                block_ids=tuple(sequence.blocks[first_block : blocks_for(sequence.computed, self.block_tokens)]),
+                last_block_tokens=sequence.computed % self.block_tokens or self.block_tokens,
+                in_cache=True,
+                is_last=True,
+            )
+        )
+        return sequence.computed
 
     def release_export(self, request_id: str) -> None:
         self._drop(self._get(request_id, Stage.EXPORTED))
@@ -165,6 +203,7 @@ class Scheduler:
             self._running.remove(sequence)
         self.pool.release(sequence.blocks, sequence.hold)
         sequence.blocks = []
+        self._exports = [each for each in self._exports if each.request_id != sequence.request_id]
         del self._sequences[sequence.request_id]
         self._stalled = False
 
@@ -177,7 +216,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """A step would do something now. False also while all that is left waits for blocks that handoffs hold."""
-        return bool(self._waiting or self._running) and not self._stalled
+        return bool(self._exports) or (bool(self._waiting or self._running) and not self._stalled)
 
     @property
     def waiting(self) -> int:
@@ -189,8 +228,8 @@ class Scheduler:
 
     @property
     def reserved(self) -> int:
-        """Those whose blocks somebody else fills."""
-        return sum(sequence.stage is Stage.RESERVED for sequence in self._sequences.values())
+        """Those whose blocks somebody else fills, or is to take over."""
+        return sum(sequence.stage in (Stage.RESERVED, Stage.HELD) for sequence in self._sequences.values())
 
     @property
     def waiting_tokens(self) -> int:
@@ -212,7 +251,8 @@ class Scheduler:
                 chunks += [Chunk.next_of(sequence, count)] if count else []
                 budget -= count
         chunks = [chunk for chunk in chunks if chunk.sequence.stage is Stage.RUNNING]
-        exports = self._admit(chunks, budget)
+        exports, self._exports = self._exports, []
+        exports += self._admit(chunks, budget)
         for chunk in chunks:
             chunk.sequence.last_step = self._steps
             if (export := self._export(chunk)) is not None:
@@ -304,6 +344,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the front of the line."""
+        self.preemptions += 1
         self._short_of_blocks = True
         self._running.remove(sequence)
         self.pool.release(sequence.blocks, sequence.hold)

@@ -12,12 +12,14 @@ from tandem.token_history import TokenHistory
 
 
 class Stage(StrEnum):
-    """WAITING → RUNNING → (gone), or → EXPORTED → (gone); RESERVED → RUNNING. Preemption leads back to WAITING."""
+    """WAITING → RUNNING → (gone), or → EXPORTED → (gone); RESERVED → RUNNING; RUNNING ↔ HELD → (gone). Preemption leads
+    back to WAITING."""
 
     WAITING = "waiting"
     RUNNING = "running"
     RESERVED = "reserved"  # blocks leased; somebody else fills them
     EXPORTED = "exported"  # done here; blocks leased until their reader is done
+    HELD = "held"  # decodes no further; it is moved elsewhere or goes on later
 
 
 @dataclass(slots=True, eq=False)

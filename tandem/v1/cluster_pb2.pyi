@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from tandem.v1 import trace_pb2 as _trace_pb2
 from tandem.v1 import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
@@ -36,6 +37,28 @@ ROLE_UNSPECIFIED: Role.ValueType  # 0
 ROLE_PREFILL: Role.ValueType  # 1
 ROLE_DECODE: Role.ValueType  # 2
 Global___Role: _TypeAlias = Role  # noqa: Y015
+
+class _Drain:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DrainEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Drain.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DRAIN_NONE: _Drain.ValueType  # 0
+    DRAIN_FINISH: _Drain.ValueType  # 1
+    """what it has goes on to its end"""
+    DRAIN_MOVE: _Drain.ValueType  # 2
+    """requests that decode on it are moved to others as these have room"""
+
+class Drain(_Drain, metaclass=_DrainEnumTypeWrapper):
+    """A worker that drains takes no new request."""
+
+DRAIN_NONE: Drain.ValueType  # 0
+DRAIN_FINISH: Drain.ValueType  # 1
+"""what it has goes on to its end"""
+DRAIN_MOVE: Drain.ValueType  # 2
+"""requests that decode on it are moved to others as these have room"""
+Global___Drain: _TypeAlias = Drain  # noqa: Y015
 
 @_typing.final
 class KvLayout(_message.Message):
@@ -137,6 +160,7 @@ class WorkerInfo(_message.Message):
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_TOKENS_FIELD_NUMBER: _builtins.int
     PROCESSES_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     model: _builtins.str
@@ -145,6 +169,7 @@ class WorkerInfo(_message.Message):
     """host:port of the Worker service"""
     total_blocks: _builtins.int
     max_model_tokens: _builtins.int
+    drain: Global___Drain.ValueType
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
     @_builtins.property
@@ -164,10 +189,11 @@ class WorkerInfo(_message.Message):
         total_blocks: _builtins.int = ...,
         max_model_tokens: _builtins.int = ...,
         processes: _abc.Iterable[Global___Process] | None = ...,
+        drain: Global___Drain.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agents", b"agents", "epoch", b"epoch", "layout", b"layout", "max_model_tokens", b"max_model_tokens", "model", b"model", "processes", b"processes", "role", b"role", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agents", b"agents", "drain", b"drain", "epoch", b"epoch", "layout", b"layout", "max_model_tokens", b"max_model_tokens", "model", b"model", "processes", b"processes", "role", b"role", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -256,24 +282,63 @@ class Directory(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerInfo]:
         """ready ones"""
+
+    @_builtins.property
+    def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerPlace]:
+        """of all workers there should be, ready or not"""
 
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerInfo] | None = ...,
+        places: _abc.Iterable[Global___WorkerPlace] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["places", b"places", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Directory: _TypeAlias = Directory  # noqa: Y015
+
+@_typing.final
+class WorkerPlace(_message.Message):
+    """A worker of the spec, through all its lives."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    model: _builtins.str
+    role: Global___Role.ValueType
+    ranks: _builtins.int
+    restarts: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        role: Global___Role.ValueType = ...,
+        ranks: _builtins.int = ...,
+        restarts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "ranks", b"ranks", "restarts", b"restarts", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerPlace: _TypeAlias = WorkerPlace  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):
@@ -384,7 +449,7 @@ class WorkerStatus(_message.Message):
     RESTARTS_FIELD_NUMBER: _builtins.int
     LIVE_FIELD_NUMBER: _builtins.int
     state: _builtins.str
-    """starting, ready, unreachable, restarting, failed"""
+    """starting, ready, draining, unreachable, restarting, failed"""
     reason: _builtins.str
     """why it is not ready"""
     restarts: _builtins.int
@@ -410,6 +475,141 @@ class WorkerStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class ListSnapshotsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSnapshotsRequest: _TypeAlias = ListSnapshotsRequest  # noqa: Y015
+
+@_typing.final
+class ListSnapshotsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[_trace_pb2.RouterSnapshot]:
+        """of the routers that answered"""
+
+    def __init__(
+        self,
+        *,
+        snapshots: _abc.Iterable[_trace_pb2.RouterSnapshot] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshots", b"snapshots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSnapshotsResponse: _TypeAlias = ListSnapshotsResponse  # noqa: Y015
+
+@_typing.final
+class ScaleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """empty: the only one"""
+    prefill: _builtins.int
+    """absent: as it is"""
+    decode: _builtins.int
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        prefill: _builtins.int | None = ...,
+        decode: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode", b"_decode", "_prefill", b"_prefill", "decode", b"decode", "model", b"model", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__decode: _TypeAlias = _typing.Literal["decode"]  # noqa: Y015
+    _WhichOneofArgType__decode: _TypeAlias = _typing.Literal["_decode", b"_decode"]  # noqa: Y015
+    _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
+    _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode) -> _WhichOneofReturnType__decode | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill) -> _WhichOneofReturnType__prefill | None: ...
+
+Global___ScaleRequest: _TypeAlias = ScaleRequest  # noqa: Y015
+
+@_typing.final
+class ScaleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACTIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def actions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what was done, in words, in order"""
+
+    def __init__(
+        self,
+        *,
+        actions: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actions", b"actions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScaleResponse: _TypeAlias = ScaleResponse  # noqa: Y015
+
+@_typing.final
+class DrainWorkerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    RESTART_FIELD_NUMBER: _builtins.int
+    WAIT_FOR_ENDS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    restart: _builtins.bool
+    """starts it again when it is empty; otherwise it leaves the cluster"""
+    wait_for_ends: _builtins.bool
+    """its requests go on to their ends there instead of being moved"""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        restart: _builtins.bool = ...,
+        wait_for_ends: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["restart", b"restart", "wait_for_ends", b"wait_for_ends", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerRequest: _TypeAlias = DrainWorkerRequest  # noqa: Y015
+
+@_typing.final
+class DrainWorkerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
 
 @_typing.final
 class ShutdownRequest(_message.Message):

@@ -61,6 +61,21 @@ class ClusterStub(object):
                 request_serializer=tandem_dot_v1_dot_trace__pb2.ListTracesRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_trace__pb2.ListTracesResponse.FromString,
                 _registered_method=True)
+        self.ListSnapshots = channel.unary_unary(
+                '/tandem.v1.Cluster/ListSnapshots',
+                request_serializer=tandem_dot_v1_dot_cluster__pb2.ListSnapshotsRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_cluster__pb2.ListSnapshotsResponse.FromString,
+                _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/tandem.v1.Cluster/Scale',
+                request_serializer=tandem_dot_v1_dot_cluster__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_cluster__pb2.ScaleResponse.FromString,
+                _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/tandem.v1.Cluster/DrainWorker',
+                request_serializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/tandem.v1.Cluster/Shutdown',
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.ShutdownRequest.SerializeToString,
@@ -94,7 +109,7 @@ class ClusterServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetTrace(self, request, context):
-        """Both ask the routers.
+        """These ask the routers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,6 +117,27 @@ class ClusterServicer(object):
 
     def ListTraces(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSnapshots(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """Makes the pools of a model so large, by role changes first, then by starting and draining workers. Answers when it is
+        done. Refused with FAILED_PRECONDITION before anything stops when the devices cannot hold it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainWorker(self, request, context):
+        """Takes a worker out of the cluster, or through a new life, without losing a request.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -139,6 +175,21 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.ListTraces,
                     request_deserializer=tandem_dot_v1_dot_trace__pb2.ListTracesRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_trace__pb2.ListTracesResponse.SerializeToString,
+            ),
+            'ListSnapshots': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSnapshots,
+                    request_deserializer=tandem_dot_v1_dot_cluster__pb2.ListSnapshotsRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_cluster__pb2.ListSnapshotsResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=tandem_dot_v1_dot_cluster__pb2.ScaleRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_cluster__pb2.ScaleResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -282,6 +333,87 @@ class Cluster(object):
             '/tandem.v1.Cluster/ListTraces',
             tandem_dot_v1_dot_trace__pb2.ListTracesRequest.SerializeToString,
             tandem_dot_v1_dot_trace__pb2.ListTracesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSnapshots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/ListSnapshots',
+            tandem_dot_v1_dot_cluster__pb2.ListSnapshotsRequest.SerializeToString,
+            tandem_dot_v1_dot_cluster__pb2.ListSnapshotsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/Scale',
+            tandem_dot_v1_dot_cluster__pb2.ScaleRequest.SerializeToString,
+            tandem_dot_v1_dot_cluster__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/DrainWorker',
+            tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
+            tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,8 +42,15 @@ class ClusterStub:
     """The directory now, and again after every change."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.ClusterStatus]
     GetTrace: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]
-    """Both ask the routers."""
+    """These ask the routers."""
     ListTraces: _grpc.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]
+    ListSnapshots: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ListSnapshotsRequest, _cluster_pb2.ListSnapshotsResponse]
+    Scale: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.ScaleResponse]
+    """Makes the pools of a model so large, by role changes first, then by starting and draining workers. Answers when it is
+    done. Refused with FAILED_PRECONDITION before anything stops when the devices cannot hold it.
+    """
+    DrainWorker: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]
+    """Takes a worker out of the cluster, or through a new life, without losing a request."""
     Shutdown: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]
 
 @_typing.type_check_only
@@ -59,8 +66,15 @@ class ClusterAsyncStub(ClusterStub):
     """The directory now, and again after every change."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.ClusterStatus]  # type: ignore[assignment]
     GetTrace: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]  # type: ignore[assignment]
-    """Both ask the routers."""
+    """These ask the routers."""
     ListTraces: _aio.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]  # type: ignore[assignment]
+    ListSnapshots: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ListSnapshotsRequest, _cluster_pb2.ListSnapshotsResponse]  # type: ignore[assignment]
+    Scale: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.ScaleResponse]  # type: ignore[assignment]
+    """Makes the pools of a model so large, by role changes first, then by starting and draining workers. Answers when it is
+    done. Refused with FAILED_PRECONDITION before anything stops when the devices cannot hold it.
+    """
+    DrainWorker: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]  # type: ignore[assignment]
+    """Takes a worker out of the cluster, or through a new life, without losing a request."""
     Shutdown: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]  # type: ignore[assignment]
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
@@ -97,7 +111,7 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.GetTraceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trace_pb2.RequestTrace, _abc.Awaitable[_trace_pb2.RequestTrace]]:
-        """Both ask the routers."""
+        """These ask the routers."""
 
     @_abc_1.abstractmethod
     def ListTraces(
@@ -105,6 +119,31 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.ListTracesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trace_pb2.ListTracesResponse, _abc.Awaitable[_trace_pb2.ListTracesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListSnapshots(
+        self,
+        request: _cluster_pb2.ListSnapshotsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.ListSnapshotsResponse, _abc.Awaitable[_cluster_pb2.ListSnapshotsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Scale(
+        self,
+        request: _cluster_pb2.ScaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.ScaleResponse, _abc.Awaitable[_cluster_pb2.ScaleResponse]]:
+        """Makes the pools of a model so large, by role changes first, then by starting and draining workers. Answers when it is
+        done. Refused with FAILED_PRECONDITION before anything stops when the devices cannot hold it.
+        """
+
+    @_abc_1.abstractmethod
+    def DrainWorker(
+        self,
+        request: _cluster_pb2.DrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.DrainWorkerResponse, _abc.Awaitable[_cluster_pb2.DrainWorkerResponse]]:
+        """Takes a worker out of the cluster, or through a new life, without losing a request."""
 
     @_abc_1.abstractmethod
     def Shutdown(

@@ -46,6 +46,11 @@ class TracesStub(object):
                 request_serializer=tandem_dot_v1_dot_trace__pb2.ListTracesRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_trace__pb2.ListTracesResponse.FromString,
                 _registered_method=True)
+        self.GetSnapshot = channel.unary_unary(
+                '/tandem.v1.Traces/GetSnapshot',
+                request_serializer=tandem_dot_v1_dot_trace__pb2.GetSnapshotRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_trace__pb2.RouterSnapshot.FromString,
+                _registered_method=True)
 
 
 class TracesServicer(object):
@@ -66,6 +71,12 @@ class TracesServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSnapshot(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TracesServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +89,11 @@ def add_TracesServicer_to_server(servicer, server):
                     servicer.ListTraces,
                     request_deserializer=tandem_dot_v1_dot_trace__pb2.ListTracesRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_trace__pb2.ListTracesResponse.SerializeToString,
+            ),
+            'GetSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSnapshot,
+                    request_deserializer=tandem_dot_v1_dot_trace__pb2.GetSnapshotRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_trace__pb2.RouterSnapshot.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -136,6 +152,33 @@ class Traces(object):
             '/tandem.v1.Traces/ListTraces',
             tandem_dot_v1_dot_trace__pb2.ListTracesRequest.SerializeToString,
             tandem_dot_v1_dot_trace__pb2.ListTracesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Traces/GetSnapshot',
+            tandem_dot_v1_dot_trace__pb2.GetSnapshotRequest.SerializeToString,
+            tandem_dot_v1_dot_trace__pb2.RouterSnapshot.FromString,
             options,
             channel_credentials,
             insecure,

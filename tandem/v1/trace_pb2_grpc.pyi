@@ -38,6 +38,7 @@ class TracesStub:
     GetTrace: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]
     """NOT_FOUND when this router does not have it (any more)."""
     ListTraces: _grpc.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]
+    GetSnapshot: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetSnapshotRequest, _trace_pb2.RouterSnapshot]
 
 @_typing.type_check_only
 class TracesAsyncStub(TracesStub):
@@ -49,6 +50,7 @@ class TracesAsyncStub(TracesStub):
     GetTrace: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]  # type: ignore[assignment]
     """NOT_FOUND when this router does not have it (any more)."""
     ListTraces: _aio.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]  # type: ignore[assignment]
+    GetSnapshot: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetSnapshotRequest, _trace_pb2.RouterSnapshot]  # type: ignore[assignment]
 
 class TracesServicer(metaclass=_abc_1.ABCMeta):
     """Where the time of single requests went, as one router knows it: of the last requests that ended. On the router's gRPC
@@ -69,5 +71,12 @@ class TracesServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.ListTracesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trace_pb2.ListTracesResponse, _abc.Awaitable[_trace_pb2.ListTracesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GetSnapshot(
+        self,
+        request: _trace_pb2.GetSnapshotRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trace_pb2.RouterSnapshot, _abc.Awaitable[_trace_pb2.RouterSnapshot]]: ...
 
 def add_TracesServicer_to_server(servicer: TracesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

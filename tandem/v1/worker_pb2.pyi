@@ -29,6 +29,9 @@ class RouterFrame(_message.Message):
     JOIN_FIELD_NUMBER: _builtins.int
     GENERATE_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello: ...
     @_builtins.property
@@ -41,6 +44,12 @@ class RouterFrame(_message.Message):
     def generate(self) -> Global___Generate: ...
     @_builtins.property
     def cancel(self) -> Global___Cancel: ...
+    @_builtins.property
+    def hold(self) -> Global___Hold: ...
+    @_builtins.property
+    def move(self) -> Global___Move: ...
+    @_builtins.property
+    def resume(self) -> Global___Resume: ...
     def __init__(
         self,
         *,
@@ -50,12 +59,15 @@ class RouterFrame(_message.Message):
         join: Global___Join | None = ...,
         generate: Global___Generate | None = ...,
         cancel: Global___Cancel | None = ...,
+        hold: Global___Hold | None = ...,
+        move: Global___Move | None = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "frame", b"frame", "generate", b"generate", "hello", b"hello", "join", b"join", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "frame", b"frame", "generate", b"generate", "hello", b"hello", "hold", b"hold", "join", b"join", "move", b"move", "prefill", b"prefill", "reserve", b"reserve", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "frame", b"frame", "generate", b"generate", "hello", b"hello", "join", b"join", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "frame", b"frame", "generate", b"generate", "hello", b"hello", "hold", b"hold", "join", b"join", "move", b"move", "prefill", b"prefill", "reserve", b"reserve", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "join", "generate", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "join", "generate", "cancel", "hold", "move", "resume"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -74,8 +86,10 @@ class WorkerFrame(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     REACH_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     PROMPT_SCORES_FIELD_NUMBER: _builtins.int
     FRAMES_SEEN_FIELD_NUMBER: _builtins.int
+    METERS_FIELD_NUMBER: _builtins.int
     SENT_AT_S_FIELD_NUMBER: _builtins.int
     frames_seen: _builtins.int
     """So many frames of this session, hello not counted, the worker had taken up: what the last load does not know of is
@@ -100,8 +114,16 @@ class WorkerFrame(_message.Message):
         """at the start of a session and whenever it changes"""
 
     @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Held]:
+        """after the tokens that came before"""
+
+    @_builtins.property
     def prompt_scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptScores]:
         """before the first token of their request"""
+
+    @_builtins.property
+    def meters(self) -> Global___WorkerMeters:
+        """at the start of a session, then once a second where they changed"""
 
     def __init__(
         self,
@@ -113,13 +135,15 @@ class WorkerFrame(_message.Message):
         ended: _abc.Iterable[Global___Ended] | None = ...,
         load: Global___WorkerLoad | None = ...,
         reach: Global___Reach | None = ...,
+        held: _abc.Iterable[Global___Held] | None = ...,
         prompt_scores: _abc.Iterable[Global___PromptScores] | None = ...,
         frames_seen: _builtins.int = ...,
+        meters: Global___WorkerMeters | None = ...,
         sent_at_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load", "reach", b"reach"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load", "meters", b"meters", "reach", b"reach"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "frames_seen", b"frames_seen", "handoffs", b"handoffs", "hello", b"hello", "load", b"load", "prompt_scores", b"prompt_scores", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "frames_seen", b"frames_seen", "handoffs", b"handoffs", "held", b"held", "hello", b"hello", "load", b"load", "meters", b"meters", "prompt_scores", b"prompt_scores", "reach", b"reach", "reserved", b"reserved", "sent_at_s", b"sent_at_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -226,10 +250,13 @@ class Work(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
     ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """made by the router; never by a client"""
     cache_salt: _builtins.bytes
+    trace_id: _builtins.str
+    """32 hex digits of W3C trace context, for the logs; empty: none"""
     answer_tokens: _builtins.int
     """so many tokens at the end of `prompt` were generated already, by an attempt that broke off"""
     @_builtins.property
@@ -243,11 +270,12 @@ class Work(_message.Message):
         prompt: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___ResolvedSampling | None = ...,
         cache_salt: _builtins.bytes = ...,
+        trace_id: _builtins.str = ...,
         answer_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "cache_salt", b"cache_salt", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -525,6 +553,100 @@ class Cancel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
+
+@_typing.final
+class Hold(_message.Message):
+    """The way of a running request from one decode worker to another: Hold there, Reserve here (prompt and answer so far,
+    without its last token, whose KV is not computed yet), Move there with the ticket, Join here with that last token.
+
+    Router to the decode worker that it runs on: no further token, the blocks stay. Answered by `Held`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Hold: _TypeAlias = Hold  # noqa: Y015
+
+@_typing.final
+class Held(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    held: _builtins.bool
+    """false: it is not decoding (yet, or any more), and goes on as if nothing had been asked"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        held: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Held: _TypeAlias = Held  # noqa: Y015
+
+@_typing.final
+class Move(_message.Message):
+    """Router to the decode worker that holds it: push its blocks. `HandoffDone` when all are acknowledged, and it is over here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def ticket(self) -> Global___HandoffTicket: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        ticket: Global___HandoffTicket | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Move: _TypeAlias = Move  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """Router to the decode worker that holds it: it did not come to a move, go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class StepToken(_message.Message):
@@ -917,6 +1039,90 @@ class BlockCounts(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BlockCounts: _TypeAlias = BlockCounts  # noqa: Y015
+
+@_typing.final
+class WorkerMeters(_message.Message):
+    """What a worker has done in this life, all ranks together. Counters only grow."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    FLOPS_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    PEAK_FLOPS_PER_S_FIELD_NUMBER: _builtins.int
+    PEAK_MEMORY_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
+    prefill_tokens: _builtins.int
+    """computed"""
+    decode_tokens: _builtins.int
+    sampled_tokens: _builtins.int
+    preemptions: _builtins.int
+    flops: _builtins.float
+    """by the model's shape"""
+    memory_bytes: _builtins.float
+    peak_flops_per_s: _builtins.float
+    """as configured, or measured at start"""
+    peak_memory_bytes_per_s: _builtins.float
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepMeter]:
+        """by kind"""
+
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkState]: ...
+    def __init__(
+        self,
+        *,
+        steps: _abc.Iterable[Global___StepMeter] | None = ...,
+        prefill_tokens: _builtins.int = ...,
+        decode_tokens: _builtins.int = ...,
+        sampled_tokens: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+        flops: _builtins.float = ...,
+        memory_bytes: _builtins.float = ...,
+        peak_flops_per_s: _builtins.float = ...,
+        peak_memory_bytes_per_s: _builtins.float = ...,
+        links: _abc.Iterable[Global___LinkState] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "flops", b"flops", "links", b"links", "memory_bytes", b"memory_bytes", "peak_flops_per_s", b"peak_flops_per_s", "peak_memory_bytes_per_s", b"peak_memory_bytes_per_s", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "sampled_tokens", b"sampled_tokens", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerMeters: _TypeAlias = WorkerMeters  # noqa: Y015
+
+@_typing.final
+class StepMeter(_message.Message):
+    """Engine steps of one kind: how many took up to each bound (worker/meters.py), one more for those beyond the last."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    TOTAL_S_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """a member of worker.meters.StepKind"""
+    total_s: _builtins.float
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        total_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "kind", b"kind", "total_s", b"total_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepMeter: _TypeAlias = StepMeter  # noqa: Y015
 
 @_typing.final
 class GetStateRequest(_message.Message):

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -57,12 +58,17 @@ class Cluster:
     grpc_port: int
     admin_port: int
     log: Path
+    ca: Path | None = None  # of the edge's certificate; None: no TLS
     started_in_s: float = 0.0
     descendants: set[int] = field(default_factory=set)
 
     @property
     def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.http_port}"
+        return f"{'http' if self.ca is None else 'https'}://127.0.0.1:{self.http_port}"
+
+    @property
+    def verify(self) -> ssl.SSLContext | bool:
+        return True if self.ca is None else ssl.create_default_context(cafile=str(self.ca))
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.base_url}/v1", api_key="none", **({"max_retries": 0} | options))
@@ -90,7 +96,7 @@ class Cluster:
             if self.process.poll() is not None:
                 raise RuntimeError(f"tandem up ended with {self.process.returncode}:\n{self.log.read_text()[-4000:]}")
             try:
-                if httpx.get(f"{self.base_url}/ready", timeout=5.0).status_code == 200 and all(
+                if httpx.get(f"{self.base_url}/ready", timeout=5.0, verify=self.verify).status_code == 200 and all(
                     worker["state"] == "ready" for worker in self.status()["workers"]
                 ):
                     return
@@ -141,7 +147,9 @@ class Cluster:
         return alive
 
 
-def start_cluster(folder: Path, *arguments: str, spec: dict[str, Any] | None = None) -> Cluster:
+def start_cluster(
+    folder: Path, *arguments: str, spec: dict[str, Any] | None = None, ca: Path | None = None
+) -> Cluster:
     http_port, grpc_port, admin_port = free_ports(3)
     config = folder / "cluster.yaml"
     settings: dict[str, Any] = {
@@ -157,7 +165,7 @@ def start_cluster(folder: Path, *arguments: str, spec: dict[str, Any] | None = N
         command = [sys.executable, "-m", "cluster", "up", "--config", str(config), *arguments]
         process = subprocess.Popen(command, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
     started_s = time.monotonic()
-    cluster = Cluster(process, env, http_port, grpc_port, admin_port, log)
+    cluster = Cluster(process, env, http_port, grpc_port, admin_port, log, ca)
     try:
         cluster.wait_ready()
     except BaseException:
@@ -170,11 +178,11 @@ def start_cluster(folder: Path, *arguments: str, spec: dict[str, Any] | None = N
 
 @pytest.fixture
 def cluster_with(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
-    """`cluster_with("--routers", "2")`: a cluster of the test's own, started so and ended after it."""
+    """`cluster_with("--routers", "2", spec={...})`: a cluster of the test's own, started so and ended after it."""
     started: list[Cluster] = []
 
-    def start(*arguments: str) -> Cluster:
-        started.append(start_cluster(tmp_path_factory.mktemp("cluster"), *arguments))
+    def start(*arguments: str, spec: dict[str, Any] | None = None) -> Cluster:
+        started.append(start_cluster(tmp_path_factory.mktemp("cluster"), *arguments, spec=spec))
         return started[-1]
 
     yield start

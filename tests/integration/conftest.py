@@ -13,7 +13,8 @@ import pytest
 
 from router.app import RouterApp
 from router.testing import until
-from tandem.config import Disaggregation, EngineSpec, ModelSpec, Role, RouterSpec, TransferSpec
+from tandem.config import Disaggregation, EngineSpec, ModelSpec, ObservabilitySpec, Role, RouterSpec, TransferSpec
+from tandem.config_auth import AuthSpec
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.model_config import fingerprint
 from worker.testing import assert_conserved, open_session
@@ -42,7 +43,13 @@ def routed(short_folder: Path) -> Callable[..., AbstractAsyncContextManager[Rout
 
     @asynccontextmanager
     async def start(
-        model_dir: Path, *, prefill: int, decode: int, engine: EngineSpec | None = None
+        model_dir: Path,
+        *,
+        prefill: int,
+        decode: int,
+        engine: EngineSpec | None = None,
+        observability: ObservabilitySpec | None = None,
+        auth: AuthSpec | None = None,
     ) -> AsyncIterator[Routed]:
         model = ModelSpec(source=str(model_dir), engine=engine or EngineSpec(kv_blocks=256))
         roles = {f"prefill-{n}": Role.PREFILL for n in range(prefill)}
@@ -51,7 +58,7 @@ def routed(short_folder: Path) -> Callable[..., AbstractAsyncContextManager[Rout
             await asyncio.gather(
                 *(running.start(worker_id, role, model, TransferSpec()) for worker_id, role in roles.items())
             )
-            app = RouterApp(router_launch(model, model_dir, running.controller_address))
+            app = RouterApp(router_launch(model, model_dir, running.controller_address, observability, auth))
             await app.start()
             try:
                 await until(lambda: app.dispatcher.fleet.count_ready(Role.DECODE) == decode)
@@ -69,7 +76,13 @@ def routed(short_folder: Path) -> Callable[..., AbstractAsyncContextManager[Rout
     return start
 
 
-def router_launch(model: ModelSpec, model_dir: Path, controller_address: str) -> RouterLaunch:
+def router_launch(
+    model: ModelSpec,
+    model_dir: Path,
+    controller_address: str,
+    observability: ObservabilitySpec | None = None,
+    auth: AuthSpec | None = None,
+) -> RouterLaunch:
     served = ServedModel(
         name="tiny",
         model_dir=str(model_dir),
@@ -83,6 +96,8 @@ def router_launch(model: ModelSpec, model_dir: Path, controller_address: str) ->
         models=(served,),
         controller_address=controller_address,
         redis_url=None,
+        observability=observability or ObservabilitySpec(),
+        auth=auth or AuthSpec(),
     )
 
 

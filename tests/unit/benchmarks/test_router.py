@@ -17,6 +17,7 @@ COST = {
 }
 DECIDE = {"router.decide_100k_ms": "ms", "router.hash_100k_ms": "ms"}
 PEERS = {"index.peer": "look-ups/s", "index.peer_events_per_s": "events/s"}  # only where the peer is installed
+REDIS = {f"router.redis_{what}_ttft_p99_ms": "ms" for what in ("killed", "frozen", "emptied", "lost")}
 OVERLOAD = {"router.overload_goodput": "requests/s", "router.refuse_p99_ms": "ms"}
 
 
@@ -46,3 +47,14 @@ def test_most_of_the_peak_is_kept_under_overload(figures: Figures) -> None:
     lines = figures("benchmarks.router", "--figure", "overload")
     assert {name: line["unit"] for name, line in lines.items()} == OVERLOAD
     assert lines["router.overload_goodput"]["ratio"] > 0.5
+
+
+def test_what_a_lost_redis_adds_to_the_first_token_is_measured(figures: Figures) -> None:
+    lines = figures("benchmarks.router", "--figure", "redis")
+    assert {name: line["unit"] for name, line in lines.items()} == REDIS
+    assert all(line["reference"] > 0 for line in lines.values())
+
+
+def test_what_observing_costs_is_one_share(figures: Figures) -> None:
+    lines = figures("benchmarks.router", "--figure", "observability")
+    assert {name: line["unit"] for name, line in lines.items()} == {"obs.overhead_share": "share"}

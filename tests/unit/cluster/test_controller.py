@@ -65,6 +65,8 @@ async def test_a_killed_rank_is_a_new_epoch_and_disturbs_nobody_else(controller:
     registered = controller.directory.get("decode-0")
     assert registered is not None
     assert registered.epoch == decode.epoch
+    places = {place.worker_id: (place.ranks, place.restarts) for place in controller.directory.snapshot().places}
+    assert places == {"decode-0": (1, 1), "prefill-0": (1, 0)}
 
 
 async def test_registrations_of_strangers_and_of_old_lives_are_refused(controller: Controller) -> None:

@@ -17,8 +17,8 @@ SCRIPT = textwrap.dedent(
     """
     import asyncio, os, pathlib, signal, sys
     import psutil
-    from cluster.ray_token import use_own_token
-    use_own_token()
+    from cluster.ray_env import prepare_own_ray
+    prepare_own_ray(None)
     from cluster.processes import MemberStart, ProcessSpec, Resources
     from cluster.ray_backend import RayBackend
 
@@ -26,7 +26,7 @@ SCRIPT = textwrap.dedent(
         return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
     async def main(folder):
-        backend = RayBackend(folder / "logs", folder / "ray", address=None, cpus=2)
+        backend = RayBackend(folder / "logs", folder / "ray", address=None, cpus=2, place_timeout_s=60.0)
         await backend.open()
         one, two = await backend.place("worker-0", [Resources(cpus=1), Resources(cpus=1)])
         sleep = ProcessSpec(name="rank", argv=(sys.executable, "-c", "import time; time.sleep(600)"))

@@ -70,6 +70,18 @@ async def test_stopping_leaves_nothing_and_it_can_start_again(tmp_path: Path) ->
         assert not (tmp_path / "run").exists()
 
 
+async def test_a_process_has_its_own_time_to_end(tmp_path: Path) -> None:
+    supervisor = Supervisor("m", tmp_path / "logs")
+    stubborn = (sys.executable, "-c", "import signal, time; signal.signal(15, 1); print(flush=True); time.sleep(60)")
+    await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=stubborn, stop_grace_s=0.3)))
+    async with asyncio.timeout(10):
+        while not (tmp_path / "logs" / "m.rank.log").read_text():
+            await asyncio.sleep(0.02)
+    started_s = asyncio.get_running_loop().time()
+    await supervisor.stop()
+    assert 0.3 <= asyncio.get_running_loop().time() - started_s < 4.0
+
+
 def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     script = textwrap.dedent(
         f"""

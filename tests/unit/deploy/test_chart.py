@@ -1,20 +1,17 @@
-"""The chart, rendered by the real helm: what it makes, what it refuses, and that its spec is the product's spec."""
+"""The chart, rendered by the real helm: what its pods are given, and that its spec is the product's spec."""
 
 from __future__ import annotations
 
 import base64
-import os
-import signal
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
+from cluster.requirements import Requirement
 from tandem.config import ClusterSpec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,29 +21,23 @@ POD_IP = "10.1.2.3"
 REDIS_URL = "rediss://user:secret@redis.example:6380/0"
 
 Manifest = dict[str, Any]
+Manifests = dict[tuple[str, str], Manifest]
+Render = Callable[..., Manifests]
 
 
-@pytest.fixture(scope="module")
-def helm() -> str:
-    found = subprocess.run([ROOT / "scripts" / "fetch-helm.sh"], check=True, capture_output=True, text=True)
-    return found.stdout.strip()
+def values(name: str) -> tuple[str, str]:
+    return "--values", str(CHART / "examples" / f"{name}.yaml")
 
 
-def run_helm(helm: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([helm, *arguments], check=False, capture_output=True, text=True)
+def groups_of(manifests: Manifests) -> tuple[Manifest, Manifest]:
+    """The head's group and the nodes'."""
+    spec = manifests["RayCluster", "test-tandem"]["spec"]
+    (nodes,) = spec["workerGroupSpecs"]
+    return spec["headGroupSpec"], nodes
 
 
-def render(helm: str, *arguments: str) -> dict[tuple[str, str], Manifest]:
-    """(kind, name) → manifest of `helm template`."""
-    result = run_helm(helm, "template", "test", str(CHART), "--namespace", "serving", *arguments)
-    assert result.returncode == 0, result.stderr
-    manifests = [manifest for manifest in yaml.safe_load_all(result.stdout) if manifest]
-    return {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests}
-
-
-def head_of(manifests: dict[tuple[str, str], Manifest]) -> Manifest:
-    spec: Manifest = manifests["RayCluster", "test-tandem"]["spec"]["headGroupSpec"]
-    return spec
+def head_of(manifests: Manifests) -> Manifest:
+    return groups_of(manifests)[0]
 
 
 def container_of(group: Manifest) -> Manifest:
@@ -55,38 +46,53 @@ def container_of(group: Manifest) -> Manifest:
     return container
 
 
-def cluster_spec(manifests: dict[tuple[str, str], Manifest]) -> ClusterSpec:
+def volumes_of(group: Manifest) -> dict[str, Manifest]:
+    return {volume["name"]: volume for volume in group["template"]["spec"]["volumes"]}
+
+
+def raw_spec(manifests: Manifests) -> Manifest:
     """The spec as the head's start script completes it."""
     text = manifests["ConfigMap", "test-tandem"]["data"]["cluster.yaml"]
     completed = text.replace("${POD_IP}", POD_IP).replace("${TANDEM_REDIS_URL}", REDIS_URL)
     assert "${" not in completed
-    return ClusterSpec.model_validate(yaml.safe_load(completed))
+    spec: Manifest = yaml.safe_load(completed)
+    return spec
 
 
-@pytest.mark.parametrize("values", [None, *EXAMPLES], ids=lambda path: path.stem if path else "defaults")
-def test_lint_is_clean(helm: str, values: Path | None) -> None:
-    result = run_helm(helm, "lint", "--strict", str(CHART), *(["--values", str(values)] if values else []))
+def cluster_spec(manifests: Manifests) -> ClusterSpec:
+    return ClusterSpec.model_validate(raw_spec(manifests))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_lint_is_clean(helm: str, path: Path) -> None:
+    command = [helm, "lint", "--strict", str(CHART), "--values", str(path)]
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("values", [None, *EXAMPLES], ids=lambda path: path.stem if path else "defaults")
-def test_every_rendered_spec_is_a_valid_cluster_spec(helm: str, values: Path | None) -> None:
-    manifests = render(helm, *(["--values", str(values)] if values else []))
-    spec = cluster_spec(manifests)
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES))
+def test_every_rendered_spec_is_a_valid_cluster_spec(render: Render, name: str) -> None:
+    spec = cluster_spec(render(*values(name)))
     assert (spec.router.http_host, spec.router.grpc_host) == (POD_IP, POD_IP)
     assert (spec.control.backend, spec.control.ray_address) == ("ray", "auto")
+    assert spec.transfer.bind_host == "auto"
 
 
-def test_values_under_cluster_reach_the_spec(helm: str) -> None:
-    spec = cluster_spec(render(helm, "--values", str(CHART / "examples" / "gpu-node.yaml")))
+def test_values_under_cluster_reach_the_spec(render: Render) -> None:
+    spec = cluster_spec(render(*values("gpu-node")))
     (model,) = spec.models
     assert (model.prefill.workers, model.decode.tp) == (4, 4)
     assert model.engine.kv_memory_bytes == 32 << 30
     assert spec.router.max_queued_requests == 1024
 
 
-def test_the_head_starts_ray_and_then_tandem(helm: str) -> None:
-    manifests = render(helm)
+def test_the_controller_is_on_the_network_only_where_other_pods_need_it(render: Render) -> None:
+    assert cluster_spec(render()).control.admin_host == "127.0.0.1"
+    assert cluster_spec(render(*values("two-racks"))).control.admin_host == POD_IP
+
+
+def test_the_head_starts_ray_and_then_tandem(render: Render) -> None:
+    manifests = render()
     cluster = manifests["RayCluster", "test-tandem"]
     assert cluster["apiVersion"] == "ray.io/v1"
     assert cluster["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
@@ -97,145 +103,186 @@ def test_the_head_starts_ray_and_then_tandem(helm: str) -> None:
     assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/etc/tandem", "/dev/shm", "/models"}
 
 
-@pytest.fixture
-def head_pod(helm: str, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """The head's start script, running, with stand-ins for `ray` and `tandem` that show what reached them."""
-    data = render(helm)["ConfigMap", "test-tandem"]["data"]
-    (tmp_path / "cluster.yaml").write_text(data["cluster.yaml"])
-    script = data["start-head.sh"].replace("/etc/tandem", str(tmp_path)).replace("/tmp/tandem", str(tmp_path / "run"))
-    programs = {
-        "python": f'exec {sys.executable} "$@"',
-        "ray": f'case $1 in start) touch {tmp_path}/up; exec sleep 60 ;; *) test -e {tmp_path}/up ;; esac',
-        "tandem": f"exec {sys.executable} {tmp_path}/tandem.py",
-    }
-    for name, body in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "tandem.py").write_text(
-        "import pathlib, time\n"
-        f"spec = pathlib.Path({str(tmp_path / 'run' / 'cluster.yaml')!r}).read_text()\n"
-        "try:\n    print(spec, '---', sep='', flush=True)\n    time.sleep(60)\n"
-        "except KeyboardInterrupt:\n    print('clean', flush=True)\n"
-    )
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    process = subprocess.Popen(
-        ["bash", "-c", script], text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-        env={**os.environ, "PATH": path, "POD_IP": POD_IP, "KUBERAY_GEN_RAY_START_CMD": "ray start --head --block"},
-    )
-    yield process
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def spec_that_reached_tandem(head_pod: subprocess.Popen[str]) -> ClusterSpec:
-    assert head_pod.stdout is not None
-    lines = list(iter(head_pod.stdout.readline, "---\n"))
-    return ClusterSpec.model_validate(yaml.safe_load("".join(lines)))
-
-
-def test_the_start_script_gives_tandem_the_pods_address_and_a_clean_end(head_pod: subprocess.Popen[str]) -> None:
-    assert spec_that_reached_tandem(head_pod).router.http_host == POD_IP
-    head_pod.send_signal(signal.SIGINT)
-    assert head_pod.wait(10) == 0
-
-
-def test_the_head_pod_ends_when_ray_does(head_pod: subprocess.Popen[str]) -> None:
-    spec_that_reached_tandem(head_pod)
-    (ray,) = [child for child in psutil.Process(head_pod.pid).children(recursive=True) if child.name() == "sleep"]
-    ray.terminate()
-    assert head_pod.wait(10) == 0
-
-
-def test_a_node_pod_has_all_its_devices_and_shared_memory_of_the_asked_size(helm: str) -> None:
-    manifests = render(helm, "--values", str(CHART / "examples" / "gpu-node.yaml"))
-    (group,) = manifests["RayCluster", "test-tandem"]["spec"]["workerGroupSpecs"]
-    assert group["rayStartParams"] == {"num-gpus": "8"}
-    for each in (group, head_of(manifests)):
+def test_a_node_pod_has_all_its_devices(render: Render) -> None:
+    manifests = render(*values("gpu-node"))
+    head, nodes = groups_of(manifests)
+    assert nodes["rayStartParams"]["num-gpus"] == "8"
+    for each in (nodes, head):
         assert container_of(each)["resources"]["limits"]["nvidia.com/gpu"] == 8
-        shared = next(v for v in each["template"]["spec"]["volumes"] if v["name"] == "shared-memory")
-        assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
+        assert volumes_of(each)["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
 
 
-def test_a_head_that_is_no_node_offers_ray_no_devices(helm: str) -> None:
-    manifests = render(helm, "--set", "node.onHead=false", "--set", "node.replicas=2")
-    params = head_of(manifests)["rayStartParams"]
-    assert (params["num-cpus"], params["num-gpus"]) == ("0", "0")
-    (group,) = manifests["RayCluster", "test-tandem"]["spec"]["workerGroupSpecs"]
-    assert group["replicas"] == 2
+def test_rdma_devices_come_with_the_right_to_pin_memory(render: Render) -> None:
+    container = container_of(groups_of(render(*values("two-racks")))[1])
+    assert container["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1
+    assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"], "drop": ["ALL"]}
+    assert "add" not in container_of(head_of(render()))["securityContext"]["capabilities"]
 
 
-def test_no_container_runs_as_root_or_writes_its_root_file_system(helm: str) -> None:
-    manifests = render(helm, "--values", str(CHART / "examples" / "valkey.yaml"))
-    cluster = manifests["RayCluster", "test-tandem"]["spec"]
-    pods = [
-        cluster["headGroupSpec"]["template"]["spec"],
-        *(group["template"]["spec"] for group in cluster["workerGroupSpecs"]),
-        manifests["Deployment", "test-tandem-valkey"]["spec"]["template"]["spec"],
-        manifests["Pod", "test-tandem-test-completion"]["spec"],
-    ]
-    for pod in pods:
-        assert pod["securityContext"]["runAsNonRoot"] is True
-        assert pod["automountServiceAccountToken"] is False
-        for container in [*pod["containers"], *pod.get("initContainers", [])]:
-            context = container["securityContext"]
-            assert context["allowPrivilegeEscalation"] is False
-            assert context["readOnlyRootFilesystem"] is True
-            assert context["capabilities"] == {"drop": ["ALL"]}
-            assert container["resources"]["limits"]["memory"]
+@pytest.mark.parametrize(("gpus", "size"), [(0, "256Mi"), (8, "768Mi")])
+def test_shared_memory_is_what_ray_and_the_collectives_need(render: Render, gpus: int, size: str) -> None:
+    volumes = volumes_of(head_of(render("--set", f"node.gpus={gpus}")))
+    assert volumes["shared-memory"]["emptyDir"]["sizeLimit"] == size
 
 
-def test_probes_ask_the_router(helm: str) -> None:
-    container = container_of(head_of(render(helm, "--set", "startupSeconds=301")))
-    assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
-    assert container["livenessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
-    startup = container["startupProbe"]
-    assert startup["periodSeconds"] * startup["failureThreshold"] >= 301
+def test_a_head_that_is_no_node_offers_ray_no_devices(render: Render) -> None:
+    head, nodes = groups_of(render(*values("two-racks")))
+    assert (head["rayStartParams"]["num-cpus"], head["rayStartParams"]["num-gpus"]) == ("0", "0")
+    assert (nodes["replicas"], nodes["minReplicas"], nodes["maxReplicas"]) == (4, 0, 4)
 
 
-def test_services_select_the_head_pod_and_name_its_ports(helm: str) -> None:
-    manifests = render(helm, "--set", "service.httpPort=80")
+def test_nodes_spread_over_racks(render: Render) -> None:
+    _, nodes = groups_of(render(*values("two-racks")))
+    (constraint,) = nodes["template"]["spec"]["topologySpreadConstraints"]
+    labels = nodes["template"]["metadata"]["labels"]
+    assert constraint["topologyKey"] == "topology.kubernetes.io/rack"
+    assert constraint["labelSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_a_start_may_take_as_long_as_the_probes_allow(render: Render) -> None:
+    assert cluster_spec(render("--set", "startupSeconds=900")).control.start_timeout_s == 900
+    given = render("--set", "cluster.control.start_timeout_s=300")
+    assert cluster_spec(given).control.start_timeout_s == 300
+
+
+def test_probes_ask_the_router_as_it_is_reached(render: Render) -> None:
+    for arguments, scheme in (((), "HTTP"), (("--set", "tls.edge.existingSecret=edge"), "HTTPS")):
+        container = container_of(head_of(render("--set", "startupSeconds=301", *arguments)))
+        asked = {"port": "http", "scheme": scheme}
+        assert container["readinessProbe"]["httpGet"] == {"path": "/ready", **asked}
+        assert container["livenessProbe"]["httpGet"] == {"path": "/health", **asked}
+        startup = container["startupProbe"]
+        assert startup["periodSeconds"] * startup["failureThreshold"] >= 301
+
+
+def test_a_pod_serves_on_until_load_balancers_forgot_it_and_then_drains(render: Render) -> None:
+    manifests = render("--set", "preStopSeconds=7")
+    head = head_of(manifests)
+    drain_s = cluster_spec(manifests).router.drain_timeout_s
+    assert container_of(head)["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "7"]
+    assert head["template"]["spec"]["terminationGracePeriodSeconds"] > 7 + drain_s
+
+
+def test_every_router_has_its_ports_on_the_pod_and_on_the_services(render: Render) -> None:
+    manifests = render("--set", "service.httpPort=80", "--set", "cluster.router.replicas=3")
     head = head_of(manifests)
     labels = head["template"]["metadata"]["labels"]
     ports = {port["name"]: port["containerPort"] for port in container_of(head)["ports"]}
     for name, port, target in (("http", 80, 8000), ("grpc", 50051, 50051)):
         service = manifests["Service", f"test-tandem-{name}"]["spec"]
         assert service["selector"].items() <= labels.items()
-        assert service["ports"][0]["port"] == port
-        assert ports[service["ports"][0]["targetPort"]] == target
+        assert [each["port"] for each in service["ports"]] == [port, port + 1, port + 2]
+        assert [ports[each["targetPort"]] for each in service["ports"]] == [target, target + 1, target + 2]
+    admin_port = cluster_spec(manifests).control.admin_port
+    assert admin_port not in ports.values()  # routers_specs would leave it out of their ports
+    assert len(manifests["Service", "test-tandem-headless"]["spec"]["ports"]) == 6
 
 
-def test_only_http_and_grpc_are_open_to_other_pods(helm: str) -> None:
-    policy = render(helm)["NetworkPolicy", "test-tandem"]["spec"]
-    open_to_all = [rule for rule in policy["ingress"] if "from" not in rule]
-    assert [[port["port"] for port in rule["ports"]] for rule in open_to_all] == [["http", "grpc"]]
+def test_routes_balance_over_all_routers(render: Render) -> None:
+    manifests = render(*values("two-racks"))
+    for kind, service in (("HTTPRoute", "test-tandem-http"), ("GRPCRoute", "test-tandem-grpc")):
+        (rule,) = manifests[kind, "test-tandem"]["spec"]["rules"]
+        backends = {(backend["name"], backend["port"]) for backend in rule["backendRefs"]}
+        ports = manifests["Service", service]["spec"]["ports"]
+        assert backends == {(service, port["port"]) for port in ports}
 
 
-def test_secrets_come_by_reference_only(helm: str) -> None:
-    manifests = render(helm, "--values", str(CHART / "examples" / "valkey.yaml"))
-    assert not [kind for kind, _ in manifests if kind == "Secret"]
+def test_an_ingress_names_both_protocols(render: Render) -> None:
+    manifests = render(*values("external-redis"))
+    for kind, host in (("http", "llm.example.com"), ("grpc", "llm-grpc.example.com")):
+        spec = manifests["Ingress", f"test-tandem-{kind}"]["spec"]
+        (rule,) = spec["rules"]
+        assert rule["host"] == host
+        assert spec["tls"] == [{"secretName": "llm-example-com", "hosts": [host]}]
+
+
+def test_only_the_routers_ports_are_open_to_other_pods(render: Render) -> None:
+    policy = render("--set", "cluster.router.replicas=2")["NetworkPolicy", "test-tandem-clients"]["spec"]
+    (rule,) = policy["ingress"]
+    assert "from" not in rule
+    assert [port["port"] for port in rule["ports"]] == ["http", "grpc", "http-1", "grpc-1"]
+    named = render(*values("secured"))["NetworkPolicy", "test-tandem-clients"]["spec"]["ingress"][0]
+    assert len(named["from"]) == 3  # two named, and helm test
+
+
+def test_secrets_come_by_reference_only(example: Manifests) -> None:
+    assert not [kind for kind, _ in example if kind == "Secret"]
+
+
+def test_valkey_knows_one_user_whose_password_is_in_a_secret(render: Render) -> None:
+    manifests = render(*values("valkey"))
     env = {entry["name"]: entry for entry in container_of(head_of(manifests))["env"]}
-    assert env["VALKEY_PASSWORD"]["valueFrom"]["secretKeyRef"] == {"name": "tandem-valkey", "key": "password"}
-    assert "$(VALKEY_PASSWORD)" in env["TANDEM_REDIS_URL"]["value"]
+    secret = env["VALKEY_PASSWORD"]["valueFrom"]["secretKeyRef"]
+    assert secret == {"name": "tandem-valkey", "key": "password", "optional": True}
+    assert "tandem:$(VALKEY_PASSWORD)@" in env["TANDEM_REDIS_URL"]["value"]
+    valkey = container_of(manifests["Deployment", "test-tandem-valkey"]["spec"])
+    assert "user default off" in valkey["args"][0]
     assert cluster_spec(manifests).redis.mode == "external"
 
 
-def test_external_redis_takes_its_url_from_a_secret(helm: str) -> None:
-    manifests = render(helm, "--values", str(CHART / "examples" / "external-redis.yaml"))
+def test_external_redis_takes_its_url_from_a_secret(render: Render) -> None:
+    manifests = render(*values("external-redis"))
     env = {entry["name"]: entry for entry in container_of(head_of(manifests))["env"]}
-    assert env["TANDEM_REDIS_URL"]["valueFrom"]["secretKeyRef"] == {"name": "prefix-redis", "key": "url"}
+    secret = env["TANDEM_REDIS_URL"]["valueFrom"]["secretKeyRef"]
+    assert (secret["name"], secret["key"]) == ("prefix-redis", "url")
+    assert volumes_of(head_of(manifests))["redis-ca"]["secret"]["secretName"] == "prefix-redis-ca"
     assert ("Deployment", "test-tandem-valkey") not in manifests
 
 
-def test_a_model_given_as_a_path_is_not_pulled(helm: str) -> None:
-    pulled = head_of(render(helm))["template"]["spec"]["initContainers"]
+def test_keys_and_certificates_are_where_the_spec_says(render: Render) -> None:
+    manifests = render(*values("secured"))
+    spec, head = raw_spec(manifests), head_of(manifests)
+    mounts = {mount["mountPath"]: mount["name"] for mount in container_of(head)["volumeMounts"]}
+    named = [spec["router"]["tls"], spec["security"]["tls"], {"keys": spec["security"]["auth"]["keys_file"]}]
+    for path in (path for files in named for path in files.values()):
+        assert volumes_of(head)[mounts[path.rpartition("/")[0]]]["secret"]["optional"] is True
+
+
+def test_nodes_get_neither_keys_nor_the_edge_nor_the_controllers_certificate(render: Render) -> None:
+    manifests = render(*values("secured"))
+    _, nodes = groups_of(manifests)
+    assert {"keys", "tls-edge"}.isdisjoint(volumes_of(nodes))
+    (secret,) = [volume["secret"]["secretName"] for name, volume in volumes_of(nodes).items() if name == "tls-internal"]
+    certificates = {m["spec"]["secretName"]: m["spec"] for (kind, _), m in manifests.items() if kind == "Certificate"}
+    assert certificates[secret]["uris"] == ["spiffe://tandem/secured/worker"]
+
+
+def test_the_pod_is_told_what_it_must_find(render: Render) -> None:
+    """What `tandem up` and `tandem doctor` check, so that a missing Secret or volume is named."""
+    text = render(*values("secured"))["ConfigMap", "test-tandem"]["data"]["requirements.yaml"]
+    found = [Requirement.model_validate(entry) for entry in yaml.safe_load(text)]
+    assert "Secret tandem-keys with keys.yaml" in {each.what for each in found}
+    assert {each.value for each in found} >= {"tls.edge", "tls.internal", "redis.valkey.auth.existingSecret"}
+    model = render(*values("gpu-node"))["ConfigMap", "test-tandem"]["data"]["requirements.yaml"]
+    assert "claim llama-weights" in model
+    assert yaml.safe_load(render()["ConfigMap", "test-tandem"]["data"]["requirements.yaml"]) == []
+
+
+def test_helm_test_goes_through_the_secured_edge(render: Render) -> None:
+    pod = render(*values("secured"))["Pod", "test-tandem-test-completion"]["spec"]
+    (container,) = pod["containers"]
+    script = container["args"][0]
+    assert "https://test-tandem-http.serving.svc:8000/v1/completions" in script
+    assert container["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "tandem-smoke-key", "key": "key"}
+    assert "$API_KEY" in script.partition("curl")[0]  # in a file, not among the arguments
+
+
+def test_metrics_are_scraped_from_every_router(render: Render) -> None:
+    monitor = render("--set", "monitoring.podMonitor.enabled=true", "--set", "cluster.router.replicas=2")
+    endpoints = monitor["PodMonitor", "test-tandem"]["spec"]["podMetricsEndpoints"]
+    assert [(each["port"], each["path"]) for each in endpoints] == [("http", "/metrics"), ("http-1", "/metrics")]
+
+
+def test_a_model_given_as_a_path_is_not_pulled(render: Render) -> None:
+    pulled = head_of(render())["template"]["spec"]["initContainers"]
     assert [container["command"] for container in pulled] == [["tandem", "pull", "smollm2-135m"]]
-    local = render(helm, "--set", "cluster.models[0].source=/models/mine")
+    local = render("--set", "cluster.models[0].source=/models/mine")
     assert "initContainers" not in head_of(local)["template"]["spec"]
 
 
-def test_a_changed_spec_changes_the_head_pod(helm: str) -> None:
+def test_a_changed_spec_changes_the_head_pod(render: Render) -> None:
     def checksum(*arguments: str) -> str:
-        annotations = head_of(render(helm, *arguments))["template"]["metadata"]["annotations"]
+        annotations = head_of(render(*arguments))["template"]["metadata"]["annotations"]
         return str(annotations["checksum/config"])
 
     assert checksum() != checksum("--set", "cluster.log_level=debug")
@@ -253,18 +300,37 @@ def test_a_changed_spec_changes_the_head_pod(helm: str) -> None:
         ("image.digest=latest", "/image/digest"),
         ("node.sharedMemory=lots", "/node/sharedMemory"),
         ("service.httpPort=0", "/service/httpPort"),
+        ("auth.existingSecret=keys", "/test/apiKeySecret/name"),
+        ("tls.internal.certManager.enabled=true", "/tls/internal/certManager/issuerRef/name"),
+        ("gateway.enabled=true", "/gateway/parentRefs"),
+        ("models.hostPath=models", "/models/hostPath"),
+        ("disruption.head.maxUnavailable=2", "/disruption/head/maxUnavailable"),
+        ("monitoring.podMonitor.interval=often", "/monitoring/podMonitor/interval"),
         ("cluster.redis.mode=none", "cluster.redis"),
         ("cluster.router.http_port=80", "cluster.router.http_port"),
         ("cluster.control.backend=subprocess", "cluster.control.backend"),
+        ("cluster.transfer.bind_host=0.0.0.0", "cluster.transfer.bind_host"),
+        ("node.sharedMemory=64Mi", "node.sharedMemory: expected at least 256Mi"),
+        ("cluster.models[0].engine.kv_memory_bytes=34359738368", "node.resources.limits.memory"),
+        ("cluster.models[0].engine.threads_per_rank=8", "node.resources.requests.cpu"),
+        ("cluster.models[0].engine.device=cuda", "cluster.models[0].prefill.tp: expected at most node.gpus"),
+        ("node.replicas=1", "redis.mode: expected valkey or external"),
+        ("node.onHead=false", "node.replicas: expected at least 1"),
+        ("node.minReplicas=2", "node.minReplicas: expected at most"),
+        ("redis.mode=external,redis.external.existingSecret=x,node.replicas=9", "node.maxReplicas: expected at least"),
+        ("terminationGracePeriodSeconds=20", "terminationGracePeriodSeconds: expected at least 45"),
     ],
 )
-def test_a_wrong_value_fails_and_is_named(helm: str, setting: str, named: str) -> None:
-    result = run_helm(helm, "template", "test", str(CHART), "--set", setting)
-    assert result.returncode != 0
-    assert named in result.stderr
+def test_a_wrong_value_fails_and_is_named(refusal: Callable[..., str], setting: str, named: str) -> None:
+    assert named in refusal("--set", setting)
 
 
-def test_a_digest_wins_over_the_tag(helm: str) -> None:
+def test_ranks_without_a_gpu_are_counted(refusal: Callable[..., str]) -> None:
+    said = refusal(*values("gpu-node"), "--set", "cluster.models[0].prefill.workers=5,node.replicas=0")
+    assert "node.gpus: expected 9 or more over 1 nodes" in said
+
+
+def test_a_digest_wins_over_the_tag(render: Render) -> None:
     digest = "sha256:" + base64.b16encode(bytes(32)).decode().lower()
-    container = container_of(head_of(render(helm, "--set", f"image.digest={digest}", "--set", "image.tag=x")))
+    container = container_of(head_of(render("--set", f"image.digest={digest}", "--set", "image.tag=x")))
     assert container["image"] == f"tandem@{digest}"

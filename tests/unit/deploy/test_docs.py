@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import typer.main
 
+from cluster.cli import app
 from tandem.request import EDGES, END_STATES, RequestState
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,3 +50,43 @@ def test_decision_records_are_numbered_without_gaps_and_say_context_decision_con
     for record in records:
         text = record.read_text()
         assert [word for word in ("**Context.**", "**Decision.**", "**Consequences.**") if word not in text] == []
+
+
+def code_of(page: Path) -> str:
+    """Commands, each at the beginning of a line: those in blocks and those in running text."""
+    text = page.read_text()
+    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", text)])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_that_a_page_names_is_there(page: Path) -> None:
+    commands = set(typer.main.get_command(app).commands)
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^(?:\$ )?tandem ([a-z]+)", code_of(page), re.MULTILINE)) <= commands
+    assert set(re.findall(r"^make ([a-z-]+)", code_of(page), re.MULTILINE)) <= targets
+
+
+def test_every_metric_that_troubleshooting_names_is_explained() -> None:
+    named = set(re.findall(r"`(tandem_\w+)", (ROOT / "docs" / "troubleshooting.md").read_text()))
+    explained = (ROOT / "docs" / "observability.md").read_text()
+    assert [metric for metric in sorted(named) if metric not in explained] == []
+
+
+def test_every_drawing_has_a_picture_for_the_site() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        pictures = re.findall(r"<!-- picture: (\S+) -->\n```mermaid", text)
+        assert len(pictures) == text.count("```mermaid"), page
+        assert all((ROOT / "docs" / "pictures" / name).exists() for name in pictures), page
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "pictures").glob("*.svg")), ids=lambda path: path.name)
+def test_a_picture_says_in_words_what_it_shows_and_needs_nothing_else(picture: Path) -> None:
+    root = ET.parse(picture).getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    assert root.findtext(f"{space}title")
+    assert root.findtext(f"{space}desc")
+    assert root.find(f".//{space}script") is None
+    assert "http" not in picture.read_text().replace("http://www.w3.org/2000/svg", "")
+    assert any(picture.name in page.read_text() for page in PAGES), "no page shows it"

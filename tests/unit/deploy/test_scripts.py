@@ -63,7 +63,10 @@ def test_a_harmless_line_passes(tmp_path: Path, line: str) -> None:
     assert (result.returncode, result.stdout) == (0, "")
 
 
-@pytest.mark.parametrize("script", ["generate-config-doc.py", "generate-chart-schema.py"])
+@pytest.mark.parametrize(
+    "script",
+    ["generate-config-doc.py", "generate-chart-schema.py", "generate-api-pages.py", "generate-router-requirements.py"],
+)
 def test_generated_pages_are_fresh(script: str) -> None:
     result = run_script(sys.executable, SCRIPTS / script, "--check")
     assert result.returncode == 0, result.stderr

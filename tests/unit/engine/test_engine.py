@@ -58,6 +58,21 @@ def test_a_prompt_of_many_blocks_equals_the_reference(
     assert driver.at_rest()
 
 
+def test_steps_say_what_they_computed(make: Callable[..., Rank]) -> None:
+    engine = make(max_step_tokens=64).engine
+    engine.add(make_request("a", prompt(100), GREEDY))
+    steps = []
+    while engine.has_work:
+        steps.append(engine.step().work)
+    first, second, *later = steps
+    assert (first.prefill_tokens, first.decode_tokens, first.sampled_tokens) == (64, 0, 0)
+    assert (first.attended_tokens, first.kv_tokens) == (64 * 65 // 2, 64)
+    assert (second.prefill_tokens, second.sampled_tokens, second.kv_tokens) == (36, 1, 100)
+    assert second.attended_tokens == 36 * 64 + 36 * 37 // 2
+    assert [(each.decode_tokens, each.attended_tokens) for each in later] == [(1, 100 + n) for n in range(1, 8)]
+    assert engine.preemptions == 0
+
+
 def test_preempted_requests_are_computed_again_to_the_same_tokens(make: Callable[..., Rank], reference: Any) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=40)
     driver = EngineDriver(make(kv_blocks=12, max_step_tokens=64).engine)
@@ -66,6 +81,7 @@ def test_preempted_requests_are_computed_again_to_the_same_tokens(make: Callable
         driver.add(name, tokens, sampling)
     driver.run()
     assert driver.tokens == {name: reference.answer(tokens, sampling) for name, tokens in prompts.items()}
+    assert driver.engine.preemptions > 0
     assert driver.at_rest()
 
 

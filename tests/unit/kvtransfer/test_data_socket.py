@@ -13,7 +13,7 @@ from kvtransfer.causes import HandoffFault
 from kvtransfer.control import TlsFiles
 from kvtransfer.data_socket import DataDoor, connect_data
 from kvtransfer.sockets import join_address
-from kvtransfer.tls import TlsContexts, load_tls
+from tandem.tls import TlsContexts, load_tls
 
 Authority = Callable[[str], Any]
 QUICK_S = 2.0

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from cluster.admin_client import folder_spec
+from cluster.certificates import create
 from kvtransfer.control import TlsFiles
 from kvtransfer.testing import FakeWorker
-from kvtransfer.tls import RenewedTls
+from kvtransfer.tls import TlsConnection
+from tandem.identity import Identity
+from tandem.tls import RenewedTls, load_tls
 from tests.conftest import Authority
 
 MakeWorker = Callable[..., FakeWorker]
@@ -63,3 +71,23 @@ async def test_a_running_worker_meets_new_peers_with_its_new_certificate(
     prefill.meet(decode)
     decode.meet(prefill)
     await prefill.linked()
+
+
+@pytest.mark.parametrize(("role", "is_taken"), [(Identity.WORKER, True), (Identity.ROUTER, False)])
+async def test_kv_connections_are_for_who_is_a_worker_where_certificates_say_who_is_what(
+    tmp_path: Path, role: Identity, is_taken: bool
+) -> None:
+    create(tmp_path / "certs", "east", [], days=1, authority_days=1)
+    files, worker = folder_spec(tmp_path / "certs"), Identity.WORKER.uri("east")
+    ours, theirs = load_tls(files.of(Identity.WORKER), peer=worker), load_tls(files.of(role))
+    for accepts, connects in ((ours, theirs), (theirs, ours)):
+        ends = socket.socketpair()
+        for end in ends:
+            end.setblocking(False)
+        came = await asyncio.gather(
+            TlsConnection.accept(ends[0], accepts), TlsConnection.connect(ends[1], connects), return_exceptions=True
+        )
+        assert isinstance(came[0 if accepts is ours else 1], TlsConnection) == is_taken
+        for end in came:
+            if isinstance(end, TlsConnection):
+                end.close()

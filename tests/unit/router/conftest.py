@@ -9,7 +9,8 @@ from openai import AsyncOpenAI
 from router.app import RouterApp
 from router.testing import StubController, StubWorker, script, until
 from router.testing_index import BINARIES, Server, Side
-from tandem.config import Disaggregation, Role, RouterSpec
+from tandem.config import Disaggregation, ObservabilitySpec, Role, RouterSpec
+from tandem.config_auth import AuthSpec
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.testing import write_tiny_llama
 from tandem.tokenizer import Tokenizer
@@ -28,14 +29,23 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Cluster:
     """A real router between real clients and stub workers."""
 
-    def __init__(self, model_dir: Path, spec: RouterSpec, max_model_tokens: int) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        spec: RouterSpec,
+        max_model_tokens: int,
+        observability: ObservabilitySpec | None = None,
+        auth: AuthSpec | None = None,
+    ) -> None:
         self.tokenizer = Tokenizer.load(model_dir)
         self.controller = StubController()
         self.prefill = StubWorker("p0", Role.PREFILL, MODEL)
         self.decode = StubWorker("d0", Role.DECODE, MODEL)
         self._model_dir = model_dir
         self._spec = spec
+        self._auth = auth or AuthSpec()
         self._max_model_tokens = max_model_tokens
+        self._observability = observability or ObservabilitySpec()
         self.app: RouterApp
 
     async def start(self) -> None:
@@ -57,6 +67,9 @@ class Cluster:
             controller_address=self.controller.address,
             redis_url=None,
             controller_secret=SECRET,
+            observability=self._observability,
+            auth=self._auth,
+            salt_secret="of-all-routers",
         )
         self.app = RouterApp(launch)
         await self.app.start()
@@ -125,9 +138,22 @@ def max_model_tokens() -> int:
 
 
 @pytest.fixture
-async def bare(model_dir: Path, spec: RouterSpec, max_model_tokens: int) -> AsyncIterator[Cluster]:
+def observability() -> ObservabilitySpec:
+    return ObservabilitySpec()
+
+
+@pytest.fixture
+def auth() -> AuthSpec:
+    """Likewise."""
+    return AuthSpec()
+
+
+@pytest.fixture
+async def bare(
+    model_dir: Path, spec: RouterSpec, max_model_tokens: int, observability: ObservabilitySpec, auth: AuthSpec
+) -> AsyncIterator[Cluster]:
     """No worker in the directory yet."""
-    cluster = Cluster(model_dir, spec, max_model_tokens)
+    cluster = Cluster(model_dir, spec, max_model_tokens, observability, auth)
     await cluster.start()
     yield cluster
     await cluster.stop()

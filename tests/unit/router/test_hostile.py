@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -18,45 +17,25 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 
-from router.testing import StubController, StubWorker, until
 from router.testing_bodies import multiplying_bodies
-from tandem.config import Disaggregation, Role, RouterSpec
-from tandem.launch import RouterLaunch, ServedModel
+from router.testing_site import MODEL, TIMEOUT_S, RouterSite
+from tandem.config import Disaggregation, RouterSpec
 from tandem.tokenizer import Tokenizer
 
-MODEL = "tiny"
-TIMEOUT_S = 30.0
 MIB = 1 << 20
 HEALTHY_AT_ONCE = 4
 CLIENT_TIMEOUT_S = 2.0
 SOAK = bool(os.environ.get("TANDEM_SOAK"))
 
 
-class Site:
-    """A router process with stub workers, and one healthy client."""
+class Site(RouterSite):
+    """Before workers that give long answers to short prompts, and one healthy client."""
 
     patience_s = 10 * TIMEOUT_S if SOAK else TIMEOUT_S
 
     def __init__(self, folder: Path, model_dir: Path) -> None:
-        self._launch = folder / "router.json"
-        self._model_dir = model_dir
-        self._controller = StubController()
-        self.workers = [StubWorker(name, role, MODEL, total_blocks=4096) for name, role in (
-            ("p0", Role.PREFILL), ("d0", Role.DECODE))]  # fmt: skip
-        tokenizer = Tokenizer.load(model_dir)
-        fine = tokenizer.encode("fine", add_special_tokens=False)
-        for worker in self.workers:
-            worker.behaviour.answer = lambda prompt: fine if len(prompt) > 8 else [70] * 1500
-        self.http: httpx.AsyncClient
-
-    async def start(self) -> None:
-        await self._controller.start()
-        for worker in self.workers:
-            await worker.start()
-        await self._controller.set_workers(*self.workers)
         spec = RouterSpec(
             http_port=0,
             grpc_port=0,
@@ -64,35 +43,18 @@ class Site:
             client_timeout_s=CLIENT_TIMEOUT_S,
             keep_alive_s=CLIENT_TIMEOUT_S,
         )
-        served = ServedModel(name=MODEL, model_dir=str(self._model_dir), model_fingerprint="f", block_tokens=16)
-        launch = RouterLaunch(
-            cluster="test",
-            router_id="router-0",
-            router=spec,
-            models=(served,),
-            controller_address=self._controller.address,
-            redis_url=None,
-        )
-        self._launch.write_text(launch.model_dump_json())
-        command = [sys.executable, "-m", "router", "--launch", str(self._launch)]
-        with self._launch.with_suffix(".log").open("wb") as log:
-            self._router = await asyncio.create_subprocess_exec(*command, stderr=log)
-        self.process = psutil.Process(self._router.pid)
-        await until(lambda: "router ready" in self.log(), TIMEOUT_S)
-        ports = [re.search(rf"{name}=127.0.0.1:(\d+)", self.log()) for name in ("http", "grpc")]
-        self.http_port, self.grpc_port = (int(found.group(1)) if found else 0 for found in ports)
-        self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.http_port}", timeout=TIMEOUT_S)
+        super().__init__(folder, model_dir, spec)
+        fine = Tokenizer.load(model_dir).encode("fine", add_special_tokens=False)
+        for worker in self.workers:
+            worker.behaviour.answer = lambda prompt: fine if len(prompt) > 8 else [70] * 1500
 
-    def log(self) -> str:
-        return self._launch.with_suffix(".log").read_text()
+    async def start(self) -> None:
+        await super().start()
+        self.http = httpx.AsyncClient(base_url=self.base_url, timeout=TIMEOUT_S)
 
     async def stop(self) -> None:
         await self.http.aclose()
-        self._router.terminate()
-        assert await self._router.wait() == 0
-        for worker in self.workers:
-            await worker.kill()
-        await self._controller.stop()
+        await super().stop()
 
     async def healthy(self, until_s: float) -> list[float]:
         """Times of requests one after the other, each answered right."""

@@ -62,6 +62,19 @@ async def test_dripping_does_not_help(cluster: Any) -> None:
     await dripping
 
 
+@pytest.mark.parametrize(("count", "status"), [(128, b"200"), (129, b"431")])
+async def test_a_request_has_at_most_so_many_headers(cluster: Any, count: int, status: bytes) -> None:
+    body = b'{"model":"tiny","prompt":"x","max_tokens":1}'
+    head = HEAD + b"connection: close\r\ncontent-length: %d\r\n" % len(body)
+    more = b"".join(b"a%d: b\r\n" % number for number in range(count - head.count(b": ")))
+    reader, writer = await connect(cluster, head + more + b"\r\n" + body)
+    answer = await rest(reader)
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert answer.count(b"HTTP/1.1") == 1
+    assert bool(cluster.decode.received) == (status == b"200")
+
+
 async def test_a_connection_without_a_request_is_closed(cluster: Any) -> None:
     reader, writer = await connect(cluster, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
     assert (await rest(reader)).endswith(b'{"status":"ok"}')

@@ -253,3 +253,19 @@ async def test_the_open_inference_protocol_refuses_bytes_that_are_no_message(clu
         await stub.ModelInfer(oip.ModelInferRequest(model_name=MODEL, inputs=[tensor], raw_input_contents=[b"1234"]))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     await still_serves(cluster)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "/grpc.health.v1.Health/Check",
+        "/grpc.health.v1.Health/Watch",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        "/tandem.v1.Traces/GetTrace",
+    ],
+)
+async def test_services_beside_the_clients_refuse_bytes_that_are_no_message(cluster: Any, method: str) -> None:
+    call = cluster.channel.unary_stream(method)(b"\xff" * 100)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

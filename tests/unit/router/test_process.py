@@ -68,6 +68,17 @@ async def test_missing_model_is_one_line_and_exit_code_2(tmp_path: Path) -> None
     assert "Traceback" not in stderr.decode()
 
 
+async def until_ready(client: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            try:
+                if (await client.get("/ready")).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.05)
+
+
 async def test_serves_then_finishes_what_it_has_on_sigterm(tmp_path: Path, model_dir: Path) -> None:
     controller, worker = StubController(), StubWorker("d0", Role.DECODE, "tiny")
     await controller.start()
@@ -77,14 +88,7 @@ async def test_serves_then_finishes_what_it_has_on_sigterm(tmp_path: Path, model
     process = await start(launch_file(tmp_path, model_dir, controller.address, http_port=port, grpc_port=0))
     worker.behaviour.token_delay_s = 0.1
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S) as client:
-        async with asyncio.timeout(TIMEOUT_S):
-            while True:
-                try:
-                    if (await client.get("/ready")).status_code == 200:
-                        break
-                except httpx.TransportError:
-                    pass
-                await asyncio.sleep(0.05)
+        await until_ready(client)
         body = {"model": "tiny", "prompt": "Hello there", "max_tokens": 5}
         request = asyncio.create_task(client.post("/v1/completions", json=body))
         await until(lambda: bool(worker.received))
@@ -97,5 +101,34 @@ async def test_serves_then_finishes_what_it_has_on_sigterm(tmp_path: Path, model
     assert "router listening" in text
     assert "router ready" in text
     assert "Traceback" not in text
+    await worker.kill()
+    await controller.stop()
+
+
+async def test_while_it_drains_it_is_not_ready_and_takes_nothing_new(tmp_path: Path, model_dir: Path) -> None:
+    controller, worker = StubController(), StubWorker("d0", Role.DECODE, "tiny")
+    await controller.start()
+    await worker.start()
+    await controller.set_workers(worker)
+    path = launch_file(tmp_path, model_dir, controller.address, http_port=free_port(), grpc_port=0)
+    port = RouterLaunch.load(path).router.http_port
+    process = await start(path)
+    worker.behaviour.token_delay_s = 0.2
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S) as client:
+        await until_ready(client)
+        body = {"model": "tiny", "prompt": "Hello there", "max_tokens": 5}
+        running = asyncio.create_task(client.post("/v1/completions", json=body))
+        await until(lambda: bool(worker.received))
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(TIMEOUT_S):
+            while (await client.get("/ready")).status_code == 200:
+                await asyncio.sleep(0.02)
+        refused = await client.post("/v1/completions", json=body)
+        assert refused.status_code == 503
+        assert "shutting down" in refused.text
+        assert (await running).status_code == 200
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await process.wait() == 0
+    assert len(worker.frames("generate")) == 1
     await worker.kill()
     await controller.stop()

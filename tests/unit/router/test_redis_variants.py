@@ -51,6 +51,24 @@ async def test_over_tls_with_the_authority_that_the_url_names(
             await stranger.follower.close()
 
 
+async def test_with_a_certificate_of_our_own_where_the_server_asks_for_one(
+    server: Server, tmp_path: Path, authority: Callable[[str], Any]
+) -> None:
+    ours, theirs = authority("ours"), authority("theirs")
+    async with behind_tls(tmp_path / "redis.sock", ours.issue("server"), ours.ca) as port:
+        url = f"rediss://{HOST}:{port}/0?ssl_check_hostname=false&ssl_ca_certs={ours.ca}"
+        shown = {name: each.issue(name) for name, each in (("router", ours), ("stranger", theirs))}
+        known, stranger = (f"{url}&ssl_certfile={f['cert']}&ssl_keyfile={f['key']}" for f in shown.values())
+        assert await asyncio.to_thread(check_redis, known)
+        for refused in (url, stranger):
+            with pytest.raises(ConfigError, match=r"redis\.url: expected a Redis or Valkey"):
+                await asyncio.to_thread(check_redis, refused)
+        place = At(known)
+        async with publishing(place) as publisher, following(place) as side:
+            store(publisher, 5)
+            await side.sees({A1: 5})
+
+
 async def test_sentinels_lead_to_the_new_master(binary: str, tmp_path: Path) -> None:
     with watched_pair(tmp_path, binary) as (place, master):
         assert await asyncio.to_thread(check_redis, place.url)

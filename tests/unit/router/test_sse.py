@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any, cast
 
-from prometheus_client import CollectorRegistry, generate_latest
-
 from router.answers import Answers, Arrival, Submitted
-from router.labelled import Counter
 from router.openai_format import AnswerFormat, ChatFormat, TextEvents
 from router.output import Final, OutToken, Piece, ResponseStream, Usage
 from router.sse import SCOPE_KEY, SseResponse
@@ -152,16 +148,3 @@ def test_chat_events_of_several_choices_name_their_choice() -> None:
         (0, {"content": "c"}),
     ]
     assert all(each["usage"] is None and each["model"] == "m\x00" for each in events)
-
-
-def test_a_metric_counts_the_same_however_its_child_is_named() -> None:
-    registry = CollectorRegistry()
-    counter = Counter("c", "Text.", ("a", "b"), registry=registry)
-    child: Callable[..., Any] = counter.labels
-    child("1", "2").inc()
-    child("1", "2").inc()
-    child(b="2", a="1").inc()
-    child("2", "1").inc()
-    exposed = generate_latest(registry).decode()
-    assert 'c_total{a="1",b="2"} 3.0' in exposed
-    assert 'c_total{a="2",b="1"} 1.0' in exposed

@@ -1,0 +1,52 @@
+"""What metrics and tracing cost the router: the work of router_cost on two routers in turn, one that observes nothing
+and one that counts everything and exports traces at the default sampling, to a receiver in this process."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.handoff_figures import Figure
+from benchmarks.router_bench import MODEL, OTHER_CORES, Prompts, on_cores, running
+from benchmarks.router_clients import HttpClient, closed_loop
+from benchmarks.router_cost import QUICK as COST_QUICK
+from benchmarks.router_cost import Sizes as CostSizes
+from benchmarks.router_cost import bench_model, measured, setup
+from router.testing_otlp import OtlpReceiver, otlp_receiver
+from tandem.config import MetricsSpec, ObservabilitySpec, TracingSpec
+from tandem.tokenizer import Tokenizer
+
+SIZES = CostSizes(http_streams=100, seconds=2.5, rounds=11)
+QUICK = COST_QUICK
+OFF = ObservabilitySpec(metrics=MetricsSpec(enabled=False))
+
+
+def figures(sizes: CostSizes) -> Iterator[Figure]:
+    with tempfile.TemporaryDirectory() as folder, on_cores(OTHER_CORES), otlp_receiver() as receiver:
+        yield uvloop.run(_overhead(sizes, bench_model(Path(folder), demo=sizes.demo_model), receiver))
+
+
+async def _overhead(sizes: CostSizes, model_dir: Path, receiver: OtlpReceiver) -> Figure:
+    prompts = Prompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
+    observed = ObservabilitySpec(tracing=TracingSpec(otlp_endpoint=receiver.endpoint))
+    off, on = (replace(setup(sizes, model_dir), observability=spec) for spec in (OFF, observed))
+    async with running(off) as without, running(on) as observing:
+        pairs = [(bench, HttpClient(bench.http_port, MODEL, sizes.answer_tokens)) for bench in (without, observing)]
+        for _, client in pairs:  # warms up, not counted
+            await closed_loop(client, prompts, 8, min(2.0, sizes.seconds))
+        shares: list[float] = []
+        for number in range(sizes.rounds):
+            cpu_ms: dict[int, float] = {}
+            for which in (0, 1) if number % 2 else (1, 0):
+                bench, client = pairs[which]
+                load = closed_loop(client, prompts, sizes.http_streams, sizes.seconds)
+                cpu_ms[which] = (await measured(bench, load)).cpu_ms
+            shares.append(cpu_ms[1] / cpu_ms[0] - 1)
+        for _, client in pairs:
+            await client.close()
+    return Figure("obs.overhead_share", round(statistics.median(shares), 4) + 0.0, "share")  # + 0.0: no -0.0

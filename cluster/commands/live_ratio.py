@@ -1,0 +1,80 @@
+"""`tandem scale`, `tandem ratio` and `tandem drain`: changes of a running cluster, by its admin service."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc.aio
+from rich.console import Console
+
+from cluster.admin_client import Admin, tls_hint
+from cluster.commands.status import ROLES, fetch
+from cluster.pools import check_targets, ratio_split
+from tandem.config import Role
+from tandem.errors import ConfigError, UnavailableError
+from tandem.grpc_errors import error_from_rpc
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+
+
+def run_scale(prefill: int | None, decode: int | None, model: str | None, admin: Admin) -> int:
+    if prefill is None and decode is None:
+        raise ConfigError("--prefill, --decode: expected at least one of them", field="--prefill")
+    check_targets(prefill or 0, 1 if decode is None else decode)
+    request = cluster_pb2.ScaleRequest(model=model or "", prefill=prefill, decode=decode)
+    return asyncio.run(_scale(admin, request))
+
+
+def run_ratio(ratio: str, model: str | None, admin: Admin) -> int:
+    if (parts := re.fullmatch(r"(\d{1,4}):(\d{1,4})", ratio)) is None:
+        raise ConfigError(f"RATIO: expected prefill:decode, as in 2:1, got {ratio!r}", field="ratio")
+    return asyncio.run(_ratio(admin, int(parts[1]), int(parts[2]), model or ""))
+
+
+def run_drain(worker: str, restart: bool, wait: bool, admin: Admin) -> int:
+    request = cluster_pb2.DrainWorkerRequest(worker_id=worker, restart=restart, wait_for_ends=wait)
+    return asyncio.run(_drain(admin, request))
+
+
+async def _scale(admin: Admin, request: cluster_pb2.ScaleRequest) -> int:
+    async with _controller(admin) as stub:
+        answer = await stub.Scale(request)
+    for action in answer.actions or ["nothing to do: the pools have these sizes"]:
+        print(action)
+    return 0
+
+
+async def _ratio(admin: Admin, prefill: int, decode: int, model: str) -> int:
+    workers = [worker.info for worker in (await fetch(admin)).workers if model in ("", worker.info.model)]
+    split = ratio_split(prefill, decode, len(workers))
+    roles = [ROLES[info.role] for info in workers]
+    print(
+        f"{len(workers)} workers: {roles.count(Role.PREFILL.value)}:{roles.count(Role.DECODE.value)} becomes "
+        f"{split[0]}:{split[1]}"
+    )
+    return await _scale(admin, cluster_pb2.ScaleRequest(model=model, prefill=split[0], decode=split[1]))
+
+
+async def _drain(admin: Admin, request: cluster_pb2.DrainWorkerRequest) -> int:
+    with Console(stderr=True).status(f"draining {request.worker_id}"):
+        async with _controller(admin) as stub:
+            await stub.DrainWorker(request)
+    print(f"{request.worker_id} {'is back' if request.restart else 'left'}")
+    return 0
+
+
+@asynccontextmanager
+async def _controller(admin: Admin) -> AsyncIterator[cluster_pb2_grpc.ClusterAsyncStub]:
+    """Raises what the controller refused with, or UnavailableError."""
+    async with admin.channel() as channel:
+        try:
+            yield cluster_pb2_grpc.ClusterStub(channel)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata():
+                raise UnavailableError(
+                    f"--address: no controller answers at {admin.address}: is `tandem up` running{tls_hint(admin)}?",
+                    field="--address",
+                ) from None
+            raise error_from_rpc(error) from None

@@ -1,0 +1,39 @@
+"""`tandem top`: the cluster, live in the terminal; one frame where there is no terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from cluster.admin_client import Admin, find_admin
+from cluster.top.app import TopApp
+from cluster.top.overview import overview
+from cluster.top.source import FrameSource
+
+ONCE_ROWS = 60
+
+
+def run_top(once: bool, interval_s: float, address: str | None, cluster: str | None, tls: Path | None = None) -> int:
+    """Raises UnavailableError when no controller answers."""
+    target = find_admin(address, cluster, tls)
+    if once or not sys.stdout.isatty():
+        return asyncio.run(_print_once(target))
+    return asyncio.run(_run(target, interval_s))
+
+
+async def _print_once(admin: Admin) -> int:
+    async with FrameSource(admin) as source:
+        frame = await source.frame()
+    Console(highlight=False).print(overview(frame, shutil.get_terminal_size((120, 40)).columns, ONCE_ROWS))
+    return 0
+
+
+async def _run(admin: Admin, interval_s: float) -> int:
+    async with FrameSource(admin) as source:
+        app = TopApp(source, await source.frame(), interval_s)
+        await app.run_async()
+    return app.return_code or 0

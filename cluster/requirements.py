@@ -1,0 +1,63 @@
+"""What a pod was promised and only the platform can put there: Secrets and volumes, listed by the Helm chart.
+
+    - {value: auth.existingSecret, what: "Secret tandem-keys with keys.yaml", path: /etc/tandem-keys/keys.yaml}
+    - {value: models.hubTokenSecret, what: "Secret hub with token", variable: HF_TOKEN}
+
+Kubernetes starts a pod without an optional Secret, so that the pod can say by name what it lacks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+from pydantic import TypeAdapter, ValidationError, model_validator
+
+from tandem.errors import ConfigError
+from tandem.frozen import Frozen
+
+VARIABLE = "TANDEM_REQUIREMENTS"  # the list's file; unset: nothing was promised
+
+
+class Requirement(Frozen):
+    """`value` is the chart's value that asks for it."""
+
+    value: str
+    what: str
+    path: str | None = None
+    variable: str | None = None
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Requirement:
+        if (self.path is None) == (self.variable is None):
+            raise ValueError("expected either path or variable")
+        return self
+
+    def missing_from(self, environ: Mapping[str, str]) -> str | None:
+        """Where it should be and is not."""
+        if self.variable is not None:
+            return None if environ.get(self.variable) else f"the variable {self.variable}"
+        path = Path(self.path or "")
+        return None if path.exists() and os.access(path, os.R_OK) else str(path)
+
+
+_LIST = TypeAdapter(list[Requirement])
+
+
+def check_requirements(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """What is there, in words. Raises ConfigError that names everything that is not."""
+    if not (listed := environ.get(VARIABLE)):
+        return ()
+    try:
+        requirements = _LIST.validate_python(yaml.safe_load(Path(listed).read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, ValidationError) as error:
+        reason = " ".join(str(error).split())
+        text = f"{VARIABLE}: expected a list of requirements in {listed}: {reason}"
+        raise ConfigError(text, field=VARIABLE) from None
+    missing = [(each, at) for each in requirements if (at := each.missing_from(environ)) is not None]
+    if missing:
+        told = "; ".join(f"{each.value}: expected {each.what} at {at}, and it is missing" for each, at in missing)
+        raise ConfigError(f"{told}: make it, then delete the pod", field=missing[0][0].value)
+    return tuple(each.what for each in requirements)

@@ -1,0 +1,123 @@
+"""One picture of the cluster for `tandem top`: the controller's status and every router's snapshot, joined. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from router.dashboard.cluster_status import with_all_workers, with_links
+from router.dashboard.snapshot import VERSION, Event, Flow, Queue, Request, Snapshot, Worker
+from tandem.errors import UnavailableError
+from tandem.v1 import cluster_pb2
+
+_HEALTH = ("healthy", "probation", "suspect", "ejected")  # the last is the worst
+_ENDS = frozenset({"finished", "rejected", "cancelled", "failed"})
+
+
+class _Head(msgspec.Struct):
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouterRow:
+    """`view` None: it did not answer."""
+
+    router_id: str
+    state: str
+    restarts: int
+    view: Snapshot | None
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    cluster: str
+    version: str
+    redis: str
+    routers: list[RouterRow]
+    workers: list[Worker]
+    flows: list[Flow]
+    queues: list[Queue]
+    requests: list[Request]
+    events: list[Event]
+
+
+def parse_snapshot(raw: bytes) -> Snapshot:
+    """Raises UnavailableError when a router of another version sent it."""
+    try:
+        found = msgspec.json.decode(raw, type=_Head).version
+        if found == VERSION:
+            return msgspec.json.decode(raw, type=Snapshot)
+    except msgspec.DecodeError as error:
+        raise UnavailableError(f"a router's snapshot cannot be read ({error}): is it of another version?") from None
+    raise UnavailableError(f"a router sent version {found} of the snapshot, this command knows {VERSION}: update it")
+
+
+def build(status: cluster_pb2.ClusterStatus, views: Sequence[Snapshot]) -> Frame:
+    """What routers see is added up, but for latencies, which stay each router's own. One that sent no snapshot is shown
+    as the controller sees it."""
+    by_id = {view.router_id: view for view in views}
+    routers = [
+        RouterRow(each.router_id, each.state, each.restarts, by_id.get(each.router_id))
+        for each in status.routers
+    ]
+    workers = with_all_workers(_workers(worker for view in views for worker in view.workers), status)
+    requests = [request for view in views for request in view.requests]
+    requests.sort(key=lambda request: (request.state in _ENDS, -request.received_unix_s))
+    return Frame(
+        cluster=status.cluster,
+        version=status.version,
+        redis=status.redis,
+        routers=routers,
+        workers=sorted(workers, key=lambda worker: (worker.model, worker.role != "prefill")),
+        flows=with_links(_flows(flow for view in views for flow in view.flows), status),
+        queues=_queues(queue for view in views for queue in view.queues),
+        requests=requests,
+        events=sorted((event for view in views for event in view.events), key=lambda event: -event.last_unix_s),
+    )
+
+
+def _workers(workers: Iterable[Worker]) -> list[Worker]:
+    """Each life once, with the worst health that a router gave it."""
+    found: dict[tuple[str, str], Worker] = {}
+    for worker in workers:
+        key = worker.worker_id, worker.epoch
+        known = found.get(key)
+        if known is None or _badness(worker) > _badness(known):
+            found[key] = worker
+    return list(found.values())
+
+
+def _badness(worker: Worker) -> int:
+    return _HEALTH.index(worker.health) if worker.health in _HEALTH else -1
+
+
+def _flows(flows: Iterable[Flow]) -> list[Flow]:
+    found: dict[tuple[str, str], Flow] = {}
+    for flow in flows:
+        pair = flow.prefill_worker, flow.decode_worker
+        known = found.get(pair)
+        found[pair] = flow if known is None else msgspec.structs.replace(
+            known,
+            bytes_per_s=known.bytes_per_s + flow.bytes_per_s,
+            handoffs_per_s=known.handoffs_per_s + flow.handoffs_per_s,
+            in_flight=known.in_flight + flow.in_flight,
+            handoffs=known.handoffs + flow.handoffs,
+            bytes=known.bytes + flow.bytes,
+            failures=known.failures + flow.failures,
+        )
+    return list(found.values())
+
+
+def _queues(queues: Iterable[Queue]) -> list[Queue]:
+    found: dict[str, Queue] = {}
+    for queue in queues:
+        known = found.get(queue.name)
+        found[queue.name] = queue if known is None else msgspec.structs.replace(
+            known,
+            queued=known.queued + queue.queued,
+            refusals=dict(Counter(known.refusals) + Counter(queue.refusals)),
+        )
+    return list(found.values())

@@ -1,0 +1,122 @@
+"""What is cached, whether requests find it, and whether the routers know of it."""
+
+from __future__ import annotations
+
+from deploy.grafana.panels import Dashboard, Row, lines, number, stack
+from deploy.grafana.promql import increase, of, rate, ratio, worker_gauge
+
+HIT_RATE = ratio(
+    rate("tandem_tokens_total", 'kind="cached"', model=True), rate("tandem_tokens_total", 'kind="prompt"', model=True)
+)
+WRONG = ratio(
+    rate("tandem_index_credit_tokens_total", 'kind="wrong"', model=True),
+    rate("tandem_index_credit_tokens_total", 'kind="given"', model=True),
+)
+
+CACHE = Dashboard(
+    uid="tandem-cache",
+    title="Tandem / Cache",
+    text="Prefix cache and prefix index (docs/routing.md).",
+    rows=(
+        Row(
+            "Now",
+            (
+                number(
+                    "Hit rate",
+                    "Share of prompt tokens that were cached where the request was prefilled.",
+                    "percentunit",
+                    HIT_RATE,
+                    maximum=1.0,
+                ),
+                number(
+                    "Wrong credit",
+                    "Share of the tokens the index called cached that had to be computed after all. Some are normal: "
+                    "blocks may be evicted between decision and prefill.",
+                    "percentunit",
+                    WRONG,
+                    maximum=1.0,
+                    colours_from=((0.05, "orange"), (0.2, "red")),
+                ),
+                number(
+                    "Redis",
+                    "Whether it answers every router. No: the indexes are frozen, and requests go on.",
+                    "bool_yes_no",
+                    f"min({of('tandem_index_redis_up')})",
+                    maximum=1.0,
+                    colour="red",
+                    colours_from=((1, "green"),),
+                ),
+                number(
+                    "Workers in the index",
+                    "As the router that knows fewest. Fewer than there are workers: their snapshots are missing.",
+                    "none",
+                    f"min({of('tandem_index_workers')})",
+                ),
+            ),
+        ),
+        Row(
+            "Hits",
+            (
+                lines("Hit rate", "Of prompt tokens.", "percentunit", (HIT_RATE, "hit rate"), maximum=1.0),
+                lines(
+                    "Prompt tokens",
+                    "Per second. What is not cached is computed.",
+                    "none",
+                    (rate("tandem_tokens_total", 'kind=~"prompt|cached"', by="kind", model=True), "{{kind}}"),
+                ),
+                lines(
+                    "Credit",
+                    "Prompt tokens per second that the index said were cached, and those of them that were not.",
+                    "none",
+                    (rate("tandem_index_credit_tokens_total", by="kind", model=True), "{{kind}}"),
+                ),
+            ),
+        ),
+        Row(
+            "Blocks",
+            (
+                stack(
+                    "Prefill pool",
+                    "KV blocks by state. cached can be evicted at once; leased and in_use cannot.",
+                    "none",
+                    (worker_gauge("tandem_worker_blocks", 'role="prefill"', by="state"), "{{state}}"),
+                ),
+                stack(
+                    "Decode pool",
+                    "KV blocks by state. cached can be evicted at once; leased and in_use cannot.",
+                    "none",
+                    (worker_gauge("tandem_worker_blocks", 'role="decode"', by="state"), "{{state}}"),
+                ),
+                lines(
+                    "Cached, by worker",
+                    "Blocks of ended requests that later ones may find.",
+                    "none",
+                    (worker_gauge("tandem_worker_blocks", 'state="cached"', by="worker"), "{{worker}}"),
+                ),
+            ),
+        ),
+        Row(
+            "Index",
+            (
+                lines(
+                    "Blocks in the index",
+                    "Distinct blocks that each router knows of. Routers should agree.",
+                    "none",
+                    (of("tandem_index_blocks"), "{{instance}}"),
+                ),
+                stack(
+                    "Faults",
+                    "Times a worker's part was thrown away or unreadable; it is loaded anew.",
+                    "none",
+                    (increase("tandem_index_faults_total", by="fault"), "{{fault}}"),
+                ),
+                lines(
+                    "Blocks not noted",
+                    "Per second. The index is full: raise router.index_memory_bytes (20 bytes for each cached block).",
+                    "none",
+                    (rate("tandem_index_lost_blocks_total", by="instance"), "{{instance}}"),
+                ),
+            ),
+        ),
+    ),
+)

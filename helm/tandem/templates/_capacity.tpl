@@ -1,0 +1,96 @@
+{{- /* Whether the ranks of the spec find their place in the pods, known before anything is applied. */ -}}
+
+{{- /* A Kubernetes quantity in its base unit (bytes, cores), as text: 1.5Gi is 1610612736, 500m is 0.5. */ -}}
+{{- define "tandem.quantity" -}}
+{{- $text := toString . -}}
+{{- $number := regexFind "^[0-9.]+" $text -}}
+{{- $unit := trimPrefix $number $text -}}
+{{- $factors := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 -}}
+{{- if not (hasKey $factors $unit) }}{{ fail (printf "expected a quantity such as 512Mi or 8Gi, got %q" $text) }}{{ end -}}
+{{- printf "%.3f" (mulf (float64 $number) (get $factors $unit)) -}}
+{{- end -}}
+
+{{- /* Bytes of /dev/shm: Ray's object store and room beside it; segments of the GPU collectives. KV pools are not there:
+they are memory files of their own, or GPU memory. */ -}}
+{{- define "tandem.neededSharedBytes" -}}
+{{- add (mul 256 1048576) (mul 64 1048576 (.Values.node.gpus | int)) -}}
+{{- end -}}
+
+{{- define "tandem.sharedMemory" -}}
+{{- if .Values.node.sharedMemory -}}
+{{- $given := include "tandem.quantity" .Values.node.sharedMemory | float64 -}}
+{{- $needed := include "tandem.neededSharedBytes" . | float64 -}}
+{{- if lt $given $needed -}}
+{{- fail (printf "node.sharedMemory: expected at least %.0fMi (Ray's object store, 64Mi for each GPU), got %s" (divf $needed 1048576) .Values.node.sharedMemory) -}}
+{{- end -}}
+{{- .Values.node.sharedMemory -}}
+{{- else -}}
+{{- printf "%.0fMi" (divf (include "tandem.neededSharedBytes" . | float64) 1048576) -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Fails, naming the value, when a rank can find no place. Makes no text. */ -}}
+{{- define "tandem.checkCapacity" -}}
+{{- $nodes := add (.Values.node.replicas | int) (ternary 1 0 .Values.node.onHead) -}}
+{{- if not $nodes }}{{ fail "node.replicas: expected at least 1 where node.onHead is false: nobody would serve" }}{{ end -}}
+{{- if and (eq .Values.redis.mode "embedded") (eq (include "tandem.severalPods" .) "true") -}}
+{{- fail "redis.mode: expected valkey or external with several pods: only the head pod reaches the embedded one" -}}
+{{- end -}}
+{{- if lt (.Values.node.maxReplicas | int) (.Values.node.replicas | int) -}}
+{{- fail (printf "node.maxReplicas: expected at least node.replicas (%v), got %v" .Values.node.replicas .Values.node.maxReplicas) -}}
+{{- end -}}
+{{- if gt (.Values.node.minReplicas | int) (.Values.node.replicas | int) -}}
+{{- fail (printf "node.minReplicas: expected at most node.replicas (%v), got %v" .Values.node.replicas .Values.node.minReplicas) -}}
+{{- end -}}
+{{- $need := dict "cpus" 0.0 "gpus" 0.0 "pools" 0.0 -}}
+{{- range $index, $model := .Values.cluster.models -}}
+{{- include "tandem.addModel" (list $ $index $model $need) -}}
+{{- end -}}
+{{- $requests := default dict .Values.node.resources.requests -}}
+{{- $limits := default dict .Values.node.resources.limits -}}
+{{- with default (get $requests "cpu") (get $limits "cpu") -}}
+{{- $cpus := mulf (include "tandem.quantity" . | float64) (float64 $nodes) -}}
+{{- if lt $cpus $need.cpus -}}
+{{- fail (printf "node.resources.requests.cpu: expected %v or more over %v nodes (ranks × engine.threads_per_rank), got %v" $need.cpus $nodes $cpus) -}}
+{{- end -}}
+{{- end -}}
+{{- $gpus := mul (.Values.node.gpus | int) $nodes -}}
+{{- if gt $need.gpus (float64 $gpus) -}}
+{{- fail (printf "node.gpus: expected %v or more over %v nodes (one for each rank), got %v" $need.gpus $nodes $gpus) -}}
+{{- end -}}
+{{- with get $limits "memory" -}}
+{{- $memory := include "tandem.quantity" . | float64 -}}
+{{- $shared := include "tandem.quantity" (include "tandem.sharedMemory" $) | float64 -}}
+{{- if lt (mulf $memory (float64 $nodes)) (addf $need.pools (mulf $shared (float64 $nodes))) -}}
+{{- fail (printf "node.resources.limits.memory: expected more than %.0fMi over %v nodes for KV pools (engine.kv_memory_bytes of each rank) and /dev/shm, got %s each" (divf (addf $need.pools (mulf $shared (float64 $nodes))) 1048576) $nodes .) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (include "tandem.internalSecret" (list . "head")) (eq .Values.redis.mode "valkey") (not .Values.redis.valkey.tls.existingSecret) -}}
+{{- fail "redis.valkey.tls.existingSecret: expected with tls.internal: prefix events would travel in the clear" -}}
+{{- end -}}
+{{- $drain := dig "router" "drain_timeout_s" 3 .Values.cluster | float64 -}}
+{{- $ending := addf $drain (float64 .Values.preStopSeconds) 10.0 -}}
+{{- if lt (float64 .Values.terminationGracePeriodSeconds) $ending -}}
+{{- fail (printf "terminationGracePeriodSeconds: expected at least %v (preStopSeconds, cluster.router.drain_timeout_s, 10 to end), got %v" $ending .Values.terminationGracePeriodSeconds) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tandem.addModel" -}}
+{{- $root := index . 0 -}}{{- $index := index . 1 -}}{{- $model := index . 2 -}}{{- $need := index . 3 -}}
+{{- $engine := default dict $model.engine -}}
+{{- $cuda := hasPrefix "cuda" (default "cpu" $engine.device) -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $pool := default dict (get $model $role) -}}
+{{- $tp := ternary $pool.tp 1 (hasKey $pool "tp") | int -}}
+{{- $ranks := mul (ternary $pool.workers 1 (hasKey $pool "workers") | int) $tp -}}
+{{- if and $cuda $ranks (gt $tp ($root.Values.node.gpus | int)) -}}
+{{- fail (printf "cluster.models[%d].%s.tp: expected at most node.gpus (%v), for the ranks of a worker share a node; got %d" $index $role $root.Values.node.gpus $tp) -}}
+{{- end -}}
+{{- $_ := set $need "cpus" (addf $need.cpus (mulf (float64 $ranks) (float64 (default 1 $engine.threads_per_rank)))) -}}
+{{- if $cuda -}}
+{{- $_ := set $need "gpus" (addf $need.gpus (float64 $ranks)) -}}
+{{- else if not $engine.kv_blocks -}}
+{{- $_ := set $need "pools" (addf $need.pools (mulf (float64 $ranks) (float64 (default 536870912 $engine.kv_memory_bytes)))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

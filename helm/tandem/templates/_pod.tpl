@@ -1,0 +1,197 @@
+{{- /* Secrets are optional everywhere, so that the pod starts and Tandem can say which of them is missing. */ -}}
+
+{{- define "tandem.redisEnv" -}}
+{{- if eq .Values.redis.mode "valkey" }}
+{{- $secure := .Values.redis.valkey.tls.existingSecret }}
+- name: VALKEY_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ .Values.redis.valkey.auth.existingSecret }}
+      key: {{ .Values.redis.valkey.auth.key }}
+      optional: true
+- name: TANDEM_REDIS_URL
+  value: {{ ternary "rediss" "redis" (ne $secure "") }}://tandem:$(VALKEY_PASSWORD)@{{ include "tandem.fullname" . }}-valkey:6379/0{{ ternary "?ssl_ca_certs=/etc/tandem-redis/ca.crt" "" (ne $secure "") }}
+{{- else if eq .Values.redis.mode "external" }}
+- name: TANDEM_REDIS_URL
+  valueFrom:
+    secretKeyRef:
+      name: {{ .Values.redis.external.existingSecret }}
+      key: {{ .Values.redis.external.key }}
+      optional: true
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.env" -}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- {name: HOME, value: /home/tandem}
+- {name: XDG_CACHE_HOME, value: /models/.cache}
+- {name: XDG_DATA_HOME, value: /models/.data}
+- {name: TANDEM_TERMINATION_LOG, value: /dev/termination-log}
+- {name: TANDEM_REQUIREMENTS, value: /etc/tandem/requirements.yaml}
+- {name: RAY_health_check_period_ms, value: "500"}
+- {name: RAY_health_check_timeout_ms, value: "1000"}
+- {name: RAY_health_check_failure_threshold, value: "3"}
+{{- if .Values.models.hubTokenSecret.name }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ .Values.models.hubTokenSecret.name }}
+      key: {{ .Values.models.hubTokenSecret.key }}
+      optional: true
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.redisCaSecret" -}}
+{{- if eq .Values.redis.mode "valkey" -}}
+{{- .Values.redis.valkey.tls.existingSecret -}}
+{{- else if eq .Values.redis.mode "external" -}}
+{{- .Values.redis.external.caSecret -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Keys and the edge's certificate are in the head pod alone. Args (root, head or node). */ -}}
+{{- define "tandem.volumeMounts" -}}
+{{- $root := index . 0 -}}{{- $component := index . 1 -}}
+- {name: shared-memory, mountPath: /dev/shm}
+- {name: tmp, mountPath: /tmp}
+- {name: home, mountPath: /home/tandem}
+- {name: models, mountPath: /models}
+- {name: config, mountPath: /etc/tandem, readOnly: true}
+{{- if include "tandem.internalSecret" . }}
+- {name: tls-internal, mountPath: /etc/tandem-tls/internal, readOnly: true}
+{{- end }}
+{{- if eq $component "head" }}
+{{- if include "tandem.edgeSecret" $root }}
+- {name: tls-edge, mountPath: /etc/tandem-tls/edge, readOnly: true}
+{{- end }}
+{{- if $root.Values.auth.existingSecret }}
+- {name: keys, mountPath: /etc/tandem-keys, readOnly: true}
+{{- end }}
+{{- end }}
+{{- if include "tandem.redisCaSecret" $root }}
+- {name: redis-ca, mountPath: /etc/tandem-redis, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.volumes" -}}
+{{- $root := index . 0 -}}{{- $component := index . 1 -}}
+- name: shared-memory
+  emptyDir: {medium: Memory, sizeLimit: {{ include "tandem.sharedMemory" $root }}}
+- name: tmp
+  emptyDir: {}
+- name: home
+  emptyDir: {}
+- name: models
+  {{- with $root.Values.models }}
+  {{- if .existingClaim }}
+  persistentVolumeClaim: {claimName: {{ .existingClaim }}}
+  {{- else if .hostPath }}
+  hostPath: {path: {{ .hostPath }}, type: Directory}
+  {{- else }}
+  emptyDir: {sizeLimit: {{ .emptyDirSize }}}
+  {{- end }}
+  {{- end }}
+- name: config
+  configMap: {name: {{ include "tandem.fullname" $root }}}
+{{- with include "tandem.internalSecret" . }}
+- name: tls-internal
+  secret: {secretName: {{ . }}, optional: true, defaultMode: 0440}
+{{- end }}
+{{- if eq $component "head" }}
+{{- with include "tandem.edgeSecret" $root }}
+- name: tls-edge
+  secret: {secretName: {{ . }}, optional: true, defaultMode: 0440}
+{{- end }}
+{{- with $root.Values.auth.existingSecret }}
+- name: keys
+  secret: {secretName: {{ . }}, optional: true, defaultMode: 0440}
+{{- end }}
+{{- end }}
+{{- with include "tandem.redisCaSecret" $root }}
+- name: redis-ca
+  secret: {secretName: {{ . }}, optional: true, defaultMode: 0440, items: [{key: ca.crt, path: ca.crt}]}
+{{- end }}
+{{- end -}}
+
+{{- /* Models whose source is a path are already on the volume. */ -}}
+{{- define "tandem.pullContainers" -}}
+{{- $root := index . 0 -}}{{- $args := . -}}
+{{- if $root.Values.models.pull }}
+{{- range $index, $model := $root.Values.cluster.models }}
+{{- $source := default "smollm2-135m" $model.source }}
+{{- if not (hasPrefix "/" $source) }}
+- name: pull-model-{{ $index }}
+  image: {{ include "tandem.image" $root }}
+  imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+  command: [tandem, pull, {{ $source | quote }}]
+  terminationMessagePolicy: FallbackToLogsOnError
+  env:
+    {{- include "tandem.env" $root | nindent 4 }}
+  resources:
+    requests: {cpu: 500m, memory: 1Gi}
+    limits: {memory: 4Gi}
+  securityContext:
+    {{- toYaml $root.Values.securityContext | nindent 4 }}
+  volumeMounts:
+    {{- include "tandem.volumeMounts" $args | nindent 4 }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- /* Args (root, head or node). */ -}}
+{{- define "tandem.podSpec" -}}
+{{- $root := index . 0 -}}
+serviceAccountName: {{ include "tandem.fullname" $root }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ $root.Values.terminationGracePeriodSeconds }}
+securityContext:
+  {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
+{{- with $root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $root.Values.node.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- $pulls := include "tandem.pullContainers" . }}
+{{- if trim $pulls }}
+initContainers:
+  {{- trim $pulls | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.nodeResources" -}}
+{{- $resources := deepCopy .Values.node.resources -}}
+{{- $devices := dict -}}
+{{- if .Values.node.gpus }}{{ $_ := set $devices .Values.node.gpuResource (.Values.node.gpus | int) }}{{ end -}}
+{{- with .Values.node.rdma }}{{ if .resource }}{{ $_ := set $devices .resource (.count | int) }}{{ end }}{{ end -}}
+{{- if $devices -}}
+{{- $_ := set $resources "requests" (merge (default dict $resources.requests) $devices) -}}
+{{- $_ := set $resources "limits" (merge (default dict $resources.limits) $devices) -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{- /* RDMA pins the memory it works on. */ -}}
+{{- define "tandem.nodeSecurityContext" -}}
+{{- $context := deepCopy .Values.securityContext -}}
+{{- if .Values.node.rdma.resource -}}
+{{- $_ := set $context "capabilities" (merge (dict "add" (list "IPC_LOCK")) (default dict $context.capabilities)) -}}
+{{- end -}}
+{{- toYaml $context -}}
+{{- end -}}
+
+{{- define "tandem.spread" -}}
+{{- $component := index . 1 -}}
+{{- $root := index . 0 -}}
+{{- with $root.Values.node.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- range . }}
+  {{- $labels := merge (dict "app.kubernetes.io/component" $component) (include "tandem.selectorLabels" $root | fromYaml) }}
+  - {{- toYaml (merge (deepCopy .) (dict "labelSelector" (dict "matchLabels" $labels))) | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,94 @@
+{{- /* The cluster spec as the head reads it: the values, and what only the chart can know. ${…} is filled in the pod. */ -}}
+{{- define "tandem.clusterSpec" -}}
+{{- $spec := deepCopy .Values.cluster -}}
+{{- if hasKey $spec "redis" }}{{ fail "cluster.redis: set by the chart; use the chart's own redis values" }}{{ end -}}
+{{- $ours := dict
+  "router.http_host" "" "router.http_port" "" "router.grpc_host" "" "router.grpc_port" ""
+  "router.tls" "; use tls.edge" "security.tls" "; use tls.internal" "security.auth.keys_file" "; use auth.existingSecret"
+  "transfer.bind_host" "" "transfer.tls" "; use tls.internal"
+  "control.backend" "" "control.ray_address" "" "control.admin_host" "" "control.admin_port" "" -}}
+{{- range $path, $instead := $ours -}}
+{{- $at := $spec -}}
+{{- range $part := splitList "." $path -}}
+{{- $at = ternary (get (default dict $at) $part) nil (kindIs "map" $at) -}}
+{{- end -}}
+{{- if $at }}{{ fail (printf "cluster.%s: set by the chart%s; leave it out" $path $instead) }}{{ end -}}
+{{- end -}}
+{{- if not (dig "control" "start_timeout_s" nil $spec) -}}
+{{- $_ := set $spec "control" (merge (dict "start_timeout_s" .Values.startupSeconds) (default dict $spec.control)) -}}
+{{- end -}}
+{{- $admin := ternary "${POD_IP}" "127.0.0.1" (eq (include "tandem.severalPods" .) "true") -}}
+{{- $set := dict
+  "router" (dict "http_host" "${POD_IP}" "http_port" 8000 "grpc_host" "${POD_IP}" "grpc_port" 50051)
+  "control" (dict "backend" "ray" "ray_address" "auto" "admin_host" $admin "admin_port" 50050)
+  "transfer" (dict "bind_host" "auto")
+  "redis" (dict "mode" "embedded") -}}
+{{- if ne .Values.redis.mode "embedded" -}}
+{{- $_ := set $set "redis" (dict "mode" "external" "url" "${TANDEM_REDIS_URL}") -}}
+{{- end -}}
+{{- if include "tandem.edgeSecret" . -}}
+{{- $_ := set $set.router "tls" (dict "cert" "/etc/tandem-tls/edge/tls.crt" "key" "/etc/tandem-tls/edge/tls.key") -}}
+{{- end -}}
+{{- if include "tandem.internalSecret" (list . "head") -}}
+{{- $folder := "/etc/tandem-tls/internal/" -}}
+{{- $files := dict "cert" (print $folder "tls.crt") "key" (print $folder "tls.key") "ca" (print $folder "ca.crt") -}}
+{{- $_ := set $set "security" (dict "tls" $files) -}}
+{{- end -}}
+{{- if .Values.auth.existingSecret -}}
+{{- $file := printf "/etc/tandem-keys/%s" .Values.auth.key -}}
+{{- $_ := set $set "security" (merge (default dict $set.security) (dict "auth" (dict "keys_file" $file))) -}}
+{{- end -}}
+{{- $spec = mergeOverwrite $spec $set -}}
+{{- /* Inside the cluster's network nobody is asked, unless the values say so. */ -}}
+{{- if not (dig "security" "auth" nil $spec) -}}
+{{- $_ := set $spec "security" (mergeOverwrite (default dict $spec.security) (dict "auth" (dict "mode" "none"))) -}}
+{{- end -}}
+{{- toYaml $spec -}}
+{{- end -}}
+
+{{- /* What must be in the pod and only the platform can put there. `tandem up` and `tandem doctor` name what is missing. */ -}}
+{{- define "tandem.requirements" -}}
+{{- with include "tandem.edgeSecret" . }}
+{{- range $file := list "tls.crt" "tls.key" }}
+- {value: tls.edge, what: {{ printf "Secret %s with %s" (include "tandem.edgeSecret" $) $file | quote }}, path: {{ printf "/etc/tandem-tls/edge/%s" $file }}}
+{{- end }}
+{{- end }}
+{{- with include "tandem.internalSecret" (list . "head") }}
+{{- range $file := list "tls.crt" "tls.key" "ca.crt" }}
+- {value: tls.internal, what: {{ printf "Secret %s with %s" (include "tandem.internalSecret" (list $ "head")) $file | quote }}, path: {{ printf "/etc/tandem-tls/internal/%s" $file }}}
+{{- end }}
+{{- end }}
+{{- with .Values.auth }}
+{{- if .existingSecret }}
+- {value: auth.existingSecret, what: {{ printf "Secret %s with %s" .existingSecret .key | quote }}, path: {{ printf "/etc/tandem-keys/%s" .key }}}
+{{- end }}
+{{- end }}
+{{- if eq .Values.redis.mode "valkey" }}
+- {value: redis.valkey.auth.existingSecret, what: {{ printf "Secret %s with %s" .Values.redis.valkey.auth.existingSecret .Values.redis.valkey.auth.key | quote }}, variable: VALKEY_PASSWORD}
+{{- with .Values.redis.valkey.tls.existingSecret }}
+- {value: redis.valkey.tls.existingSecret, what: {{ printf "Secret %s with ca.crt" . | quote }}, path: /etc/tandem-redis/ca.crt}
+{{- end }}
+{{- else if eq .Values.redis.mode "external" }}
+- {value: redis.external.existingSecret, what: {{ printf "Secret %s with %s" .Values.redis.external.existingSecret .Values.redis.external.key | quote }}, variable: TANDEM_REDIS_URL}
+{{- with .Values.redis.external.caSecret }}
+- {value: redis.external.caSecret, what: {{ printf "Secret %s with ca.crt" . | quote }}, path: /etc/tandem-redis/ca.crt}
+{{- end }}
+{{- end }}
+{{- with .Values.models.hubTokenSecret }}
+{{- if .name }}
+- {value: models.hubTokenSecret, what: {{ printf "Secret %s with %s" .name .key | quote }}, variable: HF_TOKEN}
+{{- end }}
+{{- end }}
+{{- $volume := include "tandem.modelVolume" . }}
+{{- range $index, $model := .Values.cluster.models }}
+{{- if hasPrefix "/" (default "" $model.source) }}
+- {value: {{ printf "cluster.models[%d].source" $index }}, what: {{ printf "the model in the model volume (%s)" $volume | quote }}, path: {{ $model.source | quote }}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.modelVolume" -}}
+{{- with .Values.models -}}
+{{- if .existingClaim }}claim {{ .existingClaim }}{{ else if .hostPath }}hostPath {{ .hostPath }}{{ else }}an emptyDir{{ end -}}
+{{- end -}}
+{{- end -}}

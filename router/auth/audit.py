@@ -1,0 +1,116 @@
+"""The audit log: one JSON line for each call, written by a thread of its own, so that a slow disk holds up nobody.
+
+Never prompts, answers or keys. The file may be moved away or truncated at any time: the next line goes to a new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from datetime import UTC, datetime
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+STDOUT = "stdout"
+MAX_WAITING = 100_000
+_AT_ONCE = 1000
+_GATHER_S = 0.05  # lines of so long go out together: one wake-up for all of them
+
+
+class AuditLine(msgspec.Struct, frozen=True, omit_defaults=False):
+    time: str
+    request_id: str
+    trace_id: str
+    key_id: str
+    tenant: str
+    source: str
+    method: str
+    model: str
+    outcome: str  # the request's end state; `rejected` before it had one; `ok` where nothing was generated
+    code: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    duration_s: float
+
+
+class AuditLog:
+    """Args: `target` is a path, or "stdout"."""
+
+    def __init__(self, target: str) -> None:
+        """Raises OSError when the file cannot be opened."""
+        self._path = None if target == STDOUT else target
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._lost = 0
+        self._is_failing = False
+        self._file = sys.stdout.fileno() if self._path is None else _open(self._path)
+        self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
+        self._thread.start()
+
+    def write(self, line: AuditLine) -> None:
+        """Never waits: beyond MAX_WAITING lines are dropped, and that is logged."""
+        if self._lines.qsize() < MAX_WAITING:
+            self._lines.put(msgspec.json.encode(line) + b"\n")
+        else:
+            self._lost += 1
+
+    def close(self) -> None:
+        """Writes what there is; gives up on a disk that takes longer than a few seconds."""
+        self._lines.put(None)
+        self._thread.join(3.0)  # it is a daemon
+
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            batch = [self._lines.get()]
+            time.sleep(_GATHER_S)
+            while len(batch) < _AT_ONCE and not self._lines.empty():
+                batch.append(self._lines.get_nowait())
+            ended = None in batch
+            self._write(b"".join(line for line in batch if line is not None))
+        if self._path is not None:
+            os.close(self._file)
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self._follow_rotation()
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            if not self._is_failing:
+                log.error("security.auth.audit_log: lines are lost: %s", error.strerror)
+            self._is_failing = True
+            return
+        if self._is_failing:
+            log.warning("security.auth.audit_log: written again")
+        self._is_failing = False
+        if self._lost:
+            log.error("security.auth.audit_log: %d lines were dropped, the disk being too slow", self._lost)
+            self._lost = 0
+
+    def _follow_rotation(self) -> None:
+        if self._path is None:
+            return
+        ours = os.fstat(self._file)
+        try:
+            theirs = os.stat(self._path)
+            moved = (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino)
+        except FileNotFoundError:
+            moved = True
+        if moved:
+            opened = _open(self._path)
+            os.close(self._file)
+            self._file = opened
+
+
+def _open(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def utc_now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

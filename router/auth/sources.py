@@ -1,0 +1,139 @@
+"""Keeps an authenticator's keys fresh: files are read again when they change, the issuer's URL is asked now and then,
+and when a token names a key that is new. What cannot be read leaves the old keys in place and is logged."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from router.auth.api_keys import KeyTable
+from router.auth.authenticator import Authenticator
+from router.auth.jwks import SigningKeys, fetch_jwks, read_jwks
+from router.auth.jwt_tokens import JwtVerifier
+from router.auth.keys_file import read_keys
+from tandem.clock import Clock
+from tandem.config_auth import AuthSpec, JwtSpec
+from tandem.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+REFETCH_S = 300.0
+RETRY_S = 10.0  # at most so often are keys fetched because somebody's token names one that is unknown
+
+
+class WatchedFile:
+    """Args: `read` takes a file up, and raises ConfigError when it cannot."""
+
+    def __init__(self, path: Path, read: Callable[[Path], None]) -> None:
+        """Raises ConfigError."""
+        self._path = path
+        self._read = read
+        self._seen = self._identity()
+        read(path)
+
+    def poll(self) -> None:
+        """Reads it if it is another than the last time."""
+        if (identity := self._identity()) == self._seen:
+            return
+        self._seen = identity
+        try:
+            self._read(self._path)
+        except ConfigError as error:
+            log.error("%s; what was read before stays in force", error.message)
+            return
+        log.info("read again", extra={"file": str(self._path)})
+
+    def _identity(self) -> tuple[int, int, int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode
+
+
+class FetchedKeys:
+    """The signing keys behind a URL."""
+
+    def __init__(self, spec: JwtSpec, verifier: JwtVerifier, clock: Clock) -> None:
+        self._url = spec.jwks_url or ""
+        self._algorithms = tuple(spec.algorithms)
+        self._verifier = verifier
+        self._clock = clock
+        self._fetching = asyncio.Lock()
+        self._tried_s: float | None = None
+        self._current: SigningKeys | None = None
+
+    async def refresh(self, min_age_s: float = RETRY_S) -> None:
+        """Fetches them, unless that was tried less than `min_age_s` ago."""
+        asked_s = self._clock.now_s()
+        async with self._fetching:
+            if self._tried_s is not None and asked_s - self._tried_s < min_age_s:
+                return
+            try:
+                keys = await asyncio.to_thread(fetch_jwks, self._url, self._algorithms)
+            except ConfigError as error:
+                log.error("%s; keys fetched before stay in force", error.message)
+                return
+            finally:
+                self._tried_s = self._clock.now_s()
+        if keys != self._current:
+            self._verifier.set_keys(keys)
+            self._current = keys
+            log.info("signing keys fetched", extra={"keys": len(keys)})
+
+    async def run(self) -> None:
+        while True:
+            await self.refresh(0.0)
+            await asyncio.sleep(REFETCH_S if self._current is not None else RETRY_S)
+
+
+class KeySources:
+    """Everything that `auth` names. `start` needs a running event loop."""
+
+    def __init__(self, auth: AuthSpec, clock: Clock) -> None:
+        """Reads the files. Raises ConfigError."""
+        self.authenticator = Authenticator(None if auth.jwt is None else JwtVerifier(auth.jwt))
+        self._files: list[WatchedFile] = []
+        self._fetched: FetchedKeys | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        if auth.keys_file is not None:
+            self._files.append(WatchedFile(Path(auth.keys_file), self._take_keys))
+        verifier, spec = self.authenticator.jwt, auth.jwt
+        if verifier is None or spec is None:
+            return
+        if spec.jwks_file is None:
+            self._fetched = FetchedKeys(spec, verifier, clock)
+            return
+        algorithms = tuple(spec.algorithms)
+
+        def take_signing_keys(path: Path) -> None:
+            verifier.set_keys(read_jwks(path, algorithms))
+
+        self._files.append(WatchedFile(Path(spec.jwks_file), take_signing_keys))
+
+    def start(self) -> None:
+        self._tasks.append(asyncio.create_task(self._watch(), name="auth-files"))
+        if self._fetched is not None:
+            self._tasks.append(asyncio.create_task(self._fetched.run(), name="auth-jwks"))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def freshen(self) -> None:
+        """Somebody's token names a key that we do not have."""
+        if self._fetched is not None:
+            await self._fetched.refresh()
+
+    def _take_keys(self, path: Path) -> None:
+        self.authenticator.keys = KeyTable(read_keys(path))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            for file in self._files:
+                file.poll()

@@ -1,0 +1,108 @@
+"""What the controller adds to a router's own view: workers that are not ready, other routers, the links'
+own figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from router.dashboard import snapshot
+from router.dashboard.snapshot import Flow, Router, Snapshot, Worker
+from tandem.v1 import cluster_pb2, worker_pb2
+
+_ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
+_STATES = ("ready", "connecting", "down", "refused")  # the last is the worst
+
+
+def with_status(view: Snapshot, status: cluster_pb2.ClusterStatus) -> Snapshot:
+    """A new snapshot: the router's own, and what only the controller knows."""
+    workers = with_all_workers(view.workers, status)
+    routers = [Router(each.router_id, each.state, each.restarts, each.http_address) for each in status.routers]
+    return msgspec.structs.replace(
+        view,
+        controller=True,
+        routers=routers,
+        workers=workers,
+        flows=with_links(view.flows, status),
+        scaling=scaling(workers, view.scaling.decisions),
+    )
+
+
+def with_all_workers(seen: Iterable[Worker], status: cluster_pb2.ClusterStatus) -> list[Worker]:
+    """`seen`: by routers, who know health and pace. In the controller's order, then those it does not know."""
+    own = {(each.worker_id, each.epoch): each for each in seen}
+    workers = [_worker(each, own.get((each.info.worker_id, str(each.info.epoch)))) for each in status.workers]
+    names = {each.worker_id for each in workers}
+    return [*workers, *(each for each in own.values() if each.worker_id not in names)]
+
+
+def with_links(seen: Iterable[Flow], status: cluster_pb2.ClusterStatus) -> list[Flow]:
+    """`seen`: by routers, and one for each pair of workers with links."""
+    flows = {(each.prefill_worker, each.decode_worker): each for each in seen}
+    for worker in status.workers:
+        if worker.info.role != cluster_pb2.ROLE_PREFILL:
+            continue
+        by_peer: dict[str, list[worker_pb2.LinkState]] = {}
+        for link in worker.live.links:
+            by_peer.setdefault(link.peer_worker, []).append(link)
+        for peer, links in by_peer.items():
+            pair = worker.info.worker_id, peer
+            flows[pair] = _linked(flows.get(pair) or Flow(*pair), links)
+    return list(flows.values())
+
+
+def scaling(workers: Iterable[Worker], decisions: list[snapshot.Event]) -> snapshot.Scaling:
+    pools = [(each.role, each.state == "ready") for each in workers]
+    return snapshot.Scaling(
+        prefill_ready=pools.count(("prefill", True)),
+        prefill_total=sum(role == "prefill" for role, _ in pools),
+        decode_ready=pools.count(("decode", True)),
+        decode_total=sum(role == "decode" for role, _ in pools),
+        autoscaler="off",
+        decisions=decisions,
+    )
+
+
+def with_load(worker: Worker, load: worker_pb2.WorkerLoad) -> Worker:
+    blocks = load.blocks
+    return msgspec.structs.replace(
+        worker,
+        running_requests=load.running_requests,
+        waiting_requests=load.waiting_requests,
+        reserved_requests=load.reserved_requests,
+        waiting_tokens=load.waiting_tokens,
+        blocks=snapshot.Blocks(blocks.free, blocks.cached, blocks.leased, blocks.in_use, blocks.total),
+    )
+
+
+def _worker(status: cluster_pb2.WorkerStatus, own: Worker | None) -> Worker:
+    if own is not None and status.state == "ready":
+        known = msgspec.structs.replace(own, restarts=status.restarts)
+        # What routers hear is as old as their last request.
+        return with_load(known, status.live.load) if status.HasField("live") else known
+    seen = Worker(
+        worker_id=status.info.worker_id,
+        role=_ROLES.get(status.info.role, "unknown"),
+        model=status.info.model,
+        epoch=str(status.info.epoch),
+        tp=status.info.layout.tp,
+        state=status.state,
+        health=None if own is None else own.health,
+        reason=status.reason,
+        restarts=status.restarts,
+    )
+    return with_load(seen, status.live.load)
+
+
+def _linked(flow: Flow, links: list[worker_pb2.LinkState]) -> Flow:
+    """One link for each pair of ranks: the slowest way and the sum of what they carry."""
+    latencies = [each.latency_s for each in links if each.HasField("latency_s")]
+    speeds = [each.bytes_per_s for each in links if each.HasField("bytes_per_s")]
+    return msgspec.structs.replace(
+        flow,
+        state=max((each.state for each in links), key=lambda state: _STATES.index(state) if state in _STATES else 0),
+        transport=", ".join(sorted({each.transport for each in links if each.transport})) or None,
+        latency_s=max(latencies, default=None),
+        link_bytes_per_s=sum(speeds) if speeds else None,
+    )

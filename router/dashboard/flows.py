@@ -1,0 +1,63 @@
+"""How much flows from each prefill worker to each decode worker, by the decode workers' reports. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+MAX_PAIRS = 1024
+TIME_CONSTANT_S = 3.0
+
+Pair = tuple[str, str]  # worker ids: prefill, decode
+
+
+@dataclass(slots=True)
+class Flow:
+    """`recent_...`: weighted by their age, so that divided by TIME_CONSTANT_S they are rates."""
+
+    handoffs: int = 0
+    bytes: int = 0
+    failures: int = 0
+    recent_bytes: float = 0.0
+    recent_handoffs: float = 0.0
+    at_s: float = 0.0
+
+    def add(self, size_bytes: int, now_s: float) -> None:
+        kept = self._kept(now_s)
+        self.recent_bytes = self.recent_bytes * kept + size_bytes
+        self.recent_handoffs = self.recent_handoffs * kept + 1
+        self.at_s = now_s
+        self.handoffs += 1
+        self.bytes += size_bytes
+
+    def bytes_per_s(self, now_s: float) -> float:
+        return self.recent_bytes * self._kept(now_s) / TIME_CONSTANT_S
+
+    def handoffs_per_s(self, now_s: float) -> float:
+        return self.recent_handoffs * self._kept(now_s) / TIME_CONSTANT_S
+
+    def _kept(self, now_s: float) -> float:
+        return math.exp(-max(0.0, now_s - self.at_s) / TIME_CONSTANT_S)
+
+
+class Flows:
+    def __init__(self) -> None:
+        self._flows: OrderedDict[Pair, Flow] = OrderedDict()
+
+    def handed_off(self, pair: Pair, size_bytes: int, now_s: float) -> None:
+        self._of(pair).add(size_bytes, now_s)
+
+    def failed(self, pair: Pair) -> None:
+        self._of(pair).failures += 1
+
+    def items(self) -> list[tuple[Pair, Flow]]:
+        return list(self._flows.items())
+
+    def _of(self, pair: Pair) -> Flow:
+        """The pairs that were silent longest make room for others."""
+        flow = self._flows.setdefault(pair, Flow())
+        self._flows.move_to_end(pair)
+        if len(self._flows) > MAX_PAIRS:
+            self._flows.popitem(last=False)
+        return flow

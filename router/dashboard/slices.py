@@ -1,0 +1,120 @@
+"""Counts and latencies of the last minutes, in slices of time. Fixed memory; noting something costs O(1). Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+SLICE_S = 10.0
+SLICES = 60
+BUCKETS = 120
+LEAST_S = 50e-6
+GROWTH = 1.15  # of the buckets' bounds: a percentile is off by 7 % at most
+QUANTILES = (0.5, 0.9, 0.99)
+
+_PER_LOG = 1.0 / math.log(GROWTH)
+_LOG_LEAST = math.log(LEAST_S)
+
+
+class Latency(IntEnum):
+    TTFT = 0
+    TPOT = 1
+    ITL = 2
+    E2E = 3
+
+
+class Count(IntEnum):
+    FINISHED = 0
+    NOT_FINISHED = 1  # rejected, cancelled, failed
+    PROMPT_TOKENS = 2  # of requests at their first token
+    CACHED_TOKENS = 3
+    OUTPUT_TOKENS = 4
+    CREDITED_TOKENS = 5
+    WRONG_CREDIT_TOKENS = 6
+    HANDOFFS = 7
+    HANDOFF_BYTES = 8
+
+
+def bucket_of(seconds: float) -> int:
+    """The first bucket holds everything up to LEAST_S, the last everything beyond the others."""
+    if seconds <= LEAST_S:
+        return 0
+    return min(BUCKETS - 1, 1 + int((math.log(seconds) - _LOG_LEAST) * _PER_LOG))
+
+
+def quantile(buckets: Sequence[int], share: float) -> float | None:
+    """Seconds; None without observations. Between a bucket's bounds, on a logarithmic scale."""
+    total = sum(buckets)
+    if not total:
+        return None
+    rank, seen = share * total, 0
+    for number, count in enumerate(buckets):
+        if count and seen + count >= rank:
+            low_s = LEAST_S * GROWTH ** (number - 1)
+            return float(low_s * GROWTH ** ((rank - seen) / count)) if number else LEAST_S
+        seen += count
+    return float(LEAST_S * GROWTH ** (BUCKETS - 1))
+
+
+@dataclass(slots=True)
+class Slice:
+    number: int  # its start, in SLICE_S
+    buckets: list[list[int]] = field(default_factory=lambda: [[0] * BUCKETS for _ in Latency])
+    counts: list[int] = field(default_factory=lambda: [0] * len(Count))
+    _final: list[list[float | None]] | None = None
+
+    def quantiles(self, latency: Latency, *, is_closed: bool) -> list[float | None]:
+        """At QUANTILES. Of a closed slice they are worked out once."""
+        if self._final is not None:
+            return self._final[latency]
+        found = [[quantile(row, share) for share in QUANTILES] for row in self.buckets]
+        if is_closed:
+            self._final = found
+        return found[latency]
+
+
+class Slices:
+    """Times are monotonic seconds and never run backwards."""
+
+    def __init__(self) -> None:
+        self._slices: deque[Slice] = deque(maxlen=SLICES)
+        self._open = Slice(-1)
+        self._open_until_s = -math.inf
+
+    def observe(self, latency: Latency, seconds: float, now_s: float) -> None:
+        self.at(now_s).buckets[latency][bucket_of(seconds)] += 1
+
+    def add(self, count: Count, number: int, now_s: float) -> None:
+        self.at(now_s).counts[count] += number
+
+    def history(self, now_s: float) -> list[Slice | None]:
+        """The last SLICES slices, oldest first, the one that is still open last. None: nothing happened in it."""
+        last = int(now_s // SLICE_S)
+        known = {each.number: each for each in self._slices}
+        return [known.get(number) for number in range(last - SLICES + 1, last + 1)]
+
+    def recent(self, window_s: float, now_s: float) -> list[Slice]:
+        """Those that began within the last `window_s`, which the open one does too."""
+        first = int((now_s - window_s) // SLICE_S) + 1
+        return [each for each in self._slices if each.number >= first]
+
+    def at(self, now_s: float) -> Slice:
+        """The open slice: what is noted for every token goes straight into it."""
+        if now_s >= self._open_until_s:
+            self._open = Slice(int(now_s // SLICE_S))
+            self._open_until_s = (self._open.number + 1) * SLICE_S
+            self._slices.append(self._open)
+        return self._open
+
+
+def total(slices: Iterable[Slice], count: Count) -> int:
+    return sum(each.counts[count] for each in slices)
+
+
+def merged(slices: Iterable[Slice], latency: Latency) -> list[int]:
+    """One histogram of several slices."""
+    rows = [each.buckets[latency] for each in slices]
+    return [sum(column) for column in zip(*rows, strict=True)] if rows else []

@@ -1,0 +1,203 @@
+"""The snapshot of one router, worked out when somebody looks."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from router.dashboard import cluster_status, figures, snapshot, timeline
+from router.dashboard.events import Event, EventKind
+from router.dashboard.feed import Decision, Feed
+from router.dispatch import Dispatcher
+from router.fleet import Worker
+from router.output import Usage
+from router.prefix_index.follower import PrefixFollower
+from router.prefix_index.mirror import PrefixMirror
+from router.run import RequestRun
+from router.service import RouterService
+from router.trace import Trace
+from tandem.clock import Clock
+from tandem.config import ClassSpec, Role
+from tandem.request import RequestState
+from tandem.version import tandem_version
+
+LISTED_REQUESTS = 60  # on their way, and as many that ended
+_UNDER_WAY = (RequestState.PREFILLING, RequestState.HANDOFF)
+
+
+class RouterView:
+    """Reads everything, changes nothing."""
+
+    def __init__(
+        self,
+        *,
+        service: RouterService,
+        dispatcher: Dispatcher,
+        mirror: PrefixMirror,
+        follower: PrefixFollower | None,
+        feed: Feed,
+        classes: Sequence[ClassSpec],
+        clock: Clock,
+    ) -> None:
+        self._service = service
+        self._dispatcher = dispatcher
+        self._mirror = mirror
+        self._follower = follower
+        self._feed = feed
+        self._classes = classes
+        self._clock = clock
+
+    def take(self) -> snapshot.Snapshot:
+        now_s, now_unix_s = self._clock.now_s(), time.time()
+        slices, dispatcher = self._feed.slices, self._dispatcher
+        up_s = now_s - self._feed.started_s
+        workers = [self._worker(each) for each in dispatcher.fleet.workers()]
+        events = [_event(each) for each in self._feed.events.latest()]
+        is_ready = self._service.ready
+        return snapshot.Snapshot(
+            version=snapshot.VERSION,
+            tandem=tandem_version(),
+            cluster=self._service.cluster,
+            router_id=self._service.router_id,
+            taken_unix_s=now_unix_s,
+            up_s=up_s,
+            ready=is_ready,
+            models=list(self._service.models),
+            controller=False,
+            routers=[snapshot.Router(self._service.router_id, "ready" if is_ready else "not_ready")],
+            workers=workers,
+            flows=list(self._flows(now_s)),
+            queues=self._queues(),
+            queued_requests=len(dispatcher.admission),
+            running_requests=len(dispatcher.running()),
+            rates=figures.rates(slices, up_s, now_s),
+            latency=figures.summaries(slices, now_s),
+            history=figures.history(slices, now_s, now_unix_s),
+            cache=self._cache(now_s),
+            scaling=cluster_status.scaling(workers, [each for each in events if each.kind == EventKind.SCALING]),
+            placements={reason.value: count for reason, count in self._feed.placements.items()},
+            decisions=[_decision(each) for each in reversed(self._feed.decisions)],
+            events=events,
+            requests=list(self._requests(now_s)),
+        )
+
+    def request_timeline(self, request_id: str) -> snapshot.RequestTimeline:
+        """Of a request on its way or that ended lately. Raises NotFound."""
+        now_s = self._clock.now_s()
+        for run in (*self._dispatcher.running(), *self._dispatcher.admission.items()):
+            if run.trace.request_id == request_id:
+                return _timeline(run.trace, _running_row(run, now_s))
+        trace = self._dispatcher.traces.get(request_id)
+        return _timeline(trace, _ended_row(trace, now_s))
+
+    def _worker(self, worker: Worker) -> snapshot.Worker:
+        info, load = worker.link.info, worker.link.load
+        pace = worker.estimates.pace()
+        is_prefill = worker.role is Role.PREFILL
+        state = "ready" if worker.link.ready else "link_lost"
+        seen = snapshot.Worker(
+            worker_id=info.worker_id,
+            role=worker.role.value,
+            model=info.model,
+            epoch=str(info.epoch),
+            tp=info.layout.tp,
+            state=state if worker.listed else "leaving",
+            health=self._dispatcher.fleet.health.state(worker.key).value,
+            blocks=snapshot.Blocks(total=info.total_blocks),
+            prefill_tokens_per_s=1 / pace.prefill_s_per_token if is_prefill else None,
+            tpot_s=None if is_prefill else pace.tpot_at_s(worker.running_requests),
+        )
+        return seen if load is None else cluster_status.with_load(seen, load)
+
+    def _flows(self, now_s: float) -> Iterator[snapshot.Flow]:
+        in_flight = Counter(
+            (run.prefill.key.worker_id, run.decode.key.worker_id)
+            for run in self._dispatcher.running()
+            if run.prefill is not None and run.decode is not None and run.lifecycle.state in _UNDER_WAY
+        )
+        known = dict(self._feed.flows.items())
+        for pair in [*known, *(pair for pair in in_flight if pair not in known)]:
+            flow = known.get(pair)
+            if flow is None:
+                yield snapshot.Flow(*pair, in_flight=in_flight[pair])
+                continue
+            yield snapshot.Flow(
+                *pair,
+                bytes_per_s=flow.bytes_per_s(now_s),
+                handoffs_per_s=flow.handoffs_per_s(now_s),
+                in_flight=in_flight[pair],
+                handoffs=flow.handoffs,
+                bytes=flow.bytes,
+                failures=flow.failures,
+            )
+
+    def _queues(self) -> list[snapshot.Queue]:
+        admission = self._dispatcher.admission
+        queued, refusals = admission.queued_by_class(), admission.refusals
+        return [
+            snapshot.Queue(
+                name=each.name,
+                queued=queued[each.name],
+                is_batch=each.batch,
+                ttft_slo_s=each.ttft_slo_s,
+                refusals={why.value: count for (name, why), count in refusals.items() if name == each.name},
+            )
+            for each in self._classes
+        ]
+
+    def _cache(self, now_s: float) -> snapshot.Cache:
+        slices, follower = self._feed.slices, self._follower
+        redis = "none"
+        if follower is not None:
+            redis = "up" if follower.connected else "down"
+        return snapshot.Cache(
+            hit_share=figures.hit_share(slices, now_s),
+            wrong_credit_share=figures.wrong_credit_share(slices, now_s),
+            window_s=figures.CACHE_WINDOW_S,
+            hit_share_history=figures.hit_share_history(slices, now_s),
+            index_blocks=len(self._mirror),
+            index_workers=len(self._mirror.workers()),
+            lost_blocks=self._mirror.lost_blocks,
+            redis=redis,
+        )
+
+    def _requests(self, now_s: float) -> Iterator[snapshot.Request]:
+        under_way = [*self._dispatcher.running(), *self._dispatcher.admission.items()]
+        under_way.sort(key=lambda run: run.received_s, reverse=True)
+        for run in under_way[:LISTED_REQUESTS]:
+            yield _running_row(run, now_s)
+        for trace in self._dispatcher.traces.latest(LISTED_REQUESTS):
+            yield _ended_row(trace, now_s)
+
+
+def _running_row(run: RequestRun, now_s: float) -> snapshot.Request:
+    cached_tokens = run.cached_tokens if run.answer_tokens else 0
+    return timeline.request_row(run.trace, run.lifecycle.state.value, cached_tokens, run.answer_tokens, now_s)
+
+
+def _ended_row(trace: Trace, now_s: float) -> snapshot.Request:
+    usage = trace.usage or Usage(trace.prompt_tokens, 0, 0)
+    return timeline.request_row(trace, trace.state.value, usage.cached_tokens, usage.completion_tokens, now_s)
+
+
+def _timeline(trace: Trace, row: snapshot.Request) -> snapshot.RequestTimeline:
+    return snapshot.RequestTimeline(snapshot.VERSION, row, timeline.attempts(trace.to_wire()))
+
+
+def _event(event: Event) -> snapshot.Event:
+    return snapshot.Event(
+        event.kind, event.severity, event.subject, event.text, event.first_unix_s, event.last_unix_s, event.times
+    )
+
+
+def _decision(decision: Decision) -> snapshot.Placement:
+    return snapshot.Placement(
+        at_unix_s=decision.at_unix_s,
+        request_id=decision.request_id,
+        reason=decision.reason.value,
+        prefill_worker=decision.prefill_worker,
+        decode_worker=decision.decode_worker,
+        prompt_tokens=decision.prompt_tokens,
+        cached_tokens=decision.cached_tokens,
+    )

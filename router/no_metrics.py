@@ -1,0 +1,62 @@
+"""Counts nothing: what `observability.metrics.enabled: false` puts in the place of the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvtransfer.causes import HandoffCause
+from router.admission import Admission
+from router.metrics import RouterMetrics
+from router.output import Final
+from router.policies.types import PlacementReason, WaitReason
+from router.prefix_index.follower import PrefixFollower
+from router.prefix_index.mirror import PrefixMirror
+from router.trace import Attempt
+from tandem.config import ClassSpec
+from tandem.errors import ErrorCode, NotFound
+from tandem.request import RequestState
+from tandem.v1 import worker_pb2
+
+
+class NoMetrics(RouterMetrics):
+    def __init__(self) -> None:
+        """Has no registry."""
+
+    def watch_index(self, mirror: PrefixMirror, follower: PrefixFollower | None) -> None: ...
+
+    def watch_admission(self, admission: Admission[Any]) -> None: ...
+
+    def watch_classes(self, classes: Sequence[ClassSpec]) -> None: ...
+
+    def render(self) -> bytes:
+        raise NotFound("metrics: observability.metrics.enabled is false in this cluster's configuration")
+
+    def finished(self, model: str, final: Final) -> None: ...
+
+    def judged(
+        self, model: str, priority: str, final: Final | None, state: RequestState, code: ErrorCode | None
+    ) -> None: ...
+
+    def gap_observer(self, model: str) -> Callable[[float], None] | None:
+        return None
+
+    def ended(self, model: str, state: RequestState, code: ErrorCode | None) -> None: ...
+
+    def handed_off(self, model: str, attempt: Attempt, done: worker_pb2.HandoffDone) -> None: ...
+
+    def handoff_failed(self, model: str, cause: HandoffCause) -> None: ...
+
+    def rejected(self, model: str, code: ErrorCode) -> None: ...
+
+    def placed(self, model: str, reason: PlacementReason) -> None: ...
+
+    def credited(self, model: str, tokens: int, wrong_tokens: int) -> None: ...
+
+    def waited(self, model: str, reason: WaitReason) -> None: ...
+
+    def retried(self, model: str, code: ErrorCode) -> None: ...
+
+    def set_load(self, *, queued: int, running: int) -> None: ...
+
+    def set_workers(self, *, prefill: int, decode: int) -> None: ...

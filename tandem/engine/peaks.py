@@ -1,0 +1,60 @@
+"""What a rank's device can do, measured where nobody said it: one matrix product and one copy, best of a few."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tandem.config import EngineSpec
+from tandem.engine.kv_pool import DTYPES
+
+ROUNDS = 3
+_CPU_WIDTH, _CUDA_WIDTH = 512, 4096
+_CPU_COPY_BYTES, _CUDA_COPY_BYTES = 32 << 20, 256 << 20  # beside a KV pool that may fill most of the memory
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePeaks:
+    flops_per_s: float
+    memory_bytes_per_s: float
+
+
+def device_peaks(spec: EngineSpec) -> DevicePeaks:
+    """Of one rank: as configured, else measured (a fraction of a second)."""
+    device = torch.device(spec.device)
+    flops, memory = spec.peak_flops_per_s, spec.peak_memory_bytes_per_s
+    peaks = DevicePeaks(
+        _flops_per_s(device, DTYPES[spec.dtype]) if flops is None else flops,
+        _bytes_per_s(device) if memory is None else memory,
+    )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return peaks
+
+
+def _flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    width = _CUDA_WIDTH if device.type == "cuda" else _CPU_WIDTH
+    a = torch.ones(width, width, device=device, dtype=dtype)
+    out = torch.empty_like(a)
+    return 2.0 * width**3 / _shortest_s(device, lambda: torch.mm(a, a, out=out))
+
+
+def _bytes_per_s(device: torch.device) -> float:
+    size = _CUDA_COPY_BYTES if device.type == "cuda" else _CPU_COPY_BYTES
+    source = torch.ones(size, device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2.0 * size / _shortest_s(device, lambda: target.copy_(source))  # read and written
+
+
+def _shortest_s(device: torch.device, work: Callable[[], object]) -> float:
+    best_s = float("inf")
+    for _ in range(ROUNDS + 1):  # the first warms up; it cannot be the shortest by much
+        began_s = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return best_s

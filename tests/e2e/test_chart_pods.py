@@ -1,0 +1,361 @@
+"""The chart's pods, run here as processes: what `helm template` renders for two machines and a Valkey, started as
+KubeRay and the kubelet would, each machine a network namespace with a cable between them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from cluster import embedded_redis
+from tandem.config import DEMO_MODEL
+from tandem.model_store import cache_dir, pull
+
+pytestmark = [pytest.mark.system, pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAD_IP, NODE_IP, VALKEY_IP = "10.77.0.1", "10.77.0.2", "10.77.0.3"
+SERVICE_NAMES = {"test-tandem-head-svc.serving.svc.cluster.local": HEAD_IP, "test-tandem-valkey": VALKEY_IP}
+VALUES = {
+    "cluster": {
+        "models": [{"source": "smollm2-135m", "prefill": {"workers": 1}, "decode": {"workers": 1}}],
+        "router": {"replicas": 2, "disaggregation": "always"},
+    },
+    # A CPU for each worker: the two cannot share a machine.
+    "node": {"replicas": 1, "resources": {"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "4Gi"}}},
+    "preStopSeconds": 1,
+    "redis": {"mode": "valkey", "valkey": {"auth": {"existingSecret": "tandem-valkey"}}},
+}
+
+Manifest = dict[str, Any]
+
+
+def run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+@dataclass
+class Machines:
+    """Two network namespaces, `head` and `node`, which has the Valkey pod's address too: the head's Ray takes port 6379
+    of every address."""
+
+    prefix: str
+    names: tuple[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = (f"{self.prefix}-head", f"{self.prefix}-node")
+
+    def build(self) -> None:
+        for name in self.names:
+            run("ip", "netns", "add", name)
+            run("ip", "-n", name, "link", "set", "lo", "up")
+        head, node = self.names
+        cable = f"{self.prefix}h", f"{self.prefix}n"
+        run("ip", "link", "add", cable[0], "netns", head, "type", "veth", "peer", "name", cable[1], "netns", node)
+        for name, end, addresses in ((head, cable[0], (HEAD_IP,)), (node, cable[1], (NODE_IP, VALKEY_IP))):
+            for address in addresses:
+                run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", end)
+            run("ip", "-n", name, "link", "set", end, "up")
+
+    def destroy(self) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+class Pod:
+    """One container of a rendered pod, as a process group in a machine's namespace.
+
+    The kubelet's part: files of the ConfigMap, environment with Secrets and the pod's address, folders of its own.
+    """
+
+    def __init__(self, machine: str, ip: str, container: Manifest, folder: Path, files: dict[str, str]) -> None:
+        self.machine, self.ip, self.folder, self._container = machine, ip, folder, container
+        self.termination_log = folder / "termination-log"
+        self._paths = {
+            "/etc/tandem/": f"{folder}/etc/",
+            "/tmp/tandem": f"{folder}/tmp",
+            "/dev/termination-log": str(self.termination_log),
+            "/home/tandem": f"{folder}/home",
+            **SERVICE_NAMES,
+        }
+        for name in ("etc", "home", "bin"):
+            (folder / name).mkdir(parents=True)
+        for name, text in files.items():
+            (folder / "etc" / name).write_text(self._here(text))
+        (folder / "bin" / "valkey-server").symlink_to(embedded_redis.binary())
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def _here(self, text: str) -> str:
+        for path, here in self._paths.items():
+            text = text.replace(path, here)
+        return text
+
+    def env(self, given: dict[str, str]) -> dict[str, str]:
+        """As the kubelet fills it, `$(NAME)` included; the models are this machine's own."""
+        found: dict[str, str] = {}
+        for entry in self._container["env"]:
+            if "value" in entry:
+                text = re.sub(r"\$\((\w+)\)", lambda match: found[match[1]], entry["value"])
+            elif "fieldRef" in entry["valueFrom"]:
+                text = self.ip
+            elif (secret := entry["valueFrom"]["secretKeyRef"]["name"]) in given:
+                text = given[secret]
+            else:
+                continue
+            found[entry["name"]] = self._here(text)
+        found |= {
+            "TANDEM_CACHE": str(cache_dir()),
+            "XDG_RUNTIME_DIR": f"{self.folder}/r",
+            "RAY_TMPDIR": f"{self.folder}/ray",
+            "PATH": f"{self.folder}/bin:{Path(sys.executable).parent}:/usr/bin:/bin",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+        }
+        return found | {name: self._here(text) for name, text in given.items() if name.isupper() or "_" in name}
+
+    def start(self, given: dict[str, str]) -> None:
+        self._env = self.env(given)
+        self.process = self._popen([*self._container["command"], *self._container.get("args", [])])
+
+    def _popen(self, command: list[str]) -> subprocess.Popen[bytes]:
+        with (self.folder / "log").open("ab") as log:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self.machine, *(self._here(part) for part in command)],
+                env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def execute(self, command: list[str], timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """As `kubectl exec` and exec probes do."""
+        return subprocess.run(
+            ["ip", "netns", "exec", self.machine, *(self._here(part) for part in command)],
+            env=self._env, capture_output=True, text=True, check=False, timeout=timeout_s,
+        )  # fmt: skip
+
+    def probe(self, name: str) -> bool:
+        """One try of the container's probe, by whatever means it names."""
+        probe = self._container[name]
+        if "exec" in probe:
+            return self.execute(probe["exec"]["command"]).returncode == 0
+        port = next(p["containerPort"] for p in self._container["ports"] if p["name"] == probe["httpGet"]["port"])
+        url = f"http://{self.ip}:{port}{probe['httpGet']['path']}"
+        return self.execute(["curl", "--fail", "--silent", "--max-time", "5", url]).returncode == 0
+
+    def terminate(self, grace_s: float) -> int:
+        """preStop, the image's STOPSIGNAL, and what is left after the grace is killed (which fails the test)."""
+        assert self.process is not None
+        if hook := self._container.get("lifecycle", {}).get("preStop"):
+            assert self.execute(hook["exec"]["command"]).returncode == 0
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(grace_s)
+
+    @property
+    def log(self) -> str:
+        path = self.folder / "log"
+        return path.read_text(errors="replace")[-6000:] if path.exists() else "not started"
+
+
+@dataclass
+class Deployment:
+    """What `helm install` and KubeRay would make of the values."""
+
+    machines: Machines
+    folder: Path
+    manifests: dict[tuple[str, str], Manifest]
+    pods: dict[str, Pod] = field(default_factory=dict)
+    token: str = field(default_factory=lambda: secrets.token_hex(32))
+    seen: set[int] = field(default_factory=set)
+
+    def start(self) -> None:
+        config = self.manifests["ConfigMap", "test-tandem"]["data"]
+        ray = self.manifests["RayCluster", "test-tandem"]["spec"]
+        head, (nodes,) = ray["headGroupSpec"], ray["workerGroupSpecs"]
+        valkey = self.manifests["Deployment", "test-tandem-valkey"]["spec"]
+        head_machine, node_machine = self.machines.names
+        given = {"tandem-valkey": "url-safe-password", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
+        for name, machine, ip, group in (
+            ("valkey", node_machine, VALKEY_IP, valkey),
+            ("head", head_machine, HEAD_IP, head),
+            ("node", node_machine, NODE_IP, nodes),
+        ):
+            (container,) = group["template"]["spec"]["containers"]
+            self.pods[name] = Pod(machine, ip, container, self.folder / name[0], config)
+            command = {} if name == "valkey" else _kuberay_env(group, container, is_head=name == "head")
+            if name == "node":  # KubeRay's own init container
+                self.wait(self.ray_answers, 90.0)
+            self.pods[name].start(given | command)
+
+    def ray_answers(self) -> bool:
+        return self.pods["head"].execute(["ray", "health-check", "--address", f"{HEAD_IP}:6379"]).returncode == 0
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            ended = [name for name, pod in self.pods.items() if pod.process and pod.process.poll() is not None]
+            assert not ended, f"{ended} ended:\n{self.logs}"
+            assert time.monotonic() < deadline, f"not within {timeout_s:g} s:\n{self.logs}"
+            self.note_processes()
+            time.sleep(0.5)
+
+    @property
+    def logs(self) -> str:
+        return "\n".join(f"--- {name}\n{pod.log}" for name, pod in self.pods.items())
+
+    def note_processes(self) -> None:
+        for pod in self.pods.values():
+            if pod.process is not None and pod.process.poll() is None:
+                children = psutil.Process(pod.process.pid).children(recursive=True)
+                self.seen |= {pod.process.pid, *(child.pid for child in children)}
+
+    def tandem_processes(self) -> list[str]:
+        """What is still alive of what was started, Ray's own and Valkey aside."""
+        found = []
+        for pid in self.seen:
+            try:
+                command = " ".join(psutil.Process(pid).cmdline())
+            except psutil.NoSuchProcess:
+                continue
+            if re.search(r" -m (cluster|router|kvtransfer|worker|prefill_worker|decode_worker)\b|tandem up", command):
+                found.append(command)
+        return found
+
+    def status(self) -> Manifest:
+        done = self.pods["head"].execute(["tandem", "status", "--json"])
+        assert done.returncode == 0, done.stderr
+        status: Manifest = json.loads(done.stdout)
+        return status
+
+    def kill(self) -> None:
+        """Whatever a failed test left, by process id."""
+        self.note_processes()
+        for pid in self.seen:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        for pod in self.pods.values():
+            if pod.process is not None:
+                pod.process.wait(10)
+
+
+def _kuberay_env(group: Manifest, container: Manifest, *, is_head: bool) -> dict[str, str]:
+    """What KubeRay 1.7 adds to a Ray container whose command is its own."""
+    head = "test-tandem-head-svc.serving.svc.cluster.local"
+    requests = container["resources"]["requests"]
+    params = {
+        "dashboard-agent-listen-port": "52365",
+        "metrics-export-port": "8080",
+        "memory": str(4 << 30),
+        "num-cpus": requests["cpu"],
+    } | group["rayStartParams"]
+    first = "ray start --head" if is_head else f"ray start --address={head}:6379"
+    command = f"{first} --block {' '.join(f'--{key}={value}' for key, value in sorted(params.items()))}"
+    return {
+        "KUBERAY_GEN_RAY_START_CMD": command,
+        "RAY_ADDRESS": "127.0.0.1:6379" if is_head else f"{head}:6379",
+        "RAY_PORT": "6379",
+        "RAY_USAGE_STATS_KUBERAY_IN_USE": "1",
+    }
+
+
+@pytest.fixture(scope="module")
+def manifests(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Manifest]:
+    pull(DEMO_MODEL)  # the machines have no way out
+    helm = run(str(ROOT / "scripts" / "fetch-helm.sh")).strip()
+    values = tmp_path_factory.mktemp("values") / "values.yaml"
+    values.write_text(yaml.safe_dump(VALUES))
+    chart = str(ROOT / "helm" / "tandem")
+    rendered = run(helm, "template", "test", chart, "--namespace", "serving", "--values", str(values))
+    found = [manifest for manifest in yaml.safe_load_all(rendered) if manifest]
+    return {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in found}
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    built = Machines(f"td{os.getpid() % 100000}")
+    try:
+        built.build()
+        yield built
+    finally:
+        built.destroy()
+
+
+@pytest.fixture
+def deployment(
+    machines: Machines, manifests: dict[tuple[str, str], Manifest], tmp_path: Path
+) -> Iterator[Deployment]:
+    folder = Path(f"/tmp/{tmp_path.name[:2]}{os.getpid()}")  # short: Ray's unix sockets lie below it
+    folder.mkdir(mode=0o700)
+    deployed = Deployment(machines, folder, manifests)
+    try:
+        yield deployed
+    finally:
+        deployed.kill()
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+def ask(pod: Pod, port: int, max_tokens: int) -> subprocess.Popen[bytes]:
+    """Asks for a completion at a port of the Service, as a client on that pod's machine."""
+    body = {"model": "smollm2-135m", "prompt": "The capital of France is", "max_tokens": max_tokens, "temperature": 0}
+    url, data = f"http://{HEAD_IP}:{port}/v1/completions", json.dumps(body | {"ignore_eos": True})
+    curl = ["curl", "--fail-with-body", "--silent", "--show-error", "--max-time", "90", url]
+    return subprocess.Popen(
+        ["ip", "netns", "exec", pod.machine, *curl, "-H", "Content-Type: application/json", "-d", data],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def answer_of(client: subprocess.Popen[bytes]) -> Manifest:
+    out, err = client.communicate(timeout=100)
+    assert client.returncode == 0, out + err
+    answer: Manifest = json.loads(out)
+    return answer
+
+
+def test_the_pods_of_two_machines_answer_and_end_cleanly(deployment: Deployment) -> None:
+    deployment.start()
+    head, node = deployment.pods["head"], deployment.pods["node"]
+    deployment.wait(lambda: head.probe("startupProbe"), 150.0)
+    assert head.probe("readinessProbe")
+    assert head.probe("livenessProbe")
+    assert node.probe("readinessProbe")
+    assert node.probe("livenessProbe")
+
+    answers = [answer_of(ask(node, port, 8))["choices"][0]["text"] for port in (8000, 8001)]
+    assert answers[0] == answers[1]
+    assert "Paris" in answers[0]
+
+    status = deployment.status()
+    hosts = {worker["role"]: worker["address"].partition(":")[0] for worker in status["workers"]}
+    assert sorted(hosts.values()) == [HEAD_IP, NODE_IP]
+    for worker in status["workers"]:
+        blocks = worker["blocks"]
+        assert blocks["leased"] == blocks["in_use"] == 0
+        assert blocks["free"] + blocks["cached"] == blocks["total"]
+
+    (link,) = next(worker["links"] for worker in status["workers"] if worker["role"] == "prefill")
+    assert link["transport"] == "process_group"
+    assert link["bytes"] > 0
+
+    # A running request is answered to its end while the head drains.
+    running = ask(node, 8000, 100)
+    deployment.wait(lambda: any(worker["requests"]["running"] for worker in deployment.status()["workers"]), 20.0)
+    deployment.note_processes()
+    assert head.terminate(60.0) == 0, head.log
+    assert answer_of(running)["usage"]["completion_tokens"] == 100
+    assert deployment.tandem_processes() == []  # on both machines; Ray's end with their container

@@ -1,0 +1,69 @@
+"""The head's start script, running, with stand-ins for `ray` and `tandem` that show what reached them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tandem.config import ClusterSpec
+
+POD_IP = "10.1.2.3"
+
+
+@pytest.fixture
+def head_pod(
+    render: Callable[..., dict[tuple[str, str], dict[str, Any]]], tmp_path: Path
+) -> Iterator[subprocess.Popen[str]]:
+    data = render()["ConfigMap", "test-tandem"]["data"]
+    (tmp_path / "cluster.yaml").write_text(data["cluster.yaml"])
+    script = data["start-head.sh"].replace("/etc/tandem", str(tmp_path)).replace("/tmp/tandem", str(tmp_path / "run"))
+    programs = {
+        "python": f'exec {sys.executable} "$@"',
+        "ray": f'case $1 in start) touch {tmp_path}/up; exec sleep 60 ;; *) test -e {tmp_path}/up ;; esac',
+        "tandem": f"exec {sys.executable} {tmp_path}/tandem.py",
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "tandem.py").write_text(
+        "import pathlib, time\n"
+        f"spec = pathlib.Path({str(tmp_path / 'run' / 'cluster.yaml')!r}).read_text()\n"
+        "try:\n    print(spec, '---', sep='', flush=True)\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    print('clean', flush=True)\n"
+    )
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    process = subprocess.Popen(
+        ["bash", "-c", script], text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+        env={**os.environ, "PATH": path, "POD_IP": POD_IP, "KUBERAY_GEN_RAY_START_CMD": "ray start --head --block"},
+    )  # fmt: skip
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def spec_that_reached_tandem(head_pod: subprocess.Popen[str]) -> ClusterSpec:
+    assert head_pod.stdout is not None
+    lines = list(iter(head_pod.stdout.readline, "---\n"))
+    return ClusterSpec.model_validate(yaml.safe_load("".join(lines)))
+
+
+def test_the_start_script_gives_tandem_the_pods_address_and_a_clean_end(head_pod: subprocess.Popen[str]) -> None:
+    assert spec_that_reached_tandem(head_pod).router.http_host == POD_IP
+    head_pod.send_signal(signal.SIGINT)
+    assert head_pod.wait(10) == 0
+
+
+def test_the_head_pod_ends_when_ray_does(head_pod: subprocess.Popen[str]) -> None:
+    spec_that_reached_tandem(head_pod)
+    (ray,) = [child for child in psutil.Process(head_pod.pid).children(recursive=True) if child.name() == "sleep"]
+    ray.terminate()
+    assert head_pod.wait(10) == 0

@@ -1,0 +1,114 @@
+"""A decoding request that is held, taken over by another engine, or goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tandem.engine.api import ExportRange
+from tandem.engine.factory import Rank
+from tandem.engine.testing import EngineDriver, make_request
+from tandem.request import SamplingParams
+from tandem.testing import random_prompt
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+SEEDED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=12, frequency_penalty=0.5)
+VOCAB = 300
+
+
+class Exported:
+    def __init__(self) -> None:
+        self.ranges: list[ExportRange] = []
+
+    def begin_step(self, ranges: Sequence[ExportRange]) -> None:
+        self.ranges += ranges
+
+    def layer_done(self, layer: int) -> None:
+        """Everything is there already."""
+
+
+def prompt(length: int) -> list[int]:
+    return random_prompt(length, VOCAB)
+
+
+def steps(driver: EngineDriver, name: str, tokens: int) -> None:
+    while len(driver.tokens.get(name, [])) < tokens:
+        driver.take(driver.engine.step())
+
+
+def test_a_held_request_gets_no_token_and_goes_on_as_if_nothing_had_been(
+    make: Callable[..., Rank], reference: Any
+) -> None:
+    driver = EngineDriver(make().engine)
+    driver.add("a", prompt(20), SEEDED)
+    driver.add("b", prompt(33), GREEDY)
+    steps(driver, "a", 4)
+    assert driver.engine.hold("a")
+    before = list(driver.tokens["a"])
+    driver.run()
+    assert driver.tokens["a"] == before
+    assert driver.tokens["b"] == reference.answer(prompt(33), GREEDY)
+    assert driver.engine.load().reserved_requests == 1
+    driver.engine.resume("a")
+    driver.run()
+    assert driver.tokens["a"] == reference.answer(prompt(20), SEEDED)
+    assert driver.at_rest()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(("length", "given"), [(20, 1), (31, 1), (16, 5), (70, 11)])
+def test_another_engine_takes_over_the_blocks_and_the_answer_goes_on_exactly(
+    make: Callable[..., Rank], reference: Any, length: int, given: int, sampling: SamplingParams
+) -> None:
+    from_, to = Exported(), make()
+    source = make(exporter=from_)
+    s, t = EngineDriver(source.engine), EngineDriver(to.engine)
+    s.add("r", prompt(length), sampling)
+    steps(s, "r", given)
+    assert s.engine.hold("r")
+    answer = s.tokens["r"]
+
+    rest = replace(sampling, max_tokens=sampling.max_tokens - (given - 1))
+    request = make_request("r", [*prompt(length), *answer[:-1]], rest, answered_tokens=given - 1)
+    reservation = t.engine.reserve(request)
+    assert s.engine.export_held("r", 0) == length + given - 1
+    s.run()
+    (told,) = from_.ranges
+    assert told.is_last
+    assert told.last_block_tokens == ((length + given - 1) % 16 or 16)
+    for logical, block in enumerate(told.block_ids):
+        to.pool.tensor[reservation.block_ids[logical]] = source.pool.tensor[block]
+    assert s.engine.cancel("r")
+    t.engine.join("r", answer[-1])
+    t.run()
+
+    assert [*answer, *t.tokens["r"]] == reference.answer(prompt(length), sampling)
+    assert s.at_rest()
+    assert t.at_rest()
+
+
+def test_only_what_decodes_can_be_held(make: Callable[..., Rank]) -> None:
+    driver = EngineDriver(make(max_step_tokens=16).engine)
+    driver.add("r", prompt(40), GREEDY)
+    assert not driver.engine.hold("r")  # it waits
+    driver.take(driver.engine.step())
+    assert not driver.engine.hold("r")  # its prompt is being computed
+    assert not driver.engine.hold("nobody")
+    driver.run()
+    assert not driver.engine.hold("r")  # it is over
+
+
+def test_blocks_that_were_to_be_announced_are_not_when_their_request_is_gone(make: Callable[..., Rank]) -> None:
+    exported = Exported()
+    driver = EngineDriver(make(exporter=exported).engine)
+    driver.add("r", prompt(20), GREEDY)
+    steps(driver, "r", 2)
+    driver.engine.hold("r")
+    driver.engine.export_held("r", 0)
+    driver.engine.cancel("r")
+    assert not driver.engine.has_work
+    assert driver.at_rest()
+    assert exported.ranges == []

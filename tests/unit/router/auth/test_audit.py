@@ -1,0 +1,103 @@
+"""The audit file may be moved, removed or unwritable at any time, and nobody who calls waits for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from router.auth import audit
+from router.auth.audit import AuditLine, AuditLog, utc_now
+
+
+def line(number: int) -> AuditLine:
+    return AuditLine(utc_now(), f"r{number}", "", "k", "acme", "::1", "GET /x", "tiny", "ok", None, 1, 2, 0.5)
+
+
+def written(log: AuditLog, path: Path, count: int) -> None:
+    deadline_s = time.monotonic() + 5
+    while not path.exists() or path.read_bytes().count(b"\n") != count:
+        assert time.monotonic() < deadline_s, path.read_bytes() if path.exists() else "no file"
+        time.sleep(0.01)
+
+
+def test_a_moved_removed_or_emptied_file_is_followed(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(str(path))
+    log.write(line(1))
+    written(log, path, 1)
+    path.rename(tmp_path / "audit.jsonl.1")
+    log.write(line(2))
+    written(log, path, 1)
+    path.unlink()
+    log.write(line(3))
+    written(log, path, 1)
+    os.truncate(path, 0)
+    log.write(line(4))
+    log.close()
+    assert b'"r4"' in path.read_bytes()
+    assert not path.read_bytes().startswith(b"\0")
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_two_routers_lines_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    logs = [AuditLog(str(path)) for _ in range(2)]
+    for number in range(2000):
+        logs[number % 2].write(line(number))
+    for log in logs:
+        log.close()
+    lines = path.read_bytes().splitlines()
+    assert len(lines) == 2000
+    assert all(each.startswith(b'{"time":') and each.endswith(b"}") for each in lines)
+
+
+def test_a_folder_that_is_gone_is_logged_once_and_the_log_goes_on_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    path = folder / "audit.jsonl"
+    log = AuditLog(str(path))
+    path.unlink()
+    folder.rmdir()
+    for number in range(3):
+        log.write(line(number))
+        time.sleep(0.05)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    folder.mkdir()
+    log.write(line(9))
+    log.close()
+    assert path.read_bytes().count(b"\n") == 1
+    assert "written again" in caplog.text
+    with pytest.raises(OSError, match="No such file"):
+        AuditLog(str(tmp_path / "nowhere" / "x"))
+
+
+def test_a_disk_that_stands_still_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "MAX_WAITING", 100)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    log = AuditLog(str(pipe))
+    began_s = time.monotonic()
+    for number in range(5000):  # more than a pipe holds, and nobody reads
+        log.write(line(number))
+    assert time.monotonic() - began_s < 1.0
+    os.close(reader)
+    log.close()
+
+
+def test_stdout_gets_lines_too() -> None:
+    program = (
+        "from router.auth.audit import *\n"
+        "log = AuditLog('stdout')\n"
+        "log.write(AuditLine(utc_now(), 'r', '', 'k', 't', '', 'm', '', 'ok', None, 0, 0, 0.0))\n"
+        "log.close()\n"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=30).stdout
+    assert told.count(b"\n") == 1

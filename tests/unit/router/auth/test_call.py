@@ -1,0 +1,44 @@
+"""What the audit log says of a call with several answers, and of who is behind a gRPC peer."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.auth.call import Call
+from router.auth.grpc_gate import source_of
+from router.auth.principal import Access
+from tandem.errors import ErrorCode
+from tandem.request import RequestState
+
+FINISHED, REJECTED, CANCELLED = RequestState.FINISHED, RequestState.REJECTED, RequestState.CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("ends", "outcome", "code"),
+    [
+        ([], "ok", None),
+        ([(FINISHED, None)], "finished", None),
+        ([(FINISHED, None), (CANCELLED, ErrorCode.CANCELLED), (FINISHED, None)], "cancelled", ErrorCode.CANCELLED),
+        # One was refused, and so the others are taken back.
+        ([(REJECTED, ErrorCode.OVERLOADED), (CANCELLED, ErrorCode.CANCELLED)], "rejected", ErrorCode.OVERLOADED),
+    ],
+)
+def test_the_first_answer_that_did_not_finish_is_told_of(
+    ends: list[tuple[RequestState, ErrorCode | None]], outcome: str, code: ErrorCode | None
+) -> None:
+    call = Call("POST /x", Access.CALLER, "", "", "", 0.0)
+    for state, error in ends:
+        call.ended(state, error, 3)
+    assert (call.outcome, call.code, call.completion_tokens) == (outcome, code, 3 * len(ends))
+
+
+@pytest.mark.parametrize(
+    ("peer", "source"),
+    [("ipv4:10.0.0.7:5000", "10.0.0.7"), ("ipv6:%5B::1%5D:5000", "::1"), ("ipv6:[::1]:5000", "::1"), ("unix:", "unix")],
+)
+def test_the_source_is_the_peers_address(peer: str, source: str) -> None:
+    class Context:
+        def peer(self) -> str:
+            return peer
+
+    assert source_of(Context()) == source

@@ -1,0 +1,267 @@
+"""JWTs: whose signature counts, which claims say what, how keys roll over, and every forgery that we know of."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import jwt
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
+
+from router.auth.authenticator import Authenticator
+from router.auth.calls import Calls
+from router.auth.jwks import MAX_JWKS_BYTES, fetch_jwks, parse_jwks
+from router.auth.jwt_tokens import JwtVerifier, UnknownSigningKey
+from router.auth.principal import Access
+from router.auth.sources import KeySources
+from tandem.clock import SystemClock
+from tandem.config_auth import AuthSpec, ClaimsSpec, JwtSpec, LimitsSpec
+from tandem.errors import ConfigError, PermissionDenied, Unauthenticated, UnavailableError
+from tandem.testing import FakeClock
+
+ISSUER, AUDIENCE = "https://login.example.org", "tandem"
+RSA = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+EC = ec.generate_private_key(ec.SECP256R1())
+ED = ed25519.Ed25519PrivateKey.generate()
+STRANGER = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+ALLOWED = ("RS256", "ES256", "EdDSA")
+
+
+def jwk(key: Any, kid: str, **more: str) -> dict[str, Any]:
+    kinds = {rsa.RSAPrivateKey: RSAAlgorithm, ec.EllipticCurvePrivateKey: ECAlgorithm}
+    algorithm = next((found for kind, found in kinds.items() if isinstance(key, kind)), OKPAlgorithm)
+    return {**json.loads(algorithm.to_jwk(key.public_key())), "kid": kid, **more}
+
+
+KEYS = [jwk(RSA, "r"), jwk(EC, "e"), jwk(ED, "o")]
+
+
+def jwks(*keys: dict[str, Any]) -> bytes:
+    return json.dumps({"keys": list(keys)}).encode()
+
+
+def spec(**more: Any) -> JwtSpec:
+    return JwtSpec(**{"issuer": ISSUER, "audience": AUDIENCE, "jwks_file": "unused"} | more)
+
+
+def verifier(*keys: dict[str, Any], **more: Any) -> JwtVerifier:
+    made = JwtVerifier(spec(**more))
+    made.set_keys(parse_jwks(jwks(*(keys or KEYS)), ALLOWED, "test"))
+    return made
+
+
+def token(key: Any = RSA, kid: str | None = "r", algorithm: str = "RS256", **claims: Any) -> str:
+    body = {
+        "iss": ISSUER, "aud": AUDIENCE, "sub": "ann", "tenant": "acme", "exp": time.time() + 600,
+    } | claims  # fmt: skip
+    body = {name: value for name, value in body.items() if value is not None}
+    return jwt.encode(body, key, algorithm=algorithm, headers={} if kid is None else {"kid": kid})
+
+
+def forged(header: dict[str, Any], signature: bytes = b"") -> str:
+    claims = {"iss": ISSUER, "aud": AUDIENCE, "sub": "ann", "tenant": "acme", "exp": time.time() + 600}
+    parts = [json.dumps(header).encode(), json.dumps(claims).encode(), signature]
+    return ".".join(base64.urlsafe_b64encode(part).rstrip(b"=").decode() for part in parts)
+
+
+@pytest.mark.parametrize(("key", "kid", "algorithm"), [(RSA, "r", "RS256"), (EC, "e", "ES256"), (ED, "o", "EdDSA")])
+def test_tokens_of_each_kind_of_key_are_good(key: Any, kid: str, algorithm: str) -> None:
+    found = verifier().principal(token(key, kid, algorithm), time.time())
+    assert (found.key_id, found.tenant, found.admin, found.models) == ("jwt:ann", "acme", False, None)
+
+
+def test_claims_say_what_the_holder_may() -> None:
+    named = ClaimsSpec(
+        tenant="https://example.org/tenant", models="models", priorities="classes", admin="ops",
+        requests_per_minute="rpm", tokens_per_minute=None,
+    )  # fmt: skip
+    found = verifier(claims=named, limits=LimitsSpec(tokens_per_minute=9)).principal(
+        token(**{"https://example.org/tenant": "t"}, models=["a", "b"], classes="batch other", ops=True, rpm=5),
+        time.time(),
+    )
+    assert found.tenant == "t"
+    assert (found.models, found.priorities, found.admin) == (frozenset("ab"), frozenset({"batch", "other"}), True)
+    assert found.limits == LimitsSpec(requests_per_minute=5, tokens_per_minute=9)
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        {"tenant": None}, {"tenant": "a b"}, {"tenant": 5}, {"sub": None}, {"sub": "a\nb"}, {"sub": "x" * 201},
+        {"aud": "other"}, {"aud": None}, {"iss": "https://evil.example.org"}, {"iss": None}, {"exp": None},
+        {"exp": 1}, {"nbf": 1 << 40}, {"iat": 1 << 40}, {"models": 5}, {"models": [5]}, {"rpm": None}, {"rpm": "many"},
+        {"rpm": True}, {"rpm": 0},
+    ],
+)  # fmt: skip
+def test_a_claim_that_is_missing_or_wrong_is_refused(claims: dict[str, Any]) -> None:
+    named = ClaimsSpec(models="models", requests_per_minute="rpm")
+    with pytest.raises(Unauthenticated, match="authorization: "):
+        verifier(claims=named).principal(token(**{"rpm": 5, "models": "a"} | claims), time.time())
+
+
+def test_a_named_claim_that_is_missing_allows_nothing() -> None:
+    assert verifier(claims=ClaimsSpec(models="models")).principal(token(), time.time()).models == frozenset()
+    assert not verifier(claims=ClaimsSpec(admin="ops")).principal(token(ops="true"), time.time()).admin
+
+
+def test_forgeries_are_refused() -> None:
+    public = RSA.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    by_public_key = forged({"alg": "HS256", "kid": "r"})
+    head, body, _ = by_public_key.split(".")
+    good = token()
+    swapped = ".".join([*good.split(".")[:1], token(tenant="rival").split(".")[1], good.split(".")[2]])
+    wrong = [
+        forged({"alg": "none"}), forged({"alg": "none", "kid": "r"}), forged({"alg": "RS256", "kid": "r"}),
+        by_public_key, f"{head}.{body}.{base64.urlsafe_b64encode(public[:32]).decode().rstrip('=')}",
+        token(STRANGER), token(STRANGER, kid=None), token(RSA, algorithm="PS256"), token(RSA, algorithm="RS512"),
+        token(RSA, kid="e"), token(EC, "r", "ES256"), good[:-4], good + "x", swapped, "a.b.c", "...", "a.b", ".",
+        good.replace(".", ".."), forged({"alg": "RS256", "kid": "r", "jwk": KEYS[0]}), "x." * 5000,
+        f"{base64.urlsafe_b64encode(b'[' * 6000).decode()}.e30.x", forged({"alg": "RS256", "kid": ["r"]}),
+        forged({"alg": "RS256", "kid": "r", "crit": ["x"], "x": 1}),
+    ]  # fmt: skip
+    checker = verifier()
+    for each in wrong:
+        with pytest.raises(Unauthenticated) as refused:
+            checker.principal(each, time.time())
+        assert each not in refused.value.message
+        assert "acme" not in refused.value.message
+
+
+def test_only_public_signing_keys_of_allowed_algorithms_are_taken() -> None:
+    secret = {"kty": "oct", "k": "c2VjcmV0", "kid": "s", "alg": "HS256"}
+    keys = parse_jwks(
+        jwks(secret, jwk(RSA, "r", alg="RS512"), jwk(EC, "e", use="enc"), {"kty": "RSA", "kid": "b"}, *KEYS[2:]),
+        ALLOWED,
+        "test",
+    )
+    assert set(keys) == {"o"}
+    pinned = parse_jwks(jwks(jwk(RSA, "r", alg="PS256")), ("RS256", "PS256"), "test")
+    assert pinned["r"].algorithms == ("PS256",)
+    for wrong in (b"", b"[]", b"{}", b'{"keys": 5}', b'{"keys": []}', jwks(secret), jwks(*KEYS * 100), b"[" * 100_000):
+        with pytest.raises(ConfigError):
+            parse_jwks(wrong, ALLOWED, "test")
+
+
+def test_a_verified_token_is_remembered_until_it_ends_or_its_key_is_gone() -> None:
+    checker, now = verifier(leeway_s=0), time.time()
+    given = token(exp=now + 600)
+    first = checker.principal(given, now)
+    assert checker.principal(given, now + 599) is first, "remembered, or it would be another object"
+    with pytest.raises(Unauthenticated, match="expired"):
+        checker.principal(given, now + 601)
+    checker.principal(given, now)
+    checker.set_keys(parse_jwks(jwks(KEYS[1]), ALLOWED, "test"))
+    with pytest.raises(UnknownSigningKey):
+        checker.principal(given, now)
+
+
+def test_admin_routes_ask_for_the_admin_claim() -> None:
+    authenticator = Authenticator(verifier(claims=ClaimsSpec(admin="ops")))
+    authenticator.identify(f"Bearer {token(ops=True)}", Access.ADMIN)
+    with pytest.raises(PermissionDenied):
+        authenticator.identify(f"Bearer {token()}", Access.ADMIN)
+
+
+class _Issuer(HTTPServer):
+    """Serves what tests set; counts how often it was asked."""
+
+    body = b""
+    status = 200
+    asked = 0
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has read enough closes."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Issuer
+
+    def do_GET(self) -> None:
+        self.server.asked += 1
+        self.send_response(self.server.status)
+        if self.server.status == 302:
+            self.send_header("location", "http://127.0.0.1:1/elsewhere")
+        self.end_headers()
+        self.wfile.write(self.server.body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Into no test's output."""
+
+
+@pytest.fixture
+def issuer() -> Iterator[_Issuer]:
+    server = _Issuer(("127.0.0.1", 0), _Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_fetching_is_bounded_and_follows_nobody(issuer: _Issuer) -> None:
+    url = f"http://127.0.0.1:{issuer.server_port}/keys"
+    issuer.body = jwks(*KEYS)
+    assert set(fetch_jwks(url, ALLOWED)) == {"r", "e", "o"}
+    issuer.body = b" " * (MAX_JWKS_BYTES + 1)
+    with pytest.raises(ConfigError, match="at most"):
+        fetch_jwks(url, ALLOWED)
+    for status in (302, 404, 500):
+        issuer.status = status
+        with pytest.raises(ConfigError, match="jwks_url"):
+            fetch_jwks(url, ALLOWED)
+    with pytest.raises(ConfigError):
+        fetch_jwks("http://127.0.0.1:1/", ALLOWED)
+
+
+async def test_keys_roll_over_and_an_issuer_that_is_gone_costs_nothing(issuer: _Issuer) -> None:
+    url = f"http://127.0.0.1:{issuer.server_port}/keys"
+    clock = FakeClock()
+    auth = AuthSpec(jwt=JwtSpec(issuer=ISSUER, audience=AUDIENCE, jwks_url=url))
+    calls = Calls(auth, None, clock, lambda refused: None)
+
+    async def let_in(given: str) -> str:
+        call = calls.begin("GET /x", Access.CALLER, "", "", "")
+        await calls.let_in(call, f"Bearer {given}")
+        return call.tenant
+
+    issuer.status = 503
+    with pytest.raises(UnavailableError):
+        await let_in(token())
+    assert calls._sources is not None
+    issuer.status, issuer.body = 200, jwks(KEYS[0])
+    await calls._sources.freshen()
+    assert await let_in(token()) == "acme"
+    issuer.body = jwks(KEYS[0], KEYS[1])
+    asked = issuer.asked
+    with pytest.raises(Unauthenticated):
+        await let_in(token(EC, "e", "ES256"))
+    assert issuer.asked == asked, "unknown keys do not make it ask more often than now and then"
+    clock.advance(10.0)
+    assert await let_in(token(EC, "e", "ES256")) == "acme", "the new key is fetched when a token names it"
+    issuer.status = 500
+    clock.advance(10.0)
+    with pytest.raises(Unauthenticated):
+        await let_in(token(ED, "o", "EdDSA"))
+    assert await let_in(token()) == "acme"
+    await calls.close()
+
+
+def test_a_file_of_keys_is_read_at_the_start_and_broken_ones_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "jwks.json"
+    auth = AuthSpec(jwt=JwtSpec(issuer=ISSUER, audience=AUDIENCE, jwks_file=str(path)))
+    with pytest.raises(ConfigError, match="jwks_file"):
+        KeySources(auth, SystemClock())
+    path.write_bytes(b"{}")
+    with pytest.raises(ConfigError, match="jwks_file"):
+        KeySources(auth, SystemClock())
+    path.write_bytes(jwks(*KEYS))
+    assert KeySources(auth, SystemClock()).authenticator.identify(f"Bearer {token()}").tenant == "acme"

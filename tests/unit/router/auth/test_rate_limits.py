@@ -1,0 +1,89 @@
+"""Token buckets: what is let through, how long to wait, and what an answer's length does to the next request."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.auth.principal import Principal
+from router.auth.rate_limits import RateLimiter
+from tandem.config_auth import LimitsSpec
+from tandem.errors import RateLimited
+from tandem.testing import FakeClock
+
+
+def key(name: str = "k", **limits: int) -> Principal:
+    return Principal(name, "acme", limits=LimitsSpec(**limits))
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def limiter(clock: FakeClock) -> RateLimiter:
+    return RateLimiter(clock)
+
+
+def test_a_minutes_worth_at_once_and_then_as_it_comes_back(limiter: RateLimiter, clock: FakeClock) -> None:
+    few = key(requests_per_minute=6)
+    for _ in range(6):
+        limiter.take_request(few)
+    with pytest.raises(RateLimited) as refused:
+        limiter.take_request(few)
+    assert refused.value.retry_after_s == pytest.approx(10.0)
+    clock.advance(refused.value.retry_after_s or 0.0)
+    limiter.take_request(few)
+    with pytest.raises(RateLimited):
+        limiter.take_request(few)
+    limiter.take_request(key("another", requests_per_minute=6))
+    for _ in range(1000):
+        limiter.take_request(key("unlimited"))
+
+
+def test_over_time_a_key_gets_its_rate_and_no_more(limiter: RateLimiter, clock: FakeClock) -> None:
+    few, taken = key(requests_per_minute=30), 0
+    for _ in range(6000):
+        clock.advance(0.1)
+        try:
+            limiter.take_request(few)
+            taken += 1
+        except RateLimited:
+            pass
+    assert abs(taken - (30 + 30 * 10)) <= 1
+
+
+def test_an_answer_is_paid_for_when_its_length_is_known(limiter: RateLimiter, clock: FakeClock) -> None:
+    some = key(tokens_per_minute=600)
+    limiter.check_tokens(some, 500)
+    limiter.spend_tokens(some, 500)
+    limiter.spend_tokens(some, 400)  # the answer: 300 in debt
+    with pytest.raises(RateLimited) as refused:
+        limiter.check_tokens(some, 100)
+    assert refused.value.retry_after_s == pytest.approx(40.0)
+    clock.advance(40.0)
+    limiter.check_tokens(some, 100)
+
+
+def test_a_prompt_larger_than_a_minutes_worth_waits_for_a_full_bucket(limiter: RateLimiter, clock: FakeClock) -> None:
+    some = key(tokens_per_minute=60)
+    limiter.check_tokens(some, 5000)
+    limiter.spend_tokens(some, 120)
+    with pytest.raises(RateLimited) as refused:
+        limiter.check_tokens(some, 5000)
+    assert refused.value.retry_after_s == pytest.approx(120.0)
+
+
+def test_a_changed_limit_counts_at_once(limiter: RateLimiter) -> None:
+    for _ in range(2):
+        limiter.take_request(key(requests_per_minute=2))
+    with pytest.raises(RateLimited):
+        limiter.take_request(key(requests_per_minute=100))
+    assert limiter._buckets["k", "requests"].per_minute == 100
+
+
+def test_many_keys_do_not_stay_in_memory(limiter: RateLimiter, clock: FakeClock) -> None:
+    for number in range(25_000):
+        clock.advance(0.1)
+        limiter.take_request(key(f"jwt:{number}", requests_per_minute=60))
+    assert len(limiter._buckets) <= 10_001

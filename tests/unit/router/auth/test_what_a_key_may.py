@@ -1,0 +1,268 @@
+"""What a key lets its holder do, end to end: tenant, models, classes, limits; and what is written down of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from cluster.commands.generation import chat_request, generate
+from router.auth import api_keys
+from router.auth.keys_file import change_keys, read_keys
+from router.testing import until
+from tandem.config_auth import LimitsSpec
+from tandem.errors import Unauthenticated
+from tandem.oip import grpc_predict_v2_pb2 as oip
+from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
+from tandem.v1 import inference_pb2 as pb
+
+MODEL = "tiny"
+LONG = "the same words of every tenant " * 8
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+async def complete(cluster: Any, headers: dict[str, str], **body: Any) -> httpx.Response:
+    answer: httpx.Response = await cluster.http.post(
+        "/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 4} | body, headers=headers
+    )
+    return answer
+
+
+async def salts(cluster: Any, *asked: tuple[dict[str, str], dict[str, Any]]) -> list[bytes]:
+    """The cache salts that reached a worker."""
+    found = []
+    for headers, body in asked:
+        before = set(cluster.decode.works)
+        assert (await complete(cluster, headers, **body)).status_code == 200
+        (new,) = set(cluster.decode.works) - before
+        found.append(cluster.decode.works[new].cache_salt)
+    return found
+
+
+async def test_tenants_have_salts_of_their_own_and_a_clients_salt_parts_them_further(cluster: Any, keys: Any) -> None:
+    acme, rival = keys.bearer("acme"), keys.bearer("rival")
+    own, again, other, salted, other_salted = await salts(
+        cluster,
+        (acme, {}),
+        (acme | {"x-tandem-tenant": "acme"}, {}),
+        (rival, {}),
+        (acme, {"cache_salt": "team-1"}),
+        (rival, {"cache_salt": "team-1"}),
+    )
+    assert own == again
+    assert len({own, other, salted, other_salted}) == 4
+    assert all(len(each) == 32 for each in (own, other, salted, other_salted))
+    stream = cluster.inference.Generate(
+        pb.GenerateRequest(prompt="x", cache_salt="team-1"), metadata=keys.metadata("acme")
+    )
+    before = set(cluster.decode.works)
+    assert [event.WhichOneof("event") async for event in stream][-1] == "finished"
+    (new,) = set(cluster.decode.works) - before
+    assert cluster.decode.works[new].cache_salt == salted, "over gRPC as over HTTP"
+
+
+async def test_a_tenant_is_the_keys_and_only_admins_may_name_another(cluster: Any, keys: Any) -> None:
+    refused = await complete(cluster, keys.bearer("acme") | {"x-tandem-tenant": "rival"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (403, "x-tandem-tenant")
+    own, for_acme = await salts(
+        cluster, (keys.bearer("acme"), {}), (keys.bearer("operator") | {"x-tandem-tenant": "acme"}, {})
+    )
+    assert own == for_acme
+
+
+async def test_other_models_than_the_keys_are_not_there(cluster: Any, keys: Any) -> None:
+    keys.add("narrow", models=("other",), priorities=("batch",))
+    await asyncio.sleep(1.0)  # the file is read again
+    headers = keys.bearer("narrow")
+    assert (await cluster.http.get("/v1/models", headers=headers)).json()["data"] == []
+    for path in (f"/v1/models/{MODEL}", "/tokenizer_info"):
+        assert (await cluster.http.get(path, headers=headers)).status_code == 404
+    answers = [
+        await complete(cluster, headers),
+        await cluster.http.post("/tokenize", json={"model": MODEL, "prompt": "x"}, headers=headers),
+        await cluster.http.post("/detokenize", json={"model": MODEL, "tokens": [1]}, headers=headers),
+    ]
+    assert [(each.status_code, each.json()["error"]["code"]) for each in answers] == [(404, "model_not_found")] * 3
+    assert not any(MODEL in each.json()["error"]["message"].split("got")[0] for each in answers)
+    metadata = keys.metadata("narrow")
+    assert not (await cluster.inference.ListModels(pb.ListModelsRequest(), metadata=metadata)).models
+    stub = GRPCInferenceServiceStub(cluster.channel)
+    assert not (await stub.ModelReady(oip.ModelReadyRequest(name=MODEL), metadata=metadata)).ready
+    text = oip.ModelInferRequest.InferInputTensor(
+        name="text_input", datatype="BYTES", shape=[1], contents=oip.InferTensorContents(bytes_contents=[b"x"])
+    )
+    for ask in (
+        stub.ModelMetadata(oip.ModelMetadataRequest(name=MODEL), metadata=metadata),
+        stub.ModelInfer(oip.ModelInferRequest(model_name=MODEL, inputs=[text]), metadata=metadata),
+        cluster.inference.Tokenize(pb.TokenizeRequest(model=MODEL, prompt="x"), metadata=metadata),
+        cluster.inference.Generate(pb.GenerateRequest(prompt="x"), metadata=metadata).read(),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ask
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_key_names_only_its_classes_and_unasked_has_its_first(cluster: Any, keys: Any) -> None:
+    keys.add("nightly", priorities=("batch",))
+    keys.add("lost", priorities=("gone-class",))
+    await asyncio.sleep(1.0)
+    refused = await complete(cluster, keys.bearer("nightly") | {"x-tandem-priority": "interactive"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (403, "x-tandem-priority")
+    assert (await complete(cluster, keys.bearer("nightly"))).status_code == 200
+    assert (await complete(cluster, keys.bearer("lost"))).status_code == 403
+
+
+async def test_both_limits_answer_429_with_a_delay_over_http_and_grpc(cluster: Any, keys: Any, tmp_path: Path) -> None:
+    cluster.says("one two three four")
+    keys.add("few", limits=LimitsSpec(requests_per_minute=3))
+    keys.add("short", limits=LimitsSpec(tokens_per_minute=30))
+    await asyncio.sleep(1.0)
+    assert [(await complete(cluster, keys.bearer("few"))).status_code for _ in range(4)] == [200, 200, 200, 429]
+    refused = await cluster.http.post("/tokenize", json={"prompt": "x"}, headers=keys.bearer("few"))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert 15 <= int(refused.headers["retry-after"]) <= 20
+    with pytest.raises(grpc.aio.AioRpcError) as told:
+        await cluster.inference.Generate(pb.GenerateRequest(prompt="x"), metadata=keys.metadata("few")).read()
+    assert told.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert b"RetryInfo" in dict(told.value.trailing_metadata())["grpc-status-details-bin"]
+
+    # A prompt larger than a minute's worth goes when the bucket is full, and is paid for afterwards.
+    assert (await complete(cluster, keys.bearer("short"), prompt=LONG)).status_code == 200
+    refused = await complete(cluster, keys.bearer("short"))
+    assert refused.status_code == 429
+    await until(lambda: len(lines(tmp_path / "audit.jsonl")) == 8)
+    used = [line for line in lines(tmp_path / "audit.jsonl") if line["tenant"] == "short"]
+    debt = used[0]["prompt_tokens"] + used[0]["completion_tokens"] - 30
+    assert abs(int(refused.headers["retry-after"]) - (debt + 1) * 2) <= 3
+    assert cluster.metric('tandem_requests_total{code="rate_limit_exceeded"') == 3  # /tokenize makes no request
+
+
+async def test_a_changed_file_is_read_again_and_a_broken_one_leaves_the_keys(
+    cluster: Any, keys: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = keys.bearer("acme")
+    record = api_keys.rotate(
+        _record(keys, "acme"), datetime.now(UTC), grace=timedelta(hours=1), expires=None
+    )
+    change_keys(keys.path, lambda known: known.with_key(record.record))
+    new = {"authorization": f"Bearer {record.text}"}
+    await _until_status(cluster, new, 200)
+    assert (await complete(cluster, old)).status_code == 200, "two live keys while it is rotated"
+
+    good = keys.path.read_text()
+    for broken in ("keys: [", "keys: [{id: 1}]", "nonsense: 1", "\x00"):
+        keys.path.write_text(broken)
+        seen = len(caplog.records)
+        await until(lambda seen=seen: any("stays in force" in each.message for each in caplog.records[seen:]))
+        assert (await complete(cluster, new)).status_code == 200
+    keys.path.unlink()
+    await asyncio.sleep(1.2)
+    assert (await complete(cluster, new)).status_code == 200
+
+    keys.path.write_text(good)
+    keys.path.chmod(0o600)
+    change_keys(keys.path, lambda known: known.without(keys.ids["acme"]))
+    await _until_status(cluster, new, 401)
+    assert (await complete(cluster, old)).status_code == 401
+
+
+def _record(keys: Any, tenant: str) -> api_keys.KeyRecord:
+    return read_keys(keys.path).find(keys.ids[tenant])
+
+
+async def _until_status(cluster: Any, headers: dict[str, str], status: int) -> None:
+    async with asyncio.timeout(10):
+        while (await cluster.http.get("/v1/models", headers=headers)).status_code != status:
+            await asyncio.sleep(0.1)
+
+
+async def test_the_audit_log_has_one_line_for_each_call_and_never_prompts_or_keys(
+    cluster: Any, keys: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "router")
+    caplog.set_level(logging.DEBUG, "uvicorn")
+    audit = tmp_path / "audit.jsonl"
+    cluster.says("a secret answer")
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    await complete(cluster, keys.bearer("acme") | {"traceparent": f"00-{trace}-b7ad6b7169203331-01"},
+                   prompt="a secret question", n=2, user="somebody")  # fmt: skip
+    await complete(cluster, {"authorization": f"Bearer {keys.texts['acme'][:-1]}!"})
+    await complete(cluster, keys.bearer("acme"), temperature=99)
+    client = openai.AsyncOpenAI(base_url=f"{cluster.base_url}/v1", api_key=keys.texts["rival"], max_retries=0)
+    stream = await client.completions.create(model=MODEL, prompt="a secret question", stream=True)
+    assert [chunk async for chunk in stream]
+    await client.close()
+    events = cluster.inference.Generate(pb.GenerateRequest(prompt="a secret question"), metadata=keys.metadata("acme"))
+    assert [event async for event in events]
+    with pytest.raises(grpc.aio.AioRpcError):
+        await cluster.inference.ListModels(pb.ListModelsRequest())
+    await until(lambda: len(lines(audit)) == 6)
+
+    found = lines(audit)
+    assert [(line["method"], line["tenant"], line["outcome"], line["code"]) for line in found] == [
+        ("POST /v1/completions", "acme", "finished", None),
+        ("POST /v1/completions", "", "rejected", "invalid_api_key"),
+        ("POST /v1/completions", "acme", "rejected", "invalid_argument"),
+        ("POST /v1/completions", "rival", "finished", None),
+        ("/tandem.v1.Inference/Generate", "acme", "finished", None),
+        ("/tandem.v1.Inference/ListModels", "", "rejected", "invalid_api_key"),
+    ]
+    first = found[0]
+    assert (first["trace_id"], first["key_id"], first["model"]) == (trace, keys.ids["acme"], MODEL)
+    assert first["completion_tokens"] == 2 * 4
+    assert first["prompt_tokens"] == len(cluster.tokenizer.encode("a secret question", add_special_tokens=True))
+    assert {line["source"] for line in found} == {"127.0.0.1"}
+    assert len({line["request_id"] for line in found[:4]}) == 4
+    datetime.fromisoformat(first["time"])
+
+    metrics = (await cluster.http.get("/metrics", headers=keys.bearer("operator"))).text
+    told = audit.read_text() + caplog.text + metrics
+    for secret in ("secret", "somebody", *(text[17:] for text in keys.texts.values())):
+        assert secret not in told
+    assert os.stat(audit).st_mode & 0o777 == 0o600
+
+
+async def test_the_command_lines_client_shows_its_key(cluster: Any, keys: Any) -> None:
+    cluster.says("hello")
+    asked = chat_request([pb.ChatMessage(role="user", content="x")], model="", temperature=0.0, max_tokens=4)
+    events = [event async for event in generate(cluster.channel, asked, keys.texts["acme"])]
+    assert events[-1].HasField("finished")
+    with pytest.raises(Unauthenticated):
+        await anext(generate(cluster.channel, asked))
+
+
+async def test_a_cut_off_answer_is_written_down_as_cancelled_with_what_was_used(
+    cluster: Any, keys: Any, tmp_path: Path
+) -> None:
+    cluster.says("word " * 40)
+    cluster.decode.behaviour.token_delay_s = 0.02
+    audit = tmp_path / "audit.jsonl"
+    body = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 100}
+    async with cluster.http.stream("POST", "/v1/completions", json=body, headers=keys.bearer("acme")) as answer:
+        async for _ in answer.aiter_lines():
+            break
+    await until(lambda: len(lines(audit)) == 1)
+    call = cluster.inference.Generate(
+        pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(max_tokens=100)), metadata=keys.metadata("acme")
+    )
+    for _ in range(3):
+        await call.read()
+    call.cancel()
+    await until(lambda: len(lines(audit)) == 2)
+    for line in lines(audit):
+        assert (line["outcome"], line["code"]) == ("cancelled", "cancelled")
+        assert line["prompt_tokens"] > 0
+        assert 0 < line["completion_tokens"] < 100
+    await cluster.settled()

@@ -1,0 +1,36 @@
+"""Our counters say what the client library's would of the same events."""
+
+import prometheus_client
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from router import labelled
+
+BOUNDS = (0.1, 1.0, 2.5)
+VALUES = (0.0, 0.1, 0.10001, 1.0, 2.0, 2.5, 2.6, 1e9)
+
+
+def exposition(registry: CollectorRegistry) -> list[str]:
+    """Without the times at which the library's were made."""
+    return sorted(line for line in generate_latest(registry).decode().splitlines() if "_created" not in line)
+
+
+def test_they_are_exposed_as_the_librarys() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    for kinds, registry in ((labelled, ours), (prometheus_client, theirs)):
+        counter = kinds.Counter("c", "Counted.", ("a", "b"), registry=registry)
+        for labels in (("1", 'quo"ted'), ("1", 'quo"ted'), ("2", "line\nbreak")):
+            counter.labels(*labels).inc()
+        counter.labels("1", "x").inc(2.5)
+        gauge = kinds.Gauge("g", "Now.", ("a",), registry=registry)
+        gauge.labels("1").set(7)
+        histogram = kinds.Histogram("h_seconds", "Took.", ("a",), buckets=BOUNDS, registry=registry)
+        for value in VALUES:
+            histogram.labels("1").observe(value)
+    assert exposition(ours) == exposition(theirs)
+
+
+def test_as_many_labels_as_names() -> None:
+    counter = labelled.Counter("c", "Counted.", ("a", "b"), registry=CollectorRegistry())
+    with pytest.raises(ValueError, match="expected labels"):
+        counter.labels("1")

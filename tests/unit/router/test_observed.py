@@ -1,0 +1,240 @@
+"""What /metrics shows of workers, objectives, cost and the router itself; and that nobody can make it grow."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from router.cost_metrics import CostMeter
+from router.meter_history import MeterHistory
+from router.output import Final, Timeline, Usage
+from router.slo import SloOutcome, slo_outcome
+from router.testing import until
+from tandem.config import ClassSpec, CostSpec, Disaggregation, LogFormat, MetricsSpec, ObservabilitySpec, RouterSpec
+from tandem.errors import ErrorCode
+from tandem.logs import JsonFormatter, TextFormatter, setup_logging
+from tandem.request import FinishReason, RequestState
+from tandem.testing import FakeClock
+from tandem.v1 import cluster_pb2, worker_pb2
+from worker.meters import STEP_BOUNDS_S
+
+DECODE = 'model="tiny",role="decode",worker="d0"'
+ASK = {"model": "tiny", "prompt": "Hi", "max_tokens": 4}
+
+
+def meters(flops: float = 0.0, stepping_s: float = 0.0, **more: Any) -> worker_pb2.WorkerMeters:
+    counts = [0] * (len(STEP_BOUNDS_S) + 1)
+    counts[2] = 3
+    step = worker_pb2.StepMeter(kind="decode", counts=counts, total_s=stepping_s)
+    return worker_pb2.WorkerMeters(
+        steps=[step], flops=flops, memory_bytes=10 * flops, peak_flops_per_s=100, peak_memory_bytes_per_s=2000, **more
+    )
+
+
+async def test_workers_are_shown_as_they_report_and_as_they_should_be(bare: Any) -> None:
+    bare.decode.meters = meters(flops=1e9, stepping_s=0.01, decode_tokens=7, preemptions=2)
+    bare.decode.meters.links.add(peer_worker="p0", transport="mapped", bytes=1 << 20, latency_s=0.001, bytes_per_s=5e8)
+    roles = {"p0": cluster_pb2.ROLE_PREFILL, "d0": cluster_pb2.ROLE_DECODE, "d1": cluster_pb2.ROLE_DECODE}
+    bare.controller.places = [
+        cluster_pb2.WorkerPlace(worker_id=name, model="tiny", role=role, ranks=1, restarts=number)
+        for number, (name, role) in enumerate(roles.items())
+    ]
+    await bare.list_workers(bare.prefill, bare.decode)
+    metric = bare.metric
+    assert metric(f"tandem_worker_up{{{DECODE}}}") == 1
+    assert metric('tandem_worker_up{model="tiny",role="decode",worker="d1"}') == 0
+    assert metric(f"tandem_worker_restarts_total{{{DECODE}}}") == 1
+    lines = [line for line in bare.app.metrics.render().decode().splitlines() if 'worker="d0"' in line]
+    blocks = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("tandem_worker_blocks{")]
+    assert (len(blocks), sum(blocks)) == (4, bare.decode.total_blocks)
+    shown = {line.split("{")[0] for line in lines}
+    assert {
+        "tandem_worker_tokens_total", "tandem_worker_preemptions_total", "tandem_worker_flops_total",
+        "tandem_worker_memory_bytes_total", "tandem_worker_peak_flops", "tandem_worker_step_seconds_bucket",
+        "tandem_worker_link_bytes_total", "tandem_worker_link_bytes_per_second", "tandem_worker_link_latency_seconds",
+        "tandem_worker_requests", "tandem_worker_waiting_tokens",
+    } <= shown  # fmt: skip
+    assert any('le="+Inf"' in line and line.endswith(" 3.0") for line in lines)
+    assert metric("tandem_build_info") == 1
+    assert metric("process_resident_memory_bytes") > 0
+
+    await bare.list_workers(bare.prefill)
+    assert metric(f"tandem_worker_up{{{DECODE}}}") == 0
+    assert metric("tandem_worker_preemptions_total") == 0  # of a worker that is gone nothing stays
+
+
+async def test_clients_cannot_make_the_metrics_grow(cluster: Any) -> None:
+    cluster.says("Hello")
+
+    def series() -> set[str]:
+        return {line.rpartition(" ")[0] for line in cluster.app.metrics.render().decode().splitlines()}
+
+    async def ask(number: int) -> None:
+        headers = {
+            "x-tandem-tenant": f"tenant-{number}",
+            "traceparent": f"00-{number + 1:032x}-{number + 1:016x}-01",
+            "x-request-id": f"id-{number}",
+        }
+        await cluster.http.post("/v1/completions", json=ASK | {"user": f"u{number}"}, headers=headers)
+        await cluster.http.post("/v1/completions", json=ASK | {"model": f"m{number}"}, headers=headers)
+        await cluster.http.post("/v1/completions", json=ASK, headers={"x-tandem-priority": f"class-{number}"})
+        await cluster.http.get(f"/nowhere-{number}")
+
+    await ask(0)
+    await cluster.settled()
+    before = series()
+    for number in range(1, 30):
+        await ask(number)
+    await cluster.settled()
+    assert series() - before == set()
+
+
+async def test_gaps_between_tokens_and_objectives_are_counted(cluster: Any) -> None:
+    tokens = len(cluster.says("Hello there, how are you?"))
+    for _ in range(3):
+        await cluster.http.post("/v1/completions", json=ASK | {"max_tokens": tokens})
+    await cluster.settled()
+    assert cluster.metric("tandem_itl_seconds_count") == 3 * (tokens - 1)
+    # 30 s for the first token is easily met; each gap is a millisecond or more, and one is too long.
+    assert cluster.metric('tandem_slo_requests_total{class="interactive",model="tiny",outcome="missed_tpot"}') == 3
+    assert cluster.metric('tandem_class_slo_seconds{class="interactive",objective="tpot"}') == 1e-6
+
+
+@pytest.fixture
+def spec() -> RouterSpec:
+    classes = (ClassSpec(name="interactive", ttft_slo_s=30, tpot_slo_s=1e-6),)
+    return RouterSpec(http_port=0, grpc_port=0, disaggregation=Disaggregation.ALWAYS, classes=classes)
+
+
+@pytest.fixture
+def observability(request: pytest.FixtureRequest) -> ObservabilitySpec:
+    chosen: ObservabilitySpec = getattr(request, "param", ObservabilitySpec())
+    return chosen
+
+
+OFF = ObservabilitySpec(metrics=MetricsSpec(enabled=False))
+
+
+@pytest.mark.parametrize("observability", [OFF], indirect=True)
+async def test_switched_off_nothing_is_counted_and_all_else_works(cluster: Any) -> None:
+    cluster.says("Hello")
+    assert (await cluster.http.post("/v1/completions", json=ASK)).status_code == 200
+    answer = await cluster.http.get("/metrics")
+    assert answer.status_code == 404
+    assert "observability.metrics.enabled" in answer.json()["error"]["message"]
+    await cluster.settled()
+
+
+def final(ttft_s: float, decode_s: float, tokens: int) -> Final:
+    line = Timeline(0, 0, 0, decode_s, ttft_s, 0, 0, 0, 0, 0, "", "")
+    return Final(FinishReason.STOP, Usage(1, tokens, 0), line)
+
+
+BOTH = ClassSpec(name="c", ttft_slo_s=1.0, tpot_slo_s=0.1)
+F, R, C = RequestState.FAILED, RequestState.REJECTED, RequestState.CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("objectives", "answer", "state", "code", "outcome"),
+    [
+        (BOTH, final(1.0, 1.0, 11), RequestState.FINISHED, None, SloOutcome.MET),
+        (BOTH, final(1.1, 1.0, 11), RequestState.FINISHED, None, SloOutcome.MISSED_TTFT),
+        (BOTH, final(1.0, 1.1, 11), RequestState.FINISHED, None, SloOutcome.MISSED_TPOT),
+        (BOTH, final(1.1, 1.1, 11), RequestState.FINISHED, None, SloOutcome.MISSED_BOTH),
+        (BOTH, final(1.0, 0.0, 1), RequestState.FINISHED, None, SloOutcome.MET),
+        (ClassSpec(name="c"), final(99.0, 99.0, 2), RequestState.FINISHED, None, SloOutcome.MET),
+        (BOTH, None, F, ErrorCode.WORKER_LOST, SloOutcome.FAILED),
+        (BOTH, None, R, ErrorCode.OVERLOADED, SloOutcome.FAILED),
+        (BOTH, None, R, ErrorCode.CONTEXT_EXCEEDED, None),
+        (BOTH, None, C, ErrorCode.CANCELLED, None),
+    ],
+)
+def test_what_counts_as_goodput(
+    objectives: ClassSpec, answer: Final | None, state: RequestState, code: ErrorCode | None, outcome: SloOutcome | None
+) -> None:
+    assert slo_outcome(objectives, answer, state, code) is outcome
+
+
+def test_mfu_and_mbu_are_shares_of_the_latest_steps() -> None:
+    history = MeterHistory()
+    assert history.mfu(0.0) is None
+    history.take(meters(flops=0, stepping_s=0), 0.0)
+    assert history.mfu(1.0) is None  # nothing was done
+    history.take(meters(flops=50, stepping_s=1.0), 2.0)
+    assert history.mfu(2.0) == pytest.approx(0.5)
+    assert history.mbu(2.0) == pytest.approx(0.25)
+    history.take(meters(flops=60, stepping_s=2.0), 30.0)
+    assert history.mfu(30.0) == pytest.approx(0.1)  # the first second is long ago
+    assert history.mfu(300.0) is None  # and now the other, too
+
+
+def test_steps_that_do_not_fit_are_left_out() -> None:
+    history = MeterHistory()
+    told = meters()
+    told.steps.add(kind="decode", counts=[1])
+    told.steps.add(kind="x" * 1000, counts=[0] * (len(STEP_BOUNDS_S) + 1))
+    history.take(told, 0.0)
+    assert history.latest is not None
+    assert [each.kind for each in history.latest.steps] == ["decode"]
+
+
+def test_time_costs_and_tokens_share_it() -> None:
+    clock = FakeClock(0.0)
+    meter = CostMeter(36.0, clock)
+    meter.set_ranks({("m", "prefill"): 1, ("m", "decode"): 3})
+    assert meter.per_million_tokens({"m": 0}) == {}
+    clock.advance(100.0)
+    assert meter.per_million_tokens({"m": 2_000}) == {"m": pytest.approx(1e6 * 4.0 / 2000)}
+    assert meter.total == {("m", "prefill"): pytest.approx(1.0), ("m", "decode"): pytest.approx(3.0)}
+    assert meter.per_hour() == {("m", "prefill"): pytest.approx(36.0), ("m", "decode"): pytest.approx(108.0)}
+    clock.advance(10.0)
+    assert meter.per_million_tokens({"m": 100}) == {}  # a worker was replaced: the window begins anew
+    clock.advance(10.0)
+    assert meter.per_million_tokens({"m": 200}) == {"m": pytest.approx(1e6 * 0.4 / 100)}
+
+
+COST = ObservabilitySpec(cost=CostSpec(per_rank_hour=3600.0))
+
+
+@pytest.mark.parametrize("observability", [COST], indirect=True)
+async def test_cost_counts_the_workers_there_should_be(bare: Any) -> None:
+    bare.controller.places = [
+        cluster_pb2.WorkerPlace(worker_id="d0", model="tiny", role=cluster_pb2.ROLE_DECODE, ranks=2, restarts=0)
+    ]
+    await bare.list_workers(bare.prefill, bare.decode)
+    assert bare.metric('tandem_cost_per_hour{model="tiny",role="decode"}') == 7200
+    first = bare.metric("tandem_cost_total")
+    await until(lambda: bare.metric("tandem_cost_total") > first)
+
+
+async def test_logs_name_request_and_trace_and_never_what_was_said(
+    cluster: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a request that goes back in line, at the level that says most."""
+    cluster.says("classified answer")
+    cluster.decode.behaviour.fail_handoffs = 1
+    trace_id = "a" * 32
+    headers = {"traceparent": f"00-{trace_id}-{'1' * 16}-01"}
+    with caplog.at_level(logging.DEBUG):
+        answer = await cluster.http.post("/v1/completions", json=ASK | {"prompt": "top secret"}, headers=headers)
+        await cluster.settled()
+    said = [JsonFormatter("router").format(record) for record in caplog.records]
+    lines = [json.loads(line) for line in said]
+    (again,) = [line for line in lines if line["message"] == "request goes back in line"]
+    assert (again["request"], again["trace_id"]) == (answer.headers["x-request-id"], trace_id)
+    assert again["level"] == "info"
+    assert not any("secret" in line or "classified" in line for line in said)
+    assert "secret" not in cluster.app.metrics.render().decode()
+
+
+def test_the_format_of_logs_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        for log_format, formatter in ((LogFormat.JSON, JsonFormatter), (LogFormat.TEXT, TextFormatter)):
+            setup_logging(process="p", log_format=log_format)
+            assert isinstance(root.handlers[0].formatter, formatter)
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)

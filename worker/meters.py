@@ -1,0 +1,66 @@
+"""What a worker counts about its engine's steps, and tells the routers. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tandem.step_work import StepWork, WorkShape
+from tandem.v1 import worker_pb2
+
+STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12)
+
+
+class StepKind(StrEnum):
+    """What a step computed; a metric label."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"  # both: a prompt's chunk beside requests that decode
+
+
+def kind_of(work: StepWork) -> StepKind:
+    if work.prefill_tokens and work.decode_tokens:
+        return StepKind.MIXED
+    return StepKind.PREFILL if work.prefill_tokens else StepKind.DECODE
+
+
+@dataclass(slots=True)
+class _Histogram:
+    counts: list[int] = field(default_factory=lambda: [0] * (len(STEP_BOUNDS_S) + 1))
+    total_s: float = 0.0
+
+
+class StepMeters:
+    """Args: `peak_...` are those of all ranks together."""
+
+    def __init__(self, shape: WorkShape, *, peak_flops_per_s: float, peak_memory_bytes_per_s: float) -> None:
+        self._shape = shape
+        self._told = worker_pb2.WorkerMeters(
+            peak_flops_per_s=peak_flops_per_s, peak_memory_bytes_per_s=peak_memory_bytes_per_s
+        )
+        self._steps = {kind: _Histogram() for kind in StepKind}
+
+    def stepped(self, work: StepWork, seconds: float) -> None:
+        if not work.prefill_tokens and not work.decode_tokens:
+            return  # it only ended requests
+        histogram = self._steps[kind_of(work)]
+        histogram.counts[bisect_left(STEP_BOUNDS_S, seconds)] += 1
+        histogram.total_s += seconds
+        told = self._told
+        told.prefill_tokens += work.prefill_tokens
+        told.decode_tokens += work.decode_tokens
+        told.sampled_tokens += work.sampled_tokens
+        told.flops += self._shape.flops(work)
+        told.memory_bytes += self._shape.memory_bytes(work)
+
+    def frame(self, preemptions: int, links: Iterable[worker_pb2.LinkState]) -> worker_pb2.WorkerMeters:
+        """All of it, as routers are told."""
+        frame = worker_pb2.WorkerMeters(preemptions=preemptions, links=links)
+        frame.MergeFrom(self._told)
+        for kind, histogram in self._steps.items():
+            if any(histogram.counts):
+                frame.steps.add(kind=kind.value, counts=histogram.counts, total_s=histogram.total_s)
+        return frame
