@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from planner.cost import DeviceShape, LinkShape
-from tandem.config import Frozen
+from tandem.frozen import Frozen
 from tandem.errors import ConfigError
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
