@@ -1,6 +1,6 @@
 """When pushed KV arrives: each worker sends and receives over one port, one range after the other.
 
-The piece timing of the handoff, without its sessions (docs/decisions/0017-what-the-simulator-leaves-out.md): a
+The piece timing of the handoff, without its sessions (docs/decisions/0016-what-the-simulator-leaves-out.md): a
 layer's blocks go as soon as that layer is computed, so all but the last layer's may be hidden behind the computing.
 """
 
