@@ -70,8 +70,13 @@ class LiveRatio:
                 raise ConfigError(f"worker_id: {worker_id} is the model's last decode worker", field="worker_id")
             await self._empty(slot, move=move and not alone)
             if restart:
+                epoch = slot.epoch
                 slot.next_life("restarted by request")
-                await self._until(lambda: slot.state is WorkerState.READY, f"{worker_id} to be ready again")
+                await self._until(
+                    lambda: slot.epoch != epoch and slot.state is WorkerState.READY,
+                    f"{worker_id} to be ready again",
+                    slot,
+                )
             else:
                 await self._controller.remove_worker(worker_id)
 
@@ -109,11 +114,11 @@ class LiveRatio:
         requests = load.running_requests + load.waiting_requests + load.reserved_requests
         return bool(requests or load.blocks.leased or load.blocks.in_use)
 
-    async def _until(self, done: Callable[[], bool], what: str, slot: WorkerSlot | None = None) -> None:
+    async def _until(self, done: Callable[[], bool], what: str, slot: WorkerSlot) -> None:
         timeout_s = self._controller.spec.control.start_timeout_s
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while not done():
-            if slot is not None and slot.is_given_up:
+            if slot.is_given_up:
                 raise ConfigError(f"{slot.worker_id} cannot start: {slot.reason}")
             if asyncio.get_running_loop().time() > deadline_s:
                 raise UnavailableError(f"control.start_timeout_s: waited {timeout_s:g} s for {what}")

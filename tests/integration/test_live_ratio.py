@@ -1,0 +1,134 @@
+"""A cluster whose pools change while clients read: every answer is what it would have been, and nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+
+from cluster.controller import Controller, with_free_ports
+from cluster.resolve import resolve
+from cluster.subprocess_backend import SubprocessBackend
+from tandem.config import ClusterSpec, Role
+from tandem.errors import ConfigError
+from tandem.testing import random_prompt, write_tiny_llama
+from worker.testing import assert_conserved, open_session
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # one cluster serves all
+VOCAB = 300
+CYCLES = 20 if os.environ.get("TANDEM_SOAK") else 1
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
+# None of these answers rests on a near tie of two logits.
+ASKS = [(random_prompt(60 + 40 * n, VOCAB, n), SEEDED if n % 2 else GREEDY) for n in range(6)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Controller]:
+    folder = tmp_path_factory.mktemp("r")
+    model = write_tiny_llama(folder / "tiny", vocab=VOCAB, seed=1, scale=2.0)
+    spec = ClusterSpec.model_validate(
+        {
+            "models": [{"source": str(model), "engine": {"kv_blocks": 400, "max_step_tokens": 100}}],
+            "router": {"http_port": 0, "grpc_port": 0, "disaggregation": "always"},
+            "control": {"admin_port": 0, "backend": "subprocess"},
+        }
+    )
+    controller = Controller(
+        with_free_ports(resolve(spec, lambda what: None)),
+        SubprocessBackend(folder / "logs"),
+        folder / "run",
+        folder / "logs",
+    )
+    try:
+        await controller.start()
+        await controller.wait_ready(lambda what: None)
+        yield controller
+        for slot in controller.slots.values():
+            assert slot.info is not None
+            async with open_session(slot.info.address) as session:
+                await assert_conserved(session)
+    finally:
+        await controller.close()
+
+
+async def answer(controller: Controller, prompt: list[int], sampling: dict[str, Any]) -> str:
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{controller.http_address}/v1", api_key="none", max_retries=0
+    ) as client:
+        done = await client.completions.create(model="tiny", prompt=prompt, max_tokens=300, **sampling)
+    return done.choices[0].text
+
+
+async def answers(controller: Controller) -> list[str]:
+    return await asyncio.gather(*(answer(controller, *ask) for ask in ASKS))
+
+
+@asynccontextmanager
+async def load(controller: Controller, expected: list[str]) -> AsyncIterator[None]:
+    """Clients that ask again and again; each of their answers must be the undisturbed one."""
+    stop = asyncio.Event()
+
+    async def client(number: int) -> int:
+        rounds = 0
+        while not stop.is_set():
+            assert await answer(controller, *ASKS[number]) == expected[number]
+            rounds += 1
+        return rounds
+
+    clients = [asyncio.create_task(client(number)) for number in range(len(ASKS))]
+    try:
+        yield
+    finally:
+        stop.set()
+        rounds = await asyncio.gather(*clients)
+    assert min(rounds) > 0
+
+
+def roles(controller: Controller) -> tuple[int, int]:
+    found = [slot.role for slot in controller.slots.values()]
+    return found.count(Role.PREFILL), found.count(Role.DECODE)
+
+
+async def test_pools_change_under_load_without_a_lost_or_changed_answer(controller: Controller) -> None:
+    expected = await answers(controller)
+    ratio = controller.live_ratio
+    async with load(controller, expected):
+        for _ in range(CYCLES):
+            assert await ratio.scale("", 1, 2) == ("decode-1 starts",)
+            (changed,) = await ratio.scale("tiny", 2, 1)
+            assert changed in ("decode-0 becomes a prefill worker", "decode-1 becomes a prefill worker")
+            assert roles(controller) == (2, 1)
+            (changed,) = await ratio.scale("", 1, None)
+            assert changed.endswith("leaves")
+            assert roles(controller) == (1, 1)
+            await ratio.scale("", None, 2)
+            (leaving,) = [name for name, slot in controller.slots.items() if slot.role is Role.DECODE][:1]
+            before = controller.slots[leaving].epoch
+            await ratio.drain(leaving, restart=True, move=True)
+            assert controller.slots[leaving].epoch != before
+            await ratio.drain(leaving, restart=False, move=True)
+            assert roles(controller) == (1, 1)
+    assert await answers(controller) == expected
+
+
+async def test_what_cannot_be_is_refused_and_changes_nothing(controller: Controller) -> None:
+    before = {name: slot.role for name, slot in controller.slots.items()}
+    only = next(name for name, role in before.items() if role is Role.DECODE)
+    with pytest.raises(ConfigError, match="decode: expected 1 to"):
+        await controller.live_ratio.scale("", 1, 0)
+    with pytest.raises(ConfigError, match="model: expected one of tiny, got 'other'"):
+        await controller.live_ratio.scale("other", 1, 1)
+    with pytest.raises(ConfigError, match="more workers need about"):
+        await controller.live_ratio.scale("", 1, 4000)
+    with pytest.raises(ConfigError, match="worker_id: expected one of"):
+        await controller.live_ratio.drain("nobody", restart=False, move=True)
+    with pytest.raises(ConfigError, match="last decode worker"):
+        await controller.live_ratio.drain(only, restart=False, move=True)
+    assert {name: slot.role for name, slot in controller.slots.items()} == before
