@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Coroutine, Sequence
@@ -39,7 +38,7 @@ from tandem.v1 import cluster_pb2, worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
-SHARED_CPUS = 8  # how often a CPU is offered
+SHARED_CPUS = 8  # ranks of CPU threads that may share one on this machine; elsewhere each asks for its own
 STATE_TIMEOUT_S = 2.0
 REDIS_TIMEOUT_S = 1.0
 
@@ -237,7 +236,8 @@ class Controller:
         if self._settings is None:
             raise ConfigError("workers are added to a cluster that was started")
         pool = model.spec.prefill if role is Role.PREFILL else model.spec.decode
-        members = await self.backend.place(worker_id, [_rank_resources(model)] * pool.tp)
+        resources = _rank_resources(model, own_ray=self.spec.control.ray_address is None)
+        members = await self.backend.place(worker_id, [resources] * pool.tp)
         slot = WorkerSlot(worker_id, role, model, members, self._settings, self._slot_changed)
         self.slots[worker_id] = slot
         self.directory.put_place(_place(slot))
@@ -347,18 +347,18 @@ def _place(slot: WorkerSlot) -> cluster_pb2.WorkerPlace:
     )
 
 
-def _rank_resources(model: ResolvedModel) -> Resources:
+def _rank_resources(model: ResolvedModel, *, own_ray: bool) -> Resources:
     engine = model.spec.engine
-    return Resources(cpus=engine.threads_per_rank, gpus=1.0 if engine.device.startswith("cuda") else 0.0)
+    cpus = engine.threads_per_rank / (SHARED_CPUS if own_ray else 1)
+    return Resources(cpus=cpus, gpus=1.0 if engine.device.startswith("cuda") else 0.0)
 
 
 def needed_cpus(cluster: ResolvedCluster) -> float:
-    """What a Ray cluster of our own must offer so that every rank finds its place, and some more later: to Ray CPUs are
-    only numbers, and workers may share them."""
-    needed = sum(
-        pool.workers * pool.tp * _rank_resources(model).cpus for model in cluster.models for pool in model.pools
+    """What a Ray cluster of our own offers. It starts a process of its own for each CPU, so no more than what the
+    workers of the spec use; later ones find room because each rank asks for a part only (`_rank_resources`)."""
+    return sum(
+        pool.workers * pool.tp * model.spec.engine.threads_per_rank for model in cluster.models for pool in model.pools
     )
-    return max(needed, SHARED_CPUS * (os.cpu_count() or 1))
 
 
 def with_free_ports(cluster: ResolvedCluster) -> ResolvedCluster:
