@@ -4,8 +4,9 @@ ports are added and callers are told apart.
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -157,11 +158,15 @@ class CallerCheck(grpc.aio.ServerInterceptor):
             await check(context)
             return await (handler.unary_unary or handler.stream_unary)(request, context)
 
-        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        async def stream(request: Any, context: Any) -> None:
             await check(context)
-            async with aclosing((handler.unary_stream or handler.stream_stream)(request, context)) as responses:
+            answers = (handler.unary_stream or handler.stream_stream)(request, context)
+            if inspect.isawaitable(answers):  # a method that writes by itself
+                await answers
+                return
+            async with aclosing(answers) as responses:
                 async for response in responses:
-                    yield response
+                    await context.write(response)
 
         kind = {
             (False, False): grpc.unary_unary_rpc_method_handler,
