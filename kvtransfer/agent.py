@@ -50,8 +50,8 @@ from kvtransfer.ticket import KEY_BYTES
 from kvtransfer.transports.factory import MAPPED, Transports, offered
 from tandem.channel import Channel, ChannelError
 from tandem.clock import Clock, SystemClock
-from tandem.config import LogFormat
 from tandem.errors import ConfigError
+from tandem.log_format import LogFormat
 from tandem.logs import setup_logging
 from tandem.tls import RenewedTls
 

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from tandem.config_auth import AuthSpec
 from tandem.frozen import Frozen
+from tandem.log_format import LogFormat
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=0, le=4096)]
@@ -338,11 +339,6 @@ class TracingSpec(Frozen):
         if self.tls is not None and not (self.otlp_endpoint or "").startswith("https://"):
             raise ValueError(f"tls: expected an https:// otlp_endpoint with it, got {self.otlp_endpoint!r}")
         return self
-
-
-class LogFormat(StrEnum):
-    TEXT = "text"
-    JSON = "json"
 
 
 class LogsSpec(Frozen):

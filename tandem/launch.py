@@ -11,9 +11,10 @@ from pathlib import Path
 from pydantic import Field
 
 from tandem.addresses import AUTO_HOST, address_towards
-from tandem.config import LogFormat, ModelSpec, ObservabilitySpec, Role, RouterSpec, TlsSpec, TransferSpec
+from tandem.config import ModelSpec, ObservabilitySpec, Role, RouterSpec, TlsSpec, TransferSpec
 from tandem.config_auth import AuthSpec
 from tandem.frozen import Frozen
+from tandem.log_format import LogFormat
 
 
 class WorkerLaunch(Frozen):

@@ -12,8 +12,8 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-from tandem.config import LogFormat
 from tandem.log_context import log_names
+from tandem.log_format import LogFormat
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
