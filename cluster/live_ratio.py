@@ -86,7 +86,11 @@ class LiveRatio:
                 self._controller.change_role(worker_id, role)
             case Start(role, worker_id):
                 slot = await self._controller.add_worker(worker_id, role, model)
-                await self._until(lambda: slot.state is WorkerState.READY, f"{worker_id} to be ready", slot)
+                try:
+                    await self._until(lambda: slot.state is WorkerState.READY, f"{worker_id} to be ready", slot)
+                except BaseException:  # also when the caller went away: what never served leaves nothing behind
+                    await self._controller.remove_worker(worker_id)
+                    raise
             case Leave(worker_id):
                 await self._empty(self._controller.slots[worker_id], move=True)
                 await self._controller.remove_worker(worker_id)
@@ -95,8 +99,18 @@ class LiveRatio:
         """Takes nothing new from here on; returns when it has nothing left, or is not there any more. After
         control.drain_timeout_s what is left goes on elsewhere as after the loss of a worker."""
         drain = cluster_pb2.DRAIN_MOVE if move else cluster_pb2.DRAIN_FINISH
+        self._set_drain(slot, drain)
+        try:
+            await self._until_empty(slot)
+        except BaseException:  # the caller went away: the worker serves on
+            self._set_drain(slot, cluster_pb2.DRAIN_NONE)
+            raise
+
+    def _set_drain(self, slot: WorkerSlot, drain: cluster_pb2.Drain.ValueType) -> None:
         slot.drain = drain
         self._controller.directory.change(slot.worker_id, drain=drain)
+
+    async def _until_empty(self, slot: WorkerSlot) -> None:
         # A router may have sent something just before it heard of it.
         await asyncio.sleep(2 * POLL_S)
         deadline_s = asyncio.get_running_loop().time() + self._controller.spec.control.drain_timeout_s
@@ -108,8 +122,8 @@ class LiveRatio:
 
     async def _is_busy(self, slot: WorkerSlot) -> bool:
         state = await self._controller.worker_state(slot)
-        if state is None:
-            return False
+        if state is None:  # it may only be slow to answer; one that is gone is not ready any more
+            return slot.state is WorkerState.READY
         load = state.load
         requests = load.running_requests + load.waiting_requests + load.reserved_requests
         return bool(requests or load.blocks.leased or load.blocks.in_use)
