@@ -46,8 +46,8 @@ class AuditLog:
         """Raises OSError when the file cannot be opened."""
         self._path = None if target == STDOUT else target
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._dropped = 0
         self._lost = 0
-        self._is_failing = False
         self._file = sys.stdout.fileno() if self._path is None else _open(self._path)
         self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
         self._thread.start()
@@ -57,7 +57,7 @@ class AuditLog:
         if self._lines.qsize() < MAX_WAITING:
             self._lines.put(msgspec.json.encode(line) + b"\n")
         else:
-            self._lost += 1
+            self._dropped += 1
 
     def close(self) -> None:
         """Writes what there is; gives up on a disk that takes longer than a few seconds."""
@@ -77,21 +77,22 @@ class AuditLog:
             os.close(self._file)
 
     def _write(self, data: bytes) -> None:
+        """A half-written line stays; what could not be written is counted, and said when writing works again."""
         try:
             self._follow_rotation()
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            if not self._is_failing:
+            if not self._lost:
                 log.error("security.auth.audit_log: lines are lost: %s", error.strerror)
-            self._is_failing = True
+            self._lost += data.count(b"\n")
             return
-        if self._is_failing:
-            log.warning("security.auth.audit_log: written again")
-        self._is_failing = False
         if self._lost:
-            log.error("security.auth.audit_log: %d lines were dropped, the disk being too slow", self._lost)
+            log.warning("security.auth.audit_log: written again; %d lines were lost", self._lost)
             self._lost = 0
+        if self._dropped:
+            log.error("security.auth.audit_log: %d lines were dropped, the disk being too slow", self._dropped)
+            self._dropped = 0
 
     def _follow_rotation(self) -> None:
         if self._path is None:

@@ -265,7 +265,7 @@ async def test_a_router_cut_off_from_a_worker_goes_on_with_the_others_and_finds_
     await within(CONVERGED_S, lambda: world.worker(1, "decode-0").link.ready, "link, after healing")
     assert await asyncio.gather(*running) == expected
     await within(CONVERGED_S, lambda: world.same_load(*ROLES), "load, after healing")
-    asked = asyncio.create_task(world.ask(0, random_prompt(1800, VOCAB, 77), GREEDY))
+    asked = asyncio.create_task(world.ask(0, random_prompt(1800, VOCAB, 77 + silent), GREEDY))
     await until(lambda: world.sees(1, "prefill-0").outstanding_tokens > 0)
     await asked
     await within(CONVERGED_S, lambda: world.same_load(*ROLES) and world.same_index(), "load and index, at the end")
