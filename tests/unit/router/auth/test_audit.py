@@ -79,7 +79,8 @@ def test_a_folder_that_is_gone_is_logged_once_and_the_log_goes_on_later(
     log.close()
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
     lost = re.search(r"written again; (\d+) lines were lost", caplog.text)
-    assert lost and int(lost[1]) >= 1
+    assert lost
+    assert int(lost[1]) >= 1
     assert int(lost[1]) + path.read_bytes().count(b"\n") == 5
     with pytest.raises(OSError, match="No such file"):
         AuditLog(str(tmp_path / "nowhere" / "x"))
