@@ -67,8 +67,6 @@ def helm_values(plan: Plan, hardware: Hardware, source: str) -> str:
         },
     }
     values = {"cluster": cluster, **_pods(layout, device)}
-    if source.startswith("/"):  # a folder of the volume, given with `--set models.existingClaim=`
-        values["models"] = {"pull": False}
     costs = "" if plan.costs is None else f", ${plan.costs.per_hour:.2f} per hour"
     head = (
         f"# Planned by `tandem plan` for {plan.model} on {layout.devices} x {plan.device}{costs}:\n"
