@@ -56,7 +56,7 @@ class Controller:
         self.stop_requested = asyncio.Event()
         self._cluster = cluster
         self._run_base = run_base
-        self._log_dir = log_dir
+        self.log_dir = log_dir
         self._admin: grpc.aio.Server | None = None
         self._admin_address = ""
         self._tls = ClusterTls.maybe(self.spec.name, Identity.CONTROLLER, self.spec.security.tls)
@@ -116,7 +116,7 @@ class Controller:
             if asyncio.get_running_loop().time() > deadline_s:
                 raise UnavailableError(
                     f"control.start_timeout_s: not ready within {self.spec.control.start_timeout_s:g} s, still "
-                    f"waiting for {waiting}; the logs are in {self._log_dir}"
+                    f"waiting for {waiting}; the logs are in {self.log_dir}"
                 )
             await asyncio.sleep(POLL_S)
 
