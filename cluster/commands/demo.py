@@ -16,6 +16,7 @@ from rich.text import Text
 from cluster.admin_client import edge_channel
 from cluster.commands.generation import chat_request, generate
 from cluster.commands.running import run_interruptible, running_cluster
+from cluster.console import console
 from cluster.resolve import free_ports, port_is_free
 from cluster.spec_loader import load_spec
 from tandem.config import DEMO_MODEL, ClusterSpec
@@ -39,7 +40,7 @@ class Asked:
 
 
 def run_demo() -> int:
-    return run_interruptible(_demo(Console(highlight=False)))
+    return run_interruptible(_demo(console()))
 
 
 def demo_spec() -> ClusterSpec:

@@ -11,9 +11,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from cluster.commands.planning import HardwareFlags, TrafficFlags, describe_cost, load_hardware, load_traffic
 from cluster.commands.simulate import seconds
+from cluster.console import BOXED, console, fitted
 from planner.hardware import Hardware
 from planner.search.evaluate import Evaluation
 from planner.search.halving import Effort
@@ -55,7 +57,7 @@ def run_plan(flags: PlanFlags) -> int:
     if flags.json:
         print(json.dumps({"cost_model": cost_model, **plan.to_json()}, indent=2, allow_nan=False))
     else:
-        show(plan, cost_model, Console(highlight=False))
+        show(plan, cost_model, console())
     return 0 if plan.chosen is not None else UNSATISFIABLE
 
 
@@ -87,7 +89,7 @@ def show(plan: Plan, cost_model: str, console: Console) -> None:
     possible = f"{plan.possible} possible by their bounds"
     console.print(f"{plan.considered} layouts, {possible}, {plan.simulated} simulations", style="dim")
     if plan.finalists:
-        console.print(_finalists(plan))
+        console.print(_finalists(plan, console.width))
     if plan.chosen is None or plan.costs is None:
         console.print(f"[red]Nothing meets the objectives:[/] {'' if plan.miss is None else plan.miss.explanation}")
         return
@@ -98,20 +100,16 @@ def show(plan: Plan, cost_model: str, console: Console) -> None:
         f"({_money(costs.per_million_tokens_busy)} busy), per million answer tokens "
         f"{_money(costs.per_million_output_tokens)}"
     )
-    console.print(_variants(plan))
+    console.print(_variants(plan, console.width))
     console.print(plan.verdict)
 
 
-def _finalists(plan: Plan) -> Table:
+def _finalists(plan: Plan, width: int) -> Table:
+    found = sorted(plan.finalists, key=lambda found: (found.layout.devices, -found.joint))
+    rows = [[Text(cell, "green" if plan.meets(each) else "") for cell in _row(each, plan)] for each in found]
+    titles = ("layout", "devices", "$/h", "met", "goodput", "TTFT p90", "TPOT p90", "busy")
     title = "Finalists (prefill : decode @ tokens of a step)"
-    table = Table("layout", "devices", "$/h", "met", "goodput", "TTFT p90", "TPOT p90", "busy", title=title)
-    table.columns[0].no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for each in sorted(plan.finalists, key=lambda found: (found.layout.devices, -found.joint)):
-        style = "green" if plan.meets(each) else None
-        table.add_row(*_row(each, plan), style=style)
-    return table
+    return fitted(width, titles, rows, left=("layout",), spare=("busy", "goodput", "$/h"), title=title, box=BOXED)
 
 
 def _row(found: Evaluation, plan: Plan) -> tuple[str, ...]:
@@ -122,13 +120,16 @@ def _row(found: Evaluation, plan: Plan) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _variants(plan: Plan) -> Table:
-    table = Table("what if", "met", "TTFT p90", "TPOT p90", "", title="The plan under other circumstances")
+def _variants(plan: Plan, width: int) -> Table:
+    rows: list[tuple[str | Text, ...]] = []
     for each in plan.variants:
         found = each.evaluation
-        verdict = "[green]holds[/]" if each.meets else "[red]does not hold[/]"
-        table.add_row(each.name, f"{found.joint:.1%}", seconds(found.ttft_p90_s), seconds(found.tpot_p90_s), verdict)
-    return table
+        verdict = Text("holds", "green") if each.meets else Text("does not hold", "red")
+        rows.append((each.name, f"{found.joint:.1%}", seconds(found.ttft_p90_s), seconds(found.tpot_p90_s), verdict))
+    titles = ("what if", "met", "TTFT p90", "TPOT p90", "verdict")
+    title = "The plan under other circumstances"
+    left, spare = ("what if", "verdict"), ("TPOT p90", "TTFT p90")
+    return fitted(width, titles, rows, left=left, spare=spare, title=title, box=BOXED)
 
 
 def _money(value: float | None) -> str:

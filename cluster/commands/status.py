@@ -38,7 +38,7 @@ def run_status(as_json: bool, address: str | None, cluster: str | None, tls: Pat
     if as_json:
         print(json.dumps(to_json(status, health), indent=2))
     else:
-        show(status, health, console())
+        show(status, console(), health)
     return 0
 
 
@@ -153,14 +153,14 @@ def _processes(processes: Any) -> list[dict[str, Any]]:
     return [{"name": process.name, "pid": process.pid} for process in processes]
 
 
-def show(status: cluster_pb2.ClusterStatus, health: Health, console: Console) -> None:
+def show(status: cluster_pb2.ClusterStatus, console: Console, health: Health | None = None) -> None:
     console.print(f"{status.cluster} {status.version}, {status.backend}, redis {status.redis}")
     for router in status.routers:
         state = f"[{STYLES.get(router.state, 'red')}]{router.state}[/]"
         restarts = f"   {router.restarts} restarts" if router.restarts else ""
         addresses = f"HTTP {status.http_scheme}://{router.http_address}/v1   gRPC {router.grpc_address}"
         console.print(f"{router.router_id} {state}   {addresses}{restarts}", soft_wrap=True)
-    rows = [_row(worker, health) for worker in status.workers]
+    rows = [_row(worker, health or {}) for worker in status.workers]
     console.print(fitted(console.width, COLUMNS, rows, left=("worker", "role", "state", "health"), spare=SPARE))
     for worker in status.workers:
         if worker.reason:

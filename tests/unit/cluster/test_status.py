@@ -41,7 +41,7 @@ def status() -> cluster_pb2.ClusterStatus:
 
 def shown(width: int) -> str:
     console = Console(width=width, file=io.StringIO(), record=True)
-    show(status(), {("decode-1", EPOCH): "ejected"}, console)
+    show(status(), console, {("decode-1", EPOCH): "ejected"})
     return console.export_text()
 
 
