@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +22,7 @@ from planner.search.evaluate import Evaluation
 from planner.search.halving import Effort
 from planner.search.plan import Goal, Means, Plan, make_plan
 from planner.search.report import html_report
+from planner.search.traffic import BUSIEST
 from planner.search.values import helm_values
 from planner.traces.trace import Trace
 
@@ -83,8 +85,10 @@ def _search(trace: Trace, hardware: Hardware, flags: PlanFlags, means: Means) ->
 
 def show(plan: Plan, cost_model: str, console: Console) -> None:
     devices = f"{plan.goal.max_devices} x {plan.device}"
-    console.print(f"[bold]{plan.model}[/] on up to {devices}, {plan.requests_per_s:.2f} requests/s")
-    for note in (*plan.traffic, f"step times: {cost_model}"):
+    traffic, *notes = plan.traffic
+    rate = f"{plan.requests_per_s:.2f} requests/s ({_stretch(notes)})"
+    console.print(f"[bold]{plan.model}[/] on up to {devices} for {escape(traffic)}, {rate}")
+    for note in (*notes, f"step times: {cost_model}"):
         console.print(f"note: {note}", style="dim")
     possible = f"{plan.possible} possible by their bounds"
     console.print(f"{plan.considered} layouts, {possible}, {plan.simulated} simulations", style="dim")
@@ -102,6 +106,11 @@ def show(plan: Plan, cost_model: str, console: Console) -> None:
     )
     console.print(_variants(plan, console.width))
     console.print(plan.verdict)
+
+
+def _stretch(notes: list[str]) -> str:
+    """Why the rate is not the one that was asked for: it is counted over the requests that are planned for."""
+    return next((note for note in notes if note.startswith(BUSIEST)), "as they were drawn or recorded")
 
 
 def _finalists(plan: Plan, width: int) -> Table:
