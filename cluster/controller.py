@@ -54,6 +54,7 @@ class Controller:
         self.routers: list[RouterSlot] = []
         self.backend = backend
         self.stop_requested = asyncio.Event()
+        self.announce: Callable[[str], None] = lambda what: None  # told, in words, what becomes of workers
         self._cluster = cluster
         self._run_base = run_base
         self.log_dir = log_dir
@@ -250,6 +251,7 @@ class Controller:
         slot.role = role
         self.directory.put_place(_place(slot))
         self.directory.change(worker_id, role=ROLES[role])
+        self.announce(f"{worker_id} is a {role.value} worker now")
 
     async def remove_worker(self, worker_id: str) -> None:
         """Ends its life and gives back its place."""
@@ -261,6 +263,7 @@ class Controller:
         await asyncio.gather(life, return_exceptions=True)
         await self.backend.give_back(worker_id)
         await self._worker_channels.forget(worker_id)
+        self.announce(f"{worker_id} left the cluster")
 
     async def check_room(self, model: ResolvedModel, roles: Sequence[Role]) -> None:
         """Raises ConfigError or InsufficientMemory when the devices cannot hold so many workers more."""
@@ -268,7 +271,9 @@ class Controller:
             check_memory_for(model, roles)
 
     def _slot_changed(self, slot: WorkerSlot) -> None:
-        if slot.state is not WorkerState.READY:
+        if slot.state is WorkerState.READY:
+            self.announce(f"{slot.worker_id} is ready{' again' if slot.restarts else ''}")
+        else:
             self.directory.remove(slot.worker_id)
         self.directory.put_place(_place(slot))
 

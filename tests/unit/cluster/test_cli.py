@@ -39,6 +39,8 @@ def test_help_lists_the_commands(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (("status",), "tandem up"),
+        (("status", "--name", "nope"), "tandem up"),
+        (("up", "--cluster", "No Name"), "name: "),
         (("trace",), "tandem up"),
         (("trace", "abc", "--address", "127.0.0.1:1"), "--address"),
         (("chat", "hi"), "tandem up"),
