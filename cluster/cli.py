@@ -255,6 +255,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Children replace themselves at once, so gRPC has nothing to do at a fork but talk about it on stderr.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else each peer without TLS leaves a raw line on the terminal
     try:
         app()
     except Exception as error:

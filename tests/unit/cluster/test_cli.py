@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.certificates import create
 from tandem.testing import write_tiny_llama
 
 HEAVY = ("torch", "ray", "grpc", "pydantic", "transformers")
@@ -57,6 +58,33 @@ def test_errors_are_one_line_on_stderr(tmp_path: Path, arguments: tuple[str, ...
     assert says in done.stderr
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_what_grpc_notes_of_strangers_stays_off_the_terminal(tmp_path: Path) -> None:
+    create(tmp_path / "certs", "t", [], 1, 1)
+    code = f"""
+import pathlib, socket, sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from cluster import cli
+sys.argv = ["tandem", "version"]
+with suppress(SystemExit):
+    cli.main()
+import grpc
+folder = pathlib.Path({str(tmp_path / "certs")!r})
+pair = (folder / "edge.key").read_bytes(), (folder / "edge.pem").read_bytes()
+server = grpc.server(ThreadPoolExecutor(1))
+port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+server.start()
+with socket.create_connection(("127.0.0.1", port)) as stranger:
+    stranger.sendall(b"GET / HTTP/1.1\\r\\n\\r\\n")
+    while stranger.recv(64):
+        pass
+server.stop(None).wait()
+"""
+    env = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr == ""
 
 
 def test_doctor_names_the_fix_of_what_is_wrong(tmp_path: Path) -> None:
