@@ -96,5 +96,5 @@ def test_doctor_names_the_fix_of_what_is_wrong(tmp_path: Path) -> None:
         done = tandem(tmp_path, "doctor", "--config", str(config))
     assert done.returncode == 1
     assert f"{port} is in use" in done.stdout
-    assert "--http-port" in done.stdout
+    assert "`tandem up --http-port` or router.http_port in the configuration" in done.stdout
     assert "✓ shared memory" in done.stdout
