@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc.aio
@@ -77,12 +77,15 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
             controller.own_processes(),
             controller.redis_state(),
         )
+        without_ended_links(workers)
         return cluster_pb2.ClusterStatus(
             cluster=controller.spec.name,
             version=tandem_version(),
             backend=controller.backend.name,
             http_address=controller.http_address,
             grpc_address=controller.grpc_address,
+            http_scheme="http" if controller.spec.router.tls is None else "https",
+            log_dir=str(controller.log_dir),
             redis=redis,
             workers=workers,
             processes=[cluster_pb2.Process(name=process.name, pid=process.pid) for process in processes],
@@ -168,6 +171,18 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.ShutdownResponse:
         self._controller.stop_requested.set()
         return cluster_pb2.ShutdownResponse()
+
+
+def without_ended_links(workers: Sequence[cluster_pb2.WorkerStatus]) -> None:
+    """Takes out what is left of links that nobody wants any more: since a change of roles both ends are in one pool."""
+    pools = {each.info.worker_id: (each.info.model, each.info.role) for each in workers}
+    for worker in workers:
+        links = worker.live.links if worker.HasField("live") else []
+        pool = pools[worker.info.worker_id]
+        wanted = [link for link in links if link.state != "down" or pools.get(link.peer_worker) != pool]
+        if len(wanted) < len(links):
+            del worker.live.links[:]
+            worker.live.links.extend(wanted)
 
 
 def _shown_state(slot: WorkerSlot, *, unreachable: bool) -> str:

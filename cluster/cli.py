@@ -31,7 +31,9 @@ Address = Annotated[str | None, typer.Option("--address", help="Admin address (h
 GrpcAddress = Annotated[str | None, typer.Option("--address", help="gRPC address (host:port) of a router elsewhere.")]
 Tls = Annotated[Path | None, typer.Option("--tls", envvar="TANDEM_TLS", help="Folder of `tandem certs`: as its admin.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="TANDEM_API_KEY", help="Where the routers ask for one.")]
-ClusterName = Annotated[str | None, typer.Option("--cluster", help="Which running cluster; the only one by default.")]
+ClusterName = Annotated[
+    str | None, typer.Option("--cluster", "--name", help="Which running cluster; the only one by default.")
+]
 
 
 @app.command()
@@ -49,7 +51,9 @@ def up(
     backend: Annotated[str | None, typer.Option(help="ray or subprocess.")] = None,
     redis_url: Annotated[str | None, typer.Option(help="An external Redis or Valkey instead of the embedded.")] = None,
     disaggregation: Annotated[str | None, typer.Option(help="auto, always or never.")] = None,
-    name: Annotated[str | None, typer.Option(help="A name of its own lets a second cluster run.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", "--cluster", help="A name of its own lets a second cluster run.")
+    ] = None,
     tls: Annotated[Path | None, typer.Option(help="Folder of `tandem certs`: TLS inside and at the edge.")] = None,
 ) -> None:
     """Start a cluster and stay up until Ctrl-C."""
@@ -205,7 +209,7 @@ Days = Annotated[int, typer.Option(help="Days that the certificates are valid.",
 @certs.command("init")
 def certs_init(
     folder: CertsFolder,
-    cluster: Annotated[str, typer.Option(help="The cluster's name; a certificate is of no other.")] = "tandem",
+    cluster: Annotated[str, typer.Option("--cluster", "--name", help="A certificate is of no other.")] = "tandem",
     host: Annotated[list[str] | None, typer.Option(help="Name or address of a host; may be repeated.")] = None,
     days: Days = 365,
     ca_days: Annotated[int, typer.Option(help="Days that the authority is valid.", min=1, max=7300)] = 3650,
@@ -252,6 +256,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Children replace themselves at once, so gRPC has nothing to do at a fork but talk about it on stderr.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else each peer without TLS leaves a raw line on the terminal
     try:
         app()
     except Exception as error:

@@ -54,9 +54,10 @@ class Controller:
         self.routers: list[RouterSlot] = []
         self.backend = backend
         self.stop_requested = asyncio.Event()
+        self.announce: Callable[[str], None] = lambda what: None  # told, in words, what becomes of workers
         self._cluster = cluster
         self._run_base = run_base
-        self._log_dir = log_dir
+        self.log_dir = log_dir
         self._admin: grpc.aio.Server | None = None
         self._admin_address = ""
         self._tls = ClusterTls.maybe(self.spec.name, Identity.CONTROLLER, self.spec.security.tls)
@@ -116,7 +117,7 @@ class Controller:
             if asyncio.get_running_loop().time() > deadline_s:
                 raise UnavailableError(
                     f"control.start_timeout_s: not ready within {self.spec.control.start_timeout_s:g} s, still "
-                    f"waiting for {waiting}; the logs are in {self._log_dir}"
+                    f"waiting for {waiting}; the logs are in {self.log_dir}"
                 )
             await asyncio.sleep(POLL_S)
 
@@ -250,6 +251,7 @@ class Controller:
         slot.role = role
         self.directory.put_place(_place(slot))
         self.directory.change(worker_id, role=ROLES[role])
+        self.announce(f"{worker_id} is a {role.value} worker now")
 
     async def remove_worker(self, worker_id: str) -> None:
         """Ends its life and gives back its place."""
@@ -261,6 +263,7 @@ class Controller:
         await asyncio.gather(life, return_exceptions=True)
         await self.backend.give_back(worker_id)
         await self._worker_channels.forget(worker_id)
+        self.announce(f"{worker_id} left the cluster")
 
     async def check_room(self, model: ResolvedModel, roles: Sequence[Role]) -> None:
         """Raises ConfigError or InsufficientMemory when the devices cannot hold so many workers more."""
@@ -268,7 +271,9 @@ class Controller:
             check_memory_for(model, roles)
 
     def _slot_changed(self, slot: WorkerSlot) -> None:
-        if slot.state is not WorkerState.READY:
+        if slot.state is WorkerState.READY:
+            self.announce(f"{slot.worker_id} is ready{' again' if slot.restarts else ''}")
+        else:
             self.directory.remove(slot.worker_id)
         self.directory.put_place(_place(slot))
 

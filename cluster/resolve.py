@@ -120,7 +120,9 @@ def check_ports(spec: ClusterSpec) -> None:
             continue
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(
-                f"{field}: {host}:{port} is in use: end what holds it, or choose another with {flag}", field=field
+                f"{field}: {host}:{port} is in use: end what holds it, or choose another with `tandem up {flag}` or "
+                f"{field} in the configuration",
+                field=field,
             )
         raise ConfigError(f"{field}: cannot listen on {host}:{port}: {error.strerror or error}", field=field)
     chosen = [port for _, _, port, _ in wanted if port]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, UnavailableError
 
 KEPT_LOGS = 10
 
@@ -22,11 +22,16 @@ class ClusterState:
     name: str
     pid: int
     started: float  # the process's start time: a recycled pid is somebody else
-    admin: str
+    admin: str  # empty while it starts, like the next two
     http: str
     grpc: str
     tls: dict[str, str] | None = None  # security.tls
     edge_ca: str | None = None  # what to check the routers' certificate against; None: no TLS
+
+    @property
+    def is_starting(self) -> bool:
+        """Nobody can ask it anything yet."""
+        return not self.admin
 
     @property
     def is_alive(self) -> bool:
@@ -71,23 +76,34 @@ def read(name: str) -> ClusterState | None:
 def refuse_second(name: str) -> None:
     """Raises ConfigError when a cluster of that name is running."""
     if (state := read(name)) is not None:
+        phase = "starting" if state.is_starting else "running"
         raise ConfigError(
-            f"name: a cluster named {name!r} is running (pid {state.pid}): end it with Ctrl-C there or "
+            f"name: a cluster named {name!r} is {phase} (pid {state.pid}): end it with Ctrl-C there or "
             f"`kill {state.pid}`, or give this one another --name",
             field="name",
         )
 
 
 def find(name: str | None) -> ClusterState:
-    """The cluster of that name, or the only one. Raises ConfigError saying how to name one."""
-    names = [name] if name else sorted(path.stem for path in state_dir().glob("*.json"))
+    """The cluster of that name, or the only one.
+
+    Raises ConfigError saying how to name one, UnavailableError when it is still starting.
+    """
+    names = sorted(path.stem for path in state_dir().glob("*.json"))
     alive = [state for found in names if (state := read(found)) is not None]
-    if len(alive) == 1:
-        return alive[0]
-    if alive:
-        listed = ", ".join(state.name for state in alive)
+    listed = ", ".join(state.name for state in alive)
+    fitting = [state for state in alive if name in (None, state.name)]
+    if not alive:
+        raise ConfigError(
+            "no cluster is running here: start one with `tandem up`, or give --address", field="--address"
+        )
+    if not fitting:
+        raise ConfigError(f"--cluster: no cluster named {name!r} runs here; running: {listed}", field="--cluster")
+    if len(fitting) > 1:
         raise ConfigError(f"--cluster: several clusters are running ({listed}): name one", field="--cluster")
-    raise ConfigError("no cluster is running here: start one with `tandem up`, or give --address", field="--address")
+    if fitting[0].is_starting:
+        raise UnavailableError(f"{fitting[0].name} is still starting: try again in a moment", field="--cluster")
+    return fitting[0]
 
 
 @contextmanager
@@ -103,6 +119,11 @@ def written(state: ClusterState) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+def starting(name: str) -> ClusterState:
+    """This process, before its cluster has addresses."""
+    return this_process(name, admin="", http="", grpc="")
 
 
 def this_process(

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -27,6 +28,8 @@ RESTART_DELAY_S = 0.2
 MAX_RESTART_DELAY_S = 5.0
 STABLE_S = 10.0  # a process that lived this long is restarted without further delay
 TAIL_BYTES = 4096
+# A line of tandem.logs, as text or as JSON, below a warning; what is none of ours may be a traceback's end.
+_HARMLESS = re.compile(r'\S+ (info|debug) |\{"time": "[^"]*", "level": "(info|debug)"')
 _CODE = Path(__file__).resolve().parents[1]  # where our packages are: the repository or site-packages
 
 
@@ -129,13 +132,14 @@ class Supervisor:
         return self._log_dir / f"{self._name}.{process}.log"
 
     def _last_words(self, process: str) -> str:
-        """The last line of its log that says something."""
-        with contextlib.suppress(OSError), self._log_of(process).open("rb") as file:
+        """The last line of its log that says something, if that may be why it ended; else where the log is."""
+        path = self._log_of(process)
+        with contextlib.suppress(OSError), path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            for line in reversed(file.read().decode(errors="replace").splitlines()):
-                if line.strip():
-                    return f": {line.strip()[:400]}"
-        return ""
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+            if lines and not _HARMLESS.match(lines[-1]):
+                return f": {lines[-1][:400]}"
+        return f"; its log: {path}"
 
 
 async def _stop(child: asyncio.subprocess.Process, grace_s: float) -> None:

@@ -10,12 +10,24 @@ from __future__ import annotations
 import os
 import sys
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI, OpenAIError
 
 
-def main(prompt: str) -> None:
+def main(prompt: str) -> int:
     url = os.environ.get("TANDEM_HTTP", "http://127.0.0.1:8000")
     client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("TANDEM_API_KEY", "unused"))
+    try:
+        chat(client, prompt)
+    except APIConnectionError as error:
+        print(f"\nno answer from {url}: {error.__cause__ or error}", file=sys.stderr)
+        return 1
+    except OpenAIError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def chat(client: OpenAI, prompt: str) -> None:
     model = client.models.list().data[0].id
     stream = client.chat.completions.create(
         model=model,
@@ -33,4 +45,4 @@ def main(prompt: str) -> None:
 
 
 if __name__ == "__main__":
-    main(" ".join(sys.argv[1:]) or "What is the capital of France?")
+    sys.exit(main(" ".join(sys.argv[1:]) or "What is the capital of France?"))

@@ -92,6 +92,7 @@ class OutLink:
         self.state = LinkState.CONNECTING
         self.reason = ""
         self.moved_bytes = 0
+        self.is_wanted = True
         self.max_piece_bytes = MAX_PIECE_BYTES
         self._meter = LinkMeter(SystemClock())
         self._own = own
@@ -121,6 +122,8 @@ class OutLink:
         self._jobs.put(ticket_id, _Push(wanted, ticket_id, piece, span))
 
     def report(self) -> None:
+        if not self.is_wanted:
+            return  # that its task ends is no news to those who were told that it is closed
         peer, meter = self.peer, self._meter
         self._report(
             LinkReport(

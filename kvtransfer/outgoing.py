@@ -85,6 +85,7 @@ class Outgoing:
                 self.link_down(link, HandoffCause.PEER_LOST, "the peer is gone", final=found is None)
             elif not found.connect and not self._over(link):
                 self._drop_link(key)
+                link.is_wanted = False
                 self._report(LinkReport(*key, transport="", state="closed", reason="", bytes=0))
         for life, ranks in known.items():
             if all(peer.connect for peer in ranks.values()):

@@ -27,6 +27,7 @@ CONVERTER_VERSION: Final = 1  # raised when a conversion's result changes, so th
 _CHUNK_BYTES: Final = 1 << 20
 _PIP_TIMEOUT_S: Final = 1800
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_PATH_STARTS: Final = ("/", ".", "~")  # what no model hub name begins with
 _HUB_FILES: Final = (
     "config.json",
     "generation_config.json",
@@ -78,6 +79,11 @@ def pull(source: str, *, progress: Progress = quiet) -> Path:
     """
     if source in PACKAGED:
         return _pull_packaged(source, PACKAGED[source], progress)
+    if source.startswith(_PATH_STARTS):
+        _check_there(Path(source).expanduser())
+        raise ConfigError(
+            f"model: {source} is here already: `tandem up --model {source}` takes it as it is", field="model"
+        )
     if not _HUB_NAME.fullmatch(source):
         raise ConfigError(
             f"model: expected {' or '.join(PACKAGED)} or a model hub name like org/name, got {source!r}", field="model"
@@ -97,7 +103,9 @@ def resolve(source: str, *, progress: Progress = quiet) -> Path:
         return _converted(path, progress)
     if source in PACKAGED and _packaged_dir(source).is_dir():
         return _packaged_dir(source)
-    if _HUB_NAME.fullmatch(source):
+    if source.startswith(_PATH_STARTS):
+        _check_there(path)
+    elif _HUB_NAME.fullmatch(source):
         found = _hub_snapshot(source, local_files_only=True)
         if found is not None:
             return found
@@ -106,6 +114,15 @@ def resolve(source: str, *, progress: Progress = quiet) -> Path:
         f"run `tandem pull {source}` first",
         field="model",
     )
+
+
+def _check_there(path: Path) -> None:
+    if not path.exists():
+        raise ConfigError(
+            f"model: {path}: there is no such folder; expected one with a checkpoint, or a .gguf file", field="model"
+        )
+    if not path.is_dir() and path.suffix.lower() != ".gguf":
+        raise ConfigError(f"model: {path}: expected a checkpoint folder or a .gguf file", field="model")
 
 
 def _packaged_dir(name: str) -> Path:
@@ -241,7 +258,7 @@ def _hub_snapshot(name: str, *, patterns: tuple[str, ...] = _HUB_FILES, local_fi
     except Exception as error:  # the client lets its HTTP library's errors through beside its own
         if local_files_only:
             return None
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).removeprefix("Got: ")
         raise ConfigError(
             f"model: expected to download {name} from the model hub, got: {reason}; check the name, the network and "
             "(for a gated model) HF_TOKEN",

@@ -16,6 +16,7 @@ from rich.text import Text
 from cluster.admin_client import edge_channel
 from cluster.commands.generation import chat_request, generate
 from cluster.commands.running import run_interruptible, running_cluster
+from cluster.console import console
 from cluster.resolve import free_ports, port_is_free
 from cluster.spec_loader import load_spec
 from tandem.config import DEMO_MODEL, ClusterSpec
@@ -39,7 +40,7 @@ class Asked:
 
 
 def run_demo() -> int:
-    return run_interruptible(_demo(Console(highlight=False)))
+    return run_interruptible(_demo(console()))
 
 
 def demo_spec() -> ClusterSpec:
@@ -73,8 +74,9 @@ async def _demo(console: Console) -> int:
             asked = [Asked(question) for question in PROMPTS]
             await _ask(console, channel, asked)
             again = Asked(PROMPTS[0])
-            console.print("[bold]The first question again:[/] its prefix is cached, so next to nothing moves")
+            console.print("[bold]The first question again:[/] only what the decode worker does not have yet moves")
             await _ask(console, channel, [again])
+        console.print(moved(asked[0], again))
         console.print(timelines([*asked, again]))
         unfinished = [entry for entry in (*asked, again) if not entry.finished.usage.completion_tokens]
     console.print(f"[dim]{time.monotonic() - started_s:5.1f} s  stopped[/]")
@@ -100,6 +102,16 @@ def _panel(entry: Asked) -> Group:
     return Group(Panel(Text(entry.answer), title=entry.question, title_align="left", width=78), "")
 
 
+def moved(first: Asked, again: Asked) -> str:
+    """What the second time cost, beside the first."""
+    before, now = first.finished, again.finished
+    return (
+        f"{_kib(before.timeline.kv_bytes_moved)} of KV cache moved for the question the first time and "
+        f"{_kib(now.timeline.kv_bytes_moved)} the second, when {now.usage.cached_tokens} of its "
+        f"{now.usage.prompt_tokens} prompt tokens were cached"
+    )
+
+
 def timelines(entries: list[Asked]) -> Table:
     """Stages down, requests across, so that it fits a terminal of 80 columns."""
     table = Table(title="Where the time went", title_justify="left", box=None, padding=(0, 1))
@@ -113,12 +125,16 @@ def timelines(entries: list[Asked]) -> Table:
         "first token": lambda done: _ms(done.timeline.ttft_s),
         "decode": lambda done: _ms(done.timeline.decode_s),
         "tokens": lambda done: f"{done.usage.prompt_tokens} + {done.usage.completion_tokens}",
-        "KV moved": lambda done: f"{done.timeline.kv_bytes_moved / 1024:,.0f} KiB",
+        "KV moved": lambda done: _kib(done.timeline.kv_bytes_moved),
         "cached tokens": lambda done: str(done.usage.cached_tokens),
     }
     for name, cell in rows.items():
         table.add_row(name, *(cell(entry.finished) for entry in entries))
     return table
+
+
+def _kib(size_bytes: int) -> str:
+    return f"{size_bytes / 1024:,.0f} KiB"
 
 
 def _ms(seconds: float) -> str:

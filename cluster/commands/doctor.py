@@ -6,10 +6,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-
 from cluster import embedded_redis
 from cluster.check_tls import check_tls
+from cluster.console import console
 from cluster.redis_probe import check_redis
 from cluster.requirements import check_requirements
 from cluster.resolve import available_bytes, check_auth, check_memory, check_ports, check_transfer, resolve_models
@@ -21,14 +20,14 @@ from tandem.errors import ConfigError, TandemError
 
 def run_doctor(config: Path | None, model: str | None) -> int:
     spec = load_spec(config, {"models.0.source": model})
-    console = Console(highlight=False)
+    screen = console()
     healthy = True
     for name, check in CHECKS:
         try:
-            console.print(f"[green]✓[/] {name}: {check(spec)}", soft_wrap=True)
+            screen.print(f"[green]✓[/] {name}: {check(spec)}", soft_wrap=True)
         except TandemError as error:
             healthy = False
-            console.print(f"[red]✗[/] {name}: {error.message}", soft_wrap=True)
+            screen.print(f"[red]✗[/] {name}: {error.message}", soft_wrap=True)
     return 0 if healthy else 1
 
 

@@ -10,15 +10,17 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from pydantic import ValidationError
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
+from cluster.console import BOXED, console, fitted
 from router.auth import api_keys
 from router.auth.api_keys import KeyList, KeyRecord, NewKey
 from router.auth.keys_file import change_keys, read_keys
 from tandem.config_auth import LimitsSpec
 from tandem.errors import ConfigError
+
+TITLES = ("id", "tenant", "admin", "models", "priorities", "requests/min", "tokens/min", "expires", "note")
+SPARE = ("tokens/min", "requests/min", "priorities", "note", "models")  # where the terminal is narrow
+FOLDED = ("models", "priorities", "expires", "note")
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _DURATION = re.compile(r"(\d{1,6})([smhd])")
@@ -70,11 +72,8 @@ def run_list(path: Path, as_json: bool) -> int:
     if as_json:
         print(json.dumps([_as_json(each) for each in keys.keys], indent=2))
         return 0
-    table = Table()
-    for title in ("id", "tenant", "admin", "models", "priorities", "requests/min", "tokens/min", "expires", "note"):
-        table.add_column(title, no_wrap=title == "id")
-    for each in keys.keys:
-        table.add_row(
+    rows = [
+        (
             each.id,
             each.tenant,
             "yes" if each.admin else "",
@@ -83,9 +82,12 @@ def run_list(path: Path, as_json: bool) -> int:
             str(each.limits.requests_per_minute or ""),
             str(each.limits.tokens_per_minute or ""),
             " and ".join(_when(secret.expires) for secret in each.secrets),
-            escape(each.note),
+            each.note,
         )
-    Console(highlight=False).print(table)
+        for each in keys.keys
+    ]
+    screen = console()
+    screen.print(fitted(screen.width, TITLES, rows, left=TITLES, spare=SPARE, folded=FOLDED, box=BOXED))
     return 0
 
 

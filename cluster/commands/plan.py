@@ -9,16 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from cluster.commands.planning import HardwareFlags, TrafficFlags, describe_cost, load_hardware, load_traffic
 from cluster.commands.simulate import seconds
+from cluster.console import BOXED, console, fitted
 from planner.hardware import Hardware
 from planner.search.evaluate import Evaluation
 from planner.search.halving import Effort
 from planner.search.plan import Goal, Means, Plan, make_plan
 from planner.search.report import html_report
+from planner.search.traffic import BUSIEST
 from planner.search.values import checked_source, helm_values
 from planner.traces.trace import Trace
 
@@ -56,7 +60,7 @@ def run_plan(flags: PlanFlags) -> int:
     if flags.json:
         print(json.dumps({"cost_model": cost_model, **plan.to_json()}, indent=2, allow_nan=False))
     else:
-        show(plan, cost_model, Console(highlight=False))
+        show(plan, cost_model, console())
     return 0 if plan.chosen is not None else UNSATISFIABLE
 
 
@@ -82,13 +86,15 @@ def _search(trace: Trace, hardware: Hardware, flags: PlanFlags, means: Means) ->
 
 def show(plan: Plan, cost_model: str, console: Console) -> None:
     devices = f"{plan.goal.max_devices} x {plan.device}"
-    console.print(f"[bold]{plan.model}[/] on up to {devices}, {plan.requests_per_s:.2f} requests/s")
-    for note in (*plan.traffic, f"step times: {cost_model}"):
+    traffic, *notes = plan.traffic
+    rate = f"{plan.requests_per_s:.2f} requests/s ({_stretch(notes)})"
+    console.print(f"[bold]{plan.model}[/] on up to {devices} for {escape(traffic)}, {rate}")
+    for note in (*notes, f"step times: {cost_model}"):
         console.print(f"note: {note}", style="dim")
     possible = f"{plan.possible} possible by their bounds"
     console.print(f"{plan.considered} layouts, {possible}, {plan.simulated} simulations", style="dim")
     if plan.finalists:
-        console.print(_finalists(plan))
+        console.print(_finalists(plan, console.width))
     if plan.chosen is None or plan.costs is None:
         console.print(f"[red]Nothing meets the objectives:[/] {'' if plan.miss is None else plan.miss.explanation}")
         return
@@ -99,20 +105,21 @@ def show(plan: Plan, cost_model: str, console: Console) -> None:
         f"({_money(costs.per_million_tokens_busy)} busy), per million answer tokens "
         f"{_money(costs.per_million_output_tokens)}"
     )
-    console.print(_variants(plan))
+    console.print(_variants(plan, console.width))
     console.print(plan.verdict)
 
 
-def _finalists(plan: Plan) -> Table:
+def _stretch(notes: list[str]) -> str:
+    """Why the rate is not the one that was asked for: it is counted over the requests that are planned for."""
+    return next((note for note in notes if note.startswith(BUSIEST)), "as they were drawn or recorded")
+
+
+def _finalists(plan: Plan, width: int) -> Table:
+    found = sorted(plan.finalists, key=lambda found: (found.layout.devices, -found.joint))
+    rows = [[Text(cell, "green" if plan.meets(each) else "") for cell in _row(each, plan)] for each in found]
+    titles = ("layout", "devices", "$/h", "met", "goodput", "TTFT p90", "TPOT p90", "busy")
     title = "Finalists (prefill : decode @ tokens of a step)"
-    table = Table("layout", "devices", "$/h", "met", "goodput", "TTFT p90", "TPOT p90", "busy", title=title)
-    table.columns[0].no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for each in sorted(plan.finalists, key=lambda found: (found.layout.devices, -found.joint)):
-        style = "green" if plan.meets(each) else None
-        table.add_row(*_row(each, plan), style=style)
-    return table
+    return fitted(width, titles, rows, left=("layout",), spare=("busy", "goodput", "$/h"), title=title, box=BOXED)
 
 
 def _row(found: Evaluation, plan: Plan) -> tuple[str, ...]:
@@ -123,13 +130,16 @@ def _row(found: Evaluation, plan: Plan) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _variants(plan: Plan) -> Table:
-    table = Table("what if", "met", "TTFT p90", "TPOT p90", "", title="The plan under other circumstances")
+def _variants(plan: Plan, width: int) -> Table:
+    rows: list[tuple[str | Text, ...]] = []
     for each in plan.variants:
         found = each.evaluation
-        verdict = "[green]holds[/]" if each.meets else "[red]does not hold[/]"
-        table.add_row(each.name, f"{found.joint:.1%}", seconds(found.ttft_p90_s), seconds(found.tpot_p90_s), verdict)
-    return table
+        verdict = Text("holds", "green") if each.meets else Text("does not hold", "red")
+        rows.append((each.name, f"{found.joint:.1%}", seconds(found.ttft_p90_s), seconds(found.tpot_p90_s), verdict))
+    titles = ("what if", "met", "TTFT p90", "TPOT p90", "verdict")
+    title = "The plan under other circumstances"
+    left, spare = ("what if", "verdict"), ("TPOT p90", "TTFT p90")
+    return fitted(width, titles, rows, left=left, spare=spare, title=title, box=BOXED)
 
 
 def _money(value: float | None) -> str:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import signal
 
-from rich.console import Console
-
+from cluster.console import console
 from tandem.model_config import ModelConfig
 from tandem.model_store import pull
 
 
 def run_pull(model: str) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a pull that is interrupted removes what it began
-    console = Console(highlight=False)
-    folder = pull(model, progress=lambda what: console.print(f"[dim]{what}[/]"))
+    screen = console()
+    folder = pull(model, progress=lambda what: screen.print(f"[dim]{what}[/]"))
     config = ModelConfig.load(folder)
-    console.print(f"[green]{model}[/] is in {folder}", soft_wrap=True)
-    console.print(
+    screen.print(f"[green]{model}[/] is in {folder}", soft_wrap=True)
+    screen.print(
         f"{config.layers} layers, {config.heads} heads, {config.kv_heads} KV heads, context "
         f"{config.max_position_tokens}; tensor-parallel widths that fit: {', '.join(map(str, config.fitting_tps()))}"
     )

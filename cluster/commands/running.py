@@ -17,6 +17,7 @@ from cluster.resolve import ResolvedCluster, resolve
 from cluster.run_dirs import ray_base, run_base
 from cluster.subprocess_backend import SubprocessBackend
 from tandem.config import ClusterSpec
+from tandem.errors import TandemError
 
 Progress = Callable[[str], None]
 
@@ -42,7 +43,15 @@ def make_backend(cluster: ResolvedCluster, log_dir: Path) -> Backend:
 async def running_cluster(spec: ClusterSpec, progress: Progress) -> AsyncIterator[Controller]:
     """Yields when everything is ready; ends everything on the way out, also when it never became ready."""
     state_file.refuse_second(spec.name)
-    cluster = with_free_ports(await asyncio.to_thread(resolve, spec, progress))
+    with state_file.written(state_file.starting(spec.name)):
+        cluster = with_free_ports(await asyncio.to_thread(resolve, spec, progress))
+        async with _running(cluster, progress) as controller:
+            yield controller
+
+
+@asynccontextmanager
+async def _running(cluster: ResolvedCluster, progress: Progress) -> AsyncIterator[Controller]:
+    spec = cluster.spec
     log_dir = state_file.new_log_dir(spec.name)
     controller = Controller(cluster, make_backend(cluster, log_dir), run_base(spec.name), log_dir)
     try:
@@ -62,6 +71,10 @@ async def running_cluster(spec: ClusterSpec, progress: Progress) -> AsyncIterato
         with state_file.written(state):
             await controller.wait_ready(progress)
             yield controller
+    except TandemError:
+        if log_dir.is_dir():
+            progress(f"the logs are in {log_dir}")
+        raise
     finally:
         await controller.close()
 

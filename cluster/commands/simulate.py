@@ -13,6 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from cluster.commands.planning import HardwareFlags, TrafficFlags, describe_cost, load_hardware, load_traffic
+from cluster.console import console
 from cluster.spec_loader import load_spec
 from planner.hardware import setup_of_spec
 from planner.simulator.result import Percentiles, SimResult
@@ -55,15 +56,14 @@ def run_simulate(flags: SimulateFlags) -> int:
     if flags.json:
         print(json.dumps({"cost_model": cost, **result.to_json()}, indent=2, allow_nan=False))
     else:
-        show(result, setup, cost, Console(highlight=False))
+        show(result, setup, cost, console())
     return 0
 
 
 def _run(trace: Trace, setup: Setup, flags: SimulateFlags) -> SimResult:
-    console = Console(stderr=True)
     if flags.json or not sys.stderr.isatty():
         return simulate(trace, setup, flags.slo)
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("simulating", total=len(trace))
         return simulate(trace, setup, flags.slo, progress=lambda done: progress.update(task, completed=done))
 

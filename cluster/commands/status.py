@@ -4,29 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from cluster.admin_client import Admin, find_admin, tls_hint
+from cluster.console import console, fitted
+from cluster.top.frame import parse_snapshot, worst_of_each
+from router.dashboard.snapshot import Snapshot
 from tandem.errors import UnavailableError
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 
 TIMEOUT_S = 10.0
+ROUTERS_TIMEOUT_S = 3.0
 ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
 STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "restarting": "yellow", "not_ready": "yellow"}
+HEALTH_STYLES = {"healthy": "green", "probation": "yellow", "suspect": "yellow"}
+COLUMNS = (
+    "worker", "role", "state", "health", "epoch", "restarts", "tp", "free", "cached", "leased", "in use", "total",
+    "running",
+)  # fmt: skip
+SPARE = ("tp", "total", "running", "free", "cached", "epoch")  # on a narrow terminal; --json has them all
+
+Health = Mapping[tuple[str, int], str]  # by worker and epoch, the worst that a router gives it
 
 
 def run_status(as_json: bool, address: str | None, cluster: str | None, tls: Path | None = None) -> int:
-    status = asyncio.run(fetch(find_admin(address, cluster, tls)))
+    status, health = asyncio.run(_fetch_both(find_admin(address, cluster, tls)))
     if as_json:
-        print(json.dumps(to_json(status), indent=2))
+        print(json.dumps(to_json(status, health), indent=2))
     else:
-        show(status, Console(highlight=False))
+        show(status, console(), health)
     return 0
+
+
+async def _fetch_both(admin: Admin) -> tuple[cluster_pb2.ClusterStatus, Health]:
+    return await asyncio.gather(fetch(admin), fetch_health(admin))
 
 
 async def fetch(admin: Admin) -> cluster_pb2.ClusterStatus:
@@ -43,12 +60,34 @@ async def fetch(admin: Admin) -> cluster_pb2.ClusterStatus:
             ) from None
 
 
-def to_json(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
+async def fetch_health(admin: Admin) -> Health:
+    """Empty when no router answers."""
+    async with admin.channel() as channel:
+        stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+        try:
+            found = await stub.ListSnapshots(cluster_pb2.ListSnapshotsRequest(), timeout=ROUTERS_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return {}
+    views = [view for each in found.snapshots if (view := _readable(each.json)) is not None]
+    return {(each.worker_id, int(each.epoch)): each.health for each in worst_of_each(views) if each.health is not None}
+
+
+def _readable(snapshot: bytes) -> Snapshot | None:
+    """None for that of a router of another version."""
+    try:
+        return parse_snapshot(snapshot)
+    except UnavailableError:
+        return None
+
+
+def to_json(status: cluster_pb2.ClusterStatus, health: Health | None = None) -> dict[str, Any]:
     return {
         "cluster": status.cluster,
         "version": status.version,
         "backend": status.backend,
         "http": status.http_address,
+        "http_scheme": status.http_scheme,
+        "logs": status.log_dir,
         "grpc": status.grpc_address,
         "redis": status.redis,
         "router_ready": status.router_ready,
@@ -63,11 +102,11 @@ def to_json(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
             for router in status.routers
         ],
         "processes": _processes(status.processes),
-        "workers": [_worker(worker) for worker in status.workers],
+        "workers": [_worker(worker, health or {}) for worker in status.workers],
     }
 
 
-def _worker(worker: cluster_pb2.WorkerStatus) -> dict[str, Any]:
+def _worker(worker: cluster_pb2.WorkerStatus, health: Health) -> dict[str, Any]:
     info, load = worker.info, worker.live.load
     blocks = load.blocks
     return {
@@ -77,6 +116,7 @@ def _worker(worker: cluster_pb2.WorkerStatus) -> dict[str, Any]:
         "tp": info.layout.tp,
         "epoch": info.epoch,
         "state": worker.state,
+        "health": health.get((info.worker_id, info.epoch)),
         "reason": worker.reason,
         "restarts": worker.restarts,
         "address": info.address,
@@ -113,26 +153,15 @@ def _processes(processes: Any) -> list[dict[str, Any]]:
     return [{"name": process.name, "pid": process.pid} for process in processes]
 
 
-def show(status: cluster_pb2.ClusterStatus, console: Console) -> None:
+def show(status: cluster_pb2.ClusterStatus, console: Console, health: Health | None = None) -> None:
     console.print(f"{status.cluster} {status.version}, {status.backend}, redis {status.redis}")
     for router in status.routers:
         state = f"[{STYLES.get(router.state, 'red')}]{router.state}[/]"
         restarts = f"   {router.restarts} restarts" if router.restarts else ""
-        addresses = f"HTTP http://{router.http_address}/v1   gRPC {router.grpc_address}"
+        addresses = f"HTTP {status.http_scheme}://{router.http_address}/v1   gRPC {router.grpc_address}"
         console.print(f"{router.router_id} {state}   {addresses}{restarts}", soft_wrap=True)
-    table = Table(box=None, pad_edge=False)
-    for column in ("worker", "state", "tp", "free", "cached", "leased", "in use", "total", "running"):
-        table.add_column(column, justify="left" if column in ("worker", "state") else "right", no_wrap=True)
-    for worker in status.workers:
-        blocks = worker.live.load.blocks
-        table.add_row(
-            worker.info.worker_id,
-            f"[{STYLES.get(worker.state, 'red')}]{worker.state}[/]",
-            str(worker.info.layout.tp),
-            *(str(n) for n in (blocks.free, blocks.cached, blocks.leased, blocks.in_use, blocks.total)),
-            str(worker.live.load.running_requests),
-        )
-    console.print(table)
+    rows = [_row(worker, health or {}) for worker in status.workers]
+    console.print(fitted(console.width, COLUMNS, rows, left=("worker", "role", "state", "health"), spare=SPARE))
     for worker in status.workers:
         if worker.reason:
             console.print(f"{worker.info.worker_id}: {worker.reason}", markup=False)
@@ -140,6 +169,25 @@ def show(status: cluster_pb2.ClusterStatus, console: Console) -> None:
             ends = f"{worker.info.worker_id}/{link.rank} – {link.peer_worker}/{link.peer_rank}"
             line = f"link {ends}: {link.transport} {link.state}{_measured(link)}, {_size(link.bytes)} {link.reason}"
             console.print(line.rstrip(), markup=False)
+    if status.log_dir:
+        console.print(f"logs: {status.log_dir}", markup=False, soft_wrap=True)
+
+
+def _row(worker: cluster_pb2.WorkerStatus, health: Health) -> list[str | Text]:
+    info, load = worker.info, worker.live.load
+    blocks = load.blocks
+    known = health.get((info.worker_id, info.epoch))
+    figures = (
+        info.epoch, worker.restarts, info.layout.tp, blocks.free, blocks.cached, blocks.leased, blocks.in_use,
+        blocks.total, load.running_requests,
+    )  # fmt: skip
+    return [
+        info.worker_id,
+        ROLES[info.role],
+        Text(worker.state, STYLES.get(worker.state, "red")),
+        Text(known, HEALTH_STYLES.get(known, "red")) if known else "–",
+        *map(str, figures),
+    ]
 
 
 def _size(size_bytes: int) -> str:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from cluster.admin_client import Admin, find_admin
+from cluster.console import console
 from cluster.top.app import TopApp
 from cluster.top.overview import overview
 from cluster.top.source import FrameSource
@@ -28,7 +26,8 @@ def run_top(once: bool, interval_s: float, address: str | None, cluster: str | N
 async def _print_once(admin: Admin) -> int:
     async with FrameSource(admin) as source:
         frame = await source.frame()
-    Console(highlight=False).print(overview(frame, shutil.get_terminal_size((120, 40)).columns, ONCE_ROWS))
+    screen = console()
+    screen.print(overview(frame, screen.width, ONCE_ROWS))
     return 0
 
 

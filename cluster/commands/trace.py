@@ -15,12 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.admin_client import Admin, find_admin, tls_hint
+from cluster.console import UNLIMITED, console
 from tandem.errors import TandemError, UnavailableError
 from tandem.grpc_errors import error_from_rpc
 from tandem.v1 import cluster_pb2_grpc, trace_pb2
 
 TIMEOUT_S = 10.0
 MIN_BAR = 16
+FILE_WIDTH = 100  # of a chart where no terminal says how wide it may be
 # What is left of the line for the bar, after the columns before it.
 _BESIDE_BAR = 36
 _STYLES = {
@@ -46,19 +48,19 @@ def run_trace(
 ) -> int:
     """Raises the router's error when it does not know the request."""
     target = find_admin(address, cluster, tls)
-    console = Console(highlight=False)
+    screen = console()
     if request_id is None:
         found = asyncio.run(fetch_latest(target, limit))
         if as_json:
             print(json.dumps([to_json(trace) for trace in found], indent=2))
         else:
-            show_list(found, console)
+            show_list(found, screen)
         return 0
     trace = asyncio.run(fetch(target, request_id))
     if as_json:
         print(json.dumps(to_json(trace), indent=2))
     else:
-        show(trace, console)
+        show(trace, screen)
     return 0
 
 
@@ -142,6 +144,7 @@ def show(trace: trace_pb2.RequestTrace, console: Console) -> None:
         f"{trace.prompt_tokens} prompt tokens ({trace.cached_tokens_prefill} cached on prefill, "
         f"{trace.cached_tokens_decode} on decode), {trace.completion_tokens} answered, {_ms(trace.total_s)}"
     )
+    width = console.width if console.width < UNLIMITED else FILE_WIDTH
     if not trace.attempts:
         console.print("no worker ever saw it")
     for number, attempt in enumerate(trace.attempts, 1):
@@ -150,7 +153,7 @@ def show(trace: trace_pb2.RequestTrace, console: Console) -> None:
             f"{attempt.decode_worker}, without a handoff"
         )
         console.print(f"attempt {number}: {way}" if len(trace.attempts) > 1 else way, markup=False)
-        console.print(gantt(attempt, max(MIN_BAR, console.width - _BESIDE_BAR)))
+        console.print(gantt(attempt, max(MIN_BAR, width - _BESIDE_BAR)))
         for line in _totals(attempt):
             console.print(line, markup=False)
 

@@ -6,10 +6,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from cluster.admin_client import folder_spec
 from cluster.commands.running import run_interruptible, running_cluster
+from cluster.console import console
 from cluster.spec_loader import load_spec
 from tandem.config import ClusterSpec
 
@@ -74,11 +73,11 @@ def run_up(flags: UpFlags) -> int:
 
 
 async def _up(spec: ClusterSpec) -> int:
-    console = Console(highlight=False)
+    screen = console()
     started_s = time.monotonic()
 
     def progress(what: str) -> None:
-        console.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  {what}")
+        screen.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  {what}")
 
     async with running_cluster(spec, progress) as controller:
         models = ", ".join(
@@ -86,15 +85,17 @@ async def _up(spec: ClusterSpec) -> int:
             f"TP {model.prefill.tp}:{model.decode.tp})"
             for model in spec.models
         )
-        console.print(f"[green]ready[/] in {time.monotonic() - started_s:.1f} s: {models}")
+        screen.print(f"[green]ready[/] in {time.monotonic() - started_s:.1f} s: {models}")
         scheme = "http" if spec.router.tls is None else "https"
         for router in controller.routers:
-            console.print(f"  OpenAI API  {scheme}://{router.http_address}/v1")
-            console.print(f"  gRPC        {router.grpc_address}")
-        console.print(f"  admin       {controller.admin_address}   (tandem status)")
-        console.print("Ctrl-C ends the cluster.")
+            screen.print(f"  OpenAI API  {scheme}://{router.http_address}/v1")
+            screen.print(f"  gRPC        {router.grpc_address}")
+        screen.print(f"  admin       {controller.admin_address}   (tandem status)")
+        screen.print(f"  logs        {controller.log_dir}", markup=False, soft_wrap=True)
+        screen.print("Ctrl-C ends the cluster.")
+        controller.announce = progress
         try:
             await controller.stop_requested.wait()
         finally:
-            console.print("stopping")
+            screen.print("stopping")
     return 0

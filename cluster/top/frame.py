@@ -63,7 +63,7 @@ def build(status: cluster_pb2.ClusterStatus, views: Sequence[Snapshot]) -> Frame
         RouterRow(each.router_id, each.state, each.restarts, by_id.get(each.router_id))
         for each in status.routers
     ]
-    workers = with_all_workers(_workers(worker for view in views for worker in view.workers), status)
+    workers = with_all_workers(worst_of_each(views), status)
     requests = [request for view in views for request in view.requests]
     requests.sort(key=lambda request: (request.state in _ENDS, -request.received_unix_s))
     return Frame(
@@ -79,10 +79,10 @@ def build(status: cluster_pb2.ClusterStatus, views: Sequence[Snapshot]) -> Frame
     )
 
 
-def _workers(workers: Iterable[Worker]) -> list[Worker]:
+def worst_of_each(views: Iterable[Snapshot]) -> list[Worker]:
     """Each life once, with the worst health that a router gave it."""
     found: dict[tuple[str, str], Worker] = {}
-    for worker in workers:
+    for worker in (worker for view in views for worker in view.workers):
         key = worker.worker_id, worker.epoch
         known = found.get(key)
         if known is None or _badness(worker) > _badness(known):

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cluster.console import fitted
 from cluster.top.frame import Frame, RouterRow
 from cluster.top.tables import FLOWS, REQUESTS, WORKERS, Column, Item, number, seconds, size
 from router.dashboard.snapshot import Percentiles, Queue, Worker
@@ -18,11 +19,15 @@ STYLES = {
     "cancelled": "dim", "ejected": "red", "failed": "red", "unreachable": "red", "link_lost": "red", "down": "red",
     "refused": "red", "leaving": "yellow",
 }  # fmt: skip
-NARROW = 100  # columns; below, the less important figures are left out
-_NARROW_WORKERS = ("worker", "state", "running", "waiting", "pace")
-_WIDE_WORKERS = ("worker", "state", "health", "running", "waiting", "reserved", "pace")
-_NARROW_FLOWS = ("prefill", "decode", "KV/s", "in flight", "state")
-_NARROW_REQUESTS = ("request", "state", "prompt", "output", "TTFT", "total")
+NARROW = 100  # columns; below, the bars are short
+_WORKERS = ("worker", "role", "state", "health", "running", "waiting", "reserved", "pace")
+# What may be missing where there is no room, the first to go first.
+_SPARE_ROUTERS = ("TTFT, 5 min", "ITL p50/p99", "tok/s", "TTFT p50/p99", "req/s", "running")
+_SPARE_WORKERS = ("reserved", "pace", "health", "waiting", "KV blocks", "running", "role")
+_SPARE_FLOWS = (
+    "link B/s", "latency", "transport", "failed", "moved", "handoffs", "handoffs/s", "in flight", "state", "KV/s",
+)  # fmt: skip
+_SPARE_REQUESTS = ("received", "cached", "KV", "path", "total", "TTFT", "prompt", "output", "state")
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -44,10 +49,10 @@ def overview(frame: Frame, width: int, height: int) -> RenderableType:
     if len(workers) < len(frame.workers):
         parts.append(Text(f"… and {len(frame.workers) - len(workers)} more workers", style="dim"))
     if flows:
-        parts += [Text(), _plain(flows, FLOWS, _NARROW_FLOWS if width < NARROW else None)]
+        parts += [Text(), _plain(flows, FLOWS, _SPARE_FLOWS, width)]
     if left > 3 and frame.requests:
         requests = frame.requests[: left - 2]
-        parts += [Text(), _plain(requests, REQUESTS, _NARROW_REQUESTS if width < NARROW else None)]
+        parts += [Text(), _plain(requests, REQUESTS, _SPARE_REQUESTS, width)]
     return Group(*parts)
 
 
@@ -89,10 +94,8 @@ def block_bar(worker: Worker, width: int) -> Text:
 
 
 def _routers(routers: Sequence[RouterRow], width: int) -> Table:
-    figures = ("queued", "running", "req/s", "tok/s", "TTFT p50/p99", "ITL p50/p99")
-    table = _table(("router", "left"), *((title, "right") for title in figures))
-    if width >= NARROW:
-        table.add_column("TTFT, 5 min")
+    titles = ("router", "queued", "running", "req/s", "tok/s", "TTFT p50/p99", "ITL p50/p99", "TTFT, 5 min")
+    rows: list[list[RenderableType]] = []
     for row in routers:
         name = Text(row.router_id, style=style_of(row.state))
         if row.state != "ready":
@@ -100,10 +103,10 @@ def _routers(routers: Sequence[RouterRow], width: int) -> Table:
         if row.restarts:
             name.append(f" ({row.restarts} restarts)", "yellow")
         if row.view is None:
-            table.add_row(name)
+            rows.append([name, *[""] * (len(titles) - 1)])
             continue
         view = row.view
-        cells: list[RenderableType] = [
+        rows.append([
             name,
             str(view.queued_requests),
             str(view.running_requests),
@@ -111,11 +114,9 @@ def _routers(routers: Sequence[RouterRow], width: int) -> Table:
             number(view.rates.output_tokens_per_s),
             _pair(view.latency[0].ttft),
             _pair(view.latency[0].itl),
-        ]
-        if width >= NARROW:
-            cells.append(Text(sparkline(view.history.ttft.p50, 30), style="cyan"))
-        table.add_row(*cells)
-    return table
+            Text(sparkline(view.history.ttft.p50, 30), style="cyan"),
+        ])  # fmt: skip
+    return fitted(width, titles, rows, left=(titles[0], titles[-1]), spare=_SPARE_ROUTERS, header_style="dim")
 
 
 def _pair(found: Percentiles) -> str:
@@ -132,22 +133,20 @@ def _queues(queues: Sequence[Queue]) -> Text:
 
 
 def _workers(workers: Sequence[Worker], width: int) -> Table:
-    names = _NARROW_WORKERS if width < NARROW else _WIDE_WORKERS
-    columns = [column for column in WORKERS if column.title in names]
+    columns = [column for column in WORKERS if column.title in _WORKERS]
     bar = max(8, min(40, width - 62 if width < NARROW else width - 86))
-    table = _table(*((column.title, column.justify) for column in columns), ("KV blocks", "left"))
-    for worker in workers:
-        cells: list[RenderableType] = [_cell(column, worker) for column in columns]
-        table.add_row(*cells, block_bar(worker, bar))
-    return table
+    rows = [[*(_cell(column, worker) for column in columns), block_bar(worker, bar)] for worker in workers]
+    left = [column.title for column in columns if column.justify == "left"]
+    titles = [column.title for column in columns]
+    return fitted(
+        width, [*titles, "KV blocks"], rows, left=[*left, "KV blocks"], spare=_SPARE_WORKERS, header_style="dim"
+    )
 
 
-def _plain(items: Sequence[Item], columns: Sequence[Column[Item]], names: tuple[str, ...] | None) -> Table:
-    shown = [column for column in columns if names is None or column.title in names]
-    table = _table(*((column.title, column.justify) for column in shown))
-    for item in items:
-        table.add_row(*(_cell(column, item) for column in shown))
-    return table
+def _plain(items: Sequence[Item], columns: Sequence[Column[Item]], spare: Sequence[str], width: int) -> Table:
+    rows = [[_cell(column, item) for column in columns] for item in items]
+    left = [column.title for column in columns if column.justify == "left"]
+    return fitted(width, [column.title for column in columns], rows, left=left, spare=spare, header_style="dim")
 
 
 def _cell(column: Column[Item], item: Item) -> Text:
@@ -155,9 +154,3 @@ def _cell(column: Column[Item], item: Item) -> Text:
     is_state = column.title in ("state", "health")
     return Text(text, style=style_of(text.replace(" ", "_")) if is_state else "")
 
-
-def _table(*columns: tuple[str, str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title, justify in columns:
-        table.add_column(title, justify="right" if justify == "right" else "left", no_wrap=True)
-    return table

@@ -12,6 +12,8 @@ from planner.traces.trace import Trace
 _SAMPLES = 48
 _ANSWER_WEIGHT = 8  # prompt tokens that an answer token is taken to weigh, when the busiest stretch is looked for
 
+BUSIEST = "the busiest"  # so begins the note about what the rate was counted over
+
 
 def busiest(trace: Trace, requests: int) -> Trace:
     """The stretch of so many requests in which most work comes in the least time."""
@@ -21,7 +23,7 @@ def busiest(trace: Trace, requests: int) -> Trace:
     starts = np.arange(len(trace) - requests)
     seconds = trace.arrival_s[starts + requests] - trace.arrival_s[starts]
     start = int(np.argmax((work[starts + requests] - work[starts]) / np.maximum(seconds, 1e-9)))
-    note = f"the busiest {requests} of {len(trace)} requests"
+    note = f"{BUSIEST} {requests} of {len(trace)} requests"
     return replace(trace.stretch(start, start + requests), notes=(*trace.notes, note))
 
 

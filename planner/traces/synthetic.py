@@ -72,7 +72,7 @@ def synthetic_trace(
     if prefixes is not None:
         shared, shared_tokens = _share(prefixes, count, random)
         prompt_tokens = own + shared_tokens
-    note = f"synthetic: {arrivals.describe()}, prompts of {prompt.mean:g}, answers of {output.mean:g} tokens"
+    note = f"{arrivals.describe()}, prompts of {prompt.mean:g}, answers of {output.mean:g} tokens"
     return Trace("synthetic", arrival_s - arrival_s[0], prompt_tokens, answers, shared, notes=(note,))
 
 

@@ -369,6 +369,8 @@ class ClusterStatus(_message.Message):
     PROCESSES_FIELD_NUMBER: _builtins.int
     ROUTER_READY_FIELD_NUMBER: _builtins.int
     ROUTERS_FIELD_NUMBER: _builtins.int
+    HTTP_SCHEME_FIELD_NUMBER: _builtins.int
+    LOG_DIR_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     version: _builtins.str
     backend: _builtins.str
@@ -379,6 +381,10 @@ class ClusterStatus(_message.Message):
     """embedded, external, none, unreachable"""
     router_ready: _builtins.bool
     """every router is"""
+    http_scheme: _builtins.str
+    """of the routers' HTTP addresses: http, https"""
+    log_dir: _builtins.str
+    """on the controller's host"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
@@ -398,10 +404,12 @@ class ClusterStatus(_message.Message):
         processes: _abc.Iterable[Global___Process] | None = ...,
         router_ready: _builtins.bool = ...,
         routers: _abc.Iterable[Global___RouterStatus] | None = ...,
+        http_scheme: _builtins.str = ...,
+        log_dir: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "cluster", b"cluster", "grpc_address", b"grpc_address", "http_address", b"http_address", "processes", b"processes", "redis", b"redis", "router_ready", b"router_ready", "routers", b"routers", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "cluster", b"cluster", "grpc_address", b"grpc_address", "http_address", b"http_address", "http_scheme", b"http_scheme", "log_dir", b"log_dir", "processes", b"processes", "redis", b"redis", "router_ready", b"router_ready", "routers", b"routers", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.certificates import create
 from tandem.testing import write_tiny_llama
 
 HEAVY = ("torch", "ray", "grpc", "pydantic", "transformers")
@@ -39,6 +40,8 @@ def test_help_lists_the_commands(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (("status",), "tandem up"),
+        (("status", "--name", "nope"), "tandem up"),
+        (("up", "--cluster", "No Name"), "name: "),
         (("trace",), "tandem up"),
         (("trace", "abc", "--address", "127.0.0.1:1"), "--address"),
         (("chat", "hi"), "tandem up"),
@@ -57,6 +60,33 @@ def test_errors_are_one_line_on_stderr(tmp_path: Path, arguments: tuple[str, ...
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_what_grpc_notes_of_strangers_stays_off_the_terminal(tmp_path: Path) -> None:
+    create(tmp_path / "certs", "t", [], 1, 1)
+    code = f"""
+import pathlib, socket, sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from cluster import cli
+sys.argv = ["tandem", "version"]
+with suppress(SystemExit):
+    cli.main()
+import grpc
+folder = pathlib.Path({str(tmp_path / "certs")!r})
+pair = (folder / "edge.key").read_bytes(), (folder / "edge.pem").read_bytes()
+server = grpc.server(ThreadPoolExecutor(1))
+port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+server.start()
+with socket.create_connection(("127.0.0.1", port)) as stranger:
+    stranger.sendall(b"GET / HTTP/1.1\\r\\n\\r\\n")
+    while stranger.recv(64):
+        pass
+server.stop(None).wait()
+"""
+    env = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr == ""
+
+
 def test_doctor_names_the_fix_of_what_is_wrong(tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "tiny")
     with socket.create_server(("127.0.0.1", 0)) as held:
@@ -66,5 +96,5 @@ def test_doctor_names_the_fix_of_what_is_wrong(tmp_path: Path) -> None:
         done = tandem(tmp_path, "doctor", "--config", str(config))
     assert done.returncode == 1
     assert f"{port} is in use" in done.stdout
-    assert "--http-port" in done.stdout
+    assert "`tandem up --http-port` or router.http_port in the configuration" in done.stdout
     assert "✓ shared memory" in done.stdout

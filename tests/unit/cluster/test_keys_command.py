@@ -85,3 +85,9 @@ def test_a_start_without_its_keys_is_refused_before_anything_runs(path: Path) ->
         check_auth(spec)
     made(run(path, "create", "--tenant", "acme"))
     assert _auth(spec) == "API keys"
+
+
+def test_a_list_in_a_pipe_is_as_wide_as_its_words(path: Path) -> None:
+    note = "of the batch jobs that run each night " * 5
+    made(run(path, "create", "--tenant", "acme", "--note", note))
+    assert note.strip() in run(path, "list").stdout

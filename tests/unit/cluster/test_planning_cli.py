@@ -58,6 +58,10 @@ def test_plan_writes_values_and_report_and_goes_on_from_its_state(tmp_path: Path
     first = run("plan", *TRAFFIC, *MODEL, *goal, *outputs, "--jobs", "1")
     assert first.exit_code == 0, first.output
     assert "The plan:" in first.stdout
+    head = first.stdout.splitlines()[0]
+    assert "for synthetic, " in head
+    assert "requests/s (the busiest 50 of 60 requests)" in head
+    assert first.stdout.count("synthetic") == 1
     spec = ClusterSpec.model_validate(yaml.safe_load(values.read_text())["cluster"])
     assert spec.models[0].source == "/models/llama"
     assert report.read_text().startswith("<!doctype html>")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster import state_file
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, UnavailableError
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +29,22 @@ def test_a_running_cluster_is_found_and_refuses_a_second() -> None:
         state_file.refuse_second("another")
     with pytest.raises(ConfigError, match="tandem up"):
         state_file.find(None)
+
+
+def test_a_cluster_that_starts_is_told_apart_from_none() -> None:
+    with state_file.written(state_file.starting("newcomer")):
+        for name in (None, "newcomer"):
+            with pytest.raises(UnavailableError, match="newcomer is still starting"):
+                state_file.find(name)
+        with pytest.raises(ConfigError, match="'newcomer' is starting"):
+            state_file.refuse_second("newcomer")
+        with state_file.written(mine("newcomer")):
+            assert state_file.find(None).admin == "a:1"
+
+
+def test_a_name_that_no_cluster_has_is_answered_with_those_there_are() -> None:
+    with state_file.written(mine("newcomer")), pytest.raises(ConfigError, match="'nope' runs here; running: newcomer"):
+        state_file.find("nope")
 
 
 def test_what_a_dead_process_left_is_forgotten() -> None:

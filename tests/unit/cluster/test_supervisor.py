@@ -12,9 +12,11 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from cluster.processes import MemberStart, ProcessSpec
 from cluster.supervisor import Supervisor
+from tandem.log_format import LogFormat
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
 
@@ -47,6 +49,26 @@ async def test_any_other_end_is_the_members_and_carries_its_last_words(tmp_path:
     async with asyncio.timeout(10):
         reason = await supervisor.wait_end()
     assert "m/rank ended with exit code 3: no room at all" in reason
+    await supervisor.stop()
+
+
+@pytest.mark.parametrize("log_format", LogFormat)
+@pytest.mark.parametrize(("level", "is_told"), [("info", False), ("warning", True), ("error", True)])
+async def test_a_line_that_is_not_why_it_ended_is_not_told_as_the_reason(
+    tmp_path: Path, log_format: LogFormat, level: str, is_told: bool
+) -> None:
+    script = (
+        "import logging, os; from tandem.log_format import LogFormat; from tandem.logs import setup_logging; "
+        f"setup_logging(process='rank-0', log_format=LogFormat({log_format.value!r})); "
+        f"logging.{level}('ready: 65536 KV blocks'); os.kill(os.getpid(), 9)"
+    )
+    supervisor = Supervisor("m", tmp_path / "logs")
+    await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=(sys.executable, "-c", script))))
+    async with asyncio.timeout(20):
+        reason = await supervisor.wait_end()
+    assert reason.startswith("m/rank was killed by SIGKILL")
+    assert ("65536" in reason) == is_told
+    assert reason.endswith(f"; its log: {tmp_path / 'logs' / 'm.rank.log'}") == (not is_told)
     await supervisor.stop()
 
 

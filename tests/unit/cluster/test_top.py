@@ -166,6 +166,13 @@ class TestOverview:
         for part in (*parts, "1.0 MB", request(3).request_id):
             assert part in text, part
 
+    @pytest.mark.parametrize("width", [60, 80, 100, 140])
+    def test_a_workers_role_is_shown_and_no_name_is_shortened(self, width: int) -> None:
+        long = shape.Worker("meta-llama-8b-decode-11", "prefill", "tiny", "9", 1, "ready", "healthy")
+        text = "\n".join(drawn(build(status(), [view(workers=[long])]), width, 40))
+        assert "meta-llama-8b-decode-11 prefill" in text
+        assert "…" not in text
+
     @pytest.mark.parametrize(("width", "height"), [(40, 10), (80, 24), (60, 5), (200, 60)])
     def test_small_terminals_get_less_of_it_and_no_broken_lines(self, width: int, height: int) -> None:
         many = [shape.Worker(f"decode-{n}", "decode", "tiny", str(n), 1, "ready", "healthy") for n in range(30)]

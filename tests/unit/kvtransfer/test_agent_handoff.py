@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtransfer.control import CloseReceive, ReceiveClosed, Received, Sent
+from kvtransfer.control import Census, CloseReceive, LinkReport, ReceiveClosed, Received, Sent, TakeCensus
 from kvtransfer.testing import FakeModel, FakeWorker, Handoff
 from kvtransfer.versions import PROTOCOL_VERSION
 
@@ -118,6 +118,19 @@ async def test_a_link_is_made_when_a_ticket_asks_for_it(make_worker: MakeWorker)
     handoff.compute(0, handoff.kv.blocks)
     prefill.meet(decode)  # the directory is late
     await complete(handoff)
+
+
+async def test_a_link_that_a_change_of_roles_ends_is_closed_and_not_down(make_worker: MakeWorker) -> None:
+    prefill, decode = await pair(make_worker)
+    await prefill.linked()
+    prefill.connects = False
+    prefill.meet(decode)
+    rank = prefill.ranks[0]
+    await rank.expect(LinkReport, state="closed")
+    rank.tell(TakeCensus())
+    await rank.expect(Census, links_out=0)
+    later = [message.state for message in rank.messages if isinstance(message, LinkReport)]
+    assert "down" not in later
 
 
 async def test_nothing_to_send_and_nothing_to_receive_is_reported_at_once(make_worker: MakeWorker) -> None:

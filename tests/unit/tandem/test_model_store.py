@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,28 @@ def test_a_checkpoint_folder_is_itself(cache: Path, tmp_path: Path) -> None:
 def test_a_model_that_is_not_here_says_how_to_get_it(source: str, cache: Path) -> None:
     with pytest.raises(ConfigError, match=f"run `tandem pull {source}` first"):
         resolve(source)
+
+
+@pytest.mark.parametrize("source", ["/nowhere/at-all", "./at-all", "../at-all", "~/at-all-of-tandem"])
+def test_a_path_that_leads_nowhere_is_told_as_such_and_never_looked_up(source: str, cache: Path) -> None:
+    for get in (resolve, pull):
+        with pytest.raises(ConfigError, match="there is no such folder") as error:
+            get(source)
+        assert "tandem pull" not in error.value.message
+
+
+def test_a_folder_is_not_pulled(cache: Path, tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "model")
+    with pytest.raises(ConfigError, match=f"is here already: `tandem up --model {folder}`"):
+        pull(str(folder))
+
+
+def test_what_the_hubs_client_says_is_told_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    code = "from tandem.model_store import pull; pull('some-org/some-model')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert "from the model hub, got: " in done.stderr
+    assert "got: got:" not in done.stderr.lower()
 
 
 def test_a_gguf_file_that_is_not_there_is_named(cache: Path, tmp_path: Path) -> None:
