@@ -20,14 +20,14 @@ class IntervalHistogram:
     """Seconds between tokens."""
 
     def __init__(self) -> None:
-        self.counts: NDArray[np.int64] = np.zeros(_BINS, np.int64)
+        self.counts = [0] * _BINS
 
     def add(self, seconds: float, count: int = 1) -> None:
         at = int(math.log(seconds / _LEAST_S) / _GROWTH) if seconds > _LEAST_S else 0
         self.counts[min(at, _BINS - 1)] += count
 
     def percentile(self, share: float) -> float | None:
-        total = int(self.counts.sum())
+        total = sum(self.counts)
         if not total:
             return None
         at = int(np.searchsorted(np.cumsum(self.counts), share * total))
