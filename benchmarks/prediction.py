@@ -1,0 +1,135 @@
+"""Simulated against measured, on this machine: the demo model, four shapes, three traces, at a share of capacity."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.handoff_figures import Figure
+from benchmarks.live_cluster import live, play, say, spec_of
+from cluster.commands.planning import HardwareFlags, load_hardware
+from cluster.resolve import resolve_models
+from planner.compare import Line, compared
+from planner.hardware import Hardware, setup_of_spec
+from planner.simulator.setup import Setup, Slo
+from planner.simulator.simulate import simulate
+from planner.traces.arrivals import Gamma
+from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
+from planner.traces.trace import Trace
+
+SHAPES = ((0, 1), (1, 1), (2, 1), (1, 2))
+LATENCIES = ("ttft_s.p50", "ttft_s.p95", "tpot_s.p50", "tpot_s.p95")
+LATENCY_TARGET, ATTAINMENT_TARGET_POINTS = 0.05, 2.0
+_ALL_AT_ONCE = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """`seconds`: about how long one run of one trace takes."""
+
+    seconds: float = 45.0
+    least_requests: int = 24
+    most_requests: int = 200
+    draws: int = 400  # of which a trace's capacity is found
+
+
+def traces(count: int) -> dict[str, Trace]:
+    """Like conversations, like documents that are asked about, and like bursts of short questions; lengths are scaled
+    down to what a core computes in seconds. One request a second."""
+    chat = synthetic_trace(count, Gamma(1.0), LengthSpec(96, 0.8, 400), LengthSpec(24, 0.6, 96), seed=11)
+    shared = SharedPrefixes(4, 128, 0.8)
+    documents = synthetic_trace(
+        count, Gamma(1.0), LengthSpec(48, 0.5, 160), LengthSpec(16, 0.5, 64), prefixes=shared, seed=12
+    )
+    bursts = synthetic_trace(count, Gamma(1.0, 2.0), LengthSpec(40, 0.6, 160), LengthSpec(32, 0.6, 96), seed=13)
+    return {"chat": chat, "documents": documents, "bursts": bursts}
+
+
+def fits(prefill: int, decode: int) -> bool:
+    """A core for every worker. With fewer the workers take turns, which no cost model of a step knows of."""
+    return prefill + decode <= len(os.sched_getaffinity(0))
+
+
+def setup_for(hardware: Hardware, prefill: int, decode: int, trace: Trace) -> Setup:
+    block = None if trace.prefixes is None else trace.prefixes.block_tokens
+    mean = float(trace.prompt_tokens.mean())
+    return setup_of_spec(spec_of(prefill, decode), hardware, mean_prompt_tokens=mean, trace_block=block)
+
+
+def capacity(trace: Trace, setup: Setup) -> float:
+    """Requests per second that the cluster finishes when all of them wait from the start, as simulated."""
+    return len(trace) / simulate(trace.at_rate(_ALL_AT_ONCE), setup).seconds
+
+
+def at_share(trace: Trace, setup: Setup, share: float, sizes: Sizes) -> Trace:
+    """At `share` of capacity, and as many requests as fit into a run."""
+    rate = share * capacity(trace, setup)
+    count = min(sizes.most_requests, max(sizes.least_requests, round(rate * sizes.seconds)))
+    return trace.at_rate(rate / trace.requests_per_s).head(count)
+
+
+def objectives(trace: Trace, setup: Setup) -> Slo:
+    """That a tenth of the requests would miss, as simulated: there attainment tells most."""
+    found = simulate(trace, setup)
+    return Slo(found.ttft_s.p90, found.tpot_s.p90)
+
+
+def load_measured_hardware(cost: Path) -> Hardware:
+    """The demo model on this machine, as `tandem profile` measured it."""
+    folder = resolve_models(spec_of(0, 1), say, fetch=True)[0].folder
+    return load_hardware(HardwareFlags(str(folder), "cpu", str(cost), None, 4.0))
+
+
+def prediction(share: float, cost: Path, shapes: tuple[tuple[int, int], ...], sizes: Sizes) -> Iterator[Figure]:
+    """One line for each run, then the worst of all."""
+    hardware = load_measured_hardware(cost)
+    name = f"{round(100 * share)}"
+    worst_latency, worst_points = 0.0, 0.0
+    for prefill, decode in shapes:
+        if not fits(prefill, decode):
+            say(f"{prefill}:{decode} left out: {prefill + decode} workers, {len(os.sched_getaffinity(0))} cores")
+            continue
+        for which, lines in _measured(hardware, prefill, decode, share, sizes):
+            latency = max(abs(_line(lines, each).percent or 0.0) / 100 for each in LATENCIES)
+            points = max(abs(line.points or 0.0) for line in lines.values() if line.metric.startswith("attainment"))
+            worst_latency, worst_points = max(worst_latency, latency), max(worst_points, points)
+            cell = f"{prefill}:{decode}_{which}"
+            yield Figure(f"sim.latency_error_{name}_{cell}", round(latency, 3), "share", LATENCY_TARGET)
+            yield Figure(f"sim.attainment_error_{name}_{cell}", round(points, 1), "points", ATTAINMENT_TARGET_POINTS)
+    ratio = round(worst_latency / LATENCY_TARGET, 2)
+    yield Figure(f"sim.latency_error_{name}", round(worst_latency, 3), "share", LATENCY_TARGET, ratio)
+    ratio = round(worst_points / ATTAINMENT_TARGET_POINTS, 2)
+    yield Figure(f"sim.attainment_error_{name}", round(worst_points, 1), "points", ATTAINMENT_TARGET_POINTS, ratio)
+
+
+def _measured(
+    hardware: Hardware, prefill: int, decode: int, share: float, sizes: Sizes
+) -> Iterator[tuple[str, Mapping[str, Line]]]:
+    for which, drawn in traces(sizes.draws).items():
+        setup = setup_for(hardware, prefill, decode, drawn)
+        trace = replace(at_share(drawn, setup, share, sizes), name=which)
+        slo = objectives(trace, setup)
+        simulated = simulate(trace, setup, slo).to_json()
+        measured = asyncio.run(_run(prefill, decode, trace, slo))
+        lines = {line.metric: line for line in compared(simulated, measured)}
+        say(f"{prefill}:{decode}, {which}: {len(trace)} requests at {trace.requests_per_s:.2f}/s")
+        for metric in (*LATENCIES, "attainment.joint"):
+            line = _line(lines, metric)
+            say(f"  {metric}: simulated {line.a}, measured {line.b}")
+        yield which, lines
+
+
+async def _run(prefill: int, decode: int, trace: Trace, slo: Slo) -> dict[str, Any]:
+    async with live(spec_of(prefill, decode)) as controller:
+        return (await play(controller, trace, slo, salt=1)).to_json()
+
+
+def _line(lines: Mapping[str, Line], metric: str) -> Line:
+    found = lines.get(metric)
+    if found is None or found.a is None or found.b is None:
+        raise RuntimeError(f"{metric} was not measured")
+    return found
