@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--figure", action="append", choices=NAMES, help="only these (may be repeated)")
     parser.add_argument("--cost", type=Path, help="what `tandem profile` measured on this machine")
     parser.add_argument("--shape", action="append", help="prediction: only these, as in 1:1 (may be repeated)")
+    parser.add_argument("--trace", action="append", choices=prediction.TRACES, help="prediction: only these")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1"}
@@ -56,8 +57,9 @@ def _figures(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Fig
     if options.cost is not None:
         cost: Path = options.cost
         shapes = tuple(map(_shape, options.shape)) if options.shape else prediction.SHAPES
-        found["prediction_85"] = lambda: prediction.prediction(0.85, cost, shapes, sizes)
-        found["prediction_95"] = lambda: prediction.prediction(0.95, cost, shapes, sizes)
+        names = options.trace or prediction.TRACES
+        found["prediction_85"] = lambda: prediction.prediction(0.85, cost, shapes, names, sizes)
+        found["prediction_95"] = lambda: prediction.prediction(0.95, cost, shapes, names, sizes)
         found["static_ratios"] = lambda: pool_changes.ratios(cost, changes)
     return found
 

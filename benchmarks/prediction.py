@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
 from planner.traces.trace import Trace
 
+TRACES = ("chat", "documents", "bursts")
 SHAPES = ((0, 1), (1, 1), (2, 1), (1, 2))
 LATENCIES = ("ttft_s.p50", "ttft_s.p95", "tpot_s.p50", "tpot_s.p95")
 LATENCY_TARGET, ATTAINMENT_TARGET_POINTS = 0.05, 2.0
@@ -46,7 +47,7 @@ def traces(count: int) -> dict[str, Trace]:
         count, Gamma(1.0), LengthSpec(48, 0.5, 160), LengthSpec(16, 0.5, 64), prefixes=shared, seed=12
     )
     bursts = synthetic_trace(count, Gamma(1.0, 2.0), LengthSpec(40, 0.6, 160), LengthSpec(32, 0.6, 96), seed=13)
-    return {"chat": chat, "documents": documents, "bursts": bursts}
+    return dict(zip(TRACES, (chat, documents, bursts), strict=True))
 
 
 def fits(prefill: int, decode: int) -> bool:
@@ -84,7 +85,9 @@ def load_measured_hardware(cost: Path) -> Hardware:
     return load_hardware(HardwareFlags(str(folder), "cpu", str(cost), None, 4.0))
 
 
-def prediction(share: float, cost: Path, shapes: tuple[tuple[int, int], ...], sizes: Sizes) -> Iterator[Figure]:
+def prediction(
+    share: float, cost: Path, shapes: Sequence[tuple[int, int]], names: Sequence[str], sizes: Sizes
+) -> Iterator[Figure]:
     """One line for each run, then the worst of all."""
     hardware = load_measured_hardware(cost)
     name = f"{round(100 * share)}"
@@ -93,7 +96,7 @@ def prediction(share: float, cost: Path, shapes: tuple[tuple[int, int], ...], si
         if not fits(prefill, decode):
             say(f"{prefill}:{decode} left out: {prefill + decode} workers, {len(os.sched_getaffinity(0))} cores")
             continue
-        for which, lines in _measured(hardware, prefill, decode, share, sizes):
+        for which, lines in _measured(hardware, (prefill, decode), names, share, sizes):
             latency = max(abs(_line(lines, each).percent or 0.0) / 100 for each in LATENCIES)
             points = max(abs(line.points or 0.0) for line in lines.values() if line.metric.startswith("attainment"))
             worst_latency, worst_points = max(worst_latency, latency), max(worst_points, points)
@@ -107,9 +110,12 @@ def prediction(share: float, cost: Path, shapes: tuple[tuple[int, int], ...], si
 
 
 def _measured(
-    hardware: Hardware, prefill: int, decode: int, share: float, sizes: Sizes
+    hardware: Hardware, shape: tuple[int, int], names: Sequence[str], share: float, sizes: Sizes
 ) -> Iterator[tuple[str, Mapping[str, Line]]]:
-    for which, drawn in traces(sizes.draws).items():
+    prefill, decode = shape
+    drawn_by_name = traces(sizes.draws)
+    for which in names:
+        drawn = drawn_by_name[which]
         setup = setup_for(hardware, prefill, decode, drawn)
         trace = replace(at_share(drawn, setup, share, sizes), name=which)
         slo = objectives(trace, setup)

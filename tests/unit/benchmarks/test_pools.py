@@ -22,14 +22,12 @@ def test_a_share_of_capacity_is_served_and_more_than_all_of_it_is_not(hardware: 
     trace = traces(200)["chat"]
     setup = setup_for(hardware, 1, 1, trace)
     most = capacity(trace, setup)
-    below, above = (trace.at_rate(share * most / trace.requests_per_s) for share in (0.8, 1.6))
-    slow = simulate(above, setup).ttft_s.p95
-    fast = simulate(below, setup).ttft_s.p95
-    assert fast is not None
-    assert slow is not None
-    assert slow > 3 * fast
-    sizes = PredictionSizes(seconds=10, most_requests=50)
-    assert len(at_share(trace, setup, 0.85, sizes)) == 50
+    below, above = (trace.at_rate(share * most / trace.requests_per_s) for share in (0.5, 3.0))
+    assert len(trace) / simulate(above, setup).seconds == pytest.approx(most, rel=0.15)
+    assert simulate(below, setup).seconds < 1.3 * below.span_s
+    part = at_share(trace, setup, 0.85, PredictionSizes(seconds=60.0 / most))
+    assert len(part) == 51
+    assert part.requests_per_s == pytest.approx(0.85 * most, rel=0.5)
     slo = objectives(below, setup)
     joint = simulate(below, setup, slo).attainment
     assert joint.ttft == pytest.approx(0.9, abs=0.02)
