@@ -29,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pools", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figure", action="append", choices=NAMES, help="only these (may be repeated)")
     parser.add_argument("--cost", type=Path, help="what `tandem profile` measured on this machine")
-    parser.add_argument("--shape", action="append", help="prediction: only these, as in 1:1 (may be repeated)")
+    parser.add_argument("--shape", action="append", help="prediction: these, as in 1:1, whether they fit or not")
     parser.add_argument("--trace", action="append", choices=prediction.TRACES, help="prediction: only these")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
     options = parser.parse_args()
@@ -56,7 +56,8 @@ def _figures(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Fig
     }
     if options.cost is not None:
         cost: Path = options.cost
-        shapes = tuple(map(_shape, options.shape)) if options.shape else prediction.SHAPES
+        fitting = tuple(each for each in prediction.SHAPES if prediction.fits(*each))
+        shapes = tuple(map(_shape, options.shape)) if options.shape else fitting
         names = options.trace or prediction.TRACES
         found["prediction_85"] = lambda: prediction.prediction(0.85, cost, shapes, names, sizes)
         found["prediction_95"] = lambda: prediction.prediction(0.95, cost, shapes, names, sizes)

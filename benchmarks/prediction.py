@@ -12,7 +12,6 @@ from typing import Any
 from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import live, play, say, spec_of
 from cluster.commands.planning import HardwareFlags, load_hardware
-from cluster.resolve import resolve_models
 from planner.compare import Line, compared
 from planner.hardware import Hardware, setup_of_spec
 from planner.simulator.setup import Setup, Slo
@@ -20,12 +19,14 @@ from planner.simulator.simulate import simulate
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
 from planner.traces.trace import Trace
+from tandem.config import DEMO_MODEL
 
 TRACES = ("chat", "documents", "bursts")
 SHAPES = ((0, 1), (1, 1), (2, 1), (1, 2))
 LATENCIES = ("ttft_s.p50", "ttft_s.p95", "tpot_s.p50", "tpot_s.p95")
 LATENCY_TARGET, ATTAINMENT_TARGET_POINTS = 0.05, 2.0
-_ALL_AT_ONCE = 1000.0
+OVERLOADED = 4.0
+_IDLE_PER_S, _MOST_PER_S, _NEAR = 0.01, 1000.0, 1.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,9 @@ def traces(count: int) -> dict[str, Trace]:
 
 
 def fits(prefill: int, decode: int) -> bool:
-    """A core for every worker. With fewer the workers take turns, which no cost model of a step knows of."""
-    return prefill + decode <= len(os.sched_getaffinity(0))
+    """A core for every worker, and one for the router, the agents and who asks. With fewer they take turns, which no
+    cost model of a step knows of."""
+    return prefill + decode < len(os.sched_getaffinity(0))
 
 
 def setup_for(hardware: Hardware, prefill: int, decode: int, trace: Trace) -> Setup:
@@ -62,8 +64,18 @@ def setup_for(hardware: Hardware, prefill: int, decode: int, trace: Trace) -> Se
 
 
 def capacity(trace: Trace, setup: Setup) -> float:
-    """Requests per second that the cluster finishes when all of them wait from the start, as simulated."""
-    return len(trace) / simulate(trace.at_rate(_ALL_AT_ONCE), setup).seconds
+    """Requests per second up to which the simulated p95 of TTFT stays within OVERLOADED times that without load."""
+
+    def ttft_s(rate: float) -> float:
+        found = simulate(trace.at_rate(rate / trace.requests_per_s), setup).ttft_s.p95
+        return float("inf") if found is None else found
+
+    low, high = _IDLE_PER_S, _MOST_PER_S
+    most_s = OVERLOADED * ttft_s(low)
+    while high / low > _NEAR:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if ttft_s(middle) <= most_s else (low, middle)
+    return low
 
 
 def at_share(trace: Trace, setup: Setup, share: float, sizes: Sizes) -> Trace:
@@ -81,21 +93,20 @@ def objectives(trace: Trace, setup: Setup) -> Slo:
 
 def load_measured_hardware(cost: Path) -> Hardware:
     """The demo model on this machine, as `tandem profile` measured it."""
-    folder = resolve_models(spec_of(0, 1), say, fetch=True)[0].folder
-    return load_hardware(HardwareFlags(str(folder), "cpu", str(cost), None, 4.0))
+    return load_hardware(HardwareFlags(DEMO_MODEL, "cpu", str(cost), None, element_bytes=4.0))
 
 
 def prediction(
     share: float, cost: Path, shapes: Sequence[tuple[int, int]], names: Sequence[str], sizes: Sizes
 ) -> Iterator[Figure]:
-    """One line for each run, then the worst of all."""
+    """One line for each run, then the worst of all. Nothing, where no shape is given."""
+    if not shapes:
+        say("prediction: no shape leaves a core of this machine free")
+        return
     hardware = load_measured_hardware(cost)
     name = f"{round(100 * share)}"
     worst_latency, worst_points = 0.0, 0.0
     for prefill, decode in shapes:
-        if not fits(prefill, decode):
-            say(f"{prefill}:{decode} left out: {prefill + decode} workers, {len(os.sched_getaffinity(0))} cores")
-            continue
         for which, lines in _measured(hardware, (prefill, decode), names, share, sizes):
             latency = max(abs(_line(lines, each).percent or 0.0) / 100 for each in LATENCIES)
             points = max(abs(line.points or 0.0) for line in lines.values() if line.metric.startswith("attainment"))
