@@ -53,19 +53,19 @@ class BenchFlags:
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class Target:
     url: SplitResult
     ca: str | None
 
 
 def run_bench(flags: BenchFlags) -> int:
     """1 when no request finished. Raises InputError, ConfigError, and what the server says to the first request."""
-    target = _find_target(flags)
+    target = find_target(flags)
     trace = load_traffic(flags.traffic)
-    return run_interruptible(_bench(flags, target, trace))
+    return run_interruptible(bench_against(flags, target, trace))
 
 
-async def _bench(flags: BenchFlags, target: _Target, trace: Trace) -> int:
+async def bench_against(flags: BenchFlags, target: Target, trace: Trace) -> int:
     client, vocab = await _connect(flags, target)
     try:
         salt = secrets.randbits(32) if flags.salt is None else flags.salt
@@ -83,7 +83,7 @@ async def _bench(flags: BenchFlags, target: _Target, trace: Trace) -> int:
     return 0 if result.finished else 1
 
 
-async def _connect(flags: BenchFlags, target: _Target) -> tuple[Client, int | None]:
+async def _connect(flags: BenchFlags, target: Target) -> tuple[Client, int | None]:
     """And how large a vocabulary prompts are drawn from; None: they are text."""
     url = target.url
     if flags.api == "tandem":
@@ -101,7 +101,7 @@ async def _connect(flags: BenchFlags, target: _Target) -> tuple[Client, int | No
     return OpenAiClient(endpoint), None if endpoint.chat else flags.vocab or DEFAULT_VOCAB
 
 
-async def _play(flags: BenchFlags, target: _Target, trace: Trace, prompts: Prompts, client: Client) -> LoadResult:
+async def _play(flags: BenchFlags, target: Target, trace: Trace, prompts: Prompts, client: Client) -> LoadResult:
     shown = target.url.geturl()
     quiet = flags.json or not sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
@@ -113,10 +113,12 @@ async def _play(flags: BenchFlags, target: _Target, trace: Trace, prompts: Promp
         return await player.play(shown)
 
 
-def _find_target(flags: BenchFlags) -> _Target:
+def find_target(flags: BenchFlags) -> Target:
     """Raises ConfigError that says what was expected."""
     if flags.api not in APIS:
         raise ConfigError(f"--api: expected one of {', '.join(APIS)}, got {flags.api!r}", field="--api")
+    if flags.api_key is not None and not (flags.api_key.isascii() and flags.api_key.isprintable()):
+        raise ConfigError("TANDEM_API_KEY: expected printable ASCII characters", field="--api-key")
     if flags.api != "tandem" and not flags.model:
         raise ConfigError("--model: expected the name that the server gives its model", field="--model")
     schemes = _SCHEMES[flags.api]
@@ -125,13 +127,13 @@ def _find_target(flags: BenchFlags) -> _Target:
         found = state_file.find(flags.cluster)
         ca = given or found.edge_ca
         scheme = schemes[0] if found.edge_ca is None else schemes[1]
-        where = found.grpc if flags.api == "tandem" else f"{urlsplit(f'//{found.http}').netloc}/v1"
-        return _Target(urlsplit(f"{scheme}://{where}"), ca)
+        where = found.grpc if flags.api == "tandem" else f"{found.http}/v1"
+        return Target(urlsplit(f"{scheme}://{where}"), ca)
     url = urlsplit(flags.url)
     if url.scheme not in schemes or not url.hostname:
         example = "grpc://HOST:PORT" if flags.api == "tandem" else "http://HOST:PORT/v1"
         raise ConfigError(f"--url: expected {example} for --api {flags.api}, got {flags.url!r}", field="--url")
-    return _Target(url, given)
+    return Target(url, given)
 
 
 def show(result: LoadResult, console: Console) -> None:

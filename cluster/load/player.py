@@ -5,6 +5,7 @@ never leaves a request out: nothing is hidden by what is called coordinated omis
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -16,11 +17,12 @@ from planner.outcome import Outcome, Percentiles, outcome_fields
 from planner.simulator.recorder import Recorder
 from planner.simulator.setup import Slo
 from planner.traces.trace import Trace
-from tandem.errors import DeadlineExceeded, ErrorCode, TandemError
+from tandem.errors import DeadlineExceeded, ErrorCode, InputError, TandemError
 from tandem.request import RequestState
 
 LATE_S = 0.01  # a client later than this distorts what it measures, which is said
 _LEAD_S = 0.1
+_CLASS = re.compile(r"[\w.-]{1,64}", re.ASCII)  # it goes into a header
 # What a server says before it answers, and would not say with room or on another request.
 _REFUSALS = {
     ErrorCode.OVERLOADED,
@@ -55,7 +57,7 @@ Progress = Callable[[int], None]  # requests that have ended
 
 @dataclass(slots=True)
 class _Seen:
-    """Beside the recorder: what servers say of themselves. NaN, or negative: not said."""
+    """Beside the recorder: what servers say at the end of an answer."""
 
     prompt_tokens: list[int]
     output_tokens: list[int]
@@ -69,6 +71,11 @@ class Player:
     def __init__(
         self, trace: Trace, prompts: Prompts, client: Client, slo: Slo, limits: Limits, progress: Progress | None = None
     ) -> None:
+        """Raises InputError for a class that no request can name."""
+        for priority, _ in trace.labels:
+            if priority and _CLASS.fullmatch(priority) is None:
+                expected = "letters, digits, '_', '.' and '-'"
+                raise InputError(f"{trace.name}: class: expected {expected}, got {priority[:40]!r}", field="class")
         self._trace, self._prompts, self._client, self._limits = trace, prompts, client, limits
         self._slo, self._progress = slo, progress
         self._recorder = Recorder(len(trace), trace.arrival_s, slo)
@@ -130,11 +137,9 @@ class Player:
         record, now_s = self._recorder, self._now_s()
         if np.isnan(record.first_token_s[index]):
             record.first_token(index, now_s)
-            tokens -= 1
         else:
             record.intervals.add(now_s - float(record.last_token_s[index]))
-            tokens -= 1
-        record.intervals.add(0.0, max(0, tokens))  # that came together with one before them
+        record.intervals.add(0.0, max(0, tokens - 1))  # that came together with one before them
         record.last_token_s[index] = now_s
 
     def _note(self, index: int, arrival_s: float, answer: Answer) -> None:
@@ -170,7 +175,7 @@ class Player:
             notes=(*asked.notes, *self._notes(recorder, lag_s)),
         )
         fields = outcome_fields(served, self._slo, recorder)
-        fields |= {"possible_hit_rate": fields["possible_hit_rate"], "complete": recorder.ended == len(self._trace)}
+        fields |= {"complete": recorder.ended == len(self._trace)}
         fields |= {} if seen.says_cached else {"hit_rate": None}
         fields |= {} if seen.says_handoffs else {"handoffs": None}
         kv_bytes = float(seen.kv_bytes) if seen.says_handoffs else None

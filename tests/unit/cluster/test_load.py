@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -18,7 +18,15 @@ from cluster.load.player import Limits, LoadResult, Player
 from cluster.load.prompts import Prompts
 from planner.simulator.setup import Slo
 from planner.traces.trace import Prefixes, Trace
-from tandem.errors import ErrorCode, InternalError, OverloadedError, TandemError, Unauthenticated, UnavailableError
+from tandem.errors import (
+    ErrorCode,
+    InputError,
+    InternalError,
+    OverloadedError,
+    TandemError,
+    Unauthenticated,
+    UnavailableError,
+)
 
 
 def trace_of(arrivals: list[float], output: int = 3, prompt: int = 40) -> Trace:
@@ -80,6 +88,12 @@ class TestPlayer:
         result = await play(trace_of([0.0], output=1), FakeServer(token_s=5.0), Limits(timeout_s=0.1))
         assert result.failed == 1
         assert result.refusals == {ErrorCode.DEADLINE_EXCEEDED.value: 1}
+
+    async def test_a_class_that_would_break_a_header_is_refused_before_anything_is_sent(self) -> None:
+        server, trace = FakeServer(), replace(trace_of([0.0]), labels=(("x\r\nhost: other", ""),))
+        with pytest.raises(InputError, match="class: expected letters"):
+            await play(trace, server)
+        assert not server.asked
 
     async def test_an_interrupted_run_reports_what_was_due(self) -> None:
         trace = trace_of([0.0, 0.0, 60.0])

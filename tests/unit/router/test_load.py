@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.commands.bench import BenchFlags, _bench, _find_target
+from cluster.commands.bench import BenchFlags, bench_against, find_target
 from cluster.commands.compare import read_result
 from cluster.commands.planning import TrafficFlags, load_traffic
 from planner.compare import compared, doubts
@@ -26,7 +26,7 @@ async def test_every_api_gives_the_same_report(cluster: Cluster, tmp_path: Path,
     grpc_url = f"grpc://127.0.0.1:{cluster.app.grpc_port}"
     url = grpc_url if api == "tandem" else f"{cluster.base_url}/v1"
     flags = BenchFlags(TRAFFIC, Slo(10.0, 1.0), api, url, model=MODEL, vocab=300, salt=1, output=output)
-    assert await _bench(flags, _find_target(flags), load_traffic(TRAFFIC)) == 0
+    assert await bench_against(flags, find_target(flags), load_traffic(TRAFFIC)) == 0
     await cluster.settled()
     result = read_result(output)
     assert (result["finished"], result["failed"], result["complete"]) == (12, 0, True)
@@ -48,11 +48,11 @@ async def test_what_every_request_would_fail_of_is_said_before_the_first(cluster
     base = {"traffic": TRAFFIC, "slo": Slo(), "api": "completions", "url": f"{cluster.base_url}/v1"}
     flags = BenchFlags(**base, model="another")  # type: ignore[arg-type]
     with pytest.raises(TandemError, match="another"):
-        await _bench(flags, _find_target(flags), load_traffic(TRAFFIC))
+        await bench_against(flags, find_target(flags), load_traffic(TRAFFIC))
     url = f"grpc://127.0.0.1:{cluster.app.grpc_port}"
     flags = BenchFlags(TRAFFIC, Slo(), "tandem", url, model="another")
     with pytest.raises(ModelNotFound, match=f"expected one of {MODEL}"):
-        await _bench(flags, _find_target(flags), load_traffic(TRAFFIC))
+        await bench_against(flags, find_target(flags), load_traffic(TRAFFIC))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ async def test_what_every_request_would_fail_of_is_said_before_the_first(cluster
 )
 def test_wrong_options_say_what_was_expected(api: str, url: str, model: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        _find_target(BenchFlags(TRAFFIC, Slo(), api, url, model=model))
+        find_target(BenchFlags(TRAFFIC, Slo(), api, url, model=model))
 
 
 def test_what_is_no_result_cannot_be_compared(tmp_path: Path) -> None:
