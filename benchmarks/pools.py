@@ -20,6 +20,7 @@ from pathlib import Path
 from benchmarks import pool_changes, prediction
 from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import say
+from tandem.errors import TandemError
 
 QUICK_CHANGES = pool_changes.Sizes(2, 4, 16, 24, 3.0, 40)
 QUICK_PREDICTION = prediction.Sizes(3.0, 4, 8, 40)
@@ -39,8 +40,12 @@ def main() -> int:
         if name not in figures:
             say(f"{name}: left out, since it needs --cost")
             continue
-        for figure in figures[name]():
-            print(figure.line(), flush=True)
+        try:
+            for figure in figures[name]():
+                print(figure.line(), flush=True)
+        except TandemError as error:
+            say(f"{name}: {error.message}")
+            return 2
     return 0
 
 
