@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc.aio
@@ -33,6 +34,7 @@ ALLOWED: dict[str, frozenset[Identity]] = {
         "GetTrace": ADMINS,
         "ListTraces": ADMINS,
         "ListSnapshots": ADMINS,
+        "RecordRequests": ADMINS,
         "Scale": ADMINS,
         "DrainWorker": ADMINS,
         "Shutdown": ADMINS,
@@ -135,6 +137,16 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
     ) -> trace_pb2.ListTracesResponse:
         try:
             return await self._controller.traces.list(request)
+        except TandemError as error:
+            await abort(context, error)
+
+    async def RecordRequests(
+        self, request: trace_pb2.RecordRequestsRequest, context: Context
+    ) -> AsyncIterator[trace_pb2.LoggedRequest]:
+        try:
+            async with aclosing(self._controller.traces.record(request)) as logged:
+                async for each in logged:
+                    yield each
         except TandemError as error:
             await abort(context, error)
 

@@ -12,6 +12,7 @@ import typer
 
 from cluster import planning_cli
 from cluster.cli_keys import keys
+from cluster.cli_trace import traces
 
 # ruff: noqa: PLC0415 (commands import what they need when they run: gRPC, pydantic, Ray and torch take seconds)
 
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 
 app.add_typer(keys, name="keys")
+app.add_typer(traces, name="trace")
 
 Config = Annotated[Path | None, typer.Option("--config", help="Cluster spec (YAML); see docs/configuration.md.")]
 Model = Annotated[str | None, typer.Option("--model", help="Pulled model, checkpoint folder or GGUF file.")]
@@ -164,21 +166,6 @@ def drain(
     from cluster.commands.live_ratio import run_drain
 
     raise typer.Exit(run_drain(worker, restart, wait, find_admin(address, cluster, tls)))
-
-
-@app.command()
-def trace(
-    request: Annotated[str | None, typer.Argument(help="Id of a request; without it, the latest are listed.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
-    limit: Annotated[int, typer.Option(help="How many to list.", min=1, max=1000)] = 20,
-    address: Address = None,
-    cluster: ClusterName = None,
-    tls: Tls = None,
-) -> None:
-    """Show where the time of one request went, its handoff above all, as a Gantt chart."""
-    from cluster.commands.trace import run_trace
-
-    raise typer.Exit(run_trace(request, json, limit, address, cluster, tls))
 
 
 @app.command()

@@ -22,6 +22,7 @@ from router.policies.policy import PlacementPolicy
 from router.policies.types import Ask, Candidate, Placement, WaitReason
 from router.prefix_index.mirror import PrefixMirror, WorkerKey
 from router.request import ServingModel, ValidRequest
+from router.request_tap import RequestTap
 from router.run import RequestRun
 from router.terms import Terms
 from router.trace import Attempt, TraceStore
@@ -55,6 +56,7 @@ class Dispatcher:
         export: TraceExport | None = None,
     ) -> None:
         self.traces = TraceStore()
+        self.tap = RequestTap()
         self._export = export
         self._mirror = mirror
         self._policy = policy
@@ -325,6 +327,7 @@ class Dispatcher:
 
     def ended(self, run: RequestRun, error: TandemError | None) -> None:
         self.traces.add(run.trace)
+        self.tap.ended(run)
         if self._export is not None:
             self._export.offer(run.trace)
         self._feed.ended(run)

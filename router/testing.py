@@ -397,6 +397,11 @@ class StubController(ClusterServicer):
     async def ListTraces(self, request: trace_pb2.ListTracesRequest, context: Any) -> trace_pb2.ListTracesResponse:
         return trace_pb2.ListTracesResponse()
 
+    async def RecordRequests(
+        self, request: trace_pb2.RecordRequestsRequest, context: Any
+    ) -> AsyncIterator[trace_pb2.LoggedRequest]:
+        yield trace_pb2.LoggedRequest()
+
     async def ListSnapshots(
         self, request: cluster_pb2.ListSnapshotsRequest, context: Any
     ) -> cluster_pb2.ListSnapshotsResponse:

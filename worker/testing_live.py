@@ -70,6 +70,11 @@ class Directory(cluster_pb2_grpc.ClusterServicer):
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Any) -> cluster_pb2.ClusterStatus:
         raise NotImplementedError("only the membership half of a controller")
 
+    def RecordRequests(
+        self, request: trace_pb2.RecordRequestsRequest, context: Any
+    ) -> AsyncIterator[trace_pb2.LoggedRequest]:
+        raise NotImplementedError("only the membership half of a controller")
+
     async def ListSnapshots(
         self, request: cluster_pb2.ListSnapshotsRequest, context: Any
     ) -> cluster_pb2.ListSnapshotsResponse:

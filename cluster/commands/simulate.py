@@ -16,7 +16,8 @@ from cluster.commands.planning import HardwareFlags, TrafficFlags, describe_cost
 from cluster.console import console
 from cluster.spec_loader import load_spec
 from planner.hardware import setup_of_spec
-from planner.simulator.result import Percentiles, SimResult
+from planner.outcome import Outcome, Percentiles
+from planner.simulator.result import SimResult
 from planner.simulator.setup import Fault, Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.trace import Trace
@@ -74,13 +75,13 @@ def show(result: SimResult, setup: Setup, cost: str, console: Console) -> None:
     console.print(f"step times: {cost}", style="dim")
     for note in result.notes:
         console.print(f"note: {note}", style="dim")
-    console.print(_latencies(result))
+    console.print(latencies(result))
     console.print(_pools(result))
     for line in _lines(result):
         console.print(line)
 
 
-def _latencies(result: SimResult) -> Table:
+def latencies(result: Outcome) -> Table:
     table = Table("", "p50", "p90", "p95", "p99")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -104,13 +105,20 @@ def _pools(result: SimResult) -> Table:
 
 
 def _lines(result: SimResult) -> list[str]:
+    moved = f"{result.migrated} requests moved on after a fault; {result.local_prefills} local prefills"
+    return [*outcome_lines(result), moved]
+
+
+def outcome_lines(result: Outcome) -> list[str]:
+    handoffs = "" if result.handoffs is None else f"; {result.handoffs} handoffs"
     lines = [
-        f"finished {result.finished}, rejected {result.rejected}, failed {result.failed}, migrated {result.migrated} "
-        f"({result.handoffs} handoffs, {result.local_prefills} local prefills)",
+        f"finished {result.finished}, rejected {result.rejected}, failed {result.failed}{handoffs}",
         f"{result.requests_per_s:.2f} requests/s, {result.prompt_tokens_per_s:.0f} prompt and "
         f"{result.output_tokens_per_s:.0f} output tokens/s",
-        f"prefix cache: {result.hit_rate:.1%} of prompt tokens hit (an infinite cache: {result.possible_hit_rate:.1%})",
     ]
+    if result.hit_rate is not None:
+        possible = f"(an infinite cache: {result.possible_hit_rate:.1%})"
+        lines.append(f"prefix cache: {result.hit_rate:.1%} of prompt tokens hit {possible}")
     if result.refusals:
         lines.append("refused: " + ", ".join(f"{count} {code}" for code, count in sorted(result.refusals.items())))
     if result.goodput_per_s is not None:

@@ -61,6 +61,11 @@ class ClusterStub(object):
                 request_serializer=tandem_dot_v1_dot_trace__pb2.ListTracesRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_trace__pb2.ListTracesResponse.FromString,
                 _registered_method=True)
+        self.RecordRequests = channel.unary_stream(
+                '/tandem.v1.Cluster/RecordRequests',
+                request_serializer=tandem_dot_v1_dot_trace__pb2.RecordRequestsRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_trace__pb2.LoggedRequest.FromString,
+                _registered_method=True)
         self.ListSnapshots = channel.unary_unary(
                 '/tandem.v1.Cluster/ListSnapshots',
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.ListSnapshotsRequest.SerializeToString,
@@ -121,6 +126,13 @@ class ClusterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecordRequests(self, request, context):
+        """As of one router, of all there are; a router that starts meanwhile is heard too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListSnapshots(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -175,6 +187,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.ListTraces,
                     request_deserializer=tandem_dot_v1_dot_trace__pb2.ListTracesRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_trace__pb2.ListTracesResponse.SerializeToString,
+            ),
+            'RecordRequests': grpc.unary_stream_rpc_method_handler(
+                    servicer.RecordRequests,
+                    request_deserializer=tandem_dot_v1_dot_trace__pb2.RecordRequestsRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_trace__pb2.LoggedRequest.SerializeToString,
             ),
             'ListSnapshots': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSnapshots,
@@ -333,6 +350,33 @@ class Cluster(object):
             '/tandem.v1.Cluster/ListTraces',
             tandem_dot_v1_dot_trace__pb2.ListTracesRequest.SerializeToString,
             tandem_dot_v1_dot_trace__pb2.ListTracesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Cluster/RecordRequests',
+            tandem_dot_v1_dot_trace__pb2.RecordRequestsRequest.SerializeToString,
+            tandem_dot_v1_dot_trace__pb2.LoggedRequest.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,8 @@ class ClusterStub:
     GetTrace: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]
     """These ask the routers."""
     ListTraces: _grpc.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]
+    RecordRequests: _grpc.UnaryStreamMultiCallable[_trace_pb2.RecordRequestsRequest, _trace_pb2.LoggedRequest]
+    """As of one router, of all there are; a router that starts meanwhile is heard too."""
     ListSnapshots: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ListSnapshotsRequest, _cluster_pb2.ListSnapshotsResponse]
     Scale: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.ScaleResponse]
     """Makes the pools of a model so large, by role changes first, then by starting and draining workers. Answers when it is
@@ -68,6 +70,8 @@ class ClusterAsyncStub(ClusterStub):
     GetTrace: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]  # type: ignore[assignment]
     """These ask the routers."""
     ListTraces: _aio.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]  # type: ignore[assignment]
+    RecordRequests: _aio.UnaryStreamMultiCallable[_trace_pb2.RecordRequestsRequest, _trace_pb2.LoggedRequest]  # type: ignore[assignment]
+    """As of one router, of all there are; a router that starts meanwhile is heard too."""
     ListSnapshots: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ListSnapshotsRequest, _cluster_pb2.ListSnapshotsResponse]  # type: ignore[assignment]
     Scale: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.ScaleResponse]  # type: ignore[assignment]
     """Makes the pools of a model so large, by role changes first, then by starting and draining workers. Answers when it is
@@ -119,6 +123,14 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.ListTracesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trace_pb2.ListTracesResponse, _abc.Awaitable[_trace_pb2.ListTracesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def RecordRequests(
+        self,
+        request: _trace_pb2.RecordRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_trace_pb2.LoggedRequest], _abc.AsyncIterator[_trace_pb2.LoggedRequest]]:
+        """As of one router, of all there are; a router that starts meanwhile is heard too."""
 
     @_abc_1.abstractmethod
     def ListSnapshots(

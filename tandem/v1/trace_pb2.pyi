@@ -40,6 +40,81 @@ class GetTraceRequest(_message.Message):
 Global___GetTraceRequest: _TypeAlias = GetTraceRequest  # noqa: Y015
 
 @_typing.final
+class RecordRequestsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """empty: of all models"""
+    salt: _builtins.bytes
+    """of the block hashes, 16 to 64 bytes; the controller draws one for all routers"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        salt: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "salt", b"salt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordRequestsRequest: _TypeAlias = RecordRequestsRequest  # noqa: Y015
+
+@_typing.final
+class LoggedRequest(_message.Message):
+    """A request that ended: lengths, times and what its prompt shares with others. Nothing of what was said in it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    RECEIVED_UNIX_S_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    received_unix_s: _builtins.float
+    prompt_tokens: _builtins.int
+    output_tokens: _builtins.int
+    """0: it was refused, or ended before its first token"""
+    block_tokens: _builtins.int
+    priority: _builtins.str
+    """class"""
+    tenant: _builtins.str
+    lost: _builtins.int
+    """so many before this one were not told: the caller reads too slowly"""
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """salted, of its full blocks"""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        received_unix_s: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        block_tokens: _builtins.int = ...,
+        block_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        priority: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        lost: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_tokens", b"block_tokens", "lost", b"lost", "model", b"model", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "received_unix_s", b"received_unix_s", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoggedRequest: _TypeAlias = LoggedRequest  # noqa: Y015
+
+@_typing.final
 class GetSnapshotRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -51,6 +51,11 @@ class TracesStub(object):
                 request_serializer=tandem_dot_v1_dot_trace__pb2.GetSnapshotRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_trace__pb2.RouterSnapshot.FromString,
                 _registered_method=True)
+        self.RecordRequests = channel.unary_stream(
+                '/tandem.v1.Traces/RecordRequests',
+                request_serializer=tandem_dot_v1_dot_trace__pb2.RecordRequestsRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_trace__pb2.LoggedRequest.FromString,
+                _registered_method=True)
 
 
 class TracesServicer(object):
@@ -77,6 +82,13 @@ class TracesServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecordRequests(self, request, context):
+        """Requests as they end, until the caller has enough. RESOURCE_EXHAUSTED when too many listen already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TracesServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +106,11 @@ def add_TracesServicer_to_server(servicer, server):
                     servicer.GetSnapshot,
                     request_deserializer=tandem_dot_v1_dot_trace__pb2.GetSnapshotRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_trace__pb2.RouterSnapshot.SerializeToString,
+            ),
+            'RecordRequests': grpc.unary_stream_rpc_method_handler(
+                    servicer.RecordRequests,
+                    request_deserializer=tandem_dot_v1_dot_trace__pb2.RecordRequestsRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_trace__pb2.LoggedRequest.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +196,33 @@ class Traces(object):
             '/tandem.v1.Traces/GetSnapshot',
             tandem_dot_v1_dot_trace__pb2.GetSnapshotRequest.SerializeToString,
             tandem_dot_v1_dot_trace__pb2.RouterSnapshot.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Traces/RecordRequests',
+            tandem_dot_v1_dot_trace__pb2.RecordRequestsRequest.SerializeToString,
+            tandem_dot_v1_dot_trace__pb2.LoggedRequest.FromString,
             options,
             channel_credentials,
             insecure,
