@@ -1,4 +1,4 @@
-"""The part of the configuration that says how far the pools may follow the traffic (`autoscaler`; docs/live-ratio.md)."""
+"""The part of the configuration that says how the pools follow the traffic (`autoscaler`; docs/live-ratio.md)."""
 
 from __future__ import annotations
 
@@ -62,5 +62,7 @@ class AutoscalerSpec(Frozen):
             raise ValueError("decode: expected limits of at least 1, got 0")
         least = (self.prefill.min or 0) + (self.decode.min or 1)
         if self.max_workers is not None and least > self.max_workers:
-            raise ValueError(f"max_workers: expected at least prefill.min + decode.min ({least}), got {self.max_workers}")
+            raise ValueError(
+                f"max_workers: expected at least prefill.min + decode.min ({least}), got {self.max_workers}"
+            )
         return self
