@@ -87,6 +87,7 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
             workers=workers,
             processes=[cluster_pb2.Process(name=process.name, pid=process.pid) for process in processes],
             router_ready=bool(routers) and all(router.state is RouterState.READY for router in routers),
+            autoscaler=controller.autoscaling.status(),
             routers=[
                 cluster_pb2.RouterStatus(
                     router_id=router.name,

@@ -17,6 +17,7 @@ import grpc.aio
 
 from cluster import embedded_redis
 from cluster.admin_service import ALLOWED, AdminService
+from cluster.autoscaling import Autoscaling
 from cluster.directory import Directory
 from cluster.live_ratio import ROLES, LiveRatio
 from cluster.processes import Backend, Resources, RunningProcess
@@ -50,6 +51,7 @@ class Controller:
         self.spec = cluster.spec
         self.directory = Directory()
         self.live_ratio = LiveRatio(self)
+        self.autoscaling = Autoscaling(self, self.spec.autoscaler)
         self.slots: dict[str, WorkerSlot] = {}
         self.routers: list[RouterSlot] = []
         self.backend = backend
@@ -100,6 +102,8 @@ class Controller:
         self._settings = LifeSettings(self.spec, self._admin_address, self._redis_url, self._run_base)
         await self.backend.open()
         await together(self._start_routers(), self._start_workers())
+        if self.spec.autoscaler.enabled:
+            self._tasks.append(asyncio.create_task(self.autoscaling.run()))
 
     async def wait_ready(self, progress: Callable[[str], None]) -> None:
         """Until every worker is registered, every link stands and every router serves.

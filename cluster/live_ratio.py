@@ -31,6 +31,10 @@ class LiveRatio:
         self._controller = controller
         self._one_at_a_time = asyncio.Lock()
 
+    @property
+    def is_busy(self) -> bool:
+        return self._one_at_a_time.locked()
+
     async def scale(self, model_name: str, prefill: int | None, decode: int | None) -> tuple[str, ...]:
         """Returns what was done, in words. Nothing stops before what is to start serves.
 

@@ -138,7 +138,12 @@ class RouterApp:
         )
         self._grpc = GrpcServer(
             self.service,
-            TracesEdge(self.dispatcher.traces, self._snapshots.router_json, launch.controller_secret),
+            TracesEdge(
+                self.dispatcher.traces,
+                self._snapshots.router_json,
+                lambda: self.dispatcher.demand.report(self.dispatcher.admission.items(), fleet),
+                launch.controller_secret,
+            ),
             host=spec.grpc_host,
             port=spec.grpc_port,
             max_message_bytes=spec.max_body_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tandem.errors import UnavailableError
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 
 TIMEOUT_S = 10.0
+SHOWN_DECISIONS = 5
 ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
 STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "restarting": "yellow", "not_ready": "yellow"}
 
@@ -63,7 +65,24 @@ def to_json(status: cluster_pb2.ClusterStatus) -> dict[str, Any]:
             for router in status.routers
         ],
         "processes": _processes(status.processes),
+        "autoscaler": {
+            "mode": status.autoscaler.mode,
+            "outlooks": {each.model: each.words for each in status.autoscaler.outlooks},
+            "decisions": [_decision(each) for each in status.autoscaler.decisions],
+        },
         "workers": [_worker(worker) for worker in status.workers],
+    }
+
+
+def _decision(decision: cluster_pb2.ScalingDecision) -> dict[str, Any]:
+    return {
+        "at_unix_s": decision.at_unix_s,
+        "model": decision.model,
+        "action": decision.action,
+        "prefill": decision.prefill,
+        "decode": decision.decode,
+        "reason": decision.reason,
+        "outcome": decision.outcome,
     }
 
 
@@ -120,6 +139,7 @@ def show(status: cluster_pb2.ClusterStatus, console: Console) -> None:
         restarts = f"   {router.restarts} restarts" if router.restarts else ""
         addresses = f"HTTP http://{router.http_address}/v1   gRPC {router.grpc_address}"
         console.print(f"{router.router_id} {state}   {addresses}{restarts}", soft_wrap=True)
+    _show_autoscaler(status.autoscaler, console)
     table = Table(box=None, pad_edge=False)
     for column in ("worker", "state", "tp", "free", "cached", "leased", "in use", "total", "running"):
         table.add_column(column, justify="left" if column in ("worker", "state") else "right", no_wrap=True)
@@ -140,6 +160,18 @@ def show(status: cluster_pb2.ClusterStatus, console: Console) -> None:
             ends = f"{worker.info.worker_id}/{link.rank} – {link.peer_worker}/{link.peer_rank}"
             line = f"link {ends}: {link.transport} {link.state}{_measured(link)}, {_size(link.bytes)} {link.reason}"
             console.print(line.rstrip(), markup=False)
+
+
+def _show_autoscaler(autoscaler: cluster_pb2.Autoscaler, console: Console) -> None:
+    if autoscaler.mode in ("", "off"):
+        return
+    mode = autoscaler.mode.replace("_", " ")
+    for outlook in autoscaler.outlooks:
+        console.print(f"autoscaler {mode}, {outlook.model}: {outlook.words}", markup=False, soft_wrap=True)
+    for each in autoscaler.decisions[:SHOWN_DECISIONS]:
+        at = time.strftime("%H:%M:%S", time.localtime(each.at_unix_s))
+        outcome = each.outcome.replace("_", " ")
+        console.print(f"  {at} {each.model} {each.reason} ({outcome})", markup=False, soft_wrap=True)
 
 
 def _size(size_bytes: int) -> str:

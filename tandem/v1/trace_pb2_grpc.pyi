@@ -39,6 +39,8 @@ class TracesStub:
     """NOT_FOUND when this router does not have it (any more)."""
     ListTraces: _grpc.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]
     GetSnapshot: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetSnapshotRequest, _trace_pb2.RouterSnapshot]
+    GetDemand: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetDemandRequest, _trace_pb2.RouterDemand]
+    """What clients ask of this router, for the autoscaler."""
 
 @_typing.type_check_only
 class TracesAsyncStub(TracesStub):
@@ -51,6 +53,8 @@ class TracesAsyncStub(TracesStub):
     """NOT_FOUND when this router does not have it (any more)."""
     ListTraces: _aio.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]  # type: ignore[assignment]
     GetSnapshot: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetSnapshotRequest, _trace_pb2.RouterSnapshot]  # type: ignore[assignment]
+    GetDemand: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetDemandRequest, _trace_pb2.RouterDemand]  # type: ignore[assignment]
+    """What clients ask of this router, for the autoscaler."""
 
 class TracesServicer(metaclass=_abc_1.ABCMeta):
     """Where the time of single requests went, as one router knows it: of the last requests that ended. On the router's gRPC
@@ -78,5 +82,13 @@ class TracesServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.GetSnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trace_pb2.RouterSnapshot, _abc.Awaitable[_trace_pb2.RouterSnapshot]]: ...
+
+    @_abc_1.abstractmethod
+    def GetDemand(
+        self,
+        request: _trace_pb2.GetDemandRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trace_pb2.RouterDemand, _abc.Awaitable[_trace_pb2.RouterDemand]]:
+        """What clients ask of this router, for the autoscaler."""
 
 def add_TracesServicer_to_server(servicer: TracesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,14 +8,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import pytest_asyncio
 
+from cluster.autoscaling import Autoscaling
 from cluster.controller import Controller, with_free_ports
 from cluster.resolve import resolve
 from cluster.subprocess_backend import SubprocessBackend
+from router.testing import until
 from tandem.config import ClusterSpec, Role
+from tandem.config_autoscaler import AutoscalerSpec
 from tandem.errors import ConfigError
 from tandem.testing import random_prompt, write_tiny_llama
 from worker.testing import assert_conserved, open_session
@@ -96,6 +100,11 @@ def roles(controller: Controller) -> tuple[int, int]:
     return found.count(Role.PREFILL), found.count(Role.DECODE)
 
 
+async def metrics(controller: Controller) -> str:
+    async with httpx.AsyncClient() as client:
+        return (await client.get(f"http://{controller.http_address}/metrics")).text
+
+
 async def test_pools_change_under_load_without_a_lost_or_changed_answer(controller: Controller) -> None:
     expected = await answers(controller)
     ratio = controller.live_ratio
@@ -116,6 +125,48 @@ async def test_pools_change_under_load_without_a_lost_or_changed_answer(controll
             await ratio.drain(leaving, restart=False, move=True)
             assert roles(controller) == (1, 1)
     assert await answers(controller) == expected
+
+
+async def test_the_autoscaler_follows_the_load_and_comes_to_rest(controller: Controller) -> None:
+    expected = await answers(controller)
+    await controller.live_ratio.scale("", 2, 1)
+    # Six answers at a time are more than a fifth of one decode worker's places, however fast this machine is.
+    spec = AutoscalerSpec(
+        enabled=True, interval_s=0.2, min_workers=2, max_workers=3, headroom=0.2, role_cooldown_s=0.5, stop_after_s=1
+    )
+    autoscaling = Autoscaling(controller, spec)
+    running = asyncio.create_task(autoscaling.run())
+    try:
+        async with load(controller, expected):
+            await until(lambda: roles(controller) == (1, 2))
+            await asyncio.sleep(2)
+            assert roles(controller) == (1, 2)
+        await until(lambda: roles(controller) == (1, 1))
+        status = autoscaling.status()
+        scraped = await metrics(controller)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert [(each.action, each.outcome) for each in status.decisions] == [("stop", "done"), ("change_roles", "done")]
+    assert "2P:1D to 1P:2D" in status.decisions[1].reason
+    assert 'tandem_autoscaler_decisions_total{action="change_roles"} 1.0' in scraped
+    assert await answers(controller) == expected
+
+
+async def test_a_dry_run_decides_and_changes_nothing(controller: Controller) -> None:
+    before = roles(controller)
+    spec = AutoscalerSpec(enabled=True, dry_run=True, interval_s=0.1, min_workers=2, max_workers=4, headroom=0.01)
+    autoscaling = Autoscaling(controller, spec)
+    running = asyncio.create_task(autoscaling.run())
+    try:
+        async with load(controller, await answers(controller)):
+            await until(lambda: bool(autoscaling.status().decisions))
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    (first, *_) = autoscaling.status().decisions
+    assert (first.action, first.outcome) == ("start", "dry_run")
+    assert roles(controller) == before
 
 
 async def test_what_cannot_be_is_refused_and_changes_nothing(controller: Controller) -> None:
