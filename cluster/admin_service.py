@@ -35,6 +35,7 @@ ALLOWED: dict[str, frozenset[Identity]] = {
         "ListSnapshots": ADMINS,
         "Scale": ADMINS,
         "DrainWorker": ADMINS,
+        "Apply": ADMINS,
         "Shutdown": ADMINS,
     }.items()
 }
@@ -163,6 +164,13 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         except TandemError as error:
             await abort(context, error)
         return cluster_pb2.DrainWorkerResponse()
+
+    async def Apply(self, request: cluster_pb2.ApplyRequest, context: Context) -> cluster_pb2.ApplyResponse:
+        try:
+            changes = await self._controller.apply.apply(request.spec, dry_run=request.dry_run)
+        except TandemError as error:
+            await abort(context, error)
+        return cluster_pb2.ApplyResponse(changes=changes)
 
     async def Shutdown(
         self, request: cluster_pb2.ShutdownRequest, context: Context

@@ -7,15 +7,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from cluster.observed_load import ObservedLoad
 from cluster.resolve import ResolvedModel
 from planner.autoscaler import Action, Autoscaler, Decision, Limits, Objectives, View
 from planner.pool_forecast import Layout
-from tandem.config import ClassSpec, Role
-from tandem.config_autoscaler import AutoscalerSpec
+from tandem.config import ClusterSpec, ModelSpec, Role
 from tandem.errors import TandemError
 from tandem.v1 import cluster_pb2, trace_pb2, worker_pb2
 
@@ -31,11 +30,10 @@ DONE, DRY_RUN, UNDER_WAY = "done", "dry_run", "under_way"
 class _Model:
     """What is kept of one model."""
 
-    def __init__(
-        self, spec: AutoscalerSpec, model: ResolvedModel, classes: Sequence[ClassSpec], now_s: float
-    ) -> None:
+    def __init__(self, spec: ClusterSpec, model: ResolvedModel, pools: ModelSpec, now_s: float) -> None:
+        """`pools`: the model's, as the spec asks for them now."""
         self.resolved = model
-        self.policy = Autoscaler(spec, Limits.of(spec, model.spec), Objectives.of(classes))
+        self.policy = Autoscaler(spec.autoscaler, Limits.of(spec.autoscaler, pools), Objectives.of(spec.router.classes))
         self.load = ObservedLoad(now_s)
         self.changed_s = now_s
         self.words = "not looked yet"
@@ -44,9 +42,10 @@ class _Model:
 class Autoscaling:
     """`run` ends only when it is cancelled; without `autoscaler.enabled` it is not called."""
 
-    def __init__(self, controller: Controller, spec: AutoscalerSpec) -> None:
+    def __init__(self, controller: Controller, spec: ClusterSpec) -> None:
         self._controller = controller
-        self._spec = spec
+        self._cluster_spec = spec
+        self._spec = spec.autoscaler
         self._models: list[_Model] = []
         self._decisions: deque[cluster_pb2.ScalingDecision] = deque(maxlen=KEPT_DECISIONS)
         self._counts = {action.value: 0 for action in Action if action is not Action.HOLD}
@@ -63,8 +62,9 @@ class Autoscaling:
         )
 
     async def run(self) -> None:
-        now_s, classes = asyncio.get_running_loop().time(), self._controller.spec.router.classes
-        self._models = [_Model(self._spec, model, classes, now_s) for model in self._controller.models]
+        now_s, spec = asyncio.get_running_loop().time(), self._cluster_spec
+        pairs = zip(self._controller.models, spec.models, strict=True)
+        self._models = [_Model(spec, model, pools, now_s) for model, pools in pairs]
         self._controller.directory.set_autoscaler_decisions(self._counts)
         while True:
             await asyncio.sleep(self._spec.interval_s)

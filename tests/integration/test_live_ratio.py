@@ -12,20 +12,25 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
+import yaml
 
 from cluster.autoscaling import Autoscaling
 from cluster.controller import Controller, with_free_ports
 from cluster.resolve import resolve
+from cluster.spec_changes import SpecSource
 from cluster.subprocess_backend import SubprocessBackend
+from cluster.worker_slot import WorkerState
 from router.testing import until
 from tandem.config import ClusterSpec, Role
 from tandem.config_autoscaler import AutoscalerSpec
 from tandem.errors import ConfigError
 from tandem.testing import random_prompt, write_tiny_llama
+from tandem.v1 import cluster_pb2
 from worker.testing import assert_conserved, open_session
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one cluster serves all
 VOCAB = 300
+LONG_S = 60.0  # never waited for where all is well
 CYCLES = 20 if os.environ.get("TANDEM_SOAK") else 1
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
@@ -49,6 +54,7 @@ async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
         SubprocessBackend(folder / "logs"),
         folder / "run",
         folder / "logs",
+        SpecSource(spec, {}),
     )
     try:
         await controller.start()
@@ -102,7 +108,8 @@ def roles(controller: Controller) -> tuple[int, int]:
 
 async def metrics(controller: Controller) -> str:
     async with httpx.AsyncClient() as client:
-        return (await client.get(f"http://{controller.http_address}/metrics")).text
+        answer = await client.get(f"http://{controller.http_address}/metrics")
+    return str(answer.text)
 
 
 async def test_pools_change_under_load_without_a_lost_or_changed_answer(controller: Controller) -> None:
@@ -127,6 +134,72 @@ async def test_pools_change_under_load_without_a_lost_or_changed_answer(controll
     assert await answers(controller) == expected
 
 
+async def test_a_drain_whose_caller_goes_away_leaves_the_worker_serving(controller: Controller) -> None:
+    await controller.live_ratio.scale("", 1, 2)
+    expected = await answers(controller)
+    leaving = next(slot for slot in controller.slots.values() if slot.role is Role.DECODE)
+    async with load(controller, expected):
+        drain = asyncio.create_task(controller.live_ratio.drain(leaving.worker_id, restart=False, move=False))
+        await until(lambda: leaving.drain == cluster_pb2.DRAIN_FINISH)
+        drain.cancel()
+        await asyncio.gather(drain, return_exceptions=True)
+        assert (leaving.drain, leaving.state) == (cluster_pb2.DRAIN_NONE, WorkerState.READY)
+        info = controller.directory.get(leaving.worker_id)
+        assert info is not None
+        assert info.drain == cluster_pb2.DRAIN_NONE
+        assert not controller.live_ratio.is_busy
+    await controller.live_ratio.scale("", 1, 1)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_a_worker_that_does_not_start_leaves_nothing_behind(controller: Controller, gone: bool) -> None:
+    """`gone`: because who asked for it went away."""
+    before = set(controller.slots)
+    asked = asyncio.create_task(controller.live_ratio.scale("", 1, 2))
+    await until(lambda: len(controller.slots) == len(before) + 1)
+    (new,) = set(controller.slots) - before
+    if gone:
+        asked.cancel()
+    else:
+        controller.slots[new].refuse("it cannot work with the others")
+    (failure,) = await asyncio.gather(asked, return_exceptions=True)
+    expected = asyncio.CancelledError if gone else ConfigError
+    assert isinstance(failure, expected)
+    assert set(controller.slots) == before
+    assert {place.worker_id for place in controller.directory.snapshot().places} == before
+    assert await controller.live_ratio.scale("", 1, 1) == ()
+
+
+async def test_a_changed_spec_is_applied_or_refused_by_the_field(controller: Controller) -> None:
+    expected = await answers(controller)
+    model = {"source": controller.models[0].spec.source, "engine": {"kv_blocks": 400, "max_step_tokens": 100}}
+    spec: dict[str, Any] = {
+        "models": [model],
+        "router": {"http_port": 0, "grpc_port": 0, "disaggregation": "always"},
+        "control": {"admin_port": 0, "backend": "subprocess"},
+    }
+    async with load(controller, expected):
+        assert await controller.apply.apply(yaml.safe_dump(spec), dry_run=False) == ()
+        refused = {**spec, "router": {**spec["router"], "worker_stall_s": 7}, "models": [model | {"name": "other"}]}
+        with pytest.raises(ConfigError, match=r"models\.0\.name, router\.worker_stall_s: .* needs a restart"):
+            await controller.apply.apply(yaml.safe_dump(refused), dry_run=False)
+        with pytest.raises(ConfigError, match="decode.workers: expected at least 1"):
+            await controller.apply.apply("models: [{decode: {workers: 0}}]", dry_run=False)
+        assert roles(controller) == (1, 1)
+        larger = yaml.safe_dump(spec | {"models": [model | {"decode": {"workers": 2}}]})
+        assert await controller.apply.apply(larger, dry_run=True) == ("would set tiny: 1 prefill and 2 decode workers",)
+        assert roles(controller) == (1, 1)
+        assert await controller.apply.apply(larger, dry_run=False) == ("tiny: 1 prefill and 2 decode workers",)
+        assert roles(controller) == (1, 2)
+        scaled = yaml.safe_dump(spec | {"autoscaler": {"enabled": True, "dry_run": True}})
+        done = await controller.apply.apply(scaled, dry_run=False)
+        assert done == ("tiny: 1 prefill and 1 decode workers", "autoscaler: enabled True, dry_run True")
+        assert roles(controller) == (1, 1)
+        assert controller.autoscaling.status().mode == "dry_run"
+        await controller.apply.apply(yaml.safe_dump(spec), dry_run=False)
+        assert controller.autoscaling.status().mode == "off"
+
+
 async def test_the_autoscaler_follows_the_load_and_comes_to_rest(controller: Controller) -> None:
     expected = await answers(controller)
     await controller.live_ratio.scale("", 2, 1)
@@ -134,14 +207,15 @@ async def test_the_autoscaler_follows_the_load_and_comes_to_rest(controller: Con
     spec = AutoscalerSpec(
         enabled=True, interval_s=0.2, min_workers=2, max_workers=3, headroom=0.2, role_cooldown_s=0.5, stop_after_s=1
     )
-    autoscaling = Autoscaling(controller, spec)
+    autoscaling = Autoscaling(controller, controller.spec.model_copy(update={"autoscaler": spec}))
     running = asyncio.create_task(autoscaling.run())
     try:
         async with load(controller, expected):
-            await until(lambda: roles(controller) == (1, 2))
+            await until(lambda: roles(controller) == (1, 2), LONG_S)
             await asyncio.sleep(2)
             assert roles(controller) == (1, 2)
-        await until(lambda: roles(controller) == (1, 1))
+        await until(lambda: roles(controller) == (1, 1), LONG_S)
+        await until(lambda: autoscaling.status().decisions[0].outcome == "done", LONG_S)
         status = autoscaling.status()
         scraped = await metrics(controller)
     finally:
@@ -156,11 +230,11 @@ async def test_the_autoscaler_follows_the_load_and_comes_to_rest(controller: Con
 async def test_a_dry_run_decides_and_changes_nothing(controller: Controller) -> None:
     before = roles(controller)
     spec = AutoscalerSpec(enabled=True, dry_run=True, interval_s=0.1, min_workers=2, max_workers=4, headroom=0.01)
-    autoscaling = Autoscaling(controller, spec)
+    autoscaling = Autoscaling(controller, controller.spec.model_copy(update={"autoscaler": spec}))
     running = asyncio.create_task(autoscaling.run())
     try:
         async with load(controller, await answers(controller)):
-            await until(lambda: bool(autoscaling.status().decisions))
+            await until(lambda: bool(autoscaling.status().decisions), LONG_S)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
