@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import shlex
+import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -29,6 +34,7 @@ from tandem.v1 import cluster_pb2
 from worker.testing import assert_conserved, open_session
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one cluster serves all
+PAGE = Path(__file__).parents[2] / "docs" / "live-ratio.md"
 VOCAB = 300
 LONG_S = 60.0  # never waited for where all is well
 CYCLES = 20 if os.environ.get("TANDEM_SOAK") else 1
@@ -38,17 +44,19 @@ SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
 ASKS = [(random_prompt(60 + 40 * n, VOCAB, n), SEEDED if n % 2 else GREEDY) for n in range(6)]
 
 
+def tiny_spec(source: str) -> dict[str, Any]:
+    return {
+        "models": [{"source": source, "engine": {"kv_blocks": 400, "max_step_tokens": 100}}],
+        "router": {"http_port": 0, "grpc_port": 0, "disaggregation": "always"},
+        "control": {"admin_port": 0, "backend": "subprocess"},
+    }
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Controller]:
     folder = tmp_path_factory.mktemp("r")
     model = write_tiny_llama(folder / "tiny", vocab=VOCAB, seed=1, scale=2.0)
-    spec = ClusterSpec.model_validate(
-        {
-            "models": [{"source": str(model), "engine": {"kv_blocks": 400, "max_step_tokens": 100}}],
-            "router": {"http_port": 0, "grpc_port": 0, "disaggregation": "always"},
-            "control": {"admin_port": 0, "backend": "subprocess"},
-        }
-    )
+    spec = ClusterSpec.model_validate(tiny_spec(str(model)))
     controller = Controller(
         with_free_ports(resolve(spec, lambda what: None)),
         SubprocessBackend(folder / "logs"),
@@ -112,6 +120,40 @@ async def metrics(controller: Controller) -> str:
     return str(answer.text)
 
 
+async def tandem(controller: Controller, folder: Path, command: str) -> str:
+    """What the command line prints."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "cluster", *shlex.split(command), "--address", controller.admin_address),
+        cwd=folder,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    return out.decode()
+
+
+async def test_the_commands_of_the_page_say_what_the_page_says(controller: Controller, tmp_path: Path) -> None:
+    """First: the page begins with one prefill and one decode worker."""
+    spec = tiny_spec(controller.models[0].spec.source)
+    spec["models"][0]["decode"] = {"workers": 2}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(spec))
+    expected = await answers(controller)
+    commands = 0
+    async with load(controller, expected):
+        for block in re.findall(r"^```\n(\$ tandem .*?)^```", PAGE.read_text(), re.S | re.M):
+            for part in block.removeprefix("$ tandem ").split("\n$ tandem "):
+                command, _, said = part.partition("\n")
+                printed = await tandem(controller, tmp_path, command)
+                assert sorted(printed.splitlines()) == sorted(said.replace("smollm2-135m", "tiny").splitlines()), (
+                    command
+                )
+                commands += 1
+    assert commands >= 9
+    await controller.apply.apply(yaml.safe_dump(tiny_spec(controller.models[0].spec.source)), dry_run=False)
+    assert roles(controller) == (1, 1)
+
+
 async def test_pools_change_under_load_without_a_lost_or_changed_answer(controller: Controller) -> None:
     expected = await answers(controller)
     ratio = controller.live_ratio
@@ -151,6 +193,17 @@ async def test_a_drain_whose_caller_goes_away_leaves_the_worker_serving(controll
     await controller.live_ratio.scale("", 1, 1)
 
 
+async def test_a_worker_that_gets_sigterm_costs_no_answer(controller: Controller) -> None:
+    expected = await answers(controller)
+    decode = next(slot for slot in controller.slots.values() if slot.role is Role.DECODE)
+    before = decode.epoch
+    async with load(controller, expected):
+        await asyncio.sleep(0.3)
+        pid = next(each.pid for each in await decode.processes() if each.name == "rank-0")
+        os.kill(pid, signal.SIGTERM)
+        await until(lambda: decode.epoch != before and decode.state is WorkerState.READY, LONG_S)
+
+
 @pytest.mark.parametrize("gone", [False, True])
 async def test_a_worker_that_does_not_start_leaves_nothing_behind(controller: Controller, gone: bool) -> None:
     """`gone`: because who asked for it went away."""
@@ -172,18 +225,14 @@ async def test_a_worker_that_does_not_start_leaves_nothing_behind(controller: Co
 
 async def test_a_changed_spec_is_applied_or_refused_by_the_field(controller: Controller) -> None:
     expected = await answers(controller)
-    model = {"source": controller.models[0].spec.source, "engine": {"kv_blocks": 400, "max_step_tokens": 100}}
-    spec: dict[str, Any] = {
-        "models": [model],
-        "router": {"http_port": 0, "grpc_port": 0, "disaggregation": "always"},
-        "control": {"admin_port": 0, "backend": "subprocess"},
-    }
+    spec = tiny_spec(controller.models[0].spec.source)
+    (model,) = spec["models"]
     async with load(controller, expected):
         assert await controller.apply.apply(yaml.safe_dump(spec), dry_run=False) == ()
         refused = {**spec, "router": {**spec["router"], "worker_stall_s": 7}, "models": [model | {"name": "other"}]}
         with pytest.raises(ConfigError, match=r"models\.0\.name, router\.worker_stall_s: .* needs a restart"):
             await controller.apply.apply(yaml.safe_dump(refused), dry_run=False)
-        with pytest.raises(ConfigError, match="decode.workers: expected at least 1"):
+        with pytest.raises(ConfigError, match=r"decode\.workers: expected at least 1"):
             await controller.apply.apply("models: [{decode: {workers: 0}}]", dry_run=False)
         assert roles(controller) == (1, 1)
         larger = yaml.safe_dump(spec | {"models": [model | {"decode": {"workers": 2}}]})
