@@ -80,8 +80,29 @@ async def answer(controller: Controller, prompt: list[int], sampling: dict[str, 
     async with openai.AsyncOpenAI(
         base_url=f"http://{controller.http_address}/v1", api_key="none", max_retries=0
     ) as client:
-        done = await client.completions.create(model="tiny", prompt=prompt, max_tokens=300, **sampling)
+        done = await client.completions.create(model="tiny", prompt=prompt, max_tokens=200, **sampling)
     return done.choices[0].text
+
+
+async def streamed_answer(controller: Controller, prompt: list[int], sampling: dict[str, Any]) -> tuple[str, float]:
+    """The beginning of an answer, and the longest time between two parts of it."""
+    loop, gap_s, text = asyncio.get_running_loop(), 0.0, ""
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{controller.http_address}/v1", api_key="none", max_retries=0
+    ) as client:
+        last_s = None
+        parts = await client.completions.create(model="tiny", prompt=prompt, max_tokens=32, stream=True, **sampling)
+        async for part in parts:
+            now_s = loop.time()
+            gap_s, last_s = max(gap_s, now_s - (last_s or now_s)), now_s
+            text += part.choices[0].text
+    return text, gap_s
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def expected(controller: Controller) -> list[str]:
+    """What is answered while nothing is disturbed."""
+    return await answers(controller)
 
 
 async def answers(controller: Controller) -> list[str]:
@@ -133,12 +154,13 @@ async def tandem(controller: Controller, folder: Path, command: str) -> str:
     return out.decode()
 
 
-async def test_the_commands_of_the_page_say_what_the_page_says(controller: Controller, tmp_path: Path) -> None:
+async def test_the_commands_of_the_page_say_what_the_page_says(
+    controller: Controller, expected: list[str], tmp_path: Path
+) -> None:
     """First: the page begins with one prefill and one decode worker."""
     spec = tiny_spec(controller.models[0].spec.source)
     spec["models"][0]["decode"] = {"workers": 2}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(spec))
-    expected = await answers(controller)
     commands = 0
     async with load(controller, expected):
         for block in re.findall(r"^```\n(\$ tandem .*?)^```", PAGE.read_text(), re.S | re.M):
@@ -150,35 +172,13 @@ async def test_the_commands_of_the_page_say_what_the_page_says(controller: Contr
                 )
                 commands += 1
     assert commands >= 9
-    await controller.apply.apply(yaml.safe_dump(tiny_spec(controller.models[0].spec.source)), dry_run=False)
-    assert roles(controller) == (1, 1)
+    assert roles(controller) == (1, 2)
 
 
-async def test_pools_change_under_load_without_a_lost_or_changed_answer(controller: Controller) -> None:
-    expected = await answers(controller)
-    ratio = controller.live_ratio
-    async with load(controller, expected):
-        for _ in range(CYCLES):
-            assert await ratio.scale("", 1, 2) == ("decode-1 starts",)
-            (changed,) = await ratio.scale("tiny", 2, 1)
-            assert changed in ("decode-0 becomes a prefill worker", "decode-1 becomes a prefill worker")
-            assert roles(controller) == (2, 1)
-            (changed,) = await ratio.scale("", 1, None)
-            assert changed.endswith("leaves")
-            assert roles(controller) == (1, 1)
-            await ratio.scale("", None, 2)
-            (leaving,) = [name for name, slot in controller.slots.items() if slot.role is Role.DECODE][:1]
-            before = controller.slots[leaving].epoch
-            await ratio.drain(leaving, restart=True, move=True)
-            assert controller.slots[leaving].epoch != before
-            await ratio.drain(leaving, restart=False, move=True)
-            assert roles(controller) == (1, 1)
-    assert await answers(controller) == expected
-
-
-async def test_a_drain_whose_caller_goes_away_leaves_the_worker_serving(controller: Controller) -> None:
+async def test_a_drain_whose_caller_goes_away_leaves_the_worker_serving(
+    controller: Controller, expected: list[str]
+) -> None:
     await controller.live_ratio.scale("", 1, 2)
-    expected = await answers(controller)
     leaving = next(slot for slot in controller.slots.values() if slot.role is Role.DECODE)
     async with load(controller, expected):
         drain = asyncio.create_task(controller.live_ratio.drain(leaving.worker_id, restart=False, move=False))
@@ -190,11 +190,9 @@ async def test_a_drain_whose_caller_goes_away_leaves_the_worker_serving(controll
         assert info is not None
         assert info.drain == cluster_pb2.DRAIN_NONE
         assert not controller.live_ratio.is_busy
-    await controller.live_ratio.scale("", 1, 1)
 
 
-async def test_a_worker_that_gets_sigterm_costs_no_answer(controller: Controller) -> None:
-    expected = await answers(controller)
+async def test_a_worker_that_gets_sigterm_costs_no_answer(controller: Controller, expected: list[str]) -> None:
     decode = next(slot for slot in controller.slots.values() if slot.role is Role.DECODE)
     before = decode.epoch
     async with load(controller, expected):
@@ -204,53 +202,7 @@ async def test_a_worker_that_gets_sigterm_costs_no_answer(controller: Controller
         await until(lambda: decode.epoch != before and decode.state is WorkerState.READY, LONG_S)
 
 
-@pytest.mark.parametrize("gone", [False, True])
-async def test_a_worker_that_does_not_start_leaves_nothing_behind(controller: Controller, gone: bool) -> None:
-    """`gone`: because who asked for it went away."""
-    before = set(controller.slots)
-    asked = asyncio.create_task(controller.live_ratio.scale("", 1, 2))
-    await until(lambda: len(controller.slots) == len(before) + 1)
-    (new,) = set(controller.slots) - before
-    if gone:
-        asked.cancel()
-    else:
-        controller.slots[new].refuse("it cannot work with the others")
-    (failure,) = await asyncio.gather(asked, return_exceptions=True)
-    expected = asyncio.CancelledError if gone else ConfigError
-    assert isinstance(failure, expected)
-    assert set(controller.slots) == before
-    assert {place.worker_id for place in controller.directory.snapshot().places} == before
-    assert await controller.live_ratio.scale("", 1, 1) == ()
-
-
-async def test_a_changed_spec_is_applied_or_refused_by_the_field(controller: Controller) -> None:
-    expected = await answers(controller)
-    spec = tiny_spec(controller.models[0].spec.source)
-    (model,) = spec["models"]
-    async with load(controller, expected):
-        assert await controller.apply.apply(yaml.safe_dump(spec), dry_run=False) == ()
-        refused = {**spec, "router": {**spec["router"], "worker_stall_s": 7}, "models": [model | {"name": "other"}]}
-        with pytest.raises(ConfigError, match=r"models\.0\.name, router\.worker_stall_s: .* needs a restart"):
-            await controller.apply.apply(yaml.safe_dump(refused), dry_run=False)
-        with pytest.raises(ConfigError, match=r"decode\.workers: expected at least 1"):
-            await controller.apply.apply("models: [{decode: {workers: 0}}]", dry_run=False)
-        assert roles(controller) == (1, 1)
-        larger = yaml.safe_dump(spec | {"models": [model | {"decode": {"workers": 2}}]})
-        assert await controller.apply.apply(larger, dry_run=True) == ("would set tiny: 1 prefill and 2 decode workers",)
-        assert roles(controller) == (1, 1)
-        assert await controller.apply.apply(larger, dry_run=False) == ("tiny: 1 prefill and 2 decode workers",)
-        assert roles(controller) == (1, 2)
-        scaled = yaml.safe_dump(spec | {"autoscaler": {"enabled": True, "dry_run": True}})
-        done = await controller.apply.apply(scaled, dry_run=False)
-        assert done == ("tiny: 1 prefill and 1 decode workers", "autoscaler: enabled True, dry_run True")
-        assert roles(controller) == (1, 1)
-        assert controller.autoscaling.status().mode == "dry_run"
-        await controller.apply.apply(yaml.safe_dump(spec), dry_run=False)
-        assert controller.autoscaling.status().mode == "off"
-
-
-async def test_the_autoscaler_follows_the_load_and_comes_to_rest(controller: Controller) -> None:
-    expected = await answers(controller)
+async def test_the_autoscaler_follows_the_load_and_comes_to_rest(controller: Controller, expected: list[str]) -> None:
     await controller.live_ratio.scale("", 2, 1)
     # Six answers at a time are more than a fifth of one decode worker's places, however fast this machine is.
     spec = AutoscalerSpec(
@@ -276,13 +228,13 @@ async def test_the_autoscaler_follows_the_load_and_comes_to_rest(controller: Con
     assert await answers(controller) == expected
 
 
-async def test_a_dry_run_decides_and_changes_nothing(controller: Controller) -> None:
+async def test_a_dry_run_decides_and_changes_nothing(controller: Controller, expected: list[str]) -> None:
     before = roles(controller)
     spec = AutoscalerSpec(enabled=True, dry_run=True, interval_s=0.1, min_workers=2, max_workers=4, headroom=0.01)
     autoscaling = Autoscaling(controller, controller.spec.model_copy(update={"autoscaler": spec}))
     running = asyncio.create_task(autoscaling.run())
     try:
-        async with load(controller, await answers(controller)):
+        async with load(controller, expected):
             await until(lambda: bool(autoscaling.status().decisions), LONG_S)
     finally:
         running.cancel()
@@ -290,6 +242,97 @@ async def test_a_dry_run_decides_and_changes_nothing(controller: Controller) -> 
     (first, *_) = autoscaling.status().decisions
     assert (first.action, first.outcome) == ("start", "dry_run")
     assert roles(controller) == before
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_a_worker_that_does_not_start_leaves_nothing_behind(controller: Controller, gone: bool) -> None:
+    """`gone`: because who asked for it went away."""
+    await controller.live_ratio.scale("", 1, 1)
+    before = set(controller.slots)
+    asked = asyncio.create_task(controller.live_ratio.scale("", 1, 2))
+    await until(lambda: len(controller.slots) == len(before) + 1)
+    (new,) = set(controller.slots) - before
+    if gone:
+        asked.cancel()
+    else:
+        controller.slots[new].refuse("it cannot work with the others")
+    (failure,) = await asyncio.gather(asked, return_exceptions=True)
+    assert isinstance(failure, asyncio.CancelledError if gone else ConfigError)
+    assert set(controller.slots) == before
+    assert {place.worker_id for place in controller.directory.snapshot().places} == before
+    assert await controller.live_ratio.scale("", 1, 1) == ()
+
+
+async def test_a_changed_spec_is_applied_or_refused_by_the_field(controller: Controller, expected: list[str]) -> None:
+    spec = tiny_spec(controller.models[0].spec.source)
+    (model,) = spec["models"]
+    await controller.live_ratio.scale("", 1, 1)
+    async with load(controller, expected):
+        assert await controller.apply.apply(yaml.safe_dump(spec), dry_run=False) == ()
+        refused = {**spec, "router": {**spec["router"], "worker_stall_s": 7}, "models": [model | {"name": "other"}]}
+        with pytest.raises(ConfigError, match=r"models\.0\.name, router\.worker_stall_s: .* needs a restart"):
+            await controller.apply.apply(yaml.safe_dump(refused), dry_run=False)
+        with pytest.raises(ConfigError, match=r"decode\.workers: expected at least 1"):
+            await controller.apply.apply("models: [{decode: {workers: 0}}]", dry_run=False)
+        assert roles(controller) == (1, 1)
+        larger = yaml.safe_dump(spec | {"models": [model | {"decode": {"workers": 2}}]})
+        assert await controller.apply.apply(larger, dry_run=True) == ("would set tiny: 1 prefill and 2 decode workers",)
+        assert roles(controller) == (1, 1)
+        assert await controller.apply.apply(larger, dry_run=False) == ("tiny: 1 prefill and 2 decode workers",)
+        assert roles(controller) == (1, 2)
+        scaled = yaml.safe_dump(spec | {"autoscaler": {"enabled": True, "dry_run": True}})
+        done = await controller.apply.apply(scaled, dry_run=False)
+        assert done == ("tiny: 1 prefill and 1 decode workers", "autoscaler: enabled True, dry_run True")
+        assert roles(controller) == (1, 1)
+        assert controller.autoscaling.status().mode == "dry_run"
+        await controller.apply.apply(yaml.safe_dump(spec), dry_run=False)
+        assert controller.autoscaling.status().mode == "off"
+
+
+async def test_pools_change_under_load_without_a_lost_or_changed_answer(
+    controller: Controller, expected: list[str]
+) -> None:
+    ratio = controller.live_ratio
+    await ratio.scale("", 1, 1)
+    async with load(controller, expected):
+        for _ in range(CYCLES):
+            assert len(await ratio.scale("", 1, 3)) == 2
+            assert roles(controller) == (1, 3)
+            changed = await ratio.scale("tiny", 3, 1)
+            assert all(each.endswith("becomes a prefill worker") for each in changed)
+            assert roles(controller) == (3, 1)
+            left = await ratio.scale("", 1, None)
+            assert all(each.endswith("leaves") for each in left)
+            assert roles(controller) == (1, 1)
+    assert await answers(controller) == expected
+
+
+@pytest.mark.soak_only
+async def test_rolling_restarts_fail_none_of_two_thousand_requests(controller: Controller) -> None:
+    await controller.live_ratio.scale("", 2, 2)
+    before = {name: slot.epoch for name, slot in controller.slots.items()}
+    clients = 4
+    left = iter(range(2000))
+    gaps_s: list[float] = []
+    undisturbed = [text for text, _ in await asyncio.gather(*(streamed_answer(controller, *ask) for ask in ASKS))]
+
+    async def client(number: int) -> None:
+        ask = number % len(ASKS)
+        for _ in left:
+            text, gap_s = await streamed_answer(controller, *ASKS[ask])
+            gaps_s.append(gap_s)
+            assert text == undisturbed[ask]
+
+    asking = asyncio.gather(*(client(number) for number in range(clients * len(ASKS))))
+    rolls = 0
+    while not asking.done():
+        for name in before:
+            await controller.live_ratio.drain(name, restart=True, move=True)
+        rolls += 1
+    await asking
+    assert len(gaps_s) == 2000
+    assert all(controller.slots[name].epoch != epoch for name, epoch in before.items())
+    print(f"{rolls} rolling restarts of {len(before)} workers under 2,000 requests; longest gap {max(gaps_s):.2f} s")
 
 
 async def test_what_cannot_be_is_refused_and_changes_nothing(controller: Controller) -> None:

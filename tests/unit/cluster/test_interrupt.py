@@ -69,17 +69,21 @@ def test_sigterm_lets_a_running_answer_end_before_the_cluster_does(
         (state,) = (tmp_path / "state" / "tandem").glob("*.json")
         url = f"http://{json.loads(state.read_text())['http']}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            ask = {"model": "tiny", "prompt": [5, 6, 7], "temperature": 0.0}
-            stream = client.completions.create(**ask, max_tokens=1500, stream=True)
+            stream = client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=1500, stream=True)
             chunks = [next(stream)]
             process.send_signal(signal.SIGTERM)
             wait_for(process, "stopping")
             with pytest.raises(openai.APIError):
-                for _ in range(1000):  # until it has heard of it; what it took before that, it answers
-                    client.completions.create(**ask, max_tokens=1)
+                ask_until_refused(client)
             chunks += stream
         assert chunks[-1].choices[0].finish_reason == "length"
         assert process.wait(60) == 0
+
+
+def ask_until_refused(client: openai.OpenAI) -> None:
+    """A router answers what it took before it heard of its end."""
+    for _ in range(1000):
+        client.completions.create(model="tiny", prompt=[5], max_tokens=1)
 
 
 def test_a_second_interrupt_ends_it_on_the_spot(tmp_path: Path) -> None:
