@@ -33,6 +33,7 @@ class SimulateFlags:
     decode_tp: int | None = None
     faults: tuple[str, ...] = ()
     json: bool = False
+    autoscale: bool = False
 
 
 def run_simulate(flags: SimulateFlags) -> int:
@@ -42,6 +43,7 @@ def run_simulate(flags: SimulateFlags) -> int:
         "models.0.decode.workers": flags.decode,
         "models.0.prefill.tp": flags.prefill_tp,
         "models.0.decode.tp": flags.decode_tp,
+        "autoscaler.enabled": True if flags.autoscale else None,
     }
     spec = load_spec(flags.config, changes)
     hardware = load_hardware(replace(flags.hardware, model=flags.hardware.model or spec.models[0].source))
@@ -111,6 +113,10 @@ def _lines(result: SimResult) -> list[str]:
         f"{result.output_tokens_per_s:.0f} output tokens/s",
         f"prefix cache: {result.hit_rate:.1%} of prompt tokens hit (an infinite cache: {result.possible_hit_rate:.1%})",
     ]
+    if result.role_changes:
+        changes = ", ".join(f"{at_s:.0f} s {prefill}P:{decode}D" for at_s, prefill, decode in result.role_changes[:8])
+        more = f" and {len(result.role_changes) - 8} more" if len(result.role_changes) > 8 else ""
+        lines.append(f"roles changed {len(result.role_changes)} times: {changes}{more}")
     if result.refusals:
         lines.append("refused: " + ", ".join(f"{count} {code}" for code, count in sorted(result.refusals.items())))
     if result.goodput_per_s is not None:

@@ -96,6 +96,7 @@ class SimResult:
     kv_bytes_moved: float
     pools: Mapping[str, PoolUse]
     complete: bool  # False: it was ended early, since its objectives were out of reach
+    role_changes: tuple[tuple[float, int, int], ...] = ()  # by the autoscaler: when, and the pools' sizes from then on
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -116,7 +117,7 @@ def summarize(trace: Trace, setup: Setup, slo: Slo, recorder: Recorder, fleet: S
     prompt_tokens = int(trace.prompt_tokens[finished].sum())
     workers = [*fleet.workers.values(), *fleet.gone]
     by_role = {role: [each for each in workers if each.role is role] for role, _ in setup.pools()}
-    pools = {role.value: _use(mine, float(last_s)) for role, mine in by_role.items()}
+    pools = {role.value: _use(mine, float(last_s)) for role, mine in by_role.items() if mine}
     return SimResult(
         trace=trace.name,
         notes=trace.notes,
