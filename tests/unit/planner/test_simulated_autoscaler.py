@@ -52,11 +52,9 @@ def goodput(result: SimResult) -> float:
     return result.goodput_per_s
 
 
-def test_pools_that_follow_the_load_do_better_than_any_that_do_not() -> None:
-    decode_rich, prefill_rich = (goodput(run(*layout)) for layout in ((1, 2), (2, 1)))
+def test_pools_that_follow_the_load_do_better_than_the_best_that_do_not() -> None:
     scaled = run(2, 1, autoscale=True)
-    assert goodput(scaled) >= 1.02 * decode_rich, scaled.role_changes
-    assert goodput(scaled) >= 1.15 * prefill_rich
+    assert goodput(scaled) >= 1.02 * goodput(run(1, 2)), scaled.role_changes
     assert [layout for _, *layout in scaled.role_changes] == [[1, 2], [2, 1]]
     followed_s = [at_s - PHASE_S * (phase + 1) for phase, (at_s, _, _) in enumerate(scaled.role_changes)]
     assert all(0 < each <= 15 for each in followed_s), followed_s
