@@ -47,7 +47,7 @@ def test_flags_hold_but_for_what_the_file_says_of_sizes() -> None:
     assert running.changed_by("") == running.spec
 
 
-@pytest.mark.parametrize("text", ["[1]", "models: [", "models: [{decode: {workers: many}}]", "unknown: 1"])
+@pytest.mark.parametrize("text", ["[1]", "models: [", "models: [{decode: {workers: many}}]", "unknown: 1", "?"])
 def test_what_is_no_spec_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         source().changed_by(text)
