@@ -69,7 +69,7 @@ def test_sigterm_lets_a_running_answer_end_before_the_cluster_does(
         (state,) = (tmp_path / "state" / "tandem").glob("*.json")
         url = f"http://{json.loads(state.read_text())['http']}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            stream = client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=1500, stream=True)
+            stream = client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=600, stream=True)
             chunks = [next(stream)]
             process.send_signal(signal.SIGTERM)
             wait_for(process, "stopping")
