@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from cluster.observed_load import ObservedLoad
 from cluster.resolve import ResolvedModel
-from planner.autoscaler import Action, Autoscaler, Decision, Limits, Objectives, View
+from planner.autoscaler import SETTLE_S, Action, Autoscaler, Decision, Limits, Objectives, View
 from planner.pool_forecast import Layout
 from tandem.config import ClusterSpec, ModelSpec, Role
 from tandem.errors import TandemError
@@ -82,6 +82,9 @@ class Autoscaling:
         if view is None:
             model.words = "no router answers"
             return
+        if not view.layout.decode:
+            model.words = "there is no decode worker"
+            return
         now_s = asyncio.get_running_loop().time()
         decision = model.policy.decide(view, now_s)
         model.words = decision.reason
@@ -108,7 +111,7 @@ class Autoscaling:
             Layout(*(sum(slot.role is role for slot in slots) for role in (Role.PREFILL, Role.DECODE))),
             model.load.load(loads[Role.PREFILL], loads[Role.DECODE]),
             model.load.capability(engine.max_running_requests, blocks * engine.block_tokens),
-            model.load.measured(model.changed_s),
+            model.load.measured(model.changed_s + SETTLE_S),
         )
 
     async def _act(self, model: _Model, decision: Decision) -> None:

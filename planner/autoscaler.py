@@ -26,6 +26,7 @@ MOST_PATIENCE = 64.0
 CORRECTIONS = (0.5, 4.0)  # of a prediction, by what was measured
 CORRECTION_WEIGHT = 0.2  # of the newest measurement
 LEAST_MEASURED = 5  # requests
+SETTLE_S = 5.0  # after a change: what is measured before that is of requests that came before it
 MISSED_SHARE = 0.1  # more of the requests miss an objective: it counts as reached, whatever was predicted
 
 
@@ -89,7 +90,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of requests that are not batch, since the last change or shorter."""
+    """Of requests that are not batch, since SETTLE_S after the last change or shorter."""
 
     requests: int = 0  # that had their first token
     ttft_s: float | None = None  # mean

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from planner.autoscaler import Action, Autoscaler, Limits, Measured, Objectives, View
+from planner.autoscaler import SETTLE_S, Action, Autoscaler, Limits, Measured, Objectives, View
 from planner.pool_forecast import Capability, Layout, Load
 from planner.simulator.events import EventLoop
 from planner.simulator.fleet import MODEL
@@ -86,8 +86,8 @@ class SimAutoscaler:
         return View(Layout(fleet.count(Role.PREFILL), fleet.count(Role.DECODE)), load, can, self._measured(now_s))
 
     def _measured(self, now_s: float) -> Measured:
-        """Of first tokens since the last change."""
-        since_s = max(now_s - WINDOW_S, self._changed_s)
+        """Of first tokens."""
+        since_s = max(now_s - WINDOW_S, self._changed_s + SETTLE_S)
         first_s = self._seen.first_token_s
         # Whoever has its first token now came lately.
         recent = int(np.searchsorted(self._trace.arrival_s, now_s - 6 * WINDOW_S))
