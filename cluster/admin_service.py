@@ -37,6 +37,7 @@ ALLOWED: dict[str, frozenset[Identity]] = {
         "RecordRequests": ADMINS,
         "Scale": ADMINS,
         "DrainWorker": ADMINS,
+        "Apply": ADMINS,
         "Shutdown": ADMINS,
     }.items()
 }
@@ -92,6 +93,7 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
             workers=workers,
             processes=[cluster_pb2.Process(name=process.name, pid=process.pid) for process in processes],
             router_ready=bool(routers) and all(router.state is RouterState.READY for router in routers),
+            autoscaler=controller.autoscaling.status(),
             routers=[
                 cluster_pb2.RouterStatus(
                     router_id=router.name,
@@ -177,6 +179,13 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         except TandemError as error:
             await abort(context, error)
         return cluster_pb2.DrainWorkerResponse()
+
+    async def Apply(self, request: cluster_pb2.ApplyRequest, context: Context) -> cluster_pb2.ApplyResponse:
+        try:
+            changes = await self._controller.apply.apply(request.spec, dry_run=request.dry_run)
+        except TandemError as error:
+            await abort(context, error)
+        return cluster_pb2.ApplyResponse(changes=changes)
 
     async def Shutdown(
         self, request: cluster_pb2.ShutdownRequest, context: Context

@@ -57,13 +57,15 @@ def up(
         str | None, typer.Option("--name", "--cluster", help="A name of its own lets a second cluster run.")
     ] = None,
     tls: Annotated[Path | None, typer.Option(help="Folder of `tandem certs`: TLS inside and at the edge.")] = None,
+    autoscale: Annotated[bool, typer.Option("--autoscale", help="Let the pools follow the traffic.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="The autoscaler decides, but changes nothing.")] = False,
 ) -> None:
     """Start a cluster and stay up until Ctrl-C."""
     from cluster.commands.up import UpFlags, run_up
 
     flags = UpFlags(
         config, model, prefill, decode, prefill_tp, decode_tp, routers, http_port, grpc_port, admin_port, backend,
-        redis_url, disaggregation, name, tls,
+        redis_url, disaggregation, name, tls, autoscale, dry_run,
     )  # fmt: skip
     raise typer.Exit(run_up(flags))
 
@@ -166,6 +168,36 @@ def drain(
     from cluster.commands.live_ratio import run_drain
 
     raise typer.Exit(run_drain(worker, restart, wait, find_admin(address, cluster, tls)))
+
+
+@app.command()
+def restart(
+    model: Annotated[str | None, typer.Option(help="Only the workers of this served name.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Let requests end instead of moving them.")] = False,
+    address: Address = None,
+    cluster: ClusterName = None,
+    tls: Tls = None,
+) -> None:
+    """Restart every worker, one after the other, without losing a request."""
+    from cluster.admin_client import find_admin
+    from cluster.commands.live_ratio import run_restart
+
+    raise typer.Exit(run_restart(model, wait, find_admin(address, cluster, tls)))
+
+
+@app.command()
+def apply(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The changed cluster spec (YAML).")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")] = False,
+    address: Address = None,
+    cluster: ClusterName = None,
+    tls: Tls = None,
+) -> None:
+    """Make a running cluster what a changed spec says; refused where that needs a restart."""
+    from cluster.admin_client import find_admin
+    from cluster.commands.apply import run_apply
+
+    raise typer.Exit(run_apply(file, dry_run, find_admin(address, cluster, tls)))
 
 
 @app.command()

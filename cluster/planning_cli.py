@@ -64,6 +64,7 @@ def simulate(
         list[str] | None, typer.Option(help="worker:decode-0@30+10, redis@30+20 or link:prefill-0@30+20*8.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    autoscale: Annotated[bool, typer.Option("--autoscale", help="Roles follow the traffic.")] = False,
 ) -> None:
     """Run a trace through a simulated cluster: latencies, objectives met, use of workers and links."""
     from cluster.commands.planning import HardwareFlags, TrafficFlags
@@ -75,7 +76,8 @@ def simulate(
     )
     hardware = HardwareFlags(model or "", device, cost, None, element_bytes)
     flags = SimulateFlags(
-        traffic, hardware, Slo(ttft, tpot), config, prefill, decode, prefill_tp, decode_tp, tuple(fault or ()), json
+        traffic, hardware, Slo(ttft, tpot), config, prefill, decode, prefill_tp, decode_tp, tuple(fault or ()), json,
+        autoscale,
     )
     raise typer.Exit(run_simulate(flags))
 

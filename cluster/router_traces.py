@@ -4,6 +4,7 @@ router that took it."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from tandem.v1 import cluster_pb2, trace_pb2, trace_pb2_grpc
 TIMEOUT_S = 5.0
 RETRY_S = 1.0
 WAITING_REQUESTS = 1024  # between routers and a caller who reads more slowly; routers count what they then leave out
+DEMAND_TIMEOUT_S = 2.0
+
+log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
@@ -80,6 +84,21 @@ class RouterTraces:
     async def snapshots(self) -> cluster_pb2.ListSnapshotsResponse:
         answers = await asyncio.gather(*(self._snapshot(name) for name in self.addresses))
         return cluster_pb2.ListSnapshotsResponse(snapshots=_found(answers))
+
+    async def demands(self) -> dict[str, trace_pb2.RouterDemand]:
+        """Of the routers that answered."""
+        answers = await asyncio.gather(*(self._demand(name) for name in self.addresses))
+        return {name: each for name, each in zip(self.addresses, answers, strict=True) if each is not None}
+
+    async def _demand(self, name: str) -> trace_pb2.RouterDemand | None:
+        async with grpc.aio.insecure_channel(self.addresses[name]) as channel:
+            stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
+            request = trace_pb2.GetDemandRequest()
+            try:
+                return await stub.GetDemand(request, timeout=DEMAND_TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
+            except grpc.aio.AioRpcError as error:
+                log.info("%s", _told(name, error).message)
+                return None
 
     async def _snapshot(self, name: str) -> trace_pb2.RouterSnapshot | TandemError:
         async with grpc.aio.insecure_channel(self.addresses[name]) as channel:

@@ -41,11 +41,25 @@ def load_spec(
     Raises:
         ConfigError: a line for each mistake, naming the field, what was expected and what came.
     """
-    tree = _read(path) if path is not None else {}
+    return _validated(_read(path) if path is not None else {}, flags or {}, environ)
+
+
+def spec_of_text(
+    text: str, below: Mapping[str, Any], flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+) -> ClusterSpec:
+    """As `load_spec`, of a file's text; `below` holds where the file says nothing. Raises ConfigError."""
+    tree = _parsed(text, "FILE")
+    for dotted, value in below.items():
+        if not _says(tree, dotted.split(".")):
+            _put(tree, dotted.split("."), value, given_by=dotted)
+    return _validated(tree, flags, environ)
+
+
+def _validated(tree: Tree, flags: Mapping[str, Any], environ: Mapping[str, str]) -> ClusterSpec:
     for name, text in sorted(environ.items()):
         if (parts := _field_of(name)) is not None:
             _put(tree, parts, _value(name, text), given_by=name)
-    for dotted, value in (flags or {}).items():
+    for dotted, value in flags.items():
         if value is not None:
             _put(tree, dotted.split("."), value, given_by=dotted)
     try:
@@ -56,16 +70,35 @@ def load_spec(
 
 def _read(path: Path) -> Tree:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return _parsed(path.read_text(encoding="utf-8"), f"--config: {path}")
     except OSError as error:
         raise ConfigError(f"--config: {path}: {error.strerror}", field="--config") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"--config: {path}: expected YAML: {_flat(error)}", field="--config") from None
+
+
+def _parsed(text: str, where: str) -> Tree:
+    field = where.partition(":")[0]
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: expected YAML: {_flat(error)}", field=field) from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"--config: {path}: expected a mapping, got {type(tree).__name__}", field="--config")
+        raise ConfigError(f"{where}: expected a mapping, got {type(tree).__name__}", field=field)
     return tree
+
+
+def _says(tree: Any, path: Sequence[str]) -> bool:
+    for part in path:
+        if isinstance(tree, list) and part.isdigit() and int(part) < len(tree):
+            tree = tree[int(part)]
+        elif isinstance(tree, dict) and part in tree:
+            tree = tree[part]
+        else:
+            return False
+    return True
 
 
 def _field_of(variable: str) -> list[str] | None:

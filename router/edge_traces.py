@@ -21,15 +21,21 @@ SECRET_KEY = "tandem-controller-secret"
 
 
 class TracesEdge(TracesServicer):
-    """Args: `snapshot` gives the router's own view; `secret` is what the controller gave this router when it started
-    it; None: nobody is answered."""
+    """Args: `snapshot` gives the router's own view, `demand` what clients ask of it; `secret` is what the controller
+    gave this router when it started it; None: nobody is answered."""
 
     def __init__(
-        self, traces: TraceStore, tap: RequestTap, snapshot: Callable[[], bytes], secret: str | None
+        self,
+        traces: TraceStore,
+        tap: RequestTap,
+        snapshot: Callable[[], bytes],
+        demand: Callable[[], trace_pb2.RouterDemand],
+        secret: str | None,
     ) -> None:
         self._traces = traces
         self._tap = tap
         self._snapshot = snapshot
+        self._demand = demand
         self._secret = secret
 
     async def GetTrace(self, request: trace_pb2.GetTraceRequest, context: Any) -> trace_pb2.RequestTrace:
@@ -58,6 +64,10 @@ class TracesEdge(TracesServicer):
     async def GetSnapshot(self, request: trace_pb2.GetSnapshotRequest, context: Any) -> trace_pb2.RouterSnapshot:
         await self._check(context)
         return trace_pb2.RouterSnapshot(json=self._snapshot())
+
+    async def GetDemand(self, request: trace_pb2.GetDemandRequest, context: Any) -> trace_pb2.RouterDemand:
+        await self._check(context)
+        return self._demand()
 
     async def _check(self, context: Any) -> None:
         shown = dict(context.invocation_metadata() or ()).get(SECRET_KEY, "")

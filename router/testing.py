@@ -385,6 +385,9 @@ class StubController(ClusterServicer):
     ) -> cluster_pb2.DrainWorkerResponse:
         raise NotImplementedError("only the half of a controller that routers follow")
 
+    async def Apply(self, request: cluster_pb2.ApplyRequest, context: Any) -> cluster_pb2.ApplyResponse:
+        raise NotImplementedError("only the half of a controller that routers follow")
+
     async def Register(self, request: cluster_pb2.RegisterRequest, context: Any) -> cluster_pb2.RegisterResponse:
         return cluster_pb2.RegisterResponse()
 

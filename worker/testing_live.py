@@ -91,6 +91,9 @@ class Directory(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.DrainWorkerResponse:
         raise NotImplementedError("only the membership half of a controller")
 
+    async def Apply(self, request: cluster_pb2.ApplyRequest, context: Any) -> cluster_pb2.ApplyResponse:
+        raise NotImplementedError("only the membership half of a controller")
+
     async def GetTrace(self, request: trace_pb2.GetTraceRequest, context: Any) -> trace_pb2.RequestTrace:
         raise NotImplementedError("only the membership half of a controller")
 

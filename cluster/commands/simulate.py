@@ -35,6 +35,7 @@ class SimulateFlags:
     decode_tp: int | None = None
     faults: tuple[str, ...] = ()
     json: bool = False
+    autoscale: bool = False
 
 
 def run_simulate(flags: SimulateFlags) -> int:
@@ -44,6 +45,7 @@ def run_simulate(flags: SimulateFlags) -> int:
         "models.0.decode.workers": flags.decode,
         "models.0.prefill.tp": flags.prefill_tp,
         "models.0.decode.tp": flags.decode_tp,
+        "autoscaler.enabled": True if flags.autoscale else None,
     }
     spec = load_spec(flags.config, changes)
     hardware = load_hardware(replace(flags.hardware, model=flags.hardware.model or spec.models[0].source))
@@ -106,7 +108,12 @@ def _pools(result: SimResult) -> Table:
 
 def _lines(result: SimResult) -> list[str]:
     moved = f"{result.migrated} requests moved on after a fault; {result.local_prefills} local prefills"
-    return [*outcome_lines(result), moved]
+    lines = [*outcome_lines(result), moved]
+    if result.role_changes:
+        changes = ", ".join(f"{at_s:.0f} s {prefill}P:{decode}D" for at_s, prefill, decode in result.role_changes[:8])
+        more = f" and {len(result.role_changes) - 8} more" if len(result.role_changes) > 8 else ""
+        lines.append(f"roles changed {len(result.role_changes)} times: {changes}{more}")
+    return lines
 
 
 def outcome_lines(result: Outcome) -> list[str]:

@@ -34,6 +34,7 @@ class SimResult(Outcome):
     migrations: int
     local_prefills: int
     pools: Mapping[str, PoolUse]
+    role_changes: tuple[tuple[float, int, int], ...] = ()  # by the autoscaler: when, and the pools' sizes from then on
 
 
 def summarize(trace: Trace, setup: Setup, slo: Slo, recorder: Recorder, fleet: SimFleet) -> SimResult:
@@ -46,7 +47,7 @@ def summarize(trace: Trace, setup: Setup, slo: Slo, recorder: Recorder, fleet: S
         migrated=int((recorder.migrations > 0).sum()),
         migrations=int(recorder.migrations.sum()),
         local_prefills=recorder.local_prefills,
-        pools={role.value: _use(mine, fields["seconds"]) for role, mine in by_role.items()},
+        pools={role.value: _use(mine, fields["seconds"]) for role, mine in by_role.items() if mine},
     )
 
 

@@ -81,6 +81,11 @@ class ClusterStub(object):
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.Apply = channel.unary_unary(
+                '/tandem.v1.Cluster/Apply',
+                request_serializer=tandem_dot_v1_dot_cluster__pb2.ApplyRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_cluster__pb2.ApplyResponse.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/tandem.v1.Cluster/Shutdown',
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.ShutdownRequest.SerializeToString,
@@ -154,6 +159,14 @@ class ClusterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Apply(self, request, context):
+        """Makes the running cluster what a changed spec says. Refused with FAILED_PRECONDITION, naming the fields, when that
+        needs a restart; then nothing was changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Shutdown(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -207,6 +220,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'Apply': grpc.unary_unary_rpc_method_handler(
+                    servicer.Apply,
+                    request_deserializer=tandem_dot_v1_dot_cluster__pb2.ApplyRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_cluster__pb2.ApplyResponse.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -458,6 +476,33 @@ class Cluster(object):
             '/tandem.v1.Cluster/DrainWorker',
             tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
             tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Apply(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/Apply',
+            tandem_dot_v1_dot_cluster__pb2.ApplyRequest.SerializeToString,
+            tandem_dot_v1_dot_cluster__pb2.ApplyResponse.FromString,
             options,
             channel_credentials,
             insecure,

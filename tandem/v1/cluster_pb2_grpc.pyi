@@ -53,6 +53,10 @@ class ClusterStub:
     """
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]
     """Takes a worker out of the cluster, or through a new life, without losing a request."""
+    Apply: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ApplyRequest, _cluster_pb2.ApplyResponse]
+    """Makes the running cluster what a changed spec says. Refused with FAILED_PRECONDITION, naming the fields, when that
+    needs a restart; then nothing was changed.
+    """
     Shutdown: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]
 
 @_typing.type_check_only
@@ -79,6 +83,10 @@ class ClusterAsyncStub(ClusterStub):
     """
     DrainWorker: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Takes a worker out of the cluster, or through a new life, without losing a request."""
+    Apply: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ApplyRequest, _cluster_pb2.ApplyResponse]  # type: ignore[assignment]
+    """Makes the running cluster what a changed spec says. Refused with FAILED_PRECONDITION, naming the fields, when that
+    needs a restart; then nothing was changed.
+    """
     Shutdown: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]  # type: ignore[assignment]
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
@@ -156,6 +164,16 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.DrainWorkerResponse, _abc.Awaitable[_cluster_pb2.DrainWorkerResponse]]:
         """Takes a worker out of the cluster, or through a new life, without losing a request."""
+
+    @_abc_1.abstractmethod
+    def Apply(
+        self,
+        request: _cluster_pb2.ApplyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.ApplyResponse, _abc.Awaitable[_cluster_pb2.ApplyResponse]]:
+        """Makes the running cluster what a changed spec says. Refused with FAILED_PRECONDITION, naming the fields, when that
+        needs a restart; then nothing was changed.
+        """
 
     @_abc_1.abstractmethod
     def Shutdown(

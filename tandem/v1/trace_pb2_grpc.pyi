@@ -41,6 +41,8 @@ class TracesStub:
     GetSnapshot: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetSnapshotRequest, _trace_pb2.RouterSnapshot]
     RecordRequests: _grpc.UnaryStreamMultiCallable[_trace_pb2.RecordRequestsRequest, _trace_pb2.LoggedRequest]
     """Requests as they end, until the caller has enough. RESOURCE_EXHAUSTED when too many listen already."""
+    GetDemand: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetDemandRequest, _trace_pb2.RouterDemand]
+    """What clients ask of this router, for the autoscaler."""
 
 @_typing.type_check_only
 class TracesAsyncStub(TracesStub):
@@ -55,6 +57,8 @@ class TracesAsyncStub(TracesStub):
     GetSnapshot: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetSnapshotRequest, _trace_pb2.RouterSnapshot]  # type: ignore[assignment]
     RecordRequests: _aio.UnaryStreamMultiCallable[_trace_pb2.RecordRequestsRequest, _trace_pb2.LoggedRequest]  # type: ignore[assignment]
     """Requests as they end, until the caller has enough. RESOURCE_EXHAUSTED when too many listen already."""
+    GetDemand: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetDemandRequest, _trace_pb2.RouterDemand]  # type: ignore[assignment]
+    """What clients ask of this router, for the autoscaler."""
 
 class TracesServicer(metaclass=_abc_1.ABCMeta):
     """Where the time of single requests went, as one router knows it: of the last requests that ended. On the router's gRPC
@@ -90,5 +94,13 @@ class TracesServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trace_pb2.LoggedRequest], _abc.AsyncIterator[_trace_pb2.LoggedRequest]]:
         """Requests as they end, until the caller has enough. RESOURCE_EXHAUSTED when too many listen already."""
+
+    @_abc_1.abstractmethod
+    def GetDemand(
+        self,
+        request: _trace_pb2.GetDemandRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trace_pb2.RouterDemand, _abc.Awaitable[_trace_pb2.RouterDemand]]:
+        """What clients ask of this router, for the autoscaler."""
 
 def add_TracesServicer_to_server(servicer: TracesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
