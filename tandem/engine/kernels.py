@@ -1,0 +1,58 @@
+"""Whose kernels a rank computes with: the native ones where they are wanted, known to be right and able, else torch's."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from tandem.config import EngineSpec
+from tandem.engine.kv_pool import DTYPES
+from tandem.engine.native_attention import knows
+from tandem.errors import ConfigError
+from tandem.kvcache.layout import KvPoolLayout
+from tandem.model.ops import is_native
+from tandem.native.check import checked_kernels
+from tandem.native.library import Kernels
+
+logger = logging.getLogger(__name__)
+
+
+def choose_kernels(spec: EngineSpec, layout: KvPoolLayout) -> Kernels | None:
+    """None: torch's own.
+
+    Raises ConfigError naming the field where the configuration needs native kernels and there can be none.
+    """
+    needed_by = _needed_by(spec)
+    if spec.kernels == "torch":
+        if needed_by:
+            raise _unsupported(needed_by, "engine.kernels auto or native", "torch")
+        return None
+    if not is_native(DTYPES[spec.dtype], torch.device(spec.device)):
+        if needed_by:
+            raise _unsupported(needed_by, "device cpu and dtype float32", f"{spec.device} and {spec.dtype}")
+        return None
+    if not knows(layout):
+        if needed_by:
+            raise _unsupported(needed_by, "a head_dim that is a multiple of 8", str(layout.head_dim))
+        return None
+    try:
+        return checked_kernels(spec.threads_per_rank)
+    except ConfigError as error:
+        if needed_by:
+            raise ConfigError(f"{needed_by}: {error}", field=needed_by) from error
+        logger.warning("torch computes alone, more slowly: %s", error)
+        return None
+
+
+def _needed_by(spec: EngineSpec) -> str | None:
+    """The field that asks for what only native kernels can do."""
+    if spec.weights != "dense":
+        return "engine.weights"
+    if spec.batch_invariant:
+        return "engine.batch_invariant"
+    return "engine.kernels" if spec.kernels == "native" else None
+
+
+def _unsupported(field: str, expected: str, got: str) -> ConfigError:
+    return ConfigError(f"{field}: expected {expected} with it, got {got}", field=field)
