@@ -12,6 +12,7 @@
 #define PANEL 16          /* outputs that lie side by side in a packed matrix: two vectors */
 #define MOST_ROWS 6       /* rows at a time: 12 sums stay in registers */
 #define ROW_BYTES 163840  /* of rows that are multiplied by all panels before the next ones: they stay in L2 */
+#define AT_ONCE(panels) ((panels) / (8 * threads) + 1) /* in small parts: a thread may have to wait for a core */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef int64_t size;
@@ -141,7 +142,7 @@ void tandem_linear_i8(const float *x, size m, size k, const int8_t *w, const flo
     for (size r = 0; r < m; r++) x_scale[r] = quantise_row(x + r * k, scratch + r * even, k, most);
     for (size first = 0; first < m; first += block) {
       const size rows = m - first < block ? m - first : block, tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(dynamic, AT_ONCE(panels)) nowait
       for (size p = 0; p < panels; p++) {
         const size columns = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
         for (size t = 0, r = 0; t < tiles; t++) {
@@ -204,7 +205,7 @@ void tandem_linear_f32(const float *x, size m, size k, const float *w, const flo
 #pragma omp parallel num_threads(threads)
   for (size first = 0; first < m; first += block) {
     const size rows = m - first < block ? m - first : block, tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(dynamic, AT_ONCE(panels)) nowait
     for (size p = 0; p < panels; p++) {
       const size columns = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
       for (size from = 0; from < k; from += STRETCH) {
@@ -376,24 +377,23 @@ INLINE void add_values(float *sums, const float *weights, const uint8_t *values,
   }
 }
 
-/* One query head of one token: softmax over keys [first, last], in order. scores: room for them and 2 blocks more. */
-INLINE void attend_one(const float *q, const uint8_t *keys_of_head, size block_bytes, size v_offset,
-                       const int64_t *table, size first, size last, size block_tokens, size dim, float scale,
-                       float softcap, float *scores, float *out, const int int8) {
-  const size cell = cell_bytes(dim, int8), first_block = first / block_tokens, last_block = last / block_tokens;
-  const size base = first_block * block_tokens, count = (last_block + 1) * block_tokens - base;
-  for (size b = first_block; b <= last_block; b++) {
-    const uint8_t *keys = keys_of_head + table[b] * block_bytes;
-    float *to = scores + b * block_tokens - base;
-    for (size j = 0; j < block_tokens; j += 8) dot8(q, keys + j * cell, dim, scale, to + j, int8);
-  }
+enum { QUERIES = 16 }; /* that go over a block of keys while it is in L1 */
+
+typedef struct {
+  const float *q;
+  float *scores, *out;
+  size first, last; /* keys it sees */
+} query;
+
+/* Softmax over scores [base, ..) in whole blocks, of which [first, last] count; returns what the weights sum up to. */
+INLINE float soften(float *scores, size before, size seen, size count, float softcap) {
   if (softcap > 0)
     for (size j = 0; j < count; j += 8) {
       __m256 v = tanh8(_mm256_mul_ps(_mm256_loadu_ps(scores + j), _mm256_set1_ps(1.0f / softcap)));
       _mm256_storeu_ps(scores + j, _mm256_mul_ps(v, _mm256_set1_ps(softcap)));
     }
-  for (size j = 0; j < first - base; j++) scores[j] = -INFINITY;
-  for (size j = last - base + 1; j < count; j++) scores[j] = -INFINITY;
+  for (size j = 0; j < before; j++) scores[j] = -INFINITY;
+  for (size j = before + seen; j < count; j++) scores[j] = -INFINITY;
   __m256 top = _mm256_set1_ps(-INFINITY), sum = _mm256_setzero_ps();
   for (size j = 0; j < count; j += 8) top = _mm256_max_ps(_mm256_loadu_ps(scores + j), top);
   top = _mm256_set1_ps(max8(top));
@@ -404,44 +404,85 @@ INLINE void attend_one(const float *q, const uint8_t *keys_of_head, size block_b
     sum = _mm256_add_ps(sum, e);
     _mm256_storeu_ps(scores + j, e);
   }
-  memset(out, 0, dim * sizeof(float));
-  for (size b = first_block; b <= last_block; b++) {
-    const size from = b == first_block ? first : b * block_tokens;
-    const size to = b == last_block ? last + 1 : (b + 1) * block_tokens;
-    const uint8_t *values = keys_of_head + table[b] * block_bytes + v_offset + (from - b * block_tokens) * cell;
-    add_values(out, scores + from - base, values, to - from, dim, int8);
+  return sum8(sum);
+}
+
+/* Some queries of one request and one KV head: each over its keys, block by block in order. `keys`: of this head in
+   block 0 of the layer; values lie v_offset behind. */
+INLINE void attend_some(const query *all, int queries, const uint8_t *keys, size block_bytes, size v_offset,
+                        const int64_t *table, size block_tokens, size dim, float scale, float softcap, const int int8) {
+  const size cell = cell_bytes(dim, int8);
+  size from = all[0].first, to = all[0].last;
+  for (int n = 1; n < queries; n++) {
+    if (all[n].first < from) from = all[n].first;
+    if (all[n].last > to) to = all[n].last;
   }
-  const __m256 by = _mm256_set1_ps(1.0f / sum8(sum));
-  for (size i = 0; i < dim; i += 8) _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_loadu_ps(out + i), by));
+  for (size b = from / block_tokens; b <= to / block_tokens; b++)
+    for (int n = 0; n < queries; n++) {
+      const size begin = all[n].first / block_tokens;
+      if (b < begin || b > all[n].last / block_tokens) continue;
+      for (size j = 0; j < block_tokens; j += 8)
+        dot8(all[n].q, keys + table[b] * block_bytes + j * cell, dim, scale,
+             all[n].scores + (b - begin) * block_tokens + j, int8);
+    }
+  float sums[QUERIES];
+  for (int n = 0; n < queries; n++) {
+    const size base = all[n].first / block_tokens * block_tokens;
+    const size count = (all[n].last / block_tokens + 1) * block_tokens - base;
+    sums[n] = soften(all[n].scores, all[n].first - base, all[n].last - all[n].first + 1, count, softcap);
+    memset(all[n].out, 0, dim * sizeof(float));
+  }
+  for (size b = from / block_tokens; b <= to / block_tokens; b++)
+    for (int n = 0; n < queries; n++) {
+      const size begin = all[n].first / block_tokens, end = all[n].last / block_tokens;
+      if (b < begin || b > end) continue;
+      const size skip = b == begin ? all[n].first % block_tokens : 0;
+      const size stop = b == end ? all[n].last % block_tokens + 1 : block_tokens;
+      add_values(all[n].out, all[n].scores + (b - begin) * block_tokens + skip,
+                 keys + table[b] * block_bytes + v_offset + skip * cell, stop - skip, dim, int8);
+    }
+  for (int n = 0; n < queries; n++) {
+    const __m256 by = _mm256_set1_ps(1.0f / sums[n]);
+    for (size i = 0; i < dim; i += 8)
+      _mm256_storeu_ps(all[n].out + i, _mm256_mul_ps(_mm256_loadu_ps(all[n].out + i), by));
+  }
 }
 
 /* out [tokens, heads, dim]: each token's queries over its request's keys up to its own position, read where they lie.
 
    q [tokens, heads, dim], tokens q_stride apart; tables [.., width] block numbers; table_of, positions [tokens]; window
-   0: none; scratch [threads, scratch_floats]. dim and block_tokens are multiples of 8. */
+   0: none; scratch [threads, QUERIES, longest], where `longest` whole blocks hold the keys of any token. dim and
+   block_tokens are multiples of 8. */
 void tandem_attend(const uint8_t *layer, size block_bytes, const float *q, size q_stride, const int64_t *tables,
                    size width, const int64_t *table_of, const int64_t *positions, size tokens, size heads,
                    size kv_heads, size block_tokens, size dim, size window, float scale, float softcap, int int8,
-                   float *scratch, size scratch_floats, float *out, int threads) {
+                   float *scratch, size longest, float *out, int threads) {
   const size per_kv = heads / kv_heads, head_bytes = block_tokens * cell_bytes(dim, int8);
+  const size tile = per_kv >= QUERIES ? 1 : QUERIES / per_kv, tiles = (tokens + tile - 1) / tile;
 #pragma omp parallel num_threads(threads)
   {
-    float *scores = scratch + omp_get_thread_num() * scratch_floats;
-    /* Neighbours in this order read the same keys. */
-#pragma omp for schedule(dynamic, 4)
-    for (size item = 0; item < tokens * kv_heads; item++) {
-      const size h = item / tokens, t = item % tokens, last = positions[t];
-      const size first = window && last + 1 > window ? last + 1 - window : 0;
-      for (size g = h * per_kv; g < (h + 1) * per_kv; g++) {
-        const float *query = q + t * q_stride + g * dim;
-        float *to = out + (t * heads + g) * dim;
+    float *scores = scratch + omp_get_thread_num() * QUERIES * longest;
+    query some[QUERIES];
+#pragma omp for schedule(dynamic, 1)
+    for (size item = 0; item < tiles * kv_heads; item++) {
+      const size h = item / tiles, end = (item % tiles + 1) * tile < tokens ? (item % tiles + 1) * tile : tokens;
+      const uint8_t *keys = layer + h * head_bytes;
+      int held = 0;
+      for (size t = item % tiles * tile; t < end; t++) {
         const int64_t *table = tables + table_of[t] * width;
-        if (int8)
-          attend_one(query, layer + h * head_bytes, block_bytes, kv_heads * head_bytes, table, first, last,
-                     block_tokens, dim, scale, softcap, scores, to, 1);
-        else
-          attend_one(query, layer + h * head_bytes, block_bytes, kv_heads * head_bytes, table, first, last,
-                     block_tokens, dim, scale, softcap, scores, to, 0);
+        for (size g = h * per_kv; g < (h + 1) * per_kv; g++) {
+          some[held] = (query){q + t * q_stride + g * dim, scores + held * longest, out + (t * heads + g) * dim,
+                               window && positions[t] + 1 > window ? positions[t] + 1 - window : 0, positions[t]};
+          held++;
+          const int last_of_request = g + 1 == (h + 1) * per_kv && (t + 1 == end || table_of[t + 1] != table_of[t]);
+          if (held == QUERIES || last_of_request) {
+            if (int8)
+              attend_some(some, held, keys, block_bytes, kv_heads * head_bytes, table, block_tokens, dim, scale, softcap, 1);
+            else
+              attend_some(some, held, keys, block_bytes, kv_heads * head_bytes, table, block_tokens, dim, scale, softcap, 0);
+            held = 0;
+          }
+        }
       }
     }
   }

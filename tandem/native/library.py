@@ -15,6 +15,7 @@ from tandem.native.build import library_path
 
 PANEL: Final = 16  # outputs that lie side by side in a packed matrix
 LANES: Final = 8  # fp32 numbers of a vector
+_QUERIES: Final = 16  # whose scores a thread holds at a time
 _INT32_MAX: Final = 2**31 - 1
 _INT16_MAX: Final = 2**15 - 1
 _SIGNATURES: Final = {
@@ -142,7 +143,7 @@ class Kernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x fp32 [..., width] → the same, contiguous. Leading dimensions lie one row after the other."""
         width = weight.shape[0]
-        rows = _floats(x.reshape(-1, width), width)
+        rows = _floats(x if x.dim() == 2 else x.reshape(-1, width), width)
         out = torch.empty(x.shape)
         self._c.tandem_rms_norm(
             rows.data_ptr(), width, weight.data_ptr(), out.data_ptr(), rows.shape[0], width, eps, self._threads
@@ -201,15 +202,15 @@ class Kernels:
         tokens, heads, head_dim = q.shape
         if q.stride(2) != 1 or q.stride(1) != head_dim:
             q = q.contiguous()
-        room = _up(longest + 1, cells.block_tokens) + 2 * cells.block_tokens
-        if self._scores.numel() < room * self._threads:
-            self._scores = torch.empty(2 * room * self._threads)
+        room = _up(longest + 1, cells.block_tokens)
+        if self._scores.numel() < room * _QUERIES * self._threads:
+            self._scores = torch.empty(2 * room * _QUERIES * self._threads)
         out = torch.empty(tokens, heads * head_dim)
         self._c.tandem_attend(
             cells.address, cells.block_bytes, q.data_ptr(), q.stride(0), tables.data_ptr(), tables.shape[1],
             table_of.data_ptr(), positions.data_ptr(), tokens, heads, cells.kv_heads, cells.block_tokens, head_dim,
             window or 0, scale, softcap or 0.0, int(cells.int8),
-            self._scores.data_ptr(), self._scores.numel() // self._threads, out.data_ptr(), self._threads,
+            self._scores.data_ptr(), room, out.data_ptr(), self._threads,
         )  # fmt: skip
         return out
 
