@@ -42,6 +42,9 @@ class EngineSpec(Frozen):
     weights: Literal["dense", "int8"] = Field(
         "dense", description="Projections in `dtype`, or in int8 with one scale for each output (CPU, float32)."
     )
+    kv_dtype: Literal["auto", "int8"] = Field(
+        "auto", description="Of the KV cache: `dtype`, or int8 with a scale for each token and head (CPU, float32)."
+    )
     kernels: Literal["auto", "native", "torch"] = Field(
         "auto", description="On CPU in float32: native ones, built with the C compiler when first used, or torch's own."
     )
@@ -67,6 +70,10 @@ class EngineSpec(Frozen):
     peak_memory_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="Of one rank's device: MBU is a share of it; unset: measured at start."
     )
+
+    @property
+    def pool_dtype(self) -> str:
+        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
 
 
 class ModelSpec(Frozen):

@@ -34,7 +34,7 @@ def choose_kernels(spec: EngineSpec, layout: KvPoolLayout) -> Kernels | None:
         return None
     if not knows(layout):
         if needed_by:
-            raise _unsupported(needed_by, "a head_dim that is a multiple of 8", str(layout.head_dim))
+            raise _unsupported(needed_by, "a model whose head_dim is a multiple of 8", "another")
         return None
     try:
         return checked_kernels(spec.threads_per_rank)
@@ -49,6 +49,8 @@ def _needed_by(spec: EngineSpec) -> str | None:
     """The field that asks for what only native kernels can do."""
     if spec.weights != "dense":
         return "engine.weights"
+    if spec.kv_dtype != "auto":
+        return "engine.kv_dtype"
     if spec.batch_invariant:
         return "engine.batch_invariant"
     return "engine.kernels" if spec.kernels == "native" else None

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from tandem.engine.step import SequenceStep
-from tandem.kvcache.layout import KvPoolLayout
+from tandem.kvcache.layout import KvPoolLayout, cell_width
 from tandem.model.decoder import AttentionTerms
 from tandem.native.library import LANES, Cells, Kernels
 
 
 def knows(layout: KvPoolLayout) -> bool:
     """Whether the kernels can attend over pools of this layout."""
-    return layout.dtype in ("float32", "int8") and layout.head_dim % LANES == 0 and layout.block_tokens % LANES == 0
+    head_dim = layout.head_dim - cell_width(0, layout.dtype)
+    return layout.dtype in ("float32", "int8") and head_dim % LANES == 0 and layout.block_tokens % LANES == 0
 
 
 class NativeStepAttention:
@@ -34,7 +35,7 @@ class NativeStepAttention:
         self._kernels = kernels
         self._layout = layout
         self._terms = terms
-        self._address = pool.data_ptr()
+        self._pool = pool  # kept: the kernels know its address alone
         counts = np.array([len(sequence.token_ids) for sequence in sequences])
         starts = np.array([sequence.start for sequence in sequences])
         tables = np.zeros((len(sequences), max(len(sequence.blocks) for sequence in sequences)), dtype=np.int64)
@@ -53,8 +54,8 @@ class NativeStepAttention:
         """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
         layout, terms = self._layout, self._terms
         cells = Cells(
-            self._address + layer * layout.layer_bytes, layout.block_bytes, layout.kv_heads, layout.block_tokens,
-            layout.head_dim, layout.dtype == "int8",
+            self._pool.data_ptr() + layer * layout.layer_bytes, layout.block_bytes, layout.kv_heads, layout.block_tokens,
+            q.shape[2], layout.dtype == "int8",
         )  # fmt: skip
         self._kernels.store_kv(cells, k, v, self._blocks, self._offsets)
         return self._kernels.attend(
