@@ -11,6 +11,7 @@ reference. docs/performance.md explains each figure.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import tempfile
@@ -21,17 +22,22 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
 from benchmarks.engine_peers import Peer, find_peer
 from benchmarks.handoff_figures import Figure
 from tandem.config import DEMO_MODEL, EngineSpec
 from tandem.engine.factory import Rank, build_rank
 from tandem.engine.peaks import DevicePeaks, device_peaks
-from tandem.engine.testing import NoExport, make_request
+from tandem.engine.testing import EngineDriver, NoExport, make_request
 from tandem.model_store import pull
 from tandem.request import SamplingParams
 from tandem.testing import random_prompt, write_tiny_llama
 
 OVERHEAD_TARGET_MS = 1.0
+TEXT = Path(__file__).with_name("perplexity.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,9 @@ class Bench:
         """The same each time, so that after the first time both find them in their caches and soon decode."""
         vocab = self.rank("fp32").config.vocab_size
         return [random_prompt(self.sizes.context, vocab, number) for number in range(batch)]
+
+    def tokenizer_ids(self, text: str) -> list[int]:
+        return Tokenizer.from_file(str(self.folder / "tokenizer.json")).encode(text).ids[: 4 * self.sizes.context]
 
     def peaks(self) -> DevicePeaks:
         return device_peaks(EngineSpec(threads_per_rank=self.threads))
@@ -198,12 +207,37 @@ def overhead(bench: Bench) -> Iterator[Figure]:
     yield _figure("engine.step_overhead_ms", statistics.median(left), "ms", OVERHEAD_TARGET_MS)
 
 
+def perplexity(bench: Bench) -> Iterator[Figure]:
+    """Of the bundled text, by the logprobs that clients can ask for; beside `transformers` in fp32, where it is."""
+    ids = bench.tokenizer_ids(TEXT.read_text())
+    expected = _expected_perplexity(bench.folder, ids)
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    for mode in MODES:
+        driver = EngineDriver(bench.rank(mode).engine)
+        driver.add("text", ids, sampling)
+        driver.run()
+        logprobs = [token.logprob for token in driver.scores["text"]]
+        yield _figure(f"engine.perplexity_{mode}", math.exp(-statistics.fmean(logprobs)), "", expected)
+
+
+def _expected_perplexity(folder: Path, ids: list[int]) -> float:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(dim=-1)
+    return math.exp(-float(logprobs.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).mean()))
+
+
 def _figure(name: str, value: float, unit: str, reference: float | None) -> Figure:
     ratio = None if reference is None else round(value / reference, 4)
     return Figure(name, round(value, 4), unit, None if reference is None else round(reference, 4), ratio)
 
 
-FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {"decode": decode, "prefill": prefill, "overhead": overhead}
+FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
+    "decode": decode,
+    "prefill": prefill,
+    "overhead": overhead,
+    "perplexity": perplexity,
+}
 
 
 def main() -> int:

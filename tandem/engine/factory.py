@@ -80,6 +80,7 @@ def build_rank(
             max_running_requests=spec.max_running_requests,
             max_step_tokens=spec.max_step_tokens,
             max_model_tokens=max_model_tokens,
+            window_tokens=config.traits.widest_window,
         )
         leader = Engine(runner, scheduler, config.vocab_size, group.send_step if group else None)
     return Rank(config, layout, pool, max_model_tokens, runner, group, leader)
