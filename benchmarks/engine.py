@@ -106,7 +106,11 @@ class Bench:
         return 2.0 * config.layers * (products + attention) + 2.0 * config.vocab_size * config.hidden_size
 
 
-MODES: Mapping[str, Mapping[str, object]] = {"fp32": {}, "int8": {"weights": "int8"}, "int8_kv8": {"weights": "int8", "kv_dtype": "int8"}}
+MODES: Mapping[str, Mapping[str, object]] = {
+    "fp32": {},
+    "int8": {"weights": "int8"},
+    "int8_kv8": {"weights": "int8", "kv_dtype": "int8"},
+}
 
 
 def decode(bench: Bench) -> Iterator[Figure]:
@@ -244,10 +248,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figure", action="append", choices=FIGURES, help="only these (may be repeated)")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--rounds", type=int, default=Sizes.rounds)
+    parser.add_argument("--batch", type=int, action="append", help="only these of the decode figures")
     parser.add_argument("--quick", action="store_true", help="a tiny model and no peers: whether it runs")
     options = parser.parse_args()
-    sizes = QUICK if options.quick else Sizes(rounds=options.rounds or Sizes.rounds)
+    sizes = QUICK if options.quick else Sizes(rounds=options.rounds, batches=tuple(options.batch or Sizes.batches))
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder = write_tiny_llama(scratch / "tiny", vocab=300) if options.quick else pull(DEMO_MODEL)

@@ -1,4 +1,4 @@
-"""Whose kernels a rank computes with: the native ones where they are wanted, known to be right and able, else torch's."""
+"""Whose kernels a rank computes with: the native ones where they are wanted, able and right, else torch's."""
 
 from __future__ import annotations
 

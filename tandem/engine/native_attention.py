@@ -54,8 +54,8 @@ class NativeStepAttention:
         """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
         layout, terms = self._layout, self._terms
         cells = Cells(
-            self._pool.data_ptr() + layer * layout.layer_bytes, layout.block_bytes, layout.kv_heads, layout.block_tokens,
-            q.shape[2], layout.dtype == "int8",
+            self._pool.data_ptr() + layer * layout.layer_bytes, layout.block_bytes, layout.kv_heads,
+            layout.block_tokens, q.shape[2], layout.dtype == "int8",
         )  # fmt: skip
         self._kernels.store_kv(cells, k, v, self._blocks, self._offsets)
         return self._kernels.attend(

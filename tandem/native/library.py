@@ -77,7 +77,7 @@ class Kernels:
         try:
             library = ctypes.CDLL(str(library_path()))
         except OSError as error:
-            raise ConfigError(f"engine.kernels: expected a library that loads, got: {error}", field="engine.kernels") from error
+            raise ConfigError(f"engine.kernels: they do not load: {error}", field="engine.kernels") from error
         for name, signature in _SIGNATURES.items():
             function = getattr(library, f"tandem_{name}")
             function.argtypes = [_TYPES[each] for each in signature]
