@@ -63,7 +63,7 @@ def build_rank(
     layout = pool_layout(
         spec, layers=config.layers, kv_heads=config.rank_kv_heads(size), head_dim=config.head_dim
     )
-    kernels = choose_kernels(spec, layout)
+    kernels = choose_kernels(spec, layout, size)
     group = TpGroup(rendezvous_file, rank, size, device) if size > 1 else None
     tp = TensorParallel(rank, size, group.collectives if group else None)
     matrix = MatrixMaker(Weights(spec.weights), kernels, spec.batch_invariant)

@@ -15,15 +15,20 @@ from tandem.model.ops import is_native
 from tandem.native.check import checked_kernels
 from tandem.native.library import Kernels
 
+# A ring adds each element's parts in an order that hangs on the batch; the sum of two has but one.
+_MOST_INVARIANT_RANKS = 2
+
 logger = logging.getLogger(__name__)
 
 
-def choose_kernels(spec: EngineSpec, layout: KvPoolLayout) -> Kernels | None:
+def choose_kernels(spec: EngineSpec, layout: KvPoolLayout, tp: int) -> Kernels | None:
     """None: torch's own.
 
     Raises ConfigError naming the field where the configuration needs native kernels and there can be none.
     """
     needed_by = _needed_by(spec)
+    if spec.batch_invariant and tp > _MOST_INVARIANT_RANKS:
+        raise _unsupported("engine.batch_invariant", f"tp of at most {_MOST_INVARIANT_RANKS}", str(tp))
     if spec.kernels == "torch":
         if needed_by:
             raise _unsupported(needed_by, "engine.kernels auto or native", "torch")

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tandem.config import EngineSpec
 from tandem.engine.api import ExportRange
 from tandem.engine.factory import Rank
+from tandem.engine.kernels import choose_kernels
 from tandem.engine.native_attention import NativeStepAttention
 from tandem.engine.step import SequenceStep
 from tandem.engine.testing import EngineDriver, make_request, single_rank
@@ -175,6 +177,12 @@ def test_what_cannot_be_is_refused_by_its_field(
     with pytest.raises(ConfigError, match=said) as refused:
         single_rank(write_tiny_llama(tmp_path / "m"), tmp_path / "r", **options)
     assert refused.value.field == field
+
+
+def test_more_ranks_than_add_up_in_one_order_are_refused() -> None:
+    layout = KvPoolLayout(8, 1, 1, 16, 16, "float32")
+    with pytest.raises(ConfigError, match="tp of at most 2"):
+        choose_kernels(EngineSpec(batch_invariant=True), layout, 4)
 
 
 def test_without_a_compiler_torch_computes_and_int8_is_refused(
