@@ -18,7 +18,7 @@ from benchmarks.router_cost import QUICK as COST_QUICK
 from benchmarks.router_cost import Sizes as CostSizes
 from benchmarks.router_cost import bench_model, measured, setup
 from router.testing_otlp import OtlpReceiver, otlp_receiver
-from tandem.config import MetricsSpec, ObservabilitySpec, TracingSpec
+from tandem.config_observability import MetricsSpec, ObservabilitySpec, TracingSpec
 from tandem.tokenizer import Tokenizer
 
 SIZES = CostSizes(http_streams=100, seconds=2.5, rounds=11)

@@ -20,7 +20,8 @@ from typing import Any
 import psutil
 
 from benchmarks.router_stubs import BLOCK_TOKENS, CLUSTER, FINGERPRINT
-from tandem.config import ObservabilitySpec, RouterSpec
+from tandem.config import RouterSpec
+from tandem.config_observability import ObservabilitySpec
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.tokenizer import Tokenizer
 

@@ -78,13 +78,14 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
     address: GrpcAddress = None,
     cluster: ClusterName = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue each text as it is, for models without a chat.")] = False,
     ca: Annotated[Path | None, typer.Option(help="PEM file to check a router's certificate against.")] = None,
     api_key: ApiKey = None,
 ) -> None:
     """Talk to a running cluster."""
-    from cluster.commands.chat import run_chat
+    from cluster.commands.chat import Ask, run_chat
 
-    raise typer.Exit(run_chat(question, model, temperature, max_tokens, address, cluster, ca, api_key))
+    raise typer.Exit(run_chat(question, Ask(model or "", temperature, max_tokens, raw), address, cluster, ca, api_key))
 
 
 @app.command()

@@ -93,7 +93,7 @@ def plan(
     element_bytes: ElementBytes = 2.0,
     step_tokens: Annotated[list[int] | None, typer.Option(help="Chunk budgets to try.", min=16)] = None,
     running: Annotated[int, typer.Option(help="Most requests that a worker runs.", min=1, max=4096)] = 256,
-    source: Annotated[str | None, typer.Option(help="Checkpoint for the values file; unset: the model.")] = None,
+    source: Annotated[str | None, typer.Option(help="What the values file serves: ORG/NAME, or a folder.")] = None,
     simulated: Annotated[int, typer.Option(help="Requests of the last round: the busiest ones.", min=50)] = 1000,
     jobs: Annotated[int | None, typer.Option(help="Processes; unset: all cores.", min=1)] = None,
     state: Annotated[Path | None, typer.Option(help="Results are kept here; an interrupted search goes on.")] = None,

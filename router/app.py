@@ -58,16 +58,20 @@ class RouterApp:
         """Loads tokenizers and keys, and binds ports. Raises ConfigError (CheckpointError, PortInUse). Needs a running
         event loop."""
         clock = clock or SystemClock()
-        self._tls = ClusterTls.maybe(launch.cluster, Identity.ROUTER, launch.tls)
         spec = launch.router
-        self._router_id = launch.router_id
+        self._launch = launch
+        self._clock = clock
+        self._tls = ClusterTls.maybe(launch.cluster, Identity.ROUTER, launch.tls)
         self._executor = ThreadPoolExecutor(PARSER_THREADS, thread_name_prefix="parser")
-        self.mirror = PrefixMirror(spec.index_memory_bytes)
-        registry = CollectorRegistry()
-        self.metrics = router_metrics(registry, launch)
-        tracing = launch.observability.tracing
-        self._export = TraceExport.of(tracing, launch.cluster, launch.router_id)
+        self._export = TraceExport.of(launch.observability.tracing, launch.cluster, launch.router_id)
+        self._registry = CollectorRegistry()
+        self.metrics = router_metrics(self._registry, launch)
         self.feed = Feed(clock)
+        self.mirror = PrefixMirror(spec.index_memory_bytes)
+        self._follower = (
+            PrefixFollower(launch.redis_url, launch.cluster, self.mirror, clock) if launch.redis_url else None
+        )
+        self.metrics.watch_index(self.mirror, self._follower)
         self.dispatcher = Dispatcher(
             spec=spec,
             fleet_of=partial(self._new_fleet, Estimates(clock)),
@@ -78,15 +82,36 @@ class RouterApp:
             clock=clock,
             export=self._export,
         )
+        self.dispatcher.fleet.on_load = self.dispatcher.pump_waiting
+        self._watch_fleet()
+        self.service = self._new_service()
+        self._snapshots = self._new_snapshots()
+        self._directory = DirectoryFollower(
+            launch.controller_address, launch.router_id, self._on_directory, self._tls
+        )
+        self._bind_edges()
+        self._ready = False
+        self._background: set[asyncio.Task[None]] = set()
+
+    def _watch_fleet(self) -> None:
+        launch, fleet, clock = self._launch, self.dispatcher.fleet, self._clock
+        self._observation = Observation(self._registry, launch, fleet, self._export, clock)
+        certificates = (("edge", launch.router.tls), ("internal", launch.tls))
+        self._registry.register(
+            CertificateCollector({use: tls.cert for use, tls in certificates if tls is not None})
+        )
+        health_metrics = HealthMetrics(self._registry, fleet.health)
+        models = [model.name for model in launch.models]
+        self._readiness = Readiness(fleet, models, health_metrics, clock, self._tell_readiness)
+        self._watch = HealthWatch(fleet, health_metrics, clock, launch.router.worker_stall_s, on_change=fleet.changed)
+
+    def _new_service(self) -> RouterService:
+        launch, clock = self._launch, self._clock
         self._calls = Calls(
             launch.auth, launch.salt_secret, clock, lambda refused: self.metrics.rejected("", refused.code)
         )
-        fleet, models = self.dispatcher.fleet, [model.name for model in launch.models]
-        self._observation = Observation(registry, launch, fleet, self._export, clock)
-        health_metrics = HealthMetrics(registry, fleet.health)
-        self._readiness = Readiness(fleet, models, health_metrics, clock, self._tell_readiness)
-        self._watch = HealthWatch(fleet, health_metrics, clock, spec.worker_stall_s, on_change=fleet.changed)
-        self.service = RouterService(
+        sample_ratio = launch.observability.tracing.sample_ratio if self._export else None
+        return RouterService(
             cluster=launch.cluster,
             router_id=launch.router_id,
             models={model.name: ServingModel.load(model) for model in launch.models},
@@ -94,47 +119,39 @@ class RouterApp:
             metrics=self.metrics,
             executor=self._executor,
             readiness=self._readiness,
-            terms=TermsParser(spec.classes, clock, TraceSampler(tracing.sample_ratio if self._export else None)),
+            terms=TermsParser(launch.router.classes, clock, TraceSampler(sample_ratio)),
             calls=self._calls,
         )
-        self._follower = (
-            PrefixFollower(launch.redis_url, launch.cluster, self.mirror, clock) if launch.redis_url else None
-        )
-        self.dispatcher.fleet.on_load = self.dispatcher.pump_waiting
-        self.metrics.watch_index(self.mirror, self._follower)
-        registry.register(
-            CertificateCollector(
-                {use: tls.cert for use, tls in (("edge", spec.tls), ("internal", launch.tls)) if tls is not None}
-            )
-        )
+
+    def _new_snapshots(self) -> SnapshotSource:
+        launch = self._launch
         view = RouterView(
             service=self.service,
             dispatcher=self.dispatcher,
             mirror=self.mirror,
             follower=self._follower,
             feed=self.feed,
-            classes=spec.classes,
-            clock=clock,
+            classes=launch.router.classes,
+            clock=self._clock,
         )
-        connect = partial(
-            open_channel, launch.controller_address, self._tls, Identity.CONTROLLER, CLIENT_OPTIONS
-        )
-        self._snapshots = SnapshotSource(view, connect, clock)
+        connect = partial(open_channel, launch.controller_address, self._tls, Identity.CONTROLLER, CLIENT_OPTIONS)
+        return SnapshotSource(view, connect, self._clock)
+
+    def _bind_edges(self) -> None:
+        """Raises PortInUse."""
+        launch, spec = self._launch, self._launch.router
+        connections = connections_for(spec.max_connections)
+        tls = EdgeTls(spec.tls) if spec.tls is not None else None
         dashboard = DashboardEdge(self._snapshots).routes() if spec.dashboard else []
-        self._directory = DirectoryFollower(
-            launch.controller_address, launch.router_id, self._on_directory, self._tls
-        )
         sock = bind(spec.http_host, spec.http_port)
         self.http_port: int = sock.getsockname()[1]
-        connections = connections_for(spec.max_connections)
-        edge_tls = EdgeTls(spec.tls) if spec.tls is not None else None
         self._http = HttpServer(
             HttpEdge(self.service, max_body_bytes=spec.max_body_bytes, more_routes=dashboard),
             sock,
             max_connections=connections,
             client_timeout_s=spec.client_timeout_s,
             keep_alive_s=spec.keep_alive_s,
-            tls=edge_tls,
+            tls=tls,
         )
         self._grpc = GrpcServer(
             self.service,
@@ -144,23 +161,19 @@ class RouterApp:
             max_message_bytes=spec.max_body_bytes,
             max_connections=connections,
             client_timeout_s=spec.client_timeout_s,
-            tls=edge_tls,
+            tls=tls,
             controller_socket=launch.controller_socket,
         )
         self.grpc_port = self._grpc.port
-        self._hosts = (spec.http_host, spec.grpc_host)
-        self._drain_timeout_s = spec.drain_timeout_s
-        self._ready = False
-        self._background: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         self._calls.start()
         await self._grpc.start()
         await self._http.start()
-        http_host, grpc_host = self._hosts
+        spec = self._launch.router
         log.info(
             "router listening",
-            extra={"http": f"{http_host}:{self.http_port}", "grpc": f"{grpc_host}:{self.grpc_port}"},
+            extra={"http": f"{spec.http_host}:{self.http_port}", "grpc": f"{spec.grpc_host}:{self.grpc_port}"},
         )
         if self._follower is not None:
             self._follower.start()
@@ -172,7 +185,7 @@ class RouterApp:
     async def close(self) -> None:
         await self._grpc.set_ready(False)
         await self._directory.close()
-        await self.dispatcher.drain(self._drain_timeout_s)
+        await self.dispatcher.drain(self._launch.router.drain_timeout_s)
         self._watch.close()
         self._observation.close()
         self._readiness.close()
@@ -196,7 +209,7 @@ class RouterApp:
 
     def _new_fleet(self, estimates: Estimates, pump: Callable[[], None]) -> Fleet:
         return Fleet(
-            self._router_id,
+            self._launch.router_id,
             estimates,
             on_change=lambda: self._on_fleet_change(pump),
             on_work=lambda: self._watch.wake(),

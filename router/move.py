@@ -15,11 +15,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from router import frames
 from tandem.v1 import worker_pb2
 
 if TYPE_CHECKING:
     from router.fleet import Worker
     from router.request import ValidRequest
+    from router.run import RequestRun
+    from router.run_host import RunHost
+    from router.wire_names import WireNames
     from router.worker_client import WorkerLink
 
 
@@ -41,33 +45,87 @@ class Move:
     phase: MovePhase = MovePhase.HOLDING
 
     def begin(self) -> None:
-        hold = worker_pb2.Hold(request_id=self.source_id)
-        self.source.link.send(worker_pb2.RouterFrame(hold=hold))
+        frames.hold(self.source, self.source_id)
 
     def reserve(self, answer: Sequence[int]) -> None:
         """The source holds it after `answer`."""
         self.phase = MovePhase.RESERVING
-        reserve = worker_pb2.Reserve(
-            work=self.request.work(self.target_id, answer[:-1]),
-            prefill_worker=self.source.key.worker_id,
-            prefill_epoch=self.source.key.epoch,
-            use_prefix_cache=True,
-        )
-        self.target.link.send(worker_pb2.RouterFrame(reserve=reserve))
+        frames.reserve(self.target, self.request.work(self.target_id, answer[:-1]), self.source)
 
     def push(self, ticket: worker_pb2.HandoffTicket, last_token: int) -> None:
         self.phase = MovePhase.PUSHING
-        move = worker_pb2.Move(request_id=self.source_id, ticket=ticket)
-        self.source.link.send(worker_pb2.RouterFrame(move=move))
-        join = worker_pb2.Join(request_id=self.target_id, first_token=last_token)
-        self.target.link.send(worker_pb2.RouterFrame(join=join))
+        frames.move(self.source, self.source_id, ticket)
+        frames.join(self.target, self.target_id, last_token)
 
     def resume(self) -> None:
-        resume = worker_pb2.Resume(request_id=self.source_id)
-        self.source.link.send(worker_pb2.RouterFrame(resume=resume))
+        frames.resume(self.source, self.source_id)
 
     def is_from(self, link: WorkerLink) -> bool:
         return self.source.link is link
 
     def is_to(self, link: WorkerLink) -> bool:
         return self.target.link is link
+
+
+class Mover:
+    """One run's moves, one at a time. Words of workers that belong to a move are taken here first."""
+
+    def __init__(self, run: RequestRun, names: WireNames, host: RunHost) -> None:
+        self._run = run
+        self._names = names
+        self._host = host
+        self._move: Move | None = None
+
+    @property
+    def is_moving(self) -> bool:
+        return self._move is not None
+
+    def begin(self, source: Worker, target: Worker, source_id: str, target_id: str) -> None:
+        self._move = Move(self._run.request, source, target, source_id, target_id)
+        self._move.begin()
+
+    def forget(self) -> None:
+        self._move = None
+
+    def on_held(self, link: WorkerLink, held: worker_pb2.Held) -> None:
+        move = self._move
+        if move is None or not move.is_from(link):
+            return
+        if not held.held:  # it goes on there, for whatever reason
+            self._give_up(move)
+        elif move.phase is MovePhase.HOLDING:
+            if not move.target.link.ready:
+                move.resume()
+                self._give_up(move)
+                return
+            self._names.attach(move.target, move.target_id)
+            move.reserve(self._run.answer)
+            self._host.sent(self._run, move.target)
+
+    def on_reserved(self, link: WorkerLink, reserved: worker_pb2.Reserved) -> None:
+        move = self._move
+        if move is not None and move.is_to(link) and move.phase is MovePhase.RESERVING:
+            move.push(reserved.ticket, self._run.answer[-1])
+
+    def on_handoff(self, link: WorkerLink) -> Move | None:
+        """The move that is done by that: the target has joined."""
+        move = self._move
+        if move is None or not move.is_to(link):
+            return None
+        self._move = None
+        self._names.detach(move.source.link)
+        return move
+
+    def on_target_gone(self, link: WorkerLink) -> bool:
+        """Whether it was the target that refused, failed or was lost: the request goes on where it was."""
+        move = self._move
+        if move is None or not move.is_to(link):
+            return False
+        move.resume()
+        self._give_up(move)
+        return True
+
+    def _give_up(self, move: Move) -> None:
+        self._move = None
+        self._names.cancel(move.target)
+        self._host.move_failed(self._run, move.target)

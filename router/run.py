@@ -11,20 +11,23 @@ Every way out cancels the request on each worker that may still know it, and end
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvtransfer.causes import HandoffFault
+from router import frames
 from router.attempt_faults import BLAMED, HANDOFF_FAULTS, REFUSALS, RETRIED
 from router.deadlines import DEADLINE_SLACK_S
 from router.fleet import Worker
-from router.move import Move, MovePhase
-from router.output import Final, OutputAssembler, ResponseStream, Timeline, Usage
+from router.move import Mover
+from router.output import OutputAssembler, ResponseStream, Usage
 from router.pace_meter import PaceMeter
 from router.policies.types import WaitReason
 from router.request import ValidRequest
+from router.run_account import RunAccount
 from router.run_host import RunHost
 from router.terms import Terms
 from router.trace import Trace
+from router.wire_names import WireNames
 from router.worker_client import WorkerLink
 from tandem.clock import Clock
 from tandem.errors import DeadlineExceeded, InternalError, RequestCancelled, TandemError, WorkerLost
@@ -45,8 +48,8 @@ class RequestRun:
         self.lifecycle = Lifecycle()
         self.stream = ResponseStream(request.request_id, self.cancel)
         self.excluded: frozenset[str] = frozenset()
-        self.received_s = self.waiting_since_s = clock.now_s()
-        self.trace = Trace.of(request, terms, self.received_s)
+        self.waiting_since_s = clock.now_s()
+        self.trace = Trace.of(request, terms, self.waiting_since_s)
         self.on_gap: Callable[[float], None] | None = None  # hears the seconds between two tokens
         self.decode: Worker | None = None
         self.prefill: Worker | None = None  # None: local prefill
@@ -64,13 +67,18 @@ class RequestRun:
         self._host = host
         self._meter = PaceMeter()
         self._wire_id = ""
-        self._on: list[tuple[Worker, str]] = []  # workers that may know the current attempt, and by what name
-        self._move: Move | None = None
-        self._dispatched_s = self._first_token_s = self._last_token_s = self.received_s
-        self._joined_s: float | None = None
-        self._prefilled_by: Worker | None = None  # who sampled the answer's first token; None: a decode worker
-        self._cached_prefill = self._cached_decode = 0
-        self._moved_bytes = self._moved_blocks = 0
+        self._names = WireNames(self)
+        self._mover = Mover(self, self._names, host)
+        self._account = RunAccount.open(self.waiting_since_s)
+
+    @property
+    def received_s(self) -> float:
+        return self._account.received_s
+
+    @property
+    def answer(self) -> Sequence[int]:
+        """The tokens given out."""
+        return self._answer
 
     @property
     def answer_tokens(self) -> int:
@@ -84,7 +92,7 @@ class RequestRun:
     @property
     def cached_tokens(self) -> int:
         """At the answer's first token: what whoever prefilled had cached."""
-        return self._cached_decode if self.prefill is None else self._cached_prefill
+        return self._account.cached_decode if self.prefill is None else self._account.cached_prefill
 
     @property
     def wrong_credit_tokens(self) -> int:
@@ -104,14 +112,13 @@ class RequestRun:
         self._resumed_at = len(self._answer)
         self._meter.reset()
         if not self._answer:
-            self._dispatched_s = self._clock.now_s()
+            self._account.dispatched_s = self._clock.now_s()
             self._prompt_scores.clear()
         if prefill is None:
             self.trace.begin(self._wire_id, "", decode.key.worker_id, self._clock.now_s())
             self.lifecycle.start_prefill()
-            self._attach(decode)
-            work = self.request.work(self._wire_id, self._answer, self.trace.trace_id)
-            decode.link.send(worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=work)))
+            self._names.attach(decode, self._wire_id)
+            frames.generate(decode, self._work())
             self._host.sent(self, decode)
         else:
             self._reserve(decode, prefill)
@@ -125,50 +132,33 @@ class RequestRun:
 
     def _reserve(self, decode: Worker, prefill: Worker) -> None:
         self.trace.begin(self._wire_id, prefill.key.worker_id, decode.key.worker_id, self._clock.now_s())
-        self._attach(decode)
-        reserve = worker_pb2.Reserve(
-            work=self.request.work(self._wire_id, self._answer, self.trace.trace_id),
-            prefill_worker=prefill.key.worker_id,
-            prefill_epoch=prefill.key.epoch,
-            use_prefix_cache=True,
-        )
-        decode.link.send(worker_pb2.RouterFrame(reserve=reserve))
+        self._names.attach(decode, self._wire_id)
+        frames.reserve(decode, self._work(), prefill)
         self._host.sent(self, decode)
+
+    def _work(self) -> worker_pb2.Work:
+        """Of the current attempt: the prompt and the answer so far."""
+        return self.request.work(self._wire_id, self._answer, self.trace.trace_id)
 
     def move_to(self, target: Worker) -> bool:
         """Goes on on `target` as soon as its KV is there. False: it does not decode, or is on its way already."""
         source = self.decode
-        if source is None or self._move is not None or self.lifecycle.state is not RequestState.DECODING:
+        if source is None or not self._answer or self.lifecycle.state is not RequestState.DECODING:
             return False
-        if not self._answer:
+        if self._mover.is_moving:
             return False
         self._attempts += 1
-        target_id = f"{self.request.request_id}.{self._attempts}"
-        self._move = Move(self.request, source, target, self._wire_id, target_id)
-        self._move.begin()
+        self._mover.begin(source, target, self._wire_id, f"{self.request.request_id}.{self._attempts}")
         return True
 
     # ---- what workers say
 
     def on_held(self, link: WorkerLink, held: worker_pb2.Held) -> None:
-        move = self._move
-        if move is None or not move.is_from(link):
-            return
-        if not held.held:  # it goes on there, for whatever reason
-            self._give_up_move(move)
-        elif move.phase is MovePhase.HOLDING:
-            if not move.target.link.ready:
-                move.resume()
-                self._give_up_move(move)
-                return
-            self._attach(move.target, move.target_id)
-            move.reserve(self._answer)
-            self._host.sent(self, move.target)
+        self._mover.on_held(link, held)
 
     def on_reserved(self, link: WorkerLink, reserved: worker_pb2.Reserved) -> None:
-        if (move := self._move) is not None:
-            if move.is_to(link) and move.phase is MovePhase.RESERVING:
-                move.push(reserved.ticket, self._answer[-1])
+        if self._mover.is_moving:
+            self._mover.on_reserved(link, reserved)
             return
         prefill = self.prefill
         if prefill is None or self.lifecycle.state is not RequestState.QUEUED:
@@ -180,29 +170,31 @@ class RequestRun:
             self._fail_or_retry(WorkerLost(f"worker {lost} was lost; a retry may succeed"), lost)
             return
         if not self._answer:
-            self._cached_decode = reserved.ticket.cached_tokens
+            self._account.cached_decode = reserved.ticket.cached_tokens
         self.lifecycle.start_prefill()
-        self._attach(prefill)
-        work = self.request.work(self._wire_id, self._answer, self.trace.trace_id)
-        prefill.link.send(worker_pb2.RouterFrame(prefill=worker_pb2.Prefill(work=work, ticket=reserved.ticket)))
+        self._names.attach(prefill, self._wire_id)
+        frames.prefill(prefill, self._work(), reserved.ticket)
         self._host.sent(self, prefill)
 
     def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:
-        if (move := self._move) is not None and move.is_to(link):
-            self._moved(move, done)
+        if (move := self._mover.on_handoff(link)) is not None:
+            self.decode, self._wire_id = move.target, move.target_id
+            self._account.moved(done)
+            self._meter.reset()
+            self._host.moved(self, move.source)
             return
         if (attempt := self.trace.report(done, self._clock.now_s() - age_s)) is not None:
             self._host.handed_off(self, attempt, done)
         if self._is_decode(link):
-            self._moved_bytes += done.bytes
-            self._moved_blocks += done.blocks
+            self._account.moved(done)
             self._joined()
             if attempt is not None and (told_s := attempt.joined_at_s()) is not None:
-                first = attempt.joined_s == self._joined_s
+                first = attempt.joined_s == self._account.joined_s
                 attempt.joined_s = max(told_s, attempt.first_token_s or told_s)
-                self._joined_s = attempt.joined_s if first else self._joined_s
+                if first:
+                    self._account.joined_s = attempt.joined_s
         elif self._has_first_token:
-            self._detach(link)  # the prefill worker's side is over
+            self._names.detach(link)  # the prefill worker's side is over
 
     def on_prompt_scores(self, link: WorkerLink, scores: worker_pb2.PromptScores) -> None:
         """They come before the answer's first token; a continuation does not ask for them."""
@@ -214,8 +206,8 @@ class RequestRun:
             worker = link.key.worker_id
             self._fail_or_retry(InternalError(f"worker {worker} left out logprobs of the prompt"))
             return
-        before_s, now_s = self._last_token_s, self._clock.now_s()
-        self._last_token_s = now_s
+        before_s, now_s = self._account.last_token_s, self._clock.now_s()
+        self._account.last_token_s = now_s
         if self._answer:
             self._host.next_token(now_s - before_s, now_s)
             if self.on_gap is not None:
@@ -235,10 +227,8 @@ class RequestRun:
             self._after_first_token(token.token_id)
 
     def on_ended(self, link: WorkerLink, ended: worker_pb2.Ended) -> None:
-        self._detach(link)
-        if (move := self._move) is not None and move.is_to(link):
-            move.resume()
-            self._give_up_move(move)
+        self._names.detach(link)
+        if self._mover.on_target_gone(link):
             return
         if ended.HasField("error"):
             self._on_worker_error(link, ended.error)
@@ -249,10 +239,8 @@ class RequestRun:
         # else: the prefill worker's side is over
 
     def on_lost(self, link: WorkerLink, error: WorkerLost) -> None:
-        self._detach(link)
-        if (move := self._move) is not None and move.is_to(link):
-            move.resume()
-            self._give_up_move(move)
+        self._names.detach(link)
+        if self._mover.on_target_gone(link):
             return
         if self._is_decode(link) or self.lifecycle.state is not RequestState.DECODING:
             self._fail_or_retry(error, link.key.worker_id)
@@ -272,12 +260,7 @@ class RequestRun:
     def _on_first_token(self, token: worker_pb2.StepToken, now_s: float) -> None:
         self.trace.attempts[-1].first_token_s = now_s
         if not self._answer:
-            self._first_token_s = now_s
-            self._prefilled_by = self.prefill
-            if self.prefill is None:
-                self._cached_decode = token.cached_tokens
-            else:
-                self._cached_prefill = token.cached_tokens
+            self._account.first_token(token, self.prefill, now_s)
         self._host.prefilled(self)
 
     def _after_first_token(self, token_id: int) -> None:
@@ -287,8 +270,7 @@ class RequestRun:
             self._finish(reason)
         elif self.decode is not None:
             self.lifecycle.start_handoff()
-            join = worker_pb2.Join(request_id=self._wire_id, first_token=token_id)
-            self.decode.link.send(worker_pb2.RouterFrame(join=join))
+            frames.join(self.decode, self._wire_id, token_id)
 
     def _joined(self) -> None:
         if self.lifecycle.state is RequestState.HANDOFF:
@@ -296,8 +278,7 @@ class RequestRun:
             self._start_decode()
 
     def _start_decode(self) -> None:
-        if self._joined_s is None:
-            self._joined_s = self._clock.now_s()
+        self._account.joined(self._clock.now_s())
         self.lifecycle.start_decode()
 
     def _whole_by(self) -> FinishReason | None:
@@ -334,7 +315,7 @@ class RequestRun:
 
     def step_back(self, cause: TandemError) -> None:
         """Gives its place on the workers to others and waits again, unless it has its first token."""
-        if self._on and self.lifecycle.state in (RequestState.QUEUED, RequestState.PREFILLING):
+        if self._names and self.lifecycle.state in (RequestState.QUEUED, RequestState.PREFILLING):
             self._fail_or_retry(cause)
 
     def expire(self) -> None:
@@ -352,21 +333,16 @@ class RequestRun:
 
     def leave_workers(self) -> None:
         """Takes the current attempt off its workers."""
-        self._move = None
-        for worker, wire_id in self._on:
-            worker.link.cancel(wire_id)
-            if worker is self.prefill and self._joined_s is not None:
-                worker.link.detach_but_report(wire_id, self)
-            else:
-                worker.link.detach(wire_id)
-        self._on.clear()
+        self._mover.forget()
+        self._names.leave(self.prefill if self._account.joined_s is not None else None)
 
     def _finish(self, reason: FinishReason) -> None:
         last = None if self._assembler.stopped else self._assembler.flush()
         if last is not None:
             self.stream.put(last)
         self.lifecycle.finish()
-        self.stream.finish(self._final(FinishReason.STOP if self._assembler.stopped else reason))
+        reason = FinishReason.STOP if self._assembler.stopped else reason
+        self.stream.finish(self._account.final(reason, self._usage(), self.decode, self._clock.now_s()))
         self._end_trace(None)
         self.leave_workers()
         self._host.ended(self, None)
@@ -410,59 +386,12 @@ class RequestRun:
         self._host.ended(self, error)
 
     def _end_trace(self, error: TandemError | None) -> None:
-        self.trace.cached_tokens_prefill, self.trace.cached_tokens_decode = self._cached_prefill, self._cached_decode
+        self.trace.cached_tokens_prefill = self._account.cached_prefill
+        self.trace.cached_tokens_decode = self._account.cached_decode
         self.trace.end(self.lifecycle.state, None if error is None else error.code, self._usage(), self._clock.now_s())
-
-    def _moved(self, move: Move, done: worker_pb2.HandoffDone) -> None:
-        self._move = None
-        self._detach(move.source.link)
-        self.decode, self._wire_id = move.target, move.target_id
-        self._moved_bytes += done.bytes
-        self._moved_blocks += done.blocks
-        self._meter.reset()
-        self._host.moved(self, move.source)
-
-    def _give_up_move(self, move: Move) -> None:
-        self._move = None
-        for worker, wire_id in self._on:
-            if worker is move.target:
-                worker.link.cancel(wire_id)
-        self._detach(move.target.link)
-        self._host.move_failed(self, move.target)
-
-    def _attach(self, worker: Worker, wire_id: str | None = None) -> None:
-        wire_id = wire_id or self._wire_id
-        worker.link.attach(wire_id, self)
-        self._on.append((worker, wire_id))
-
-    def _detach(self, link: WorkerLink) -> None:
-        for worker, wire_id in self._on:
-            if worker.link is link:
-                link.detach(wire_id)
-        self._on = [(worker, wire_id) for worker, wire_id in self._on if worker.link is not link]
 
     def _is_decode(self, link: WorkerLink) -> bool:
         return self.decode is not None and self.decode.link is link
 
     def _usage(self) -> Usage:
-        cached = self._cached_decode if self._prefilled_by is None else self._cached_prefill
-        return Usage(self.request.prompt_tokens, self._assembler.tokens, cached)
-
-    def _final(self, reason: FinishReason) -> Final:
-        now_s = self._clock.now_s()
-        local = self._prefilled_by is None
-        timeline = Timeline(
-            queue_s=self._dispatched_s - self.received_s,
-            prefill_s=self._first_token_s - self._dispatched_s,
-            handoff_s=0.0 if local or self._joined_s is None else self._joined_s - self._first_token_s,
-            decode_s=self._last_token_s - self._first_token_s,
-            ttft_s=self._first_token_s - self.received_s,
-            total_s=now_s - self.received_s,
-            kv_bytes_moved=self._moved_bytes,
-            kv_blocks_moved=self._moved_blocks,
-            cached_tokens_prefill=self._cached_prefill,
-            cached_tokens_decode=self._cached_decode,
-            prefill_worker="" if self._prefilled_by is None else self._prefilled_by.key.worker_id,
-            decode_worker="" if self.decode is None else self.decode.key.worker_id,
-        )
-        return Final(reason, self._usage(), timeline)
+        return self._account.usage(self.request.prompt_tokens, self._assembler.tokens)

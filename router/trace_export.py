@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from router.span_tree import span_tree
 from router.trace import Trace
-from tandem.config import TracingSpec
+from tandem.config_observability import TracingSpec
 
 if TYPE_CHECKING:
     from tandem.tracing import Tracing

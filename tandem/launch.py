@@ -11,8 +11,9 @@ from pathlib import Path
 from pydantic import Field
 
 from tandem.addresses import AUTO_HOST, address_towards
-from tandem.config import ModelSpec, ObservabilitySpec, Role, RouterSpec, TlsSpec, TransferSpec
+from tandem.config import ModelSpec, Role, RouterSpec, TlsSpec, TransferSpec
 from tandem.config_auth import AuthSpec
+from tandem.config_observability import ObservabilitySpec
 from tandem.frozen import Frozen
 from tandem.log_format import LogFormat
 

@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
-from tandem.config import TracingSpec
+from tandem.config_observability import TracingSpec
 from tandem.errors import ConfigError
 from tandem.spans import FinishedSpan, Service
 from tandem.trace_context import TraceContext

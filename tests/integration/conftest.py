@@ -13,8 +13,9 @@ import pytest
 
 from router.app import RouterApp
 from router.testing import until
-from tandem.config import Disaggregation, EngineSpec, ModelSpec, ObservabilitySpec, Role, RouterSpec, TransferSpec
+from tandem.config import Disaggregation, EngineSpec, ModelSpec, Role, RouterSpec, TransferSpec
 from tandem.config_auth import AuthSpec
+from tandem.config_observability import ObservabilitySpec
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.model_config import fingerprint
 from worker.testing import assert_conserved, open_session

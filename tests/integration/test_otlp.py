@@ -14,7 +14,8 @@ from router.app import RouterApp
 from router.span_tree import CHAIN
 from router.testing import until
 from router.testing_otlp import GotSpan, OtlpReceiver, otlp_receiver
-from tandem.config import EngineSpec, ObservabilitySpec, TracingSpec
+from tandem.config import EngineSpec
+from tandem.config_observability import ObservabilitySpec, TracingSpec
 from tandem.testing import random_prompt, write_tiny_llama
 
 VOCAB = 300

@@ -17,7 +17,8 @@ from grafana_foundation_sdk.models import dashboard as grafana
 
 from deploy.grafana.dashboards import DASHBOARDS
 from router.app import RouterApp
-from tandem.config import CostSpec, ObservabilitySpec, RouterSpec, TracingSpec
+from tandem.config import RouterSpec
+from tandem.config_observability import CostSpec, ObservabilitySpec, TracingSpec
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.testing import write_tiny_llama
 

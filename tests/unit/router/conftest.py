@@ -9,8 +9,9 @@ from openai import AsyncOpenAI
 from router.app import RouterApp
 from router.testing import StubController, StubWorker, script, until
 from router.testing_index import BINARIES, Server, Side
-from tandem.config import Disaggregation, ObservabilitySpec, Role, RouterSpec
+from tandem.config import Disaggregation, Role, RouterSpec
 from tandem.config_auth import AuthSpec
+from tandem.config_observability import ObservabilitySpec
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.testing import write_tiny_llama
 from tandem.tokenizer import Tokenizer

@@ -11,8 +11,10 @@ from router.meter_history import MeterHistory
 from router.output import Final, Timeline, Usage
 from router.slo import SloOutcome, slo_outcome
 from router.testing import until
-from tandem.config import ClassSpec, CostSpec, Disaggregation, LogFormat, MetricsSpec, ObservabilitySpec, RouterSpec
+from tandem.config import ClassSpec, Disaggregation, RouterSpec
+from tandem.config_observability import CostSpec, MetricsSpec, ObservabilitySpec
 from tandem.errors import ErrorCode
+from tandem.log_format import LogFormat
 from tandem.logs import JsonFormatter, TextFormatter, setup_logging
 from tandem.request import FinishReason, RequestState
 from tandem.testing import FakeClock

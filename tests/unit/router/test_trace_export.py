@@ -20,7 +20,7 @@ from router.testing import until
 from router.testing_otlp import OtlpReceiver, otlp_receiver
 from router.trace import Trace
 from router.trace_export import ExportOutcome, TraceExport
-from tandem.config import ObservabilitySpec, OtlpTls, TracingSpec
+from tandem.config_observability import ObservabilitySpec, OtlpTls, TracingSpec
 from tandem.errors import ConfigError
 from tandem.request import RequestState
 from tandem.trace_context import TraceContext
