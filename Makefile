@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 
-.PHONY: help setup demo up test check-deploy soak bench-handoff bench-router bench-planner bench-pools check format proto docs site sbom wheel helm-tools clean
+.PHONY: help setup demo up test check-deploy soak bench-handoff bench-router bench-engine bench-planner bench-pools check format proto docs site sbom wheel helm-tools clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ bench-handoff: $(DEV)  ## Measure KV handoffs beside memcpy, gloo and sockets (A
 
 bench-router: $(DEV)  ## Measure the router and its prefix index (ARGS="--figure index")
 	@$(BIN)/python -m benchmarks.router $(ARGS)
+
+bench-engine: $(DEV)  ## Measure the engine on this CPU (peers: scripts/engine-peers.sh; ARGS="--figure decode")
+	@$(BIN)/python -m benchmarks.engine $(ARGS)
 
 bench-planner: $(DEV)  ## Measure simulator and search (ARGS="--figure search"; some need --traces FOLDER)
 	@$(BIN)/python -m benchmarks.planner $(ARGS)

@@ -20,7 +20,7 @@ from router.auth.sources import KeySources
 from tandem.clock import SystemClock
 from tandem.config import ClusterSpec, ModelSpec, PoolSpec, Role
 from tandem.errors import ConfigError, InsufficientMemory, PortInUse, TandemError
-from tandem.kvcache.layout import DTYPE_BYTES
+from tandem.kvcache.layout import DTYPE_BYTES, cell_width
 from tandem.model_config import ModelConfig, fingerprint
 from tandem.model_store import PACKAGED, pull
 from tandem.model_store import resolve as resolve_model
@@ -198,8 +198,8 @@ def _pool_bytes(model: ResolvedModel, tp: int) -> int:
     engine, config = model.spec.engine, model.config
     if engine.kv_blocks is None:
         return engine.kv_memory_bytes
-    token = 2 * config.layers * config.rank_kv_heads(tp) * config.head_dim * DTYPE_BYTES[engine.dtype]
-    return engine.kv_blocks * engine.block_tokens * token
+    cell_bytes = cell_width(config.head_dim, engine.pool_dtype) * DTYPE_BYTES[engine.pool_dtype]
+    return engine.kv_blocks * engine.block_tokens * 2 * config.layers * config.rank_kv_heads(tp) * cell_bytes
 
 
 def _stored_element_bytes(model: ResolvedModel) -> int:

@@ -40,6 +40,18 @@ class EngineSpec(Frozen):
 
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    weights: Literal["dense", "int8"] = Field(
+        "dense", description="Projections in `dtype`, or in int8 with one scale for each output (CPU, float32)."
+    )
+    kv_dtype: Literal["auto", "int8"] = Field(
+        "auto", description="Of the KV cache: `dtype`, or int8 with a scale for each token and head (CPU, float32)."
+    )
+    kernels: Literal["auto", "native", "torch"] = Field(
+        "auto", description="On CPU in float32: native ones, built with the C compiler when first used, or torch's own."
+    )
+    batch_invariant: bool = Field(
+        False, description="The same tokens alone and in any batch, to the last bit of every logit (CPU, float32)."
+    )
     threads_per_rank: PositiveCount = Field(1, description="CPU threads of each rank's tensor work.")
     block_tokens: Literal[8, 16, 32, 64, 128] = 16
     kv_blocks: Annotated[int, Field(ge=8)] | None = Field(
@@ -59,6 +71,10 @@ class EngineSpec(Frozen):
     peak_memory_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="Of one rank's device: MBU is a share of it; unset: measured at start."
     )
+
+    @property
+    def pool_dtype(self) -> str:
+        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
 
 
 class ModelSpec(Frozen):

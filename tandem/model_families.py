@@ -65,6 +65,12 @@ class Traits:
     logits_softcap: float | None = None
     experts: Experts | None = None
 
+    @property
+    def widest_window(self) -> int | None:
+        """Where every layer has a window: what lies farther back is never read. Else None."""
+        widths = [window for window in self.windows if window is not None]
+        return max(widths) if len(widths) == len(self.windows) else None
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:

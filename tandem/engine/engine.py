@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,8 +127,9 @@ class Engine:
             logits, scores = self._run(plan)
             self._scheduler.advance(plan)
             sampling = [chunk for chunk in plan.chunks if chunk.samples]
-            for row, chunk in zip(logits, sampling, strict=True):
-                self._choose(chunk, row, tokens, ended)
+            best = logits.argmax(axis=1).tolist() if sampling else []  # of all rows at once
+            for row, first, chunk in zip(logits, best, sampling, strict=True):
+                self._choose(chunk, row, first, tokens, ended)
         return StepResult(tuple(tokens), tuple(ended), tuple(scores), _work(plan))
 
     def _run(self, plan: StepPlan) -> tuple[Logits, list[PromptScores]]:
@@ -144,13 +146,14 @@ class Engine:
         logits: Logits = output.logits.numpy()
         return logits, scores
 
-    def _choose(self, chunk: Chunk, row: Logits, tokens: list[TokenOut], ended: list[RequestEnd]) -> None:
+    def _choose(self, chunk: Chunk, row: Logits, best: int, tokens: list[TokenOut], ended: list[RequestEnd]) -> None:
+        """`best`: where the row is largest; numpy takes what is no number for the largest."""
         sequence = chunk.sequence
         try:
-            if not np.isfinite(row.max()):
+            if not isfinite(row[best]):
                 raise InternalError("the model gave logits that are no numbers")
             history = sequence.history() if sequence.sampling.changes_logits else None
-            choice = choose(row, sequence.sampling, len(sequence.tokens), history)
+            choice = choose(row, sequence.sampling, len(sequence.tokens), history, best)
         except (TandemError, ValueError, ArithmeticError) as error:
             typed = error if isinstance(error, TandemError) else InternalError(f"sampling failed: {error}")
             self._scheduler.cancel(sequence.request_id)

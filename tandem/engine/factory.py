@@ -10,12 +10,14 @@ import torch
 from tandem.config import EngineSpec
 from tandem.engine.api import KvExporter
 from tandem.engine.engine import Engine
+from tandem.engine.kernels import choose_kernels
 from tandem.engine.kv_pool import DTYPES, KvPool, pool_layout
 from tandem.engine.runner import ModelRunner
 from tandem.engine.tp_group import TpGroup
 from tandem.errors import ConfigError
 from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.layout import KvPoolLayout
+from tandem.model.matrices import MatrixMaker, Weights
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
 from tandem.model_config import ModelConfig
@@ -61,11 +63,15 @@ def build_rank(
     layout = pool_layout(
         spec, layers=config.layers, kv_heads=config.rank_kv_heads(size), head_dim=config.head_dim
     )
+    kernels = choose_kernels(spec, layout, size)
     group = TpGroup(rendezvous_file, rank, size, device) if size > 1 else None
     tp = TensorParallel(rank, size, group.collectives if group else None)
-    model = load_model(model_dir, config, tp, device, DTYPES[spec.dtype], max_tokens=max_model_tokens)
+    matrix = MatrixMaker(Weights(spec.weights), kernels, spec.batch_invariant)
+    model = load_model(
+        model_dir, config, tp, device, DTYPES[spec.dtype], max_tokens=max_model_tokens, matrix=matrix
+    )
     pool = KvPool(layout, device)
-    runner = ModelRunner(model, pool, exporter, device)
+    runner = ModelRunner(model, pool, exporter, device, kernels)
     leader = None
     if rank == 0:
         scheduler = Scheduler(
@@ -74,6 +80,7 @@ def build_rank(
             max_running_requests=spec.max_running_requests,
             max_step_tokens=spec.max_step_tokens,
             max_model_tokens=max_model_tokens,
+            window_tokens=config.traits.widest_window,
         )
         leader = Engine(runner, scheduler, config.vocab_size, group.send_step if group else None)
     return Rank(config, layout, pool, max_model_tokens, runner, group, leader)

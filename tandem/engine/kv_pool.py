@@ -13,9 +13,9 @@ from torch import Tensor
 from tandem.config import EngineSpec
 from tandem.engine.memory import available_bytes
 from tandem.errors import InsufficientMemory
-from tandem.kvcache.layout import KvPoolLayout
+from tandem.kvcache.layout import KvPoolLayout, cell_width
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
 
 class KvPool:
@@ -53,7 +53,8 @@ def pool_layout(spec: EngineSpec, *, layers: int, kv_heads: int, head_dim: int) 
     """
 
     def layout(num_blocks: int) -> KvPoolLayout:
-        return KvPoolLayout(num_blocks, layers, kv_heads, spec.block_tokens, head_dim, spec.dtype)
+        dtype = spec.pool_dtype
+        return KvPoolLayout(num_blocks, layers, kv_heads, spec.block_tokens, cell_width(head_dim, dtype), dtype)
 
     block_bytes = layout(1).block_bytes
     blocks = spec.kv_blocks or spec.kv_memory_bytes // block_bytes

@@ -10,9 +10,11 @@ from torch import Tensor
 from tandem.engine.api import KvExporter, ScoredToken
 from tandem.engine.attention import StepAttention
 from tandem.engine.kv_pool import KvPool
+from tandem.engine.native_attention import NativeStepAttention
 from tandem.engine.scores import score
 from tandem.engine.step import SequenceStep, StepInput
-from tandem.model.decoder import Decoder
+from tandem.model.decoder import Attend, Decoder
+from tandem.native.library import Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,12 @@ class StepOutput:
 
 
 class ModelRunner:
-    def __init__(self, model: Decoder, pool: KvPool, exporter: KvExporter, device: torch.device) -> None:
+    """Args: `kernels` attend; None: torch does."""
+
+    def __init__(
+        self, model: Decoder, pool: KvPool, exporter: KvExporter, device: torch.device, kernels: Kernels | None = None
+    ) -> None:
+        self._kernels = kernels
         self._model = model
         self._pool = pool
         self._exporter = exporter
@@ -51,7 +58,7 @@ class ModelRunner:
         hidden = self._model.hidden(
             torch.tensor(token_ids, dtype=torch.int64, device=self._device),
             torch.tensor(positions, dtype=torch.int64, device=self._device),
-            StepAttention(self._pool.tensor, self._pool.layout, step.sequences, self._model.attention),
+            self._attention(step.sequences),
             self._layer_done if step.exports else None,
         )
         logits = self._model.logits(hidden[torch.tensor(rows, dtype=torch.int64, device=self._device)])
@@ -60,6 +67,12 @@ class ModelRunner:
             for sequence, first in scored
         ]
         return StepOutput(logits.cpu(), scores)
+
+    def _attention(self, sequences: list[SequenceStep]) -> Attend:
+        pool, terms = self._pool, self._model.attention
+        if self._kernels is None:
+            return StepAttention(pool.tensor, pool.layout, sequences, terms)
+        return NativeStepAttention(self._kernels, pool.tensor, pool.layout, sequences, terms)
 
     def _layer_done(self, layer: int) -> None:
         if self._device.type == "cuda":

@@ -9,12 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-DTYPE_BYTES: Final[dict[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES: Final[dict[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+_SCALE_BYTES: Final = 4
+
+
+def cell_width(head_dim: int, dtype: str) -> int:
+    """Elements of one token in one head of a pool: in int8 its fp32 scale follows the values, so that whatever moves
+    cells moves both."""
+    return head_dim + _SCALE_BYTES if dtype == "int8" else head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class KvPoolLayout:
-    """One rank's pool. `kv_heads` are the rank's own (after sharding or replication)."""
+    """One rank's pool. `kv_heads` are the rank's own (after sharding or replication); `head_dim` is the model's, and in
+    int8 what `cell_width` makes of it."""
 
     num_blocks: int
     layers: int

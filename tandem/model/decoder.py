@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tandem.model.experts import SparseMlp
 from tandem.model.layers import ColumnParallelLinear, GatedMlp, LmHead, RmsNorm, RowParallelLinear, VocabEmbedding
-from tandem.model.rope import Rope, Rotation, rotate
+from tandem.model.ops import Ops
+from tandem.model.rope import Rope, Rotation
 from tandem.model_config import ModelConfig
 
 
@@ -56,6 +57,7 @@ class Attention:
     heads: int
     kv_heads: int
     head_dim: int
+    ops: Ops
     q_norm: RmsNorm | None = None
     k_norm: RmsNorm | None = None
 
@@ -66,7 +68,7 @@ class Attention:
         qk = qkv[:, :turned]
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])), dim=1)
-        qk = rotate(qk, rotation)
+        qk = self.ops.rotate(qk, rotation)
         return qk[:, : self.heads], qk[:, self.heads :], qkv[:, turned:]
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.model.layers import ACTIVATIONS
+from tandem.model.matrices import Matrix
+from tandem.model.ops import Ops
 from tandem.model.parallel import TensorParallel
 from tandem.model_families import Activation
 
@@ -17,16 +17,17 @@ from tandem.model_families import Activation
 class SparseMlp:
     """Each rank holds equally many whole experts, from `first` on; every rank routes every token, alike.
 
-    gate [experts, hidden]; gate_up [rank_experts, 2 · expert_size, hidden]; down [rank_experts, hidden, expert_size].
+    gate [experts, hidden]; of each expert of the rank gate_up [2 · expert_size, hidden] and down [hidden, expert_size].
     """
 
-    gate: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate: Matrix
+    gate_up: tuple[Matrix, ...]
+    down: tuple[Matrix, ...]
     first: int
     per_token: int
     renormalise: bool
     activation: Activation
+    ops: Ops
     tp: TensorParallel
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -37,14 +38,13 @@ class SparseMlp:
             tokens, places = (chosen == self.first + local).nonzero(as_tuple=True)
             if not len(tokens):
                 continue
-            gate, up = F.linear(x[tokens], gate_up).chunk(2, dim=-1)
-            answer = F.linear(ACTIVATIONS[self.activation](gate).mul_(up), down)
+            answer = down(self.ops.gated(gate_up(x[tokens]), self.activation))
             out.index_add_(0, tokens, answer.mul_(weights[tokens, places].unsqueeze(1)))
         return self.tp.all_reduce(out)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [tokens, hidden] → weights and expert numbers, each [tokens, per_token]."""
-        scores = F.linear(x, self.gate).softmax(dim=-1, dtype=torch.float32)
+        scores = self.gate(x).softmax(dim=-1, dtype=torch.float32)
         weights, chosen = scores.topk(self.per_token, dim=-1)
         if self.renormalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)

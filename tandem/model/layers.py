@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from types import MappingProxyType
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.model.matrices import Matrix
+from tandem.model.ops import Ops
 from tandem.model.parallel import TensorParallel
 from tandem.model_families import Activation
-
-ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,37 +19,35 @@ class RmsNorm:
 
     weight: Tensor
     eps: float
+    ops: Ops
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., width] → the same; the mean square is taken in fp32."""
-        wide = x.float()
-        scale = wide.square().mean(dim=-1, keepdim=True).add_(self.eps).rsqrt_()
-        return (wide * scale).to(self.weight.dtype).mul_(self.weight).to(x.dtype)
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnParallelLinear:
-    """Each rank holds some outputs. weight [out / tp, in], bias [out / tp]."""
+    """Each rank holds some outputs. matrix [out / tp, in], with its bias."""
 
-    weight: Tensor
-    bias: Tensor | None
+    matrix: Matrix
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, in] → [tokens, out / tp]"""
-        return F.linear(x, self.weight, self.bias)
+        return self.matrix(x)
 
 
 @dataclass(frozen=True, slots=True)
 class RowParallelLinear:
-    """Each rank holds some inputs, and the ranks' results are summed. weight [out, in / tp], bias [out]."""
+    """Each rank holds some inputs, and the ranks' results are summed. matrix [out, in / tp], bias [out]."""
 
-    weight: Tensor
+    matrix: Matrix
     bias: Tensor | None
     tp: TensorParallel
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, in / tp] → [tokens, out], equal on every rank."""
-        y = self.tp.all_reduce(F.linear(x, self.weight))
+        y = self.tp.all_reduce(self.matrix(x))
         return y if self.bias is None else y + self.bias
 
 
@@ -79,15 +72,15 @@ class VocabEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class LmHead:
-    """weight [rows, hidden]: all of the vocabulary, or this rank's equal part of it when `sharded`."""
+    """matrix [rows, hidden]: all of the vocabulary, or this rank's equal part of it when `sharded`."""
 
-    weight: Tensor
+    matrix: Matrix
     sharded: bool
     tp: TensorParallel
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocab] fp32, equal on every rank."""
-        logits = F.linear(x, self.weight)
+        logits = self.matrix(x)
         return (self.tp.all_gather_columns(logits) if self.sharded else logits).float()
 
 
@@ -98,8 +91,8 @@ class GatedMlp:
     gate_up: ColumnParallelLinear
     down: RowParallelLinear
     activation: Activation
+    ops: Ops
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] → the same, equal on every rank."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(ACTIVATIONS[self.activation](gate).mul_(up))
+        return self.down(self.ops.gated(self.gate_up(x), self.activation))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from tandem.model.checkpoint import Checkpoint
 from tandem.model.decoder import Attention, Ends
 from tandem.model.experts import SparseMlp
 from tandem.model.layers import ColumnParallelLinear, GatedMlp, LmHead, RmsNorm, RowParallelLinear, VocabEmbedding
+from tandem.model.matrices import Matrix, MatrixMaker, Weights
+from tandem.model.ops import Ops
 from tandem.model.parallel import TensorParallel
 from tandem.model_config import ModelConfig
 
@@ -35,6 +37,8 @@ class WeightReader:
     tp: TensorParallel
     device: torch.device
     dtype: torch.dtype
+    ops: Ops
+    matrix: MatrixMaker
 
     def ends(self) -> Ends:
         embedding = self._vocab_rows("model.embed_tokens.weight")
@@ -42,7 +46,7 @@ class WeightReader:
         return Ends(
             VocabEmbedding(embedding, self._vocab_sharded, self.tp),
             self.norm("model.norm"),
-            LmHead(head, self._vocab_sharded, self.tp),
+            LmHead(self.matrix(head), self._vocab_sharded, self.tp),
         )
 
     def norm(self, name: str, width: int | None = None) -> RmsNorm:
@@ -50,7 +54,7 @@ class WeightReader:
         weight = self._placed([self.checkpoint.read(f"{name}.weight", [width or self.config.hidden_size])])
         if offset := self.config.traits.norm_offset:
             weight = weight.float() + offset
-        return RmsNorm(weight, self.config.rms_norm_eps)
+        return RmsNorm(weight, self.config.rms_norm_eps, self.ops)
 
     def attention(self, prefix: str, *, fused: bool = False) -> Attention:
         """`fused`: queries, keys and values lie in one tensor, `qkv_proj`."""
@@ -62,6 +66,7 @@ class WeightReader:
             heads=config.heads // self.tp.size,
             kv_heads=config.rank_kv_heads(self.tp.size),
             head_dim=config.head_dim,
+            ops=self.ops,
             q_norm=self.norm(prefix + "q_norm", config.head_dim) if traits.qk_norm else None,
             k_norm=self.norm(prefix + "k_norm", config.head_dim) if traits.qk_norm else None,
         )
@@ -78,6 +83,7 @@ class WeightReader:
             gate_up=self._columns(prefix, [gate, up], bias),
             down=self._rows(prefix + "down_proj", width, own, bias),
             activation=self.config.traits.activation,
+            ops=self.ops,
         )
 
     def is_sparse(self, layer: int) -> bool:
@@ -96,21 +102,23 @@ class WeightReader:
             for name in (gate, up, down):
                 self.checkpoint.leave(f"{prefix}experts.{number}.{name}.weight")
 
-        def stacked(names: Sequence[str], shape: Sequence[int]) -> Tensor:
-            each = [
-                self._placed([read(f"{prefix}experts.{number}.{name}.weight", shape) for name in names])
+        def each(names: Sequence[str], shape: Sequence[int]) -> tuple[Matrix, ...]:
+            return tuple(
+                self.matrix(self._placed([read(f"{prefix}experts.{number}.{name}.weight", shape) for name in names]))
                 for number in range(own.start, own.stop)
-            ]
-            return torch.stack(each)
+            )
 
+        # Which experts a token takes hangs on small differences: these few weights are never quantised.
+        exact = replace(self.matrix, weights=Weights.DENSE)
         return SparseMlp(
-            gate=self._placed([read(f"{prefix}gate.weight", [experts.count, hidden])]),
-            gate_up=stacked([gate, up], [size, hidden]),
-            down=stacked([down], [hidden, size]),
+            gate=exact(self._placed([read(f"{prefix}gate.weight", [experts.count, hidden])])),
+            gate_up=each([gate, up], [size, hidden]),
+            down=each([down], [hidden, size]),
             first=own.start,
             per_token=experts.per_token,
             renormalise=experts.renormalise,
             activation=self.config.traits.activation,
+            ops=self.ops,
             tp=self.tp,
         )
 
@@ -150,12 +158,16 @@ class WeightReader:
         hidden, read = self.config.hidden_size, self.checkpoint.read
         weights = [read(f"{prefix}{part.name}.weight", [part.total, hidden], rows=part.own) for part in parts]
         biases = [read(f"{prefix}{part.name}.bias", [part.total], rows=part.own) for part in parts] if bias else []
-        return ColumnParallelLinear(self._placed(weights), self._placed(biases) if bias else None)
+        return ColumnParallelLinear(self.matrix(self._placed(weights), self._placed(biases) if bias else None))
 
     def _rows(self, name: str, width: int, own: slice, bias: bool) -> RowParallelLinear:
         hidden, read = self.config.hidden_size, self.checkpoint.read
         weight = self._placed([read(f"{name}.weight", [hidden, width], columns=own)])
-        return RowParallelLinear(weight, self._placed([read(f"{name}.bias", [hidden])]) if bias else None, self.tp)
+        largest = None
+        if self.matrix.quantises and self.tp.size > 1:  # by whole rows, so that every width has the same weights
+            largest = read(f"{name}.weight", [hidden, width]).float().abs().amax(dim=1)
+        matrix = self.matrix(weight, largest=largest)
+        return RowParallelLinear(matrix, self._placed([read(f"{name}.bias", [hidden])]) if bias else None, self.tp)
 
     @property
     def _vocab_sharded(self) -> bool:

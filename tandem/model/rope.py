@@ -13,8 +13,14 @@ from tandem.rope_config import LinearScaling, Llama3Scaling, LongRopeScaling, Ro
 Rotation = tuple[Tensor, Tensor]
 
 
+_PAGE_TOKENS = 1024
+
+
 class Rope:
     """The angles of a model. Made once; `rotation` is made once per step and used by every layer.
+
+    On the CPU cosines and sines are kept, from the first position to the highest that came so far, made in pages of
+    fixed size: so they are the same whatever batch asks for them.
 
     Args:
         max_tokens: the longest context that is served, which decides between LongRoPE's two sets of factors.
@@ -25,9 +31,23 @@ class Rope:
         scaled = isinstance(config.scaling, YarnScaling | LongRopeScaling)
         self._gain = config.scaling.attention_factor if scaled else 1.0  # type: ignore[union-attr]
         self._dtype = dtype
+        self._table: Rotation | None = None
 
     def rotation(self, positions: Tensor) -> Rotation:
         """positions [tokens] → (cos, signed sin), each [tokens, 1, dims]; angles in fp32 whatever the dtype."""
+        if positions.device.type != "cpu":
+            return self._angles(positions)
+        needed = int(positions.max()) + 1
+        known = 0 if self._table is None else self._table[0].shape[0]
+        if needed > known:
+            first, last = known // _PAGE_TOKENS, -(-needed // _PAGE_TOKENS)
+            pages = [self._angles(torch.arange(_PAGE_TOKENS) + page * _PAGE_TOKENS) for page in range(first, last)]
+            both = pages if self._table is None else [self._table, *pages]
+            self._table = (torch.cat([cos for cos, _ in both]), torch.cat([sin for _, sin in both]))
+        cos, sin = self._table  # type: ignore[misc]  # there is at least one position
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def _angles(self, positions: Tensor) -> Rotation:
         angles = torch.outer(positions.to(torch.float32), self._inv_freq)
         cos, sin = angles.cos() * self._gain, angles.sin() * self._gain
         return (

@@ -11,6 +11,8 @@ from tandem.errors import CheckpointError
 from tandem.model.checkpoint import Checkpoint
 from tandem.model.decoder import Decoder
 from tandem.model.families import LAYERS
+from tandem.model.matrices import MatrixMaker
+from tandem.model.ops import TORCH_OPS, NativeOps
 from tandem.model.parallel import TensorParallel
 from tandem.model.reader import WeightReader
 from tandem.model.rope import Rope
@@ -28,10 +30,12 @@ def load_model(
     dtype: torch.dtype,
     *,
     max_tokens: int | None = None,
+    matrix: MatrixMaker | None = None,
 ) -> Decoder:
     """Reads only this rank's slices.
 
     Args:
+        matrix: how products are computed; with kernels, element-wise work is theirs too. None: all by torch.
         max_tokens: the longest context that is served; None: the model's own.
 
     Raises ConfigError when the model does not divide by `tp.size`, CheckpointError naming tensor and file when a
@@ -41,7 +45,9 @@ def load_model(
     device = torch.device(device)
     traits = config.traits
     with Checkpoint.open(model_dir) as checkpoint, torch.inference_mode():
-        reader = WeightReader(checkpoint, config, tp, device, dtype)
+        matrix = matrix or MatrixMaker()
+        ops = TORCH_OPS if matrix.kernels is None else NativeOps(matrix.kernels)
+        reader = WeightReader(checkpoint, config, tp, device, dtype, ops, matrix)
         ends = reader.ends()
         layers = [LAYERS[config.architecture](reader, number) for number in range(config.layers)]
         _refuse_unknown(checkpoint, config)

@@ -45,11 +45,18 @@ class Choice:
     top: tuple[TokenLogprob, ...] = ()
 
 
-def choose(logits: Row, params: SamplingParams, position: int, history: TokenHistory | None = None) -> Choice:
+def choose(
+    logits: Row, params: SamplingParams, position: int, history: TokenHistory | None = None, best: int | None = None
+) -> Choice:
     """The token at `position` (its place in prompt plus answer, from 0). Of equals the lowest id wins. `history` None:
-    nothing to penalise."""
+    nothing to penalise. `best`: where `logits` are largest, if that is known."""
     row = changed_logits(logits, params, history or TokenHistory(())) if params.changes_logits else logits
-    token_id = int(np.argmax(row)) if params.temperature < COLDEST else _sample(row, params, position)
+    if params.temperature >= COLDEST:
+        token_id = _sample(row, params, position)
+    elif best is not None and row is logits:
+        token_id = best
+    else:
+        token_id = int(np.argmax(row))
     if params.logprobs is None:
         return Choice(token_id)
     return _with_logprobs(logits, token_id, params.logprobs)

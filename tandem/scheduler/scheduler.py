@@ -63,6 +63,7 @@ class Scheduler:
     max_running_requests: int
     max_step_tokens: int
     max_model_tokens: int
+    window_tokens: int | None = None  # the widest window, where every layer has one: what lies behind is never read
     preemptions: int = field(default=0, init=False)
     _sequences: dict[str, Sequence] = field(default_factory=dict)
     _waiting: deque[Sequence] = field(default_factory=deque)
@@ -122,8 +123,8 @@ class Scheduler:
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.stage is not Stage.RUNNING or sequence.is_exporting:
             return False
-        if sequence.pending_tokens > 1 or not sequence.generated:
-            return False
+        if sequence.pending_tokens > 1 or not sequence.generated or sequence.passed_blocks:
+            return False  # nobody can take over blocks that were given back
         self._running.remove(sequence)
         sequence.stage = Stage.HELD
         return True
@@ -201,14 +202,14 @@ class Scheduler:
             self._waiting.remove(sequence)
         elif sequence.stage is Stage.RUNNING:
             self._running.remove(sequence)
-        self.pool.release(sequence.blocks, sequence.hold)
-        sequence.blocks = []
+        self.pool.release(sequence.held_blocks, sequence.hold)
+        sequence.blocks, sequence.passed_blocks = [], 0
         self._exports = [each for each in self._exports if each.request_id != sequence.request_id]
         del self._sequences[sequence.request_id]
         self._stalled = False
 
     def _rehold(self, sequence: Sequence, hold: Hold) -> None:
-        self.pool.convert(sequence.blocks, sequence.hold, hold)
+        self.pool.convert(sequence.held_blocks, sequence.hold, hold)
         sequence.hold = hold
 
     # --- a step ------------------------------------------------------------------------------------------------
@@ -267,6 +268,7 @@ class Scheduler:
         for chunk in plan.chunks:
             chunk.sequence.computed = chunk.start + chunk.count
             self._commit(chunk.sequence)
+            self._give_back_passed(chunk.sequence)
 
     def _find_room(self, sequence: Sequence, count: int) -> int:
         """Gives a running request blocks for its next `count` tokens. Returns for how many there is room: if not even
@@ -347,8 +349,8 @@ class Scheduler:
         self.preemptions += 1
         self._short_of_blocks = True
         self._running.remove(sequence)
-        self.pool.release(sequence.blocks, sequence.hold)
-        sequence.blocks, sequence.computed, sequence.committed = [], 0, 0
+        self.pool.release(sequence.held_blocks, sequence.hold)
+        sequence.blocks, sequence.passed_blocks, sequence.computed, sequence.committed = [], 0, 0, 0
         sequence.stage = Stage.WAITING
         sequence.expected_cached_tokens = len(self._match(sequence)) * self.block_tokens
         self._waiting.appendleft(sequence)
@@ -367,6 +369,15 @@ class Scheduler:
             ):
                 self.pool.commit(block, block_hash)
             sequence.committed = full
+
+    def _give_back_passed(self, sequence: Sequence) -> None:
+        """Blocks that no later token sees; they stay findable until they are evicted. Exported ones are still read."""
+        if self.window_tokens is None or sequence.is_exporting:
+            return
+        passed = max(0, sequence.computed + 1 - self.window_tokens) // self.block_tokens
+        if passed > sequence.passed_blocks:
+            self.pool.release(sequence.blocks[sequence.passed_blocks : passed], sequence.hold)
+            sequence.passed_blocks = passed
 
     # --- exports -----------------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ class Sequence:
     stage: Stage = Stage.WAITING
     hold: Hold = Hold.USE
     blocks: list[int] = field(default_factory=list)
+    passed_blocks: int = 0  # leading ones that lie behind every layer's window: given back, their numbers mean nothing
     computed: int = 0
     committed: int = 0
     exported_blocks: int = 0
@@ -63,6 +64,11 @@ class Sequence:
         """For computing it: a prompt whose logprobs are still wanted is computed from its beginning."""
         scores_wanted = self.sampling.prompt_logprobs is not None and self.scored_tokens < self.prompt_tokens
         return self.use_prefix_cache and not scores_wanted
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """Those that are still its own."""
+        return self.blocks[self.passed_blocks :]
 
     @property
     def is_exporting(self) -> bool:

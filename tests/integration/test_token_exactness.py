@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tandem.config import EngineSpec, TlsSpec, TransportKind
+from tandem.engine.testing import EngineDriver, single_rank
 from tandem.request import SamplingParams
 from tandem.testing import random_prompt, write_tiny_llama
 from worker.testing import HandRouter, WorkerSession
@@ -83,6 +84,24 @@ async def test_through_an_encrypted_handoff(
         answer = await hand.handoff(live.prefill, live.decode, prompt(100), GREEDY)
         assert answer.tokens == reference.answer(prompt(100), GREEDY)
         assert {link.transport for link in (await live.prefill.state()).links} == {"tcp"}
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp", "transport"), [(1, 2, MAPPED), (2, 1, TCP)])
+async def test_quantised_weights_and_kv_through_a_handoff(
+    pair: Any, tiny: Path, tmp_path: Path, prefill_tp: int, decode_tp: int, transport: TransportKind
+) -> None:
+    """As one process alone answers; values and scales cross as they lie, in 20 bytes a token and head instead of 64."""
+    hand, quantised = HandRouter(), {"weights": "int8", "kv_dtype": "int8"}
+    alone = EngineDriver(single_rank(tiny, tmp_path / "alone", **quantised).engine)
+    for length in LENGTHS:
+        alone.add(str(length), prompt(length), SEEDED)
+    alone.run()
+    engine = ENGINE.model_copy(update=quantised)
+    async with pair(tiny, prefill_tp=prefill_tp, decode_tp=decode_tp, transport=transport, engine=engine) as live:
+        for length in LENGTHS:
+            answer = await hand.handoff(live.prefill, live.decode, prompt(length), SEEDED)
+            assert answer.tokens == alone.tokens[str(length)], length
+            assert answer.kv_bytes == length * 2 * 2 * 2 * 20  # layers, K and V, KV heads
 
 
 async def cache_on_prefill_only(hand: HandRouter, prefill: WorkerSession, decode: WorkerSession, tokens: Any) -> None:

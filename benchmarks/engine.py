@@ -1,0 +1,270 @@
+"""How fast the engine is on this CPU, beside what the machine can do and beside other engines.
+
+    make bench-engine
+    python -m benchmarks.engine --figure decode --threads 1
+
+Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. Limits and peers are measured in the
+same run, in turns with ours; `scripts/engine-peers.sh` installs the peers, and without them those lines have no
+reference. docs/performance.md explains each figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from benchmarks.engine_peers import Peer, find_peer
+from benchmarks.handoff_figures import Figure
+from tandem.config import DEMO_MODEL, EngineSpec
+from tandem.engine.factory import Rank, build_rank
+from tandem.engine.peaks import DevicePeaks, device_peaks
+from tandem.engine.testing import EngineDriver, NoExport, make_request
+from tandem.model_store import pull
+from tandem.request import SamplingParams
+from tandem.testing import random_prompt, write_tiny_llama
+
+OVERHEAD_TARGET_MS = 1.0
+TEXT = Path(__file__).with_name("perplexity.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    context: int = 256
+    decode_steps: int = 12
+    rounds: int = 5
+    batches: tuple[int, ...] = (1, 8, 32)
+    prefills: tuple[int, ...] = (512, 2048)
+    kv_blocks: int = 1200
+
+
+QUICK = Sizes(16, 2, 1, (1, 3), (24,), 64)
+
+
+@dataclass(slots=True)
+class Bench:
+    """The engines that are compared, built when first asked for, and the machine they share."""
+
+    sizes: Sizes
+    folder: Path
+    scratch: Path
+    threads: int
+    peer: Peer | None
+    _ranks: dict[str, Rank] = field(default_factory=dict)
+    _names: Iterator[int] = field(default_factory=count)
+
+    def rank(self, mode: str) -> Rank:
+        if mode not in self._ranks:
+            spec = EngineSpec.model_validate(
+                {"threads_per_rank": self.threads, "kv_blocks": self.sizes.kv_blocks, "max_step_tokens": 2048}
+                | MODES[mode]
+            )
+            self._ranks[mode] = build_rank(
+                self.folder, spec, rank=0, size=1, rendezvous_file=self.scratch / mode, exporter=NoExport()
+            )
+        return self._ranks[mode]
+
+    def new_prompt(self, length: int) -> list[int]:
+        """Nobody finds it in a cache."""
+        return random_prompt(length, self.rank("fp32").config.vocab_size, 1000 + next(self._names))
+
+    def known_prompts(self, batch: int) -> list[list[int]]:
+        """The same each time, so that after the first time both find them in their caches and soon decode."""
+        vocab = self.rank("fp32").config.vocab_size
+        return [random_prompt(self.sizes.context, vocab, number) for number in range(batch)]
+
+    def tokenizer_ids(self, text: str) -> list[int]:
+        return Tokenizer.from_file(str(self.folder / "tokenizer.json")).encode(text).ids[: 4 * self.sizes.context]
+
+    def peaks(self) -> DevicePeaks:
+        return device_peaks(EngineSpec(threads_per_rank=self.threads))
+
+    def weight_bytes(self, mode: str) -> float:
+        """That one decode step reads: every matrix once."""
+        config = self.rank(mode).config
+        heads = (2 * config.heads + 2 * config.kv_heads) * config.head_dim
+        matrices = config.layers * config.hidden_size * (heads + 3 * config.intermediate_size)
+        return (matrices + config.vocab_size * config.hidden_size) * (1.0 if mode == "int8" else 4.0)
+
+    def prompt_flops(self, length: int) -> float:
+        config = self.rank("fp32").config
+        heads = (2 * config.heads + 2 * config.kv_heads) * config.head_dim
+        products = length * config.hidden_size * (heads + 3 * config.intermediate_size)
+        attention = length * length * config.heads * config.head_dim  # the causal half of both products
+        return 2.0 * config.layers * (products + attention) + 2.0 * config.vocab_size * config.hidden_size
+
+
+MODES: Mapping[str, Mapping[str, object]] = {
+    "fp32": {},
+    "int8": {"weights": "int8"},
+    "int8_kv8": {"weights": "int8", "kv_dtype": "int8"},
+}
+
+
+def decode(bench: Bench) -> Iterator[Figure]:
+    """Tokens per second of all requests together, each with `context` tokens before it."""
+    sizes = bench.sizes
+    for batch in sizes.batches:
+        ours: dict[str, list[float]] = {mode: [] for mode in MODES}
+        theirs: list[float] = []
+        bandwidth: list[float] = []
+        for number in range(sizes.rounds + 1):
+            if number <= 1:  # the first round warms up
+                ours, theirs, bandwidth = {mode: [] for mode in MODES}, [], []
+            for mode in MODES:
+                ours[mode].append(batch / _decode_step_s(bench, mode, batch))
+            if bench.peer is not None:
+                theirs.append(batch / bench.peer.generate(bench.known_prompts(batch), sizes.decode_steps + 1).step_s)
+            bandwidth.append(bench.peaks().memory_bytes_per_s)
+        peer = statistics.median(theirs) if theirs else None
+        for mode in MODES:  # the fastest that nothing is lost with is the figure itself
+            name = f"engine.decode_b{batch}" + ("" if mode == "int8" else f"_{mode}")
+            yield _figure(name, statistics.median(ours[mode]), "tok/s", peer)
+        if batch == 1:
+            for mode in ("fp32", "int8"):
+                used = [rate * bench.weight_bytes(mode) / 1e9 for rate in ours[mode]]
+                limit = statistics.median(bandwidth) / 2e9  # a copy reads and writes; a step reads
+                yield _figure(f"engine.read_rate_b1_{mode}", statistics.median(used), "GB/s", limit)
+
+
+def _decode_step_s(bench: Bench, mode: str, batch: int) -> float:
+    engine = bench.rank(mode).engine
+    sampling = SamplingParams(temperature=0.0, max_tokens=bench.sizes.decode_steps + 2)
+    for number, prompt in enumerate(bench.known_prompts(batch)):
+        engine.add(make_request(str(number), prompt, sampling))
+    while engine.load().waiting_tokens:
+        engine.step()
+    took = []
+    while engine.has_work:
+        began = time.perf_counter()
+        engine.step()
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
+def prefill(bench: Bench) -> Iterator[Figure]:
+    """Prompt tokens per second, until the first token is there."""
+    for length in bench.sizes.prefills:
+        ours: dict[str, list[float]] = {mode: [] for mode in MODES}
+        theirs: list[float] = []
+        limit: list[float] = []
+        for _ in range(bench.sizes.rounds):
+            for mode in ("fp32", "int8"):
+                ours[mode].append(length / _prefill_s(bench, mode, length))
+                limit.append(length * bench.peaks().flops_per_s / bench.prompt_flops(length))
+            if bench.peer is not None:
+                theirs.append(length / bench.peer.generate([bench.new_prompt(length)], 1).first_s)
+        peer = statistics.median(theirs) if theirs else None
+        yield _figure(f"engine.prefill_{length}", statistics.median(ours["int8"]), "tok/s", peer)
+        yield _figure(
+            f"engine.prefill_{length}_fp32", statistics.median(ours["fp32"]), "tok/s", statistics.median(limit)
+        )
+
+
+def _prefill_s(bench: Bench, mode: str, length: int) -> float:
+    engine = bench.rank(mode).engine
+    engine.add(make_request("r", bench.new_prompt(length), SamplingParams(temperature=0.0, max_tokens=1)))
+    began = time.perf_counter()
+    while engine.has_work:
+        engine.step()
+    return time.perf_counter() - began
+
+
+def overhead(bench: Bench) -> Iterator[Figure]:
+    """A decode step of the largest batch less the time that the model ran: scheduling, choosing, bookkeeping."""
+    batch = bench.sizes.batches[-1]
+    rank = bench.rank("int8")
+    engine, execute = rank.engine, rank.runner.execute
+    inside: list[float] = []
+
+    def timed(step: object) -> object:
+        began = time.perf_counter()
+        output = execute(step)  # type: ignore[arg-type]
+        inside.append(time.perf_counter() - began)
+        return output
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=bench.sizes.decode_steps * bench.sizes.rounds)
+    for number, prompt in enumerate(bench.known_prompts(batch)):
+        engine.add(make_request(str(number), prompt, sampling))
+    while engine.load().waiting_tokens:
+        engine.step()
+    rank.runner.execute = timed  # type: ignore[method-assign,assignment]
+    whole = []
+    while engine.has_work:
+        began = time.perf_counter()
+        engine.step()
+        whole.append(time.perf_counter() - began)
+    rank.runner.execute = execute  # type: ignore[method-assign]
+    left = [1e3 * (step - model) for step, model in zip(whole, inside, strict=True)]
+    yield _figure("engine.step_overhead_ms", statistics.median(left), "ms", OVERHEAD_TARGET_MS)
+
+
+def perplexity(bench: Bench) -> Iterator[Figure]:
+    """Of the bundled text, by the logprobs that clients can ask for; beside `transformers` in fp32, where it is."""
+    ids = bench.tokenizer_ids(TEXT.read_text())
+    expected = _expected_perplexity(bench.folder, ids)
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    for mode in MODES:
+        driver = EngineDriver(bench.rank(mode).engine)
+        driver.add("text", ids, sampling)
+        driver.run()
+        logprobs = [token.logprob for token in driver.scores["text"]]
+        yield _figure(f"engine.perplexity_{mode}", math.exp(-statistics.fmean(logprobs)), "", expected)
+
+
+def _expected_perplexity(folder: Path, ids: list[int]) -> float:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(dim=-1)
+    return math.exp(-float(logprobs.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).mean()))
+
+
+def _figure(name: str, value: float, unit: str, reference: float | None) -> Figure:
+    ratio = None if reference is None else round(value / reference, 4)
+    return Figure(name, round(value, 4), unit, None if reference is None else round(reference, 4), ratio)
+
+
+FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
+    "decode": decode,
+    "prefill": prefill,
+    "overhead": overhead,
+    "perplexity": perplexity,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--figure", action="append", choices=FIGURES, help="only these (may be repeated)")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=Sizes.rounds)
+    parser.add_argument("--batch", type=int, action="append", help="only these of the decode figures")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and no peers: whether it runs")
+    options = parser.parse_args()
+    sizes = QUICK if options.quick else Sizes(rounds=options.rounds, batches=tuple(options.batch or Sizes.batches))
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = write_tiny_llama(scratch / "tiny", vocab=300) if options.quick else pull(DEMO_MODEL)
+        peer = None if options.quick else find_peer(options.threads)
+        if peer is not None:
+            stack.enter_context(peer)
+        bench = Bench(sizes, folder, scratch, options.threads, peer)
+        for name in options.figure or FIGURES:
+            for figure in FIGURES[name](bench):
+                print(figure.line(), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Other engines as processes of their own, in virtual environments that `scripts/engine-peers.sh` made."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PEERS = ROOT / ".cache" / "peers"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTimes:
+    """Until every prompt has its first token, and the median of the steps after that."""
+
+    first_s: float
+    step_s: float
+
+
+class Peer:
+    """Answers one line for each; silent in between, so it takes no core from ours."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self._answer()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> PeerTimes:
+        """`tokens` tokens for each of some prompts that are equally long."""
+        if self._process.stdin is None:
+            raise RuntimeError("the peer takes no requests")
+        self._process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        return PeerTimes(float(answer["first_s"]), float(answer["step_s"]))
+
+    def _answer(self) -> dict[str, Any]:
+        if self._process.stdout is None:
+            raise RuntimeError("the peer gives no answers")
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        raise RuntimeError(f"the peer ended with {self._process.wait()}")
+
+
+def find_peer(threads: int) -> Peer | None:
+    """OpenVINO GenAI, where it is installed."""
+    python, model = PEERS / "openvino" / "bin" / "python", PEERS / "model" / "model.gguf"
+    if not python.exists() or not model.exists():
+        return None
+    return Peer([str(python), str(Path(__file__).with_name("engine_openvino.py")), str(model), str(threads)])

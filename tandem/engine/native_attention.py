@@ -1,0 +1,64 @@
+"""Paged attention by the native kernels: keys and values are read where they lie, never gathered.
+
+Each token's result is one computation over its own request's keys, so it is the same in any batch and any chunk.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.engine.step import SequenceStep
+from tandem.kvcache.layout import KvPoolLayout, cell_width
+from tandem.model.decoder import AttentionTerms
+from tandem.native.library import LANES, Cells, Kernels
+
+
+def knows(layout: KvPoolLayout) -> bool:
+    """Whether the kernels can attend over pools of this layout."""
+    head_dim = layout.head_dim - cell_width(0, layout.dtype)
+    return layout.dtype in ("float32", "int8") and head_dim % LANES == 0 and layout.block_tokens % LANES == 0
+
+
+class NativeStepAttention:
+    """`Attend` for one step over a pool in host memory that `knows`."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        pool: Tensor,
+        layout: KvPoolLayout,
+        sequences: list[SequenceStep],
+        terms: AttentionTerms,
+    ) -> None:
+        self._kernels = kernels
+        self._layout = layout
+        self._terms = terms
+        self._pool = pool  # kept: the kernels know its address alone
+        counts = np.array([len(sequence.token_ids) for sequence in sequences])
+        starts = np.array([sequence.start for sequence in sequences])
+        tables = np.zeros((len(sequences), max(len(sequence.blocks) for sequence in sequences)), dtype=np.int64)
+        for row, sequence in zip(tables, sequences, strict=True):
+            row[: len(sequence.blocks)] = sequence.blocks
+        table_of = np.repeat(np.arange(len(sequences)), counts)
+        within = np.arange(len(table_of)) - np.repeat(np.cumsum(counts) - counts, counts)
+        positions = starts[table_of] + within
+        blocks = tables[table_of, positions // layout.block_tokens]
+        self._tables, self._table_of = torch.from_numpy(tables), torch.from_numpy(table_of)
+        self._positions, self._blocks = torch.from_numpy(positions), torch.from_numpy(blocks)
+        self._offsets = torch.from_numpy(positions % layout.block_tokens)
+        self._longest = int(positions.max())
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
+        layout, terms = self._layout, self._terms
+        cells = Cells(
+            self._pool.data_ptr() + layer * layout.layer_bytes, layout.block_bytes, layout.kv_heads,
+            layout.block_tokens, q.shape[2], layout.dtype == "int8",
+        )  # fmt: skip
+        self._kernels.store_kv(cells, k, v, self._blocks, self._offsets)
+        return self._kernels.attend(
+            cells, q, self._tables, self._table_of, self._positions, self._longest,
+            terms.windows[layer], terms.scale, terms.softcap,
+        )  # fmt: skip

@@ -1,0 +1,80 @@
+"""Element-wise work between the products, by torch or by the native kernels where these know the sizes and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.model.rope import Rotation, rotate
+from tandem.model_families import Activation
+from tandem.native.library import LANES, Kernels
+
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+)
+
+
+class Ops(Protocol):
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """[..., width] → the same; the mean square is taken in fp32, and a weight in fp32 is applied in fp32."""
+        ...
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """[tokens, 2 · width], gates first → [tokens, width]"""
+        ...
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """[tokens, heads, head_dim], a strided view or not → the same, turned; `x` may be changed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TorchOps:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+        return (wide * scale).to(weight.dtype).mul_(weight).to(x.dtype)
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return ACTIVATIONS[activation](gate).mul_(up)
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        return rotate(x, rotation)
+
+
+TORCH_OPS = TorchOps()
+
+
+@dataclass(frozen=True, slots=True)
+class NativeOps:
+    """In fp32 on the CPU; sizes that the kernels do not know are torch's."""
+
+    kernels: Kernels
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self.kernels.rms_norm(x, weight, eps)
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        if gate_up.shape[1] % (2 * LANES):
+            return TORCH_OPS.gated(gate_up, activation)
+        return self.kernels.gated(gate_up, gelu=activation == "gelu_tanh")
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        cos, sin = rotation
+        if cos.shape[-1] % (2 * LANES) or x.stride(1) != x.shape[2] or x.stride(2) != 1:
+            return rotate(x, rotation)
+        self.kernels.rotate(x, cos, sin)
+        return x
+
+
+def is_native(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the native kernels compute in this dtype on this device."""
+    return dtype == torch.float32 and device.type == "cpu"

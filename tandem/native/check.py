@@ -1,0 +1,100 @@
+"""Whether the kernels compute what torch computes, on this very machine, and which ones are to be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.errors import ConfigError
+from tandem.native.library import Cells, Kernels
+
+_TOLERANCE = 2e-3  # of values around 1: int8 keys and rows of 13 bits stay far below it
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    name: str
+    got: Tensor
+    expected: Tensor
+
+
+def checked_kernels(threads: int) -> Kernels:
+    """Raises ConfigError where there are none, or one computes something else than torch."""
+    kernels = Kernels(threads)
+    with torch.inference_mode():
+        for trial in trials(kernels):
+            if not torch.allclose(trial.got, trial.expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+                raise ConfigError(
+                    f"engine.kernels: {trial.name} is wrong on this machine: set engine.kernels to torch",
+                    field="engine.kernels",
+                )
+    return kernels
+
+
+def trials(kernels: Kernels) -> Iterator[Trial]:
+    """Each kernel beside torch, on sizes that end in the middle of every panel, tile and block."""
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    x, weight, bias = random(7, 53), random(37, 53) / 8, random(37)
+    scales = weight.abs().amax(dim=1) / 127
+    values = (weight / scales[:, None]).round().to(torch.int8)
+    padded = kernels.padded_bias(bias)
+    exact = F.linear(x.double(), values.double() * scales.double()[:, None], bias.double()).float()
+    yield Trial("linear_i8", kernels.linear_int8(x, kernels.pack_int8(values, scales), padded), exact)
+    product = kernels.linear_float32(x, kernels.pack_float32(weight), padded)
+    yield Trial("linear_f32", product, F.linear(x, weight, bias))
+    norm = random(53)
+    yield Trial("rms_norm", kernels.rms_norm(x, norm, 1e-5), F.rms_norm(x, (53,), norm, 1e-5))
+    gates = random(3, 48)
+    yield Trial("gated", kernels.gated(gates, gelu=False), F.silu(gates[:, :24]) * gates[:, 24:])
+    tanh = F.gelu(gates[:, :24], approximate="tanh") * gates[:, 24:]
+    yield Trial("gated", kernels.gated(gates, gelu=True), tanh)
+    yield _rotation(kernels, random)
+    for int8, softcap, window in ((False, None, None), (False, 5.0, 9), (True, None, 9)):
+        yield _attention(kernels, random, int8, softcap, window)
+
+
+def _rotation(kernels: Kernels, random: Callable[..., Tensor]) -> Trial:
+    x, cos, sin = random(3, 2, 24), random(3, 1, 16), random(3, 1, 16)
+    turning = x[..., :16]
+    swapped = torch.cat((turning[..., 8:], turning[..., :8]), dim=-1)
+    expected = torch.cat((turning * cos + swapped * sin, x[..., 16:]), dim=-1)
+    kernels.rotate(x, cos, sin)
+    return Trial("rotate", x, expected)
+
+
+def _attention(
+    kernels: Kernels, random: Callable[..., Tensor], int8: bool, softcap: float | None, window: int | None
+) -> Trial:
+    """One request of 21 tokens in scattered blocks of 8, whose last five ask; 4 query heads on 2 KV heads."""
+    size, dim, tokens = 8, 24, 21
+    width = dim + 4 if int8 else 4 * dim
+    pool = torch.zeros(5, 2, 2, size, width, dtype=torch.uint8)
+    cells = Cells(pool.data_ptr(), 4 * size * width, 2, size, dim, int8)
+    q, k, v = random(5, 4, dim), random(tokens, 2, dim), random(tokens, 2, dim)
+    table, places = torch.tensor([[3, 0, 4]]), torch.arange(tokens)
+    kernels.store_kv(cells, k, v, table[0][places // size], places % size)
+    asked = places[-5:]
+    got = kernels.attend(
+        cells, q, table, torch.zeros(5, dtype=torch.int64), asked, tokens - 1, window, 0.2, softcap
+    )
+    k, v = (_as_stored(each) if int8 else each for each in (k, v))
+    scores = torch.einsum("qgd,kgd->gqk", q, k.repeat_interleave(2, dim=1)) * 0.2
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    back = asked[:, None] - places[None]
+    hidden = back < 0 if window is None else (back < 0) | (back >= window)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    expected = torch.einsum("gqk,kgd->qgd", weights, v.repeat_interleave(2, dim=1))
+    return Trial("attend", got, expected.reshape(5, -1))
+
+
+def _as_stored(x: Tensor) -> Tensor:
+    scales = x.abs().amax(dim=-1, keepdim=True) / 127
+    return (x / scales).round() * scales

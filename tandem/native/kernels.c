@@ -1,0 +1,489 @@
+/* CPU kernels of the engine, for x86-64 with AVX2 and FMA. Built and checked by tandem/native/, called through ctypes.
+
+   Every output value is computed in one fixed order that depends neither on how many rows there are nor on which
+   thread has them, so a row's result is the same alone and in any batch. Sizes are checked by the callers. */
+
+#include <immintrin.h>
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+
+#define PANEL 16          /* outputs that lie side by side in a packed matrix: two vectors */
+#define MOST_ROWS 6       /* rows at a time: 12 sums stay in registers */
+#define ROW_BYTES 163840  /* of rows that are multiplied by all panels before the next ones: they stay in L2 */
+#define AT_ONCE(panels) ((panels) / (8 * threads) + 1) /* in small parts: a thread may have to wait for a core */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef int64_t size;
+
+/* --- small vector functions ------------------------------------------------------------------------------------ */
+
+INLINE float sum8(__m256 v) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+
+INLINE float max8(__m256 v) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+
+/* e^x to about one unit in the last place (Cephes); below -87 it is 0 or next to it. NaN stays NaN. */
+INLINE __m256 exp8(__m256 x) {
+  const __m256 in = x;
+  x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-87.3f)), _mm256_set1_ps(88.3f));
+  __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
+  r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
+  __m256 p = _mm256_set1_ps(1.9875691500e-4f);
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.3981999507e-3f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(8.3334519073e-3f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(4.1665795894e-2f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.6666665459e-1f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(5.0000001201e-1f));
+  p = _mm256_add_ps(_mm256_fmadd_ps(p, _mm256_mul_ps(r, r), r), _mm256_set1_ps(1.0f));
+  __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  __m256 e = _mm256_mul_ps(p, _mm256_castsi256_ps(power));
+  return _mm256_blendv_ps(e, in, _mm256_cmp_ps(in, in, _CMP_UNORD_Q));
+}
+
+INLINE __m256 tanh8(__m256 x) { /* 1 - 2 / (e^2x + 1) */
+  const __m256 one = _mm256_set1_ps(1.0f);
+  __m256 e = exp8(_mm256_add_ps(x, x));
+  return _mm256_sub_ps(one, _mm256_div_ps(_mm256_set1_ps(2.0f), _mm256_add_ps(e, one)));
+}
+
+/* --- matrices -------------------------------------------------------------------------------------------------- */
+
+/* Rows of a tile: as equal as can be, at most MOST_ROWS. */
+INLINE size tile_end(size rows, size tiles, size tile) { return rows * (tile + 1) / tiles; }
+
+/* w int8 [outputs, k] in rows → [outputs / PANEL][k / 2][PANEL][2], k even, outputs a multiple of PANEL. */
+void tandem_pack_i8(const int8_t *w, int8_t *packed, size outputs, size k) {
+  for (size o = 0; o < outputs; o++)
+    for (size i = 0; i < k; i++) packed[(o / PANEL * (k / 2) + i / 2) * 2 * PANEL + o % PANEL * 2 + i % 2] = w[o * k + i];
+}
+
+/* w [outputs, k] in rows → [outputs / PANEL][k][PANEL]. */
+void tandem_pack_f32(const float *w, float *packed, size outputs, size k) {
+  for (size o = 0; o < outputs; o++)
+    for (size i = 0; i < k; i++) packed[(o / PANEL * k + i) * PANEL + o % PANEL] = w[o * k + i];
+}
+
+/* One row as int16 within ±most, padded to an even length; returns what one unit is worth. */
+static float quantise_row(const float *x, int16_t *q, size k, float most) {
+  __m256 top = _mm256_setzero_ps(), odd = _mm256_setzero_ps();
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  size i = 0;
+  for (; i + 8 <= k; i += 8) {
+    const __m256 v = _mm256_loadu_ps(x + i);
+    top = _mm256_max_ps(_mm256_andnot_ps(sign, v), top);
+    odd = _mm256_or_ps(odd, _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  }
+  float largest = _mm256_movemask_ps(odd) ? NAN : max8(top);
+  for (; i < k; i++) largest = fabsf(x[i]) <= largest ? largest : fabsf(x[i]);
+  const float factor = largest > 0 ? most / largest : 0.0f;
+  const __m256 by = _mm256_set1_ps(factor);
+  for (i = 0; i + 8 <= k; i += 8) {
+    __m256i v = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), by));
+    _mm_storeu_si128((__m128i *)(q + i), _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)));
+  }
+  for (; i < k; i++) q[i] = (int16_t)lrintf(x[i] * factor);
+  if (k & 1) q[k] = 0;
+  return isfinite(largest) ? largest / most : NAN; /* what is no number stays visible */
+}
+
+INLINE void tile_i8(const int rows, const int16_t *x, const float *x_scale, const int8_t *w, const float *w_scale,
+                    const float *bias, float *out, size k, size stride, size columns) {
+  __m256i sums[MOST_ROWS][2];
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
+  for (size i = 0; i < k; i += 2, w += 2 * PANEL) {
+    const __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
+    const __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + 16)));
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+      int32_t pair;
+      memcpy(&pair, x + r * k + i, 4);
+      const __m256i both = _mm256_set1_epi32(pair);
+      const __m256i part0 = _mm256_madd_epi16(both, w0), part1 = _mm256_madd_epi16(both, w1);
+      /* By hand, for gcc moves every sum to another register and back: 40 instead of 67 billion products a second. */
+      __asm__("vpaddd %1, %0, %0" : "+x"(sums[r][0]) : "x"(part0));
+      __asm__("vpaddd %1, %0, %0" : "+x"(sums[r][1]) : "x"(part1));
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++) {
+    float values[PANEL];
+    for (int half = 0; half < 2; half++) {
+      __m256 scale = _mm256_mul_ps(_mm256_loadu_ps(w_scale + 8 * half), _mm256_set1_ps(x_scale[r]));
+      __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(sums[r][half]), scale);
+      if (bias) value = _mm256_add_ps(value, _mm256_loadu_ps(bias + 8 * half));
+      _mm256_storeu_ps(values + 8 * half, value);
+    }
+    memcpy(out + r * stride, values, columns * sizeof(float));
+  }
+}
+
+/* out [m, n] = x [m, k] times a packed int8 matrix, whose rows are worth w_scale each, plus bias. Rows of x are
+   quantised one by one to ±most, so that no sum can overflow. scratch int16 [m, k rounded up to even], x_scale [m];
+   w_scale and bias are padded to whole panels. */
+void tandem_linear_i8(const float *x, size m, size k, const int8_t *w, const float *w_scale, const float *bias,
+                      float *out, size n, int16_t *scratch, float *x_scale, float most, int threads) {
+  const size even = (k + 1) / 2 * 2, panels = (n + PANEL - 1) / PANEL;
+  size block = ROW_BYTES / (2 * even) / MOST_ROWS * MOST_ROWS;
+  if (block < MOST_ROWS) block = MOST_ROWS;
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(static)
+    for (size r = 0; r < m; r++) x_scale[r] = quantise_row(x + r * k, scratch + r * even, k, most);
+    for (size first = 0; first < m; first += block) {
+      const size rows = m - first < block ? m - first : block, tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+#pragma omp for schedule(dynamic, AT_ONCE(panels)) nowait
+      for (size p = 0; p < panels; p++) {
+        const size columns = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
+        for (size t = 0, r = 0; t < tiles; t++) {
+          const size end = tile_end(rows, tiles, t), at = first + r;
+#define TILE(count)                                                                                              \
+  case count:                                                                                                    \
+    tile_i8(count, scratch + at * even, x_scale + at, w + p * PANEL * even, w_scale + p * PANEL,                  \
+            bias ? bias + p * PANEL : 0, out + at * n + p * PANEL, even, n, columns);                             \
+    break;
+          switch (end - r) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
+#undef TILE
+          r = end;
+        }
+      }
+    }
+  }
+}
+
+INLINE void tile_f32(const int rows, const float *x, const float *w, const float *bias, float *out, size k, size from,
+                     size to, size stride, size columns) {
+  __m256 sums[MOST_ROWS][2];
+  float values[PANEL];
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++) {
+    if (from) { /* goes on where the last stretch of k ended */
+      memset(values, 0, sizeof values);
+      memcpy(values, out + r * stride, columns * sizeof(float));
+      sums[r][0] = _mm256_loadu_ps(values), sums[r][1] = _mm256_loadu_ps(values + 8);
+    } else {
+      sums[r][0] = sums[r][1] = _mm256_setzero_ps();
+    }
+  }
+  for (size i = from; i < to; i++) {
+    const __m256 w0 = _mm256_loadu_ps(w + i * PANEL), w1 = _mm256_loadu_ps(w + i * PANEL + 8);
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+      const __m256 value = _mm256_broadcast_ss(x + r * k + i);
+      sums[r][0] = _mm256_fmadd_ps(value, w0, sums[r][0]);
+      sums[r][1] = _mm256_fmadd_ps(value, w1, sums[r][1]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++) {
+    for (int half = 0; half < 2; half++) {
+      __m256 value = sums[r][half];
+      if (bias && to == k) value = _mm256_add_ps(value, _mm256_loadu_ps(bias + 8 * half));
+      _mm256_storeu_ps(values + 8 * half, value);
+    }
+    memcpy(out + r * stride, values, columns * sizeof(float));
+  }
+}
+
+/* The same in fp32: each output is one sum over k from the first to the last. */
+void tandem_linear_f32(const float *x, size m, size k, const float *w, const float *bias, float *out, size n,
+                       int threads) {
+  enum { STRETCH = 256 }; /* of k: a panel of so many stays in L1 */
+  const size panels = (n + PANEL - 1) / PANEL;
+  size block = ROW_BYTES / (4 * k) / MOST_ROWS * MOST_ROWS;
+  if (block < MOST_ROWS) block = MOST_ROWS;
+#pragma omp parallel num_threads(threads)
+  for (size first = 0; first < m; first += block) {
+    const size rows = m - first < block ? m - first : block, tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+#pragma omp for schedule(dynamic, AT_ONCE(panels)) nowait
+    for (size p = 0; p < panels; p++) {
+      const size columns = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
+      for (size from = 0; from < k; from += STRETCH) {
+        const size to = from + STRETCH < k ? from + STRETCH : k;
+        for (size t = 0, r = 0; t < tiles; t++) {
+          const size end = tile_end(rows, tiles, t), at = first + r;
+#define TILE(count)                                                                                              \
+  case count:                                                                                                    \
+    tile_f32(count, x + at * k, w + p * PANEL * k, bias ? bias + p * PANEL : 0, out + at * n + p * PANEL, k,      \
+             from, to, n, columns);                                                                               \
+    break;
+          switch (end - r) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
+#undef TILE
+          r = end;
+        }
+      }
+    }
+  }
+}
+
+/* --- element-wise work ----------------------------------------------------------------------------------------- */
+
+/* out [rows, width] = x / sqrt(mean(x²) + eps) · weight; rows of x lie x_stride apart. */
+void tandem_rms_norm(const float *x, size x_stride, const float *weight, float *out, size rows, size width, float eps,
+                     int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * width > 16384)
+  for (size r = 0; r < rows; r++) {
+    const float *in = x + r * x_stride;
+    float *to = out + r * width;
+    __m256 squares = _mm256_setzero_ps();
+    size i = 0;
+    for (; i + 8 <= width; i += 8) {
+      const __m256 v = _mm256_loadu_ps(in + i);
+      squares = _mm256_fmadd_ps(v, v, squares);
+    }
+    float sum = sum8(squares);
+    for (; i < width; i++) sum += in[i] * in[i];
+    const float scale = 1.0f / sqrtf(sum / (float)width + eps);
+    const __m256 by = _mm256_set1_ps(scale);
+    for (i = 0; i + 8 <= width; i += 8)
+      _mm256_storeu_ps(to + i, _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(in + i), by), _mm256_loadu_ps(weight + i)));
+    for (; i < width; i++) to[i] = in[i] * scale * weight[i];
+  }
+}
+
+INLINE __m256 activated(__m256 v, int gelu) {
+  const __m256 one = _mm256_set1_ps(1.0f);
+  if (!gelu) return _mm256_div_ps(v, _mm256_add_ps(one, exp8(_mm256_sub_ps(_mm256_setzero_ps(), v))));
+  __m256 cube = _mm256_mul_ps(_mm256_mul_ps(v, v), v);
+  __m256 inner = _mm256_mul_ps(_mm256_set1_ps(0.79788456f), _mm256_fmadd_ps(cube, _mm256_set1_ps(0.044715f), v));
+  return _mm256_mul_ps(_mm256_mul_ps(_mm256_set1_ps(0.5f), v), _mm256_add_ps(one, tanh8(inner)));
+}
+
+/* out [rows, width] = act(x[:, :width]) · x[:, width:]; act is SiLU, or GELU by tanh. width is a multiple of 8. */
+void tandem_gated(const float *x, float *out, size rows, size width, int gelu, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * width > 16384)
+  for (size r = 0; r < rows; r++)
+    for (size i = 0; i < width; i += 8) {
+      const __m256 gate = activated(_mm256_loadu_ps(x + 2 * r * width + i), gelu);
+      _mm256_storeu_ps(out + r * width + i, _mm256_mul_ps(gate, _mm256_loadu_ps(x + 2 * r * width + width + i)));
+    }
+}
+
+/* Turns the first `dims` of each head in place. x [rows, heads, head_dim], rows x_stride apart; cos, signed sin
+   [rows, dims] as in tandem/model/rope.py. dims is a multiple of 16. */
+void tandem_rotate(float *x, size x_stride, const float *cos, const float *sin, size rows, size heads, size head_dim,
+                   size dims, int threads) {
+  const size half = dims / 2;
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * heads * head_dim > 16384)
+  for (size r = 0; r < rows; r++)
+    for (size h = 0; h < heads; h++) {
+      float *head = x + r * x_stride + h * head_dim;
+      for (size i = 0; i < half; i += 8) {
+        const __m256 a = _mm256_loadu_ps(head + i), b = _mm256_loadu_ps(head + half + i);
+        const float *c = cos + r * dims + i, *s = sin + r * dims + i;
+        _mm256_storeu_ps(head + i, _mm256_fmadd_ps(a, _mm256_loadu_ps(c), _mm256_mul_ps(b, _mm256_loadu_ps(s))));
+        _mm256_storeu_ps(head + half + i, _mm256_fmadd_ps(b, _mm256_loadu_ps(c + half),
+                                                          _mm256_mul_ps(a, _mm256_loadu_ps(s + half))));
+      }
+    }
+}
+
+/* --- paged attention ------------------------------------------------------------------------------------------- */
+
+/* Of one token in one head: fp32 [dim], or int8 [dim] and then what one unit is worth, in fp32. */
+INLINE size cell_bytes(size dim, int int8) { return int8 ? dim + 4 : 4 * dim; }
+
+static void store_cell(uint8_t *cell, const float *x, size dim, int int8) {
+  if (!int8) {
+    memcpy(cell, x, 4 * dim);
+    return;
+  }
+  float largest = 0;
+  for (size i = 0; i < dim; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+  const float factor = largest > 0 ? 127.0f / largest : 0.0f, scale = largest / 127.0f;
+  for (size i = 0; i < dim; i++) ((int8_t *)cell)[i] = (int8_t)lrintf(x[i] * factor);
+  memcpy(cell + dim, &scale, 4);
+}
+
+/* k, v [tokens, kv_heads, dim], tokens `stride` apart → the pool [block][2 · kv_heads][block_tokens] cells, at `layer`,
+   whose blocks lie block_bytes apart. blocks, offsets [tokens]: where each token's cells are. */
+void tandem_store_kv(uint8_t *layer, size block_bytes, const float *k, const float *v, size stride, const int64_t *blocks,
+                     const int64_t *offsets, size tokens, size kv_heads, size block_tokens, size dim, int int8,
+                     int threads) {
+  const size cell = cell_bytes(dim, int8);
+#pragma omp parallel for num_threads(threads) schedule(static) if (tokens * kv_heads * dim > 16384)
+  for (size t = 0; t < tokens; t++)
+    for (size h = 0; h < kv_heads; h++) {
+      uint8_t *at = layer + blocks[t] * block_bytes + (h * block_tokens + offsets[t]) * cell;
+      store_cell(at, k + t * stride + h * dim, dim, int8);
+      store_cell(at + kv_heads * block_tokens * cell, v + t * stride + h * dim, dim, int8);
+    }
+}
+
+INLINE __m256 cell8(const uint8_t *cell, size i, int int8) {
+  if (!int8) return _mm256_loadu_ps((const float *)cell + i);
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(cell + i))));
+}
+
+INLINE float cell_scale(const uint8_t *cell, size dim) {
+  float scale;
+  memcpy(&scale, cell + dim, 4);
+  return scale;
+}
+
+/* scores[0..8) of one query with eight keys side by side. */
+INLINE void dot8(const float *q, const uint8_t *keys, size dim, float scale, float *scores, const int int8) {
+  const size cell = cell_bytes(dim, int8);
+  __m256 sums[8];
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; j++) sums[j] = _mm256_setzero_ps();
+  for (size i = 0; i < dim; i += 8) {
+    const __m256 part = _mm256_loadu_ps(q + i);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) sums[j] = _mm256_fmadd_ps(part, cell8(keys + j * cell, i, int8), sums[j]);
+  }
+  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(sums[0], sums[1]), _mm256_hadd_ps(sums[2], sums[3]));
+  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(sums[4], sums[5]), _mm256_hadd_ps(sums[6], sums[7]));
+  __m256 all = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+  all = _mm256_mul_ps(all, _mm256_set1_ps(scale));
+  if (int8) {
+    float scales[8];
+    for (int j = 0; j < 8; j++) scales[j] = cell_scale(keys + j * cell, dim);
+    all = _mm256_mul_ps(all, _mm256_loadu_ps(scales));
+  }
+  _mm256_storeu_ps(scores, all);
+}
+
+/* sums [dim] += weights[j] · values[j], for `count` values side by side; 64 of dim at a time stay in registers. */
+INLINE void add_values(float *sums, const float *weights, const uint8_t *values, size count, size dim, const int int8) {
+  const size cell = cell_bytes(dim, int8);
+  for (size from = 0; from < dim; from += 64) {
+    const size parts = (dim - from < 64 ? dim - from : 64) / 8;
+    __m256 own[8];
+    for (size c = 0; c < parts; c++) own[c] = _mm256_loadu_ps(sums + from + 8 * c);
+    for (size j = 0; j < count; j++) {
+      const float weight = int8 ? weights[j] * cell_scale(values + j * cell, dim) : weights[j];
+      const __m256 by = _mm256_set1_ps(weight);
+      if (parts == 8) {
+#pragma GCC unroll 8
+        for (size c = 0; c < 8; c++)
+          own[c] = _mm256_fmadd_ps(by, cell8(values + j * cell, from + 8 * c, int8), own[c]);
+      } else {
+        for (size c = 0; c < parts; c++)
+          own[c] = _mm256_fmadd_ps(by, cell8(values + j * cell, from + 8 * c, int8), own[c]);
+      }
+    }
+    for (size c = 0; c < parts; c++) _mm256_storeu_ps(sums + from + 8 * c, own[c]);
+  }
+}
+
+enum { QUERIES = 16 }; /* that go over a block of keys while it is in L1 */
+
+typedef struct {
+  const float *q;
+  float *scores, *out;
+  size first, last; /* keys it sees */
+} query;
+
+/* Softmax over scores [base, ..) in whole blocks, of which [first, last] count; returns what the weights sum up to. */
+INLINE float soften(float *scores, size before, size seen, size count, float softcap) {
+  if (softcap > 0)
+    for (size j = 0; j < count; j += 8) {
+      __m256 v = tanh8(_mm256_mul_ps(_mm256_loadu_ps(scores + j), _mm256_set1_ps(1.0f / softcap)));
+      _mm256_storeu_ps(scores + j, _mm256_mul_ps(v, _mm256_set1_ps(softcap)));
+    }
+  for (size j = 0; j < before; j++) scores[j] = -INFINITY;
+  for (size j = before + seen; j < count; j++) scores[j] = -INFINITY;
+  __m256 top = _mm256_set1_ps(-INFINITY), sum = _mm256_setzero_ps();
+  for (size j = 0; j < count; j += 8) top = _mm256_max_ps(_mm256_loadu_ps(scores + j), top);
+  top = _mm256_set1_ps(max8(top));
+  for (size j = 0; j < count; j += 8) {
+    const __m256 v = _mm256_loadu_ps(scores + j);
+    __m256 e = exp8(_mm256_sub_ps(v, top));
+    e = _mm256_andnot_ps(_mm256_cmp_ps(v, _mm256_set1_ps(-INFINITY), _CMP_EQ_OQ), e);
+    sum = _mm256_add_ps(sum, e);
+    _mm256_storeu_ps(scores + j, e);
+  }
+  return sum8(sum);
+}
+
+/* Some queries of one request and one KV head: each over its keys, block by block in order. `keys`: of this head in
+   block 0 of the layer; values lie v_offset behind. */
+INLINE void attend_some(const query *all, int queries, const uint8_t *keys, size block_bytes, size v_offset,
+                        const int64_t *table, size block_tokens, size dim, float scale, float softcap, const int int8) {
+  const size cell = cell_bytes(dim, int8);
+  size from = all[0].first, to = all[0].last;
+  for (int n = 1; n < queries; n++) {
+    if (all[n].first < from) from = all[n].first;
+    if (all[n].last > to) to = all[n].last;
+  }
+  for (size b = from / block_tokens; b <= to / block_tokens; b++)
+    for (int n = 0; n < queries; n++) {
+      const size begin = all[n].first / block_tokens;
+      if (b < begin || b > all[n].last / block_tokens) continue;
+      for (size j = 0; j < block_tokens; j += 8)
+        dot8(all[n].q, keys + table[b] * block_bytes + j * cell, dim, scale,
+             all[n].scores + (b - begin) * block_tokens + j, int8);
+    }
+  float sums[QUERIES];
+  for (int n = 0; n < queries; n++) {
+    const size base = all[n].first / block_tokens * block_tokens;
+    const size count = (all[n].last / block_tokens + 1) * block_tokens - base;
+    sums[n] = soften(all[n].scores, all[n].first - base, all[n].last - all[n].first + 1, count, softcap);
+    memset(all[n].out, 0, dim * sizeof(float));
+  }
+  for (size b = from / block_tokens; b <= to / block_tokens; b++)
+    for (int n = 0; n < queries; n++) {
+      const size begin = all[n].first / block_tokens, end = all[n].last / block_tokens;
+      if (b < begin || b > end) continue;
+      const size skip = b == begin ? all[n].first % block_tokens : 0;
+      const size stop = b == end ? all[n].last % block_tokens + 1 : block_tokens;
+      add_values(all[n].out, all[n].scores + (b - begin) * block_tokens + skip,
+                 keys + table[b] * block_bytes + v_offset + skip * cell, stop - skip, dim, int8);
+    }
+  for (int n = 0; n < queries; n++) {
+    const __m256 by = _mm256_set1_ps(1.0f / sums[n]);
+    for (size i = 0; i < dim; i += 8)
+      _mm256_storeu_ps(all[n].out + i, _mm256_mul_ps(_mm256_loadu_ps(all[n].out + i), by));
+  }
+}
+
+/* out [tokens, heads, dim]: each token's queries over its request's keys up to its own position, read where they lie.
+
+   q [tokens, heads, dim], tokens q_stride apart; tables [.., width] block numbers; table_of, positions [tokens]; window
+   0: none; scratch [threads, QUERIES, longest], where `longest` whole blocks hold the keys of any token. dim and
+   block_tokens are multiples of 8. */
+void tandem_attend(const uint8_t *layer, size block_bytes, const float *q, size q_stride, const int64_t *tables,
+                   size width, const int64_t *table_of, const int64_t *positions, size tokens, size heads,
+                   size kv_heads, size block_tokens, size dim, size window, float scale, float softcap, int int8,
+                   float *scratch, size longest, float *out, int threads) {
+  const size per_kv = heads / kv_heads, head_bytes = block_tokens * cell_bytes(dim, int8);
+  const size tile = per_kv >= QUERIES ? 1 : QUERIES / per_kv, tiles = (tokens + tile - 1) / tile;
+#pragma omp parallel num_threads(threads)
+  {
+    float *scores = scratch + omp_get_thread_num() * QUERIES * longest;
+    query some[QUERIES];
+#pragma omp for schedule(dynamic, 1)
+    for (size item = 0; item < tiles * kv_heads; item++) {
+      const size h = item / tiles, end = (item % tiles + 1) * tile < tokens ? (item % tiles + 1) * tile : tokens;
+      const uint8_t *keys = layer + h * head_bytes;
+      int held = 0;
+      for (size t = item % tiles * tile; t < end; t++) {
+        const int64_t *table = tables + table_of[t] * width;
+        for (size g = h * per_kv; g < (h + 1) * per_kv; g++) {
+          some[held] = (query){q + t * q_stride + g * dim, scores + held * longest, out + (t * heads + g) * dim,
+                               window && positions[t] + 1 > window ? positions[t] + 1 - window : 0, positions[t]};
+          held++;
+          const int last_of_request = g + 1 == (h + 1) * per_kv && (t + 1 == end || table_of[t + 1] != table_of[t]);
+          if (held == QUERIES || last_of_request) {
+            if (int8)
+              attend_some(some, held, keys, block_bytes, kv_heads * head_bytes, table, block_tokens, dim, scale, softcap, 1);
+            else
+              attend_some(some, held, keys, block_bytes, kv_heads * head_bytes, table, block_tokens, dim, scale, softcap, 0);
+            held = 0;
+          }
+        }
+      }
+    }
+  }
+}

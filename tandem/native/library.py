@@ -1,0 +1,231 @@
+"""The kernels of `kernels.c` over tensors. Each call checks what could read or write outside of a tensor."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from tandem.errors import ConfigError, InternalError
+from tandem.native.build import library_path
+
+PANEL: Final = 16  # outputs that lie side by side in a packed matrix
+LANES: Final = 8  # fp32 numbers of a vector
+_QUERIES: Final = 16  # whose scores a thread holds at a time
+_INT32_MAX: Final = 2**31 - 1
+_INT16_MAX: Final = 2**15 - 1
+_SIGNATURES: Final = {
+    "pack_i8": "ppii",
+    "pack_f32": "ppii",
+    "linear_i8": "piippppippft",
+    "linear_f32": "piipppit",
+    "rms_norm": "pippiift",
+    "gated": "ppiitt",
+    "rotate": "pippiiiit",
+    "store_kv": "pippippiiiitt",
+    "attend": "pipipippiiiiiifftpipt",
+}
+_TYPES: Final = {"p": c_void_p, "i": c_int64, "f": c_float, "t": c_int}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInt8:
+    """A matrix [outputs, inputs] in the kernels' order, one scale for each output; `most` is what a quantised input may
+    be so that no sum of products overflows."""
+
+    packed: Tensor
+    scales: Tensor
+    outputs: int
+    inputs: int
+    most: float
+
+    @property
+    def size_bytes(self) -> int:
+        return self.packed.numel() + 4 * self.scales.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFloat32:
+    """A matrix [outputs, inputs] in the kernels' order."""
+
+    packed: Tensor
+    outputs: int
+    inputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """One layer of a rank's KV pool, as bytes: where it begins, how far its blocks lie apart and how they are cut."""
+
+    address: int
+    block_bytes: int
+    kv_heads: int
+    block_tokens: int
+    head_dim: int
+    int8: bool
+
+
+class Kernels:
+    """For one thread of Python at a time: it owns scratch memory."""
+
+    def __init__(self, threads: int) -> None:
+        """Raises ConfigError when there are none on this machine."""
+        try:
+            library = ctypes.CDLL(str(library_path()))
+        except OSError as error:
+            raise ConfigError(f"engine.kernels: they do not load: {error}", field="engine.kernels") from error
+        for name, signature in _SIGNATURES.items():
+            function = getattr(library, f"tandem_{name}")
+            function.argtypes = [_TYPES[each] for each in signature]
+            function.restype = None
+        self._c: Any = library
+        self._threads = threads
+        self._ints = torch.empty(0, dtype=torch.int16)
+        self._scales = torch.empty(0)
+        self._scores = torch.empty(0)
+
+    # --- matrices ----------------------------------------------------------------------------------------------
+
+    def pack_int8(self, values: Tensor, scales: Tensor) -> PackedInt8:
+        """values int8 [outputs, inputs] within ±127, scales fp32 [outputs]."""
+        outputs, inputs = values.shape
+        padded = torch.zeros(_up(outputs, PANEL), _up(inputs, 2), dtype=torch.int8)
+        padded[:outputs, :inputs] = values
+        packed = torch.empty(padded.numel(), dtype=torch.int8)
+        self._c.tandem_pack_i8(padded.data_ptr(), packed.data_ptr(), *padded.shape)
+        most = min(_INT16_MAX, _INT32_MAX // (127 * padded.shape[1]))
+        return PackedInt8(packed, _padded(scales), outputs, inputs, float(most))
+
+    def pack_float32(self, weight: Tensor) -> PackedFloat32:
+        """weight fp32 [outputs, inputs]"""
+        outputs, inputs = weight.shape
+        padded = torch.zeros(_up(outputs, PANEL), inputs)
+        padded[:outputs] = weight
+        packed = torch.empty(padded.numel())
+        self._c.tandem_pack_f32(padded.data_ptr(), packed.data_ptr(), *padded.shape)
+        return PackedFloat32(packed, outputs, inputs)
+
+    def linear_int8(self, x: Tensor, matrix: PackedInt8, bias: Tensor | None) -> Tensor:
+        """x fp32 [rows, inputs] → [rows, outputs]; bias [outputs padded to whole panels] (`padded_bias`)."""
+        x = _floats(x, matrix.inputs)
+        rows = x.shape[0]
+        if self._ints.numel() < rows * (matrix.inputs + 1):
+            self._ints = torch.empty(rows * (matrix.inputs + 1), dtype=torch.int16)
+        if self._scales.numel() < rows:
+            self._scales = torch.empty(rows)
+        out = torch.empty(rows, matrix.outputs)
+        self._c.tandem_linear_i8(
+            x.data_ptr(), rows, matrix.inputs, matrix.packed.data_ptr(), matrix.scales.data_ptr(),
+            None if bias is None else bias.data_ptr(), out.data_ptr(), matrix.outputs,
+            self._ints.data_ptr(), self._scales.data_ptr(), matrix.most, self._threads,
+        )  # fmt: skip
+        return out
+
+    def linear_float32(self, x: Tensor, matrix: PackedFloat32, bias: Tensor | None) -> Tensor:
+        """The same in fp32."""
+        x = _floats(x, matrix.inputs)
+        out = torch.empty(x.shape[0], matrix.outputs)
+        self._c.tandem_linear_f32(
+            x.data_ptr(), x.shape[0], matrix.inputs, matrix.packed.data_ptr(),
+            None if bias is None else bias.data_ptr(), out.data_ptr(), matrix.outputs, self._threads,
+        )  # fmt: skip
+        return out
+
+    def padded_bias(self, bias: Tensor) -> Tensor:
+        return _padded(bias)
+
+    # --- element-wise work -------------------------------------------------------------------------------------
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x fp32 [..., width] → the same, contiguous. Leading dimensions lie one row after the other."""
+        width = weight.shape[0]
+        rows = _floats(x if x.dim() == 2 else x.reshape(-1, width), width)
+        out = torch.empty(x.shape)
+        self._c.tandem_rms_norm(
+            rows.data_ptr(), width, weight.data_ptr(), out.data_ptr(), rows.shape[0], width, eps, self._threads
+        )
+        return out
+
+    def gated(self, x: Tensor, *, gelu: bool) -> Tensor:
+        """x fp32 [rows, 2 · width], gates first → [rows, width]; width is a multiple of LANES."""
+        x = _floats(x, x.shape[1])
+        width = x.shape[1] // 2
+        if width % LANES or x.shape[1] != 2 * width:
+            raise InternalError(f"gated: expected twice a multiple of {LANES} columns, got {x.shape[1]}")
+        out = torch.empty(x.shape[0], width)
+        self._c.tandem_gated(x.data_ptr(), out.data_ptr(), x.shape[0], width, int(gelu), self._threads)
+        return out
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """In place. x fp32 [tokens, heads, head_dim], a view of whole rows; cos, sin contiguous [tokens, 1, dims]."""
+        tokens, heads, head_dim = x.shape
+        dims = cos.shape[-1]
+        fits = x.dtype == torch.float32 and x.stride(2) == 1 and x.stride(1) == head_dim and dims <= head_dim
+        if not fits or dims % (2 * LANES) or cos.shape[0] != tokens or sin.shape != cos.shape:
+            raise InternalError(f"rotate: expected rows of whole heads, got {tuple(x.shape)} and {tuple(cos.shape)}")
+        self._c.tandem_rotate(
+            x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), tokens, heads, head_dim, dims, self._threads
+        )
+
+    # --- paged attention ---------------------------------------------------------------------------------------
+
+    def store_kv(self, cells: Cells, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor) -> None:
+        """k, v fp32 [tokens, kv_heads, head_dim], rows equally far apart; blocks, offsets int64 [tokens], which the
+        caller has checked against the pool."""
+        if k.stride() != v.stride() or k.stride(2) != 1 or k.stride(1) != cells.head_dim:
+            v = v.contiguous()
+            k = k.contiguous()
+        self._c.tandem_store_kv(
+            cells.address, cells.block_bytes, k.data_ptr(), v.data_ptr(), k.stride(0), blocks.data_ptr(),
+            offsets.data_ptr(), k.shape[0], cells.kv_heads, cells.block_tokens, cells.head_dim, int(cells.int8),
+            self._threads,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        cells: Cells,
+        q: Tensor,
+        tables: Tensor,
+        table_of: Tensor,
+        positions: Tensor,
+        longest: int,
+        window: int | None,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """q fp32 [tokens, heads, head_dim] → contiguous [tokens, heads · head_dim]: each token over the keys of its own
+        table (tables int64 [requests, width], table_of int64 [tokens]) up to its position; `longest` is the last."""
+        tokens, heads, head_dim = q.shape
+        if q.stride(2) != 1 or q.stride(1) != head_dim:
+            q = q.contiguous()
+        room = _up(longest + 1, cells.block_tokens)
+        if self._scores.numel() < room * _QUERIES * self._threads:
+            self._scores = torch.empty(2 * room * _QUERIES * self._threads)
+        out = torch.empty(tokens, heads * head_dim)
+        self._c.tandem_attend(
+            cells.address, cells.block_bytes, q.data_ptr(), q.stride(0), tables.data_ptr(), tables.shape[1],
+            table_of.data_ptr(), positions.data_ptr(), tokens, heads, cells.kv_heads, cells.block_tokens, head_dim,
+            window or 0, scale, softcap or 0.0, int(cells.int8),
+            self._scores.data_ptr(), room, out.data_ptr(), self._threads,
+        )  # fmt: skip
+        return out
+
+
+def _floats(x: Tensor, width: int) -> Tensor:
+    if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != width:
+        raise InternalError(f"expected fp32 rows of {width}, got {x.dtype} {tuple(x.shape)}")
+    return x.contiguous()
+
+
+def _padded(row: Tensor) -> Tensor:
+    padded = torch.zeros(_up(row.shape[0], PANEL))
+    padded[: row.shape[0]] = row
+    return padded
+
+
+def _up(count: int, to: int) -> int:
+    return -(-count // to) * to

@@ -1,0 +1,22 @@
+"""The engine benchmark runs, whole and small, and its lines are what `make bench-engine` promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Figures = Callable[..., dict[str, dict[str, Any]]]
+
+
+def test_every_figure_is_one_line_in_every_mode(figures: Figures) -> None:
+    lines = figures("benchmarks.engine", "--threads", "1")
+    decodes = {f"engine.decode_b{batch}{mode}" for batch in (1, 3) for mode in ("", "_fp32", "_int8_kv8")}
+    reads = {"engine.read_rate_b1_fp32", "engine.read_rate_b1_int8"}
+    perplexities = {f"engine.perplexity_{mode}" for mode in ("fp32", "int8", "int8_kv8")}
+    prefills = {"engine.prefill_24", "engine.prefill_24_fp32"}
+    assert lines.keys() == decodes | reads | prefills | perplexities | {"engine.step_overhead_ms"}
+    for line in lines.values():
+        assert list(line) == ["figure", "value", "unit", "reference", "ratio"]
+        assert line["value"] > 0
+    exact = lines["engine.perplexity_fp32"]
+    assert abs(exact["ratio"] - 1) < 1e-3
