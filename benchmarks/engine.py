@@ -68,8 +68,8 @@ class Bench:
     def rank(self, mode: str) -> Rank:
         if mode not in self._ranks:
             spec = EngineSpec.model_validate(
-                {"threads_per_rank": self.threads, "kv_blocks": self.sizes.kv_blocks, "max_step_tokens": 2048}
-                | MODES[mode]
+                dict(MODES[mode])
+                | {"threads_per_rank": self.threads, "kv_blocks": self.sizes.kv_blocks, "max_step_tokens": 2048}
             )
             self._ranks[mode] = build_rank(
                 self.folder, spec, rank=0, size=1, rendezvous_file=self.scratch / mode, exporter=NoExport()
@@ -225,7 +225,7 @@ def perplexity(bench: Bench) -> Iterator[Figure]:
 
 
 def _expected_perplexity(folder: Path, ids: list[int]) -> float:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)  # already in inference mode
     with torch.inference_mode():
         logprobs = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(dim=-1)
     return math.exp(-float(logprobs.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).mean()))
@@ -248,11 +248,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figure", action="append", choices=FIGURES, help="only these (may be repeated)")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=Sizes.rounds)
+    parser.add_argument("--rounds", type=int, default=Sizes().rounds)
     parser.add_argument("--batch", type=int, action="append", help="only these of the decode figures")
     parser.add_argument("--quick", action="store_true", help="a tiny model and no peers: whether it runs")
     options = parser.parse_args()
-    sizes = QUICK if options.quick else Sizes(rounds=options.rounds, batches=tuple(options.batch or Sizes.batches))
+    options.batch = options.batch or Sizes().batches
+    sizes = QUICK if options.quick else Sizes(rounds=options.rounds, batches=tuple(options.batch))
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder = write_tiny_llama(scratch / "tiny", vocab=300) if options.quick else pull(DEMO_MODEL)
