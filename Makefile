@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 
-.PHONY: help setup demo up test check-deploy soak bench-handoff bench-router bench-planner check format proto docs site sbom wheel helm-tools clean
+.PHONY: help setup demo up test check-deploy soak bench-handoff bench-router bench-planner bench-pools check format proto docs site sbom wheel helm-tools clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ bench-router: $(DEV)  ## Measure the router and its prefix index (ARGS="--figure
 
 bench-planner: $(DEV)  ## Measure simulator and search (ARGS="--figure search"; some need --traces FOLDER)
 	@$(BIN)/python -m benchmarks.planner $(ARGS)
+
+bench-pools: $(DEV)  ## Measure live changes of the pools and predictions (ARGS="--cost cost.json", of `tandem profile`)
+	@$(BIN)/python -m benchmarks.pools $(ARGS)
 
 check: $(DEV)  ## Lint, types, import rules, generated files, chart
 	@PYTHON=$(BIN)/python scripts/check.sh

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc.aio
@@ -33,8 +34,10 @@ ALLOWED: dict[str, frozenset[Identity]] = {
         "GetTrace": ADMINS,
         "ListTraces": ADMINS,
         "ListSnapshots": ADMINS,
+        "RecordRequests": ADMINS,
         "Scale": ADMINS,
         "DrainWorker": ADMINS,
+        "Apply": ADMINS,
         "Shutdown": ADMINS,
     }.items()
 }
@@ -90,6 +93,7 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
             workers=workers,
             processes=[cluster_pb2.Process(name=process.name, pid=process.pid) for process in processes],
             router_ready=bool(routers) and all(router.state is RouterState.READY for router in routers),
+            autoscaler=controller.autoscaling.status(),
             routers=[
                 cluster_pb2.RouterStatus(
                     router_id=router.name,
@@ -138,6 +142,16 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         except TandemError as error:
             await abort(context, error)
 
+    async def RecordRequests(
+        self, request: trace_pb2.RecordRequestsRequest, context: Context
+    ) -> AsyncIterator[trace_pb2.LoggedRequest]:
+        try:
+            async with aclosing(self._controller.traces.record(request)) as logged:
+                async for each in logged:
+                    yield each
+        except TandemError as error:
+            await abort(context, error)
+
     async def ListSnapshots(
         self, request: cluster_pb2.ListSnapshotsRequest, context: Context
     ) -> cluster_pb2.ListSnapshotsResponse:
@@ -165,6 +179,13 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         except TandemError as error:
             await abort(context, error)
         return cluster_pb2.DrainWorkerResponse()
+
+    async def Apply(self, request: cluster_pb2.ApplyRequest, context: Context) -> cluster_pb2.ApplyResponse:
+        try:
+            changes = await self._controller.apply.apply(request.spec, dry_run=request.dry_run)
+        except TandemError as error:
+            await abort(context, error)
+        return cluster_pb2.ApplyResponse(changes=changes)
 
     async def Shutdown(
         self, request: cluster_pb2.ShutdownRequest, context: Context

@@ -46,7 +46,8 @@ def _check_identity(files: TlsSpec, identity: Identity, cluster: str) -> list[st
         if name not in shown:
             raise ConfigError(
                 f"security.tls.cert: {files.cert}: expected the name {name} among its alternative names, got "
-                f"{', '.join(shown) or 'none'}: make certificates with `tandem certs init --cluster {cluster}`",
+                f"{', '.join(shown) or 'none'}: these are of another cluster: `tandem up --name` with "
+                f"its name, or `tandem certs init NEW_FOLDER --cluster {cluster}`",
                 field="security.tls.cert",
             )
     return soon

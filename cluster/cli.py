@@ -12,6 +12,7 @@ import typer
 
 from cluster import planning_cli
 from cluster.cli_keys import keys
+from cluster.cli_trace import traces
 
 # ruff: noqa: PLC0415 (commands import what they need when they run: gRPC, pydantic, Ray and torch take seconds)
 
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 
 app.add_typer(keys, name="keys")
+app.add_typer(traces, name="trace")
 
 Config = Annotated[Path | None, typer.Option("--config", help="Cluster spec (YAML); see docs/configuration.md.")]
 Model = Annotated[str | None, typer.Option("--model", help="Pulled model, checkpoint folder or GGUF file.")]
@@ -55,13 +57,15 @@ def up(
         str | None, typer.Option("--name", "--cluster", help="A name of its own lets a second cluster run.")
     ] = None,
     tls: Annotated[Path | None, typer.Option(help="Folder of `tandem certs`: TLS inside and at the edge.")] = None,
+    autoscale: Annotated[bool, typer.Option("--autoscale", help="Let the pools follow the traffic.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="The autoscaler decides, but changes nothing.")] = False,
 ) -> None:
     """Start a cluster and stay up until Ctrl-C."""
     from cluster.commands.up import UpFlags, run_up
 
     flags = UpFlags(
         config, model, prefill, decode, prefill_tp, decode_tp, routers, http_port, grpc_port, admin_port, backend,
-        redis_url, disaggregation, name, tls,
+        redis_url, disaggregation, name, tls, autoscale, dry_run,
     )  # fmt: skip
     raise typer.Exit(run_up(flags))
 
@@ -82,13 +86,14 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
     address: GrpcAddress = None,
     cluster: ClusterName = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue each text as it is, for models without a chat.")] = False,
     ca: Annotated[Path | None, typer.Option(help="PEM file to check a router's certificate against.")] = None,
     api_key: ApiKey = None,
 ) -> None:
     """Talk to a running cluster."""
-    from cluster.commands.chat import run_chat
+    from cluster.commands.chat import Ask, run_chat
 
-    raise typer.Exit(run_chat(question, model, temperature, max_tokens, address, cluster, ca, api_key))
+    raise typer.Exit(run_chat(question, Ask(model or "", temperature, max_tokens, raw), address, cluster, ca, api_key))
 
 
 @app.command()
@@ -166,18 +171,33 @@ def drain(
 
 
 @app.command()
-def trace(
-    request: Annotated[str | None, typer.Argument(help="Id of a request; without it, the latest are listed.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
-    limit: Annotated[int, typer.Option(help="How many to list.", min=1, max=1000)] = 20,
+def restart(
+    model: Annotated[str | None, typer.Option(help="Only the workers of this served name.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Let requests end instead of moving them.")] = False,
     address: Address = None,
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Show where the time of one request went, its handoff above all, as a Gantt chart."""
-    from cluster.commands.trace import run_trace
+    """Restart every worker, one after the other, without losing a request."""
+    from cluster.admin_client import find_admin
+    from cluster.commands.live_ratio import run_restart
 
-    raise typer.Exit(run_trace(request, json, limit, address, cluster, tls))
+    raise typer.Exit(run_restart(model, wait, find_admin(address, cluster, tls)))
+
+
+@app.command()
+def apply(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The changed cluster spec (YAML).")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")] = False,
+    address: Address = None,
+    cluster: ClusterName = None,
+    tls: Tls = None,
+) -> None:
+    """Make a running cluster what a changed spec says; refused where that needs a restart."""
+    from cluster.admin_client import find_admin
+    from cluster.commands.apply import run_apply
+
+    raise typer.Exit(run_apply(file, dry_run, find_admin(address, cluster, tls)))
 
 
 @app.command()

@@ -17,6 +17,8 @@ import grpc.aio
 
 from cluster import embedded_redis
 from cluster.admin_service import ALLOWED, AdminService
+from cluster.apply import Apply
+from cluster.autoscaling import Autoscaling
 from cluster.directory import Directory
 from cluster.live_ratio import ROLES, LiveRatio
 from cluster.processes import Backend, Resources, RunningProcess
@@ -24,9 +26,10 @@ from cluster.redis_probe import check_redis
 from cluster.resolve import ResolvedCluster, ResolvedModel, check_memory_for, free_ports
 from cluster.router_slot import RouterSlot, RouterState, router_specs
 from cluster.router_traces import RouterTraces
+from cluster.spec_changes import SpecSource
 from cluster.subprocess_backend import LocalMember
 from cluster.worker_slot import LifeSettings, WorkerSlot, WorkerState
-from tandem.config import Role
+from tandem.config import ClusterSpec, Role
 from tandem.errors import ConfigError, PortInUse, TandemError, UnavailableError
 from tandem.grpc_errors import error_from_rpc
 from tandem.grpc_options import SERVER_OPTIONS
@@ -46,10 +49,19 @@ REDIS_TIMEOUT_S = 1.0
 class Controller:
     """Args: `run_base` holds every private run folder of this cluster and is removed at the end; `log_dir` stays."""
 
-    def __init__(self, cluster: ResolvedCluster, backend: Backend, run_base: Path, log_dir: Path) -> None:
+    def __init__(
+        self,
+        cluster: ResolvedCluster,
+        backend: Backend,
+        run_base: Path,
+        log_dir: Path,
+        source: SpecSource | None = None,
+    ) -> None:
         self.spec = cluster.spec
         self.directory = Directory()
         self.live_ratio = LiveRatio(self)
+        self.autoscaling = Autoscaling(self, self.spec)
+        self.apply = Apply(self, source or SpecSource(self.spec, {}))
         self.slots: dict[str, WorkerSlot] = {}
         self.routers: list[RouterSlot] = []
         self.backend = backend
@@ -67,6 +79,7 @@ class Controller:
         self._redis_url = self.spec.redis.url
         self._tasks: list[asyncio.Task[None]] = []
         self._lives: dict[str, asyncio.Task[None]] = {}  # of workers
+        self._autoscaler: asyncio.Task[None] | None = None
         self._settings: LifeSettings | None = None
         self._worker_channels = ChannelCache(self._tls, Identity.WORKER)
 
@@ -101,6 +114,7 @@ class Controller:
         self._settings = LifeSettings(self.spec, self._admin_address, self._redis_url, self._run_base)
         await self.backend.open()
         await together(self._start_routers(), self._start_workers())
+        await self.start_autoscaling(self.spec)
 
     async def wait_ready(self, progress: Callable[[str], None]) -> None:
         """Until every worker is registered, every link stands and every router serves.
@@ -125,7 +139,7 @@ class Controller:
         """Ends everything that was started, in whatever state it is."""
         # First: they let running requests end, or tell their clients, while workers live.
         await asyncio.gather(*(router.close() for router in self.routers))
-        running = [*self._tasks, *self._lives.values()]
+        running = [*self._tasks, *self._lives.values(), *([self._autoscaler] if self._autoscaler else [])]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -222,6 +236,16 @@ class Controller:
     def name_prefix(self, model: ResolvedModel) -> str:
         """Before a worker's role and number, where there are several models."""
         return f"{model.spec.served_name.replace('/', '-')}-" if len(self._cluster.models) > 1 else ""
+
+    async def start_autoscaling(self, spec: ClusterSpec) -> None:
+        """By what `spec` says of it and of the models' pools, instead of what it was told before."""
+        if self._autoscaler is not None:
+            self._autoscaler.cancel()
+            await asyncio.gather(self._autoscaler, return_exceptions=True)
+            self._autoscaler = None
+        self.autoscaling = Autoscaling(self, spec)
+        if spec.autoscaler.enabled:
+            self._autoscaler = asyncio.create_task(self.autoscaling.run())
 
     async def _start_workers(self) -> None:
         starts = []

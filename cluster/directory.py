@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from kvtransfer.reshard import check_compatible, reshard_plan
 from tandem.errors import IncompatiblePools
@@ -16,13 +16,22 @@ class Directory:
     def __init__(self) -> None:
         self._workers: dict[str, cluster_pb2.WorkerInfo] = {}
         self._places: dict[str, cluster_pb2.WorkerPlace] = {}
+        self._autoscaler_decisions: dict[str, int] = {}
         self._version = 1
         self._changed = asyncio.Event()
 
     def snapshot(self) -> cluster_pb2.Directory:
         return cluster_pb2.Directory(
-            version=self._version, workers=self._workers.values(), places=self._places.values()
+            version=self._version,
+            workers=self._workers.values(),
+            places=self._places.values(),
+            autoscaler_decisions=self._autoscaler_decisions,
         )
+
+    def set_autoscaler_decisions(self, counts: Mapping[str, int]) -> None:
+        """By action: the routers show them among their metrics."""
+        self._autoscaler_decisions = dict(counts)
+        self._bump()
 
     def put_place(self, place: cluster_pb2.WorkerPlace) -> None:
         """A worker that there should be, and how often it was started again."""

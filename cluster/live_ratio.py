@@ -31,6 +31,15 @@ class LiveRatio:
         self._controller = controller
         self._one_at_a_time = asyncio.Lock()
 
+    @property
+    def is_busy(self) -> bool:
+        return self._one_at_a_time.locked()
+
+    def sizes(self, model_name: str) -> tuple[int, int]:
+        """Prefill and decode workers that there are."""
+        found = [slot.role for slot in self._slots(self._model(model_name))]
+        return found.count(Role.PREFILL), found.count(Role.DECODE)
+
     async def scale(self, model_name: str, prefill: int | None, decode: int | None) -> tuple[str, ...]:
         """Returns what was done, in words. Nothing stops before what is to start serves.
 

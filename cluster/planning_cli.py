@@ -1,4 +1,4 @@
-"""The options of `tandem profile`, `simulate` and `plan`. What they do is imported when they run."""
+"""The options of `tandem profile`, `simulate`, `plan`, `bench`, `compare`. What they do is imported when they run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Lengths = Annotated[str | None, typer.Option(help="synthetic: mean tokens PROMPT
 Prefixes = Annotated[str | None, typer.Option(help="synthetic: shared prefixes, COUNT:TOKENS:SHARE.")]
 Start = Annotated[float, typer.Option("--start", help="Leave out what arrives before, seconds.", min=0)]
 Duration = Annotated[float | None, typer.Option("--duration", help="Only what arrives in so many seconds.", min=0)]
-Requests = Annotated[int | None, typer.Option(help="Only so many requests.", min=1)]
-Load = Annotated[float, typer.Option(help="Requests come so many times as fast.")]
+Requests = Annotated[int | None, typer.Option("--requests", "--limit", help="Only so many requests.", min=1)]
+Load = Annotated[float, typer.Option("--load", "--time-scale", help="Requests come so many times as fast.")]
 Prompts = Annotated[float, typer.Option(help="Prompts are so many times as long.")]
 Outputs = Annotated[float, typer.Option(help="Answers are so many times as long.")]
 Seed = Annotated[int, typer.Option(help="Of everything that is drawn.")]
@@ -64,6 +64,7 @@ def simulate(
         list[str] | None, typer.Option(help="worker:decode-0@30+10, redis@30+20 or link:prefill-0@30+20*8.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    autoscale: Annotated[bool, typer.Option("--autoscale", help="Roles follow the traffic.")] = False,
 ) -> None:
     """Run a trace through a simulated cluster: latencies, objectives met, use of workers and links."""
     from cluster.commands.planning import HardwareFlags, TrafficFlags
@@ -75,7 +76,8 @@ def simulate(
     )
     hardware = HardwareFlags(model or "", device, cost, None, element_bytes)
     flags = SimulateFlags(
-        traffic, hardware, Slo(ttft, tpot), config, prefill, decode, prefill_tp, decode_tp, tuple(fault or ()), json
+        traffic, hardware, Slo(ttft, tpot), config, prefill, decode, prefill_tp, decode_tp, tuple(fault or ()), json,
+        autoscale,
     )
     raise typer.Exit(run_simulate(flags))
 
@@ -93,7 +95,7 @@ def plan(
     element_bytes: ElementBytes = 2.0,
     step_tokens: Annotated[list[int] | None, typer.Option(help="Chunk budgets to try.", min=16)] = None,
     running: Annotated[int, typer.Option(help="Most requests that a worker runs.", min=1, max=4096)] = 256,
-    source: Annotated[str | None, typer.Option(help="Checkpoint for the values file; unset: the model.")] = None,
+    source: Annotated[str | None, typer.Option(help="What the values file serves: ORG/NAME, or a folder.")] = None,
     simulated: Annotated[int, typer.Option(help="Requests of the last round: the busiest ones.", min=50)] = 1000,
     jobs: Annotated[int | None, typer.Option(help="Processes; unset: all cores.", min=1)] = None,
     state: Annotated[Path | None, typer.Option(help="Results are kept here; an interrupted search goes on.")] = None,
@@ -140,7 +142,72 @@ def profile(
     raise typer.Exit(run_profile(config, model, device, output))
 
 
+def bench(
+    trace: Traffic,
+    api: Annotated[str, typer.Option(help="tandem (gRPC), completions (token ids) or chat (text).")] = "tandem",
+    url: Annotated[
+        str | None,
+        typer.Option(help="grpc://HOST:PORT, or http://HOST:PORT/v1 of any OpenAI API; unset: the cluster here."),
+    ] = None,
+    model: Annotated[str, typer.Option("--model", help="As the server names it; tandem: unset for the only one.")] = "",
+    api_key: Annotated[str | None, typer.Option(envvar="TANDEM_API_KEY", help="Where the server asks for one.")] = None,
+    ca: Annotated[Path | None, typer.Option(help="PEM file to check the server's certificate against.")] = None,
+    cluster: Annotated[str | None, typer.Option("--cluster", help="Which running cluster; else the only one.")] = None,
+    ttft: Ttft = None,
+    tpot: Tpot = None,
+    arrivals: Arrivals = None,
+    lengths: Lengths = None,
+    prefixes: Prefixes = None,
+    start: Start = 0.0,
+    duration: Duration = None,
+    requests: Requests = None,
+    load: Load = 1.0,
+    prompts: Prompts = 1.0,
+    outputs: Outputs = 1.0,
+    seed: Seed = 0,
+    jitter: Jitter = True,
+    connections: Annotated[int, typer.Option(help="Most requests under way at once.", min=1, max=65536)] = 1024,
+    timeout: Annotated[float, typer.Option(help="Seconds for a whole answer.", min=0.1, max=86400)] = 600.0,
+    warm_up: Annotated[int, typer.Option(help="Requests before, which do not count.", min=0, max=1000)] = 2,
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of exactly the trace's lengths.")] = True,
+    vocab: Annotated[int | None, typer.Option(help="Token ids below this; unset: all; completions: 32000.")] = None,
+    prompt_seed: Annotated[int | None, typer.Option(help="The same prompts each time; else new ones.", min=0)] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Write the JSON here, for `tandem compare`.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Play a trace against a live cluster or any OpenAI endpoint: the same figures as `simulate`, measured."""
+    from cluster.commands.bench import BenchFlags, run_bench
+    from cluster.commands.planning import TrafficFlags
+    from cluster.load.player import Limits
+    from planner.simulator.setup import Slo
+
+    traffic = TrafficFlags(
+        trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter
+    )
+    flags = BenchFlags(
+        traffic, Slo(ttft, tpot), api, url, cluster, model, api_key, ca, Limits(connections, timeout), warm_up,
+        ignore_eos, vocab, prompt_seed, output, json,
+    )  # fmt: skip
+    raise typer.Exit(run_bench(flags))
+
+
+Result = Annotated[Path, typer.Argument(help="What `simulate --json` or `bench --json` printed.")]
+
+
+def compare(
+    a: Result,
+    b: Result,
+    json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Lay two results side by side: prediction and measurement, two ratios, Tandem and a rival."""
+    from cluster.commands.compare import run_compare
+
+    raise typer.Exit(run_compare(a, b, json))
+
+
 def add_to(app: typer.Typer) -> None:
     app.command()(profile)
     app.command()(simulate)
     app.command()(plan)
+    app.command()(bench)
+    app.command()(compare)

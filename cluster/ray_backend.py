@@ -120,8 +120,15 @@ class RayBackend:
             await asyncio.shield(self._opening)
         except Exception as error:  # Ray raises plain ones too, as when its own start takes too long
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if self._address is None:
+                raise ConfigError(
+                    f"control.backend: Ray did not start here ({reason.rstrip('.')}). It gives itself 30 s, which a "
+                    "busy machine may not keep: try again, or on one machine `--backend subprocess`, which does "
+                    f"without Ray; its log: {self._temp_dir}/session_latest/logs",
+                    field="control.backend",
+                ) from error
             raise ConfigError(
-                f"control.ray_address: Ray could not be reached at {self._address or 'this machine'}: {reason}",
+                f"control.ray_address: no Ray cluster could be joined at {self._address}: {reason}",
                 field="control.ray_address",
             ) from error
 

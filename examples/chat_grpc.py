@@ -2,13 +2,15 @@
 
     python examples/chat_grpc.py "Why is the sky blue?"
 
-TANDEM_GRPC names the router (default 127.0.0.1:50051); TANDEM_API_KEY is the key, where it asks for one.
+TANDEM_GRPC names the router (default 127.0.0.1:50051); TANDEM_API_KEY is the key, where it asks for one; TANDEM_CA the
+authority (PEM) that signed its certificate, where it speaks TLS.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import grpc
 
@@ -22,6 +24,13 @@ def show(timeline: inference_pb2.Timeline) -> None:
           f"{timeline.prefill_worker or 'no prefill worker'} → {timeline.decode_worker}")
 
 
+def channel() -> grpc.Channel:
+    address, ca = os.environ.get("TANDEM_GRPC", "127.0.0.1:50051"), os.environ.get("TANDEM_CA")
+    if ca is None:
+        return grpc.insecure_channel(address)
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(Path(ca).read_bytes()))
+
+
 def main(prompt: str) -> int:
     request = inference_pb2.GenerateRequest(
         chat=inference_pb2.ChatMessages(messages=[inference_pb2.ChatMessage(role="user", content=prompt)]),
@@ -29,9 +38,9 @@ def main(prompt: str) -> int:
     )
     key = os.environ.get("TANDEM_API_KEY")
     metadata = None if key is None else (("authorization", f"Bearer {key}"),)
-    with grpc.insecure_channel(os.environ.get("TANDEM_GRPC", "127.0.0.1:50051")) as channel:
+    with channel() as connected:
         try:
-            for response in inference_pb2_grpc.InferenceStub(channel).Generate(request, metadata=metadata):
+            for response in inference_pb2_grpc.InferenceStub(connected).Generate(request, metadata=metadata):
                 print(response.chunk.text, end="", flush=True)
                 if response.HasField("finished"):
                     usage = response.finished.usage

@@ -78,7 +78,7 @@ def setup_of_spec(
         own_tokens = None if engine.kv_blocks is None else engine.kv_blocks * engine.block_tokens
         return found if own_tokens is None else replace(found, kv_tokens=own_tokens)
 
-    return make_setup(
+    setup = make_setup(
         hardware,
         pool(model.prefill) if model.prefill.workers else None,
         pool(model.decode),
@@ -88,6 +88,7 @@ def setup_of_spec(
         max_model_tokens=engine.max_model_tokens or MAX_MODEL_TOKENS,
         block_tokens=simulated_block_tokens(engine.block_tokens, mean_prompt_tokens, trace_block),
     )
+    return replace(setup, autoscaler=spec.autoscaler)
 
 
 def make_setup(

@@ -153,9 +153,16 @@ class RouterApp:
             keep_alive_s=spec.keep_alive_s,
             tls=tls,
         )
+        traces, tap = self.dispatcher.traces, self.dispatcher.tap
         self._grpc = GrpcServer(
             self.service,
-            TracesEdge(self.dispatcher.traces, self._snapshots.router_json, launch.controller_secret),
+            TracesEdge(
+                traces,
+                tap,
+                self._snapshots.router_json,
+                lambda: self.dispatcher.demand.report(self.dispatcher.admission.items(), self.dispatcher.fleet),
+                launch.controller_secret,
+            ),
             host=spec.grpc_host,
             port=spec.grpc_port,
             max_message_bytes=spec.max_body_bytes,

@@ -13,6 +13,7 @@ from router.account import Charge
 from router.admission import Admission
 from router.dashboard.feed import Feed
 from router.deadlines import Deadlines
+from router.demand import DemandMeter
 from router.fleet import Fleet, Worker
 from router.in_flight_prefills import InFlightPrefills
 from router.metrics import RouterMetrics
@@ -22,6 +23,7 @@ from router.policies.policy import PlacementPolicy
 from router.policies.types import Ask, Candidate, Placement, WaitReason
 from router.prefix_index.mirror import PrefixMirror, WorkerKey
 from router.request import ServingModel, ValidRequest
+from router.request_tap import RequestTap
 from router.run import RequestRun
 from router.terms import Terms
 from router.trace import Attempt, TraceStore
@@ -55,6 +57,8 @@ class Dispatcher:
         export: TraceExport | None = None,
     ) -> None:
         self.traces = TraceStore()
+        self.tap = RequestTap()
+        self.demand = DemandMeter(spec.classes)
         self._export = export
         self._mirror = mirror
         self._policy = policy
@@ -92,6 +96,7 @@ class Dispatcher:
         run = RequestRun(request, assembler, terms, self._clock, self, self._max_migrations)
         run.on_gap = self._metrics.gap_observer(request.model)
         run.lifecycle.admit()
+        self.demand.came(run)
         try:
             if self.draining:
                 raise UnavailableError("the router is shutting down; retry elsewhere", retry_after_s=1.0)
@@ -297,6 +302,7 @@ class Dispatcher:
             observe_prefill(run)
             self._metrics.credited(run.request.model, run.credited_tokens, run.wrong_credit_tokens)
             self._feed.first_token(run)
+            self.demand.first_token(run, self._clock.now_s())
         self.admission.first_token(run, self._clock.now_s())
         self._in_flight.computed(run)
         for worker, charge in self._running.get(run, []):
@@ -325,6 +331,7 @@ class Dispatcher:
 
     def ended(self, run: RequestRun, error: TandemError | None) -> None:
         self.traces.add(run.trace)
+        self.tap.ended(run)
         if self._export is not None:
             self._export.offer(run.trace)
         self._feed.ended(run)
@@ -334,6 +341,7 @@ class Dispatcher:
         self.admission.over(run)
         self._deadlines.over(run)
         model, code = run.request.model, None if error is None else error.code
+        self.demand.ended(run, code)
         self._metrics.judged(model, run.terms.priority, run.stream.final, run.lifecycle.state, code)
         _tell_call(run, error)
         if run.stream.final is not None:

@@ -4,11 +4,13 @@ none of their business."""
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 
+from router.request_tap import RequestTap
 from router.trace import MAX_TRACES, TraceStore
 from tandem.errors import TandemError
 from tandem.grpc_errors import abort
@@ -19,12 +21,21 @@ SECRET_KEY = "tandem-controller-secret"
 
 
 class TracesEdge(TracesServicer):
-    """Args: `snapshot` gives the router's own view; `secret` is what the controller gave this router when it started
-    it; None: nobody is answered."""
+    """Args: `snapshot` gives the router's own view, `demand` what clients ask of it; `secret` is what the controller
+    gave this router when it started it; None: nobody is answered."""
 
-    def __init__(self, traces: TraceStore, snapshot: Callable[[], bytes], secret: str | None) -> None:
+    def __init__(
+        self,
+        traces: TraceStore,
+        tap: RequestTap,
+        snapshot: Callable[[], bytes],
+        demand: Callable[[], trace_pb2.RouterDemand],
+        secret: str | None,
+    ) -> None:
         self._traces = traces
+        self._tap = tap
         self._snapshot = snapshot
+        self._demand = demand
         self._secret = secret
 
     async def GetTrace(self, request: trace_pb2.GetTraceRequest, context: Any) -> trace_pb2.RequestTrace:
@@ -39,9 +50,24 @@ class TracesEdge(TracesServicer):
         found = self._traces.latest(min(request.limit, MAX_TRACES))
         return trace_pb2.ListTracesResponse(traces=[trace.to_wire() for trace in found])
 
+    async def RecordRequests(
+        self, request: trace_pb2.RecordRequestsRequest, context: Any
+    ) -> AsyncIterator[trace_pb2.LoggedRequest]:
+        await self._check(context)
+        try:
+            async with aclosing(self._tap.listen(request.salt, request.model)) as logged:
+                async for each in logged:
+                    yield each
+        except TandemError as error:
+            await abort(context, error)
+
     async def GetSnapshot(self, request: trace_pb2.GetSnapshotRequest, context: Any) -> trace_pb2.RouterSnapshot:
         await self._check(context)
         return trace_pb2.RouterSnapshot(json=self._snapshot())
+
+    async def GetDemand(self, request: trace_pb2.GetDemandRequest, context: Any) -> trace_pb2.RouterDemand:
+        await self._check(context)
+        return self._demand()
 
     async def _check(self, context: Any) -> None:
         shown = dict(context.invocation_metadata() or ()).get(SECRET_KEY, "")

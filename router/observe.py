@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -38,7 +38,9 @@ class Observation:
         self._lag = LoopLag()
         price = launch.observability.cost.per_rank_hour
         self._cost = None if price is None else CostMeter(price, clock)
+        self._autoscaler = _AutoscalerCollector()
         registry.register(self._workers)
+        registry.register(self._autoscaler)
         registry.register(self._lag)
         registry.register(_RouterCollector(launch.router_id, export))
         if self._cost is not None:
@@ -48,6 +50,7 @@ class Observation:
     def set_directory(self, directory: cluster_pb2.Directory) -> None:
         """Which workers there should be. A controller that does not say leaves those that are listed."""
         self._workers.places = parse_places(directory.places)
+        self._autoscaler.counts = dict(directory.autoscaler_decisions)
         if self._cost is not None:
             self._cost.set_ranks(ranks_of(self._workers.places.values()))
 
@@ -56,6 +59,25 @@ class Observation:
 
     def close(self) -> None:
         self._lag.close()
+
+
+class _AutoscalerCollector(Collector):
+    """`counts`: decisions by action, as the controller last said; empty: there is no autoscaler."""
+
+    def __init__(self) -> None:
+        self.counts: Mapping[str, int] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        if not self.counts:
+            return
+        decisions = CounterMetricFamily(
+            "tandem_autoscaler_decisions",
+            "Changes of the pools that the autoscaler decided on; every router shows the same.",
+            labels=("action",),
+        )
+        for action, count in self.counts.items():
+            decisions.add_metric((action,), count)
+        yield decisions
 
 
 class _RouterCollector(Collector):

@@ -330,7 +330,7 @@ class StubWorker(WorkerServicer):
         return worker_pb2.WorkerLoad(running_requests=len(self.known), blocks=blocks, steps=steps)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
     """Waits for what other tasks are about to bring. Raises TimeoutError."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  # conditions are about state that has no event
@@ -385,6 +385,9 @@ class StubController(ClusterServicer):
     ) -> cluster_pb2.DrainWorkerResponse:
         raise NotImplementedError("only the half of a controller that routers follow")
 
+    async def Apply(self, request: cluster_pb2.ApplyRequest, context: Any) -> cluster_pb2.ApplyResponse:
+        raise NotImplementedError("only the half of a controller that routers follow")
+
     async def Register(self, request: cluster_pb2.RegisterRequest, context: Any) -> cluster_pb2.RegisterResponse:
         return cluster_pb2.RegisterResponse()
 
@@ -396,6 +399,11 @@ class StubController(ClusterServicer):
 
     async def ListTraces(self, request: trace_pb2.ListTracesRequest, context: Any) -> trace_pb2.ListTracesResponse:
         return trace_pb2.ListTracesResponse()
+
+    async def RecordRequests(
+        self, request: trace_pb2.RecordRequestsRequest, context: Any
+    ) -> AsyncIterator[trace_pb2.LoggedRequest]:
+        yield trace_pb2.LoggedRequest()
 
     async def ListSnapshots(
         self, request: cluster_pb2.ListSnapshotsRequest, context: Any

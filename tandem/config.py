@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tandem.config_auth import AuthSpec
+from tandem.config_autoscaler import AutoscalerSpec
 from tandem.config_observability import ObservabilitySpec
 from tandem.frozen import Frozen
 
@@ -311,6 +312,7 @@ class ClusterSpec(Frozen):
     router: RouterSpec = RouterSpec()
     redis: RedisSpec = RedisSpec()
     control: ControlSpec = ControlSpec()
+    autoscaler: AutoscalerSpec = AutoscalerSpec()
     observability: ObservabilitySpec = ObservabilitySpec()
     security: SecuritySpec = SecuritySpec()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -336,6 +338,16 @@ class ClusterSpec(Frozen):
             raise ValueError(
                 f"redis.url: with security.tls, expected rediss:// (or rediss+sentinel://, rediss+cluster://) or "
                 f"unix://, got {scheme}://"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _autoscaler_has_objectives(self) -> ClusterSpec:
+        classes = [each for each in self.router.classes if not each.batch]
+        if self.autoscaler.enabled and not any(each.ttft_slo_s or each.tpot_slo_s for each in classes):
+            raise ValueError(
+                "autoscaler.enabled: expected a class in router.classes that is not batch and has ttft_slo_s or "
+                "tpot_slo_s: these are what the autoscaler keeps"
             )
         return self
 

@@ -70,6 +70,11 @@ class Directory(cluster_pb2_grpc.ClusterServicer):
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Any) -> cluster_pb2.ClusterStatus:
         raise NotImplementedError("only the membership half of a controller")
 
+    def RecordRequests(
+        self, request: trace_pb2.RecordRequestsRequest, context: Any
+    ) -> AsyncIterator[trace_pb2.LoggedRequest]:
+        raise NotImplementedError("only the membership half of a controller")
+
     async def ListSnapshots(
         self, request: cluster_pb2.ListSnapshotsRequest, context: Any
     ) -> cluster_pb2.ListSnapshotsResponse:
@@ -84,6 +89,9 @@ class Directory(cluster_pb2_grpc.ClusterServicer):
     async def DrainWorker(
         self, request: cluster_pb2.DrainWorkerRequest, context: Any
     ) -> cluster_pb2.DrainWorkerResponse:
+        raise NotImplementedError("only the membership half of a controller")
+
+    async def Apply(self, request: cluster_pb2.ApplyRequest, context: Any) -> cluster_pb2.ApplyResponse:
         raise NotImplementedError("only the membership half of a controller")
 
     async def GetTrace(self, request: trace_pb2.GetTraceRequest, context: Any) -> trace_pb2.RequestTrace:

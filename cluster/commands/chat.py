@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
@@ -18,11 +19,27 @@ from tandem.errors import TandemError
 from tandem.v1 import inference_pb2
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What every request of a conversation has. `raw`: each text is continued as it is, without a chat template."""
+
+    model: str
+    temperature: float
+    max_tokens: int
+    raw: bool = False
+
+    def request(self, messages: list[inference_pb2.ChatMessage]) -> inference_pb2.GenerateRequest:
+        if self.raw:
+            sampling = inference_pb2.SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
+            return inference_pb2.GenerateRequest(model=self.model, prompt=messages[-1].content, sampling=sampling)
+        return chat_request(
+            messages, model=self.model, temperature=self.temperature, max_tokens=self.max_tokens
+        )
+
+
 def run_chat(
     question: str | None,
-    model: str | None,
-    temperature: float,
-    max_tokens: int,
+    ask: Ask,
     address: str | None,
     cluster: str | None,
     ca: Path | None = None,
@@ -32,18 +49,10 @@ def run_chat(
     if address is None:
         found = state_file.find(cluster)
         address, given = found.grpc, given or found.edge_ca
-    return run_interruptible(_chat(question, model or "", temperature, max_tokens, address, given, api_key))
+    return run_interruptible(_chat(question, ask, address, given, api_key))
 
 
-async def _chat(
-    question: str | None,
-    model: str,
-    temperature: float,
-    max_tokens: int,
-    address: str,
-    ca: str | None,
-    api_key: str | None,
-) -> int:
+async def _chat(question: str | None, ask: Ask, address: str, ca: str | None, api_key: str | None) -> int:
     """Raises the router's error, unless somebody sits at a terminal and can ask again."""
     patient = question is None and sys.stdin.isatty()
     messages: list[inference_pb2.ChatMessage] = []
@@ -52,9 +61,8 @@ async def _chat(
             if not asked.strip():
                 continue
             messages.append(inference_pb2.ChatMessage(role="user", content=asked))
-            request = chat_request(messages, model=model, temperature=temperature, max_tokens=max_tokens)
             try:
-                answer = await _stream_answer(channel, request, api_key)
+                answer = await _stream_answer(channel, ask.request(messages), api_key)
             except TandemError as error:
                 if not patient:
                     raise

@@ -1,4 +1,4 @@
-"""`tandem scale`, `tandem ratio` and `tandem drain`: changes of a running cluster, by its admin service."""
+"""`tandem scale`, `tandem ratio`, `tandem drain`, `tandem restart`: changes of a running cluster."""
 
 from __future__ import annotations
 
@@ -33,13 +33,17 @@ def run_ratio(ratio: str, model: str | None, admin: Admin) -> int:
     return asyncio.run(_ratio(admin, int(parts[1]), int(parts[2]), model or ""))
 
 
+def run_restart(model: str | None, wait: bool, admin: Admin) -> int:
+    return asyncio.run(_restart(admin, model, wait))
+
+
 def run_drain(worker: str, restart: bool, wait: bool, admin: Admin) -> int:
     request = cluster_pb2.DrainWorkerRequest(worker_id=worker, restart=restart, wait_for_ends=wait)
     return asyncio.run(_drain(admin, request))
 
 
 async def _scale(admin: Admin, request: cluster_pb2.ScaleRequest) -> int:
-    async with _controller(admin) as stub:
+    async with controller_at(admin) as stub:
         answer = await stub.Scale(request)
     for action in answer.actions or ["nothing to do: the pools have these sizes"]:
         print(action)
@@ -59,14 +63,26 @@ async def _ratio(admin: Admin, prefill: int, decode: int, model: str) -> int:
 
 async def _drain(admin: Admin, request: cluster_pb2.DrainWorkerRequest) -> int:
     with Console(stderr=True).status(f"draining {request.worker_id}"):
-        async with _controller(admin) as stub:
+        async with controller_at(admin) as stub:
             await stub.DrainWorker(request)
     print(f"{request.worker_id} {'is back' if request.restart else 'left'}")
     return 0
 
 
+async def _restart(admin: Admin, model: str | None, wait: bool) -> int:
+    """One worker after the other, so that the others go on; ends with the first that does not come back."""
+    workers = [each.info for each in (await fetch(admin)).workers]
+    if model is not None and model not in (known := {info.model for info in workers}):
+        raise ConfigError(f"--model: expected one of {', '.join(sorted(known))}, got {model!r}", field="--model")
+    for info in sorted(workers, key=lambda info: (info.model, info.role, info.worker_id)):
+        if model in (None, info.model):
+            request = cluster_pb2.DrainWorkerRequest(worker_id=info.worker_id, restart=True, wait_for_ends=wait)
+            await _drain(admin, request)
+    return 0
+
+
 @asynccontextmanager
-async def _controller(admin: Admin) -> AsyncIterator[cluster_pb2_grpc.ClusterAsyncStub]:
+async def controller_at(admin: Admin) -> AsyncIterator[cluster_pb2_grpc.ClusterAsyncStub]:
     """Raises what the controller refused with, or UnavailableError."""
     async with admin.channel() as channel:
         try:

@@ -23,7 +23,7 @@ from planner.search.halving import Effort
 from planner.search.plan import Goal, Means, Plan, make_plan
 from planner.search.report import html_report
 from planner.search.traffic import BUSIEST
-from planner.search.values import helm_values
+from planner.search.values import checked_source, helm_values
 from planner.traces.trace import Trace
 
 UNSATISFIABLE = 3  # exit code
@@ -47,6 +47,7 @@ class PlanFlags:
 
 def run_plan(flags: PlanFlags) -> int:
     """Raises InputError, ConfigError."""
+    source = checked_source(flags.source, flags.hardware.model) if flags.values is not None else ""
     hardware = load_hardware(flags.hardware)
     trace = load_traffic(flags.traffic)
     means = Means(flags.jobs or _cores(), flags.state, Effort(flags.simulate))
@@ -55,7 +56,7 @@ def run_plan(flags: PlanFlags) -> int:
     if flags.report is not None:
         flags.report.write_text(html_report(plan, cost_model), encoding="utf-8")
     if flags.values is not None and plan.chosen is not None:
-        flags.values.write_text(helm_values(plan, hardware, flags.source or flags.hardware.model), encoding="utf-8")
+        flags.values.write_text(helm_values(plan, hardware, source), encoding="utf-8")
     if flags.json:
         print(json.dumps({"cost_model": cost_model, **plan.to_json()}, indent=2, allow_nan=False))
     else:

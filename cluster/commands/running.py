@@ -15,6 +15,7 @@ from cluster.processes import Backend
 from cluster.ray_env import prepare_own_ray
 from cluster.resolve import ResolvedCluster, resolve
 from cluster.run_dirs import ray_base, run_base
+from cluster.spec_changes import SpecSource
 from cluster.subprocess_backend import SubprocessBackend
 from tandem.config import ClusterSpec
 from tandem.errors import TandemError
@@ -40,20 +41,25 @@ def make_backend(cluster: ResolvedCluster, log_dir: Path) -> Backend:
 
 
 @asynccontextmanager
-async def running_cluster(spec: ClusterSpec, progress: Progress) -> AsyncIterator[Controller]:
-    """Yields when everything is ready; ends everything on the way out, also when it never became ready."""
+async def running_cluster(
+    spec: ClusterSpec, progress: Progress, source: SpecSource | None = None
+) -> AsyncIterator[Controller]:
+    """Yields when everything is ready; ends everything on the way out, also when it never became ready. `source`: where
+    `spec` comes from, for changes of it."""
     state_file.refuse_second(spec.name)
     with state_file.written(state_file.starting(spec.name)):
         cluster = with_free_ports(await asyncio.to_thread(resolve, spec, progress))
-        async with _running(cluster, progress) as controller:
+        async with _running(cluster, progress, source or SpecSource(spec, {})) as controller:
             yield controller
 
 
 @asynccontextmanager
-async def _running(cluster: ResolvedCluster, progress: Progress) -> AsyncIterator[Controller]:
+async def _running(
+    cluster: ResolvedCluster, progress: Progress, source: SpecSource
+) -> AsyncIterator[Controller]:
     spec = cluster.spec
     log_dir = state_file.new_log_dir(spec.name)
-    controller = Controller(cluster, make_backend(cluster, log_dir), run_base(spec.name), log_dir)
+    controller = Controller(cluster, make_backend(cluster, log_dir), run_base(spec.name), log_dir, source)
     try:
         progress(f"starting the cluster ({spec.control.backend})")
         await controller.start()

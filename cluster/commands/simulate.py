@@ -16,7 +16,8 @@ from cluster.commands.planning import HardwareFlags, TrafficFlags, describe_cost
 from cluster.console import console
 from cluster.spec_loader import load_spec
 from planner.hardware import setup_of_spec
-from planner.simulator.result import Percentiles, SimResult
+from planner.outcome import Outcome, Percentiles
+from planner.simulator.result import SimResult
 from planner.simulator.setup import Fault, Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.trace import Trace
@@ -34,6 +35,7 @@ class SimulateFlags:
     decode_tp: int | None = None
     faults: tuple[str, ...] = ()
     json: bool = False
+    autoscale: bool = False
 
 
 def run_simulate(flags: SimulateFlags) -> int:
@@ -43,6 +45,7 @@ def run_simulate(flags: SimulateFlags) -> int:
         "models.0.decode.workers": flags.decode,
         "models.0.prefill.tp": flags.prefill_tp,
         "models.0.decode.tp": flags.decode_tp,
+        "autoscaler.enabled": True if flags.autoscale else None,
     }
     spec = load_spec(flags.config, changes)
     hardware = load_hardware(replace(flags.hardware, model=flags.hardware.model or spec.models[0].source))
@@ -74,13 +77,13 @@ def show(result: SimResult, setup: Setup, cost: str, console: Console) -> None:
     console.print(f"step times: {cost}", style="dim")
     for note in result.notes:
         console.print(f"note: {note}", style="dim")
-    console.print(_latencies(result))
+    console.print(latencies(result))
     console.print(_pools(result))
     for line in _lines(result):
         console.print(line)
 
 
-def _latencies(result: SimResult) -> Table:
+def latencies(result: Outcome) -> Table:
     table = Table("", "p50", "p90", "p95", "p99")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -104,13 +107,25 @@ def _pools(result: SimResult) -> Table:
 
 
 def _lines(result: SimResult) -> list[str]:
+    moved = f"{result.migrated} requests moved on after a fault; {result.local_prefills} local prefills"
+    lines = [*outcome_lines(result), moved]
+    if result.role_changes:
+        changes = ", ".join(f"{at_s:.0f} s {prefill}P:{decode}D" for at_s, prefill, decode in result.role_changes[:8])
+        more = f" and {len(result.role_changes) - 8} more" if len(result.role_changes) > 8 else ""
+        lines.append(f"roles changed {len(result.role_changes)} times: {changes}{more}")
+    return lines
+
+
+def outcome_lines(result: Outcome) -> list[str]:
+    handoffs = "" if result.handoffs is None else f"; {result.handoffs} handoffs"
     lines = [
-        f"finished {result.finished}, rejected {result.rejected}, failed {result.failed}, migrated {result.migrated} "
-        f"({result.handoffs} handoffs, {result.local_prefills} local prefills)",
+        f"finished {result.finished}, rejected {result.rejected}, failed {result.failed}{handoffs}",
         f"{result.requests_per_s:.2f} requests/s, {result.prompt_tokens_per_s:.0f} prompt and "
         f"{result.output_tokens_per_s:.0f} output tokens/s",
-        f"prefix cache: {result.hit_rate:.1%} of prompt tokens hit (an infinite cache: {result.possible_hit_rate:.1%})",
     ]
+    if result.hit_rate is not None:
+        possible = f"(an infinite cache: {result.possible_hit_rate:.1%})"
+        lines.append(f"prefix cache: {result.hit_rate:.1%} of prompt tokens hit {possible}")
     if result.refusals:
         lines.append("refused: " + ", ".join(f"{count} {code}" for code, count in sorted(result.refusals.items())))
     if result.goodput_per_s is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
 
 TIMEOUT_S = 10.0
 ROUTERS_TIMEOUT_S = 3.0
+SHOWN_DECISIONS = 5
 ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
 STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "restarting": "yellow", "not_ready": "yellow"}
 HEALTH_STYLES = {"healthy": "green", "probation": "yellow", "suspect": "yellow"}
@@ -102,7 +104,24 @@ def to_json(status: cluster_pb2.ClusterStatus, health: Health | None = None) -> 
             for router in status.routers
         ],
         "processes": _processes(status.processes),
+        "autoscaler": {
+            "mode": status.autoscaler.mode,
+            "outlooks": {each.model: each.words for each in status.autoscaler.outlooks},
+            "decisions": [_decision(each) for each in status.autoscaler.decisions],
+        },
         "workers": [_worker(worker, health or {}) for worker in status.workers],
+    }
+
+
+def _decision(decision: cluster_pb2.ScalingDecision) -> dict[str, Any]:
+    return {
+        "at_unix_s": decision.at_unix_s,
+        "model": decision.model,
+        "action": decision.action,
+        "prefill": decision.prefill,
+        "decode": decision.decode,
+        "reason": decision.reason,
+        "outcome": decision.outcome,
     }
 
 
@@ -160,6 +179,7 @@ def show(status: cluster_pb2.ClusterStatus, console: Console, health: Health | N
         restarts = f"   {router.restarts} restarts" if router.restarts else ""
         addresses = f"HTTP {status.http_scheme}://{router.http_address}/v1   gRPC {router.grpc_address}"
         console.print(f"{router.router_id} {state}   {addresses}{restarts}", soft_wrap=True)
+    _show_autoscaler(status.autoscaler, console)
     rows = [_row(worker, health or {}) for worker in status.workers]
     console.print(fitted(console.width, COLUMNS, rows, left=("worker", "role", "state", "health"), spare=SPARE))
     for worker in status.workers:
@@ -188,6 +208,18 @@ def _row(worker: cluster_pb2.WorkerStatus, health: Health) -> list[str | Text]:
         Text(known, HEALTH_STYLES.get(known, "red")) if known else "–",
         *map(str, figures),
     ]
+
+
+def _show_autoscaler(autoscaler: cluster_pb2.Autoscaler, console: Console) -> None:
+    if autoscaler.mode in ("", "off"):
+        return
+    mode = autoscaler.mode.replace("_", " ")
+    for outlook in autoscaler.outlooks:
+        console.print(f"autoscaler {mode}, {outlook.model}: {outlook.words}", markup=False, soft_wrap=True)
+    for each in autoscaler.decisions[:SHOWN_DECISIONS]:
+        at = time.strftime("%H:%M:%S", time.localtime(each.at_unix_s))
+        outcome = each.outcome.replace("_", " ")
+        console.print(f"  {at} {each.model} {each.reason} ({outcome})", markup=False, soft_wrap=True)
 
 
 def _size(size_bytes: int) -> str:

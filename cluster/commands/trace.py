@@ -70,7 +70,7 @@ async def fetch(admin: Admin, request_id: str) -> trace_pb2.RequestTrace:
         try:
             return await stub.GetTrace(trace_pb2.GetTraceRequest(request_id=request_id), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            raise _told(error, admin) from None
+            raise told(error, admin) from None
 
 
 async def fetch_latest(admin: Admin, limit: int) -> list[trace_pb2.RequestTrace]:
@@ -79,11 +79,11 @@ async def fetch_latest(admin: Admin, limit: int) -> list[trace_pb2.RequestTrace]
         try:
             answer = await stub.ListTraces(trace_pb2.ListTracesRequest(limit=limit), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            raise _told(error, admin) from None
+            raise told(error, admin) from None
     return list(answer.traces)
 
 
-def _told(error: grpc.aio.AioRpcError, admin: Admin) -> TandemError:
+def told(error: grpc.aio.AioRpcError, admin: Admin) -> TandemError:
     told = error_from_rpc(error)
     if type(told) is not UnavailableError or told.message.startswith("the router"):
         return told

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster.admin_client import folder_spec
 from cluster.commands.running import run_interruptible, running_cluster
 from cluster.console import console
+from cluster.spec_changes import SpecSource
 from cluster.spec_loader import load_spec
-from tandem.config import ClusterSpec
+from tandem.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +34,41 @@ class UpFlags:
     disaggregation: str | None
     name: str | None
     tls: Path | None = None
+    autoscale: bool = False
+    dry_run: bool = False
 
-    def spec(self) -> ClusterSpec:
+    def source(self) -> SpecSource:
         """Raises ConfigError."""
-        return load_spec(
-            self.config,
-            {
-                "name": self.name,
-                "models.0.source": self.model,
-                "models.0.prefill.workers": self.prefill,
-                "models.0.decode.workers": self.decode,
-                "models.0.prefill.tp": self.prefill_tp,
-                "models.0.decode.tp": self.decode_tp,
-                "router.replicas": self.routers,
-                "router.http_port": self.http_port,
-                "router.grpc_port": self.grpc_port,
-                "router.disaggregation": self.disaggregation,
-                "control.admin_port": self.admin_port,
-                "control.backend": self.backend,
-                "redis.mode": "external" if self.redis_url else None,
-                "redis.url": self.redis_url,
-                **_tls_fields(self.tls),
-            },
-        )
+        given = {field: value for field, value in self._fields().items() if value is not None}
+        spec = load_spec(self.config, given)
+        if self.dry_run and not spec.autoscaler.enabled:
+            raise ConfigError(
+                "--dry-run: expected with --autoscale (or autoscaler.enabled): it is the autoscaler that then changes "
+                "nothing; the cluster is started all the same",
+                field="--dry-run",
+            )
+        return SpecSource(spec, given)
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "models.0.source": self.model,
+            "models.0.prefill.workers": self.prefill,
+            "models.0.decode.workers": self.decode,
+            "models.0.prefill.tp": self.prefill_tp,
+            "models.0.decode.tp": self.decode_tp,
+            "router.replicas": self.routers,
+            "router.http_port": self.http_port,
+            "router.grpc_port": self.grpc_port,
+            "router.disaggregation": self.disaggregation,
+            "control.admin_port": self.admin_port,
+            "control.backend": self.backend,
+            "redis.mode": "external" if self.redis_url else None,
+            "redis.url": self.redis_url,
+            "autoscaler.enabled": True if self.autoscale else None,
+            "autoscaler.dry_run": True if self.dry_run else None,
+            **_tls_fields(self.tls),
+        }
 
 
 def _tls_fields(folder: Path | None) -> dict[str, str]:
@@ -69,17 +83,18 @@ def _tls_fields(folder: Path | None) -> dict[str, str]:
 
 
 def run_up(flags: UpFlags) -> int:
-    return run_interruptible(_up(flags.spec()))
+    return run_interruptible(_up(flags.source()))
 
 
-async def _up(spec: ClusterSpec) -> int:
+async def _up(source: SpecSource) -> int:
+    spec = source.spec
     screen = console()
     started_s = time.monotonic()
 
     def progress(what: str) -> None:
         screen.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  {what}")
 
-    async with running_cluster(spec, progress) as controller:
+    async with running_cluster(spec, progress, source) as controller:
         models = ", ".join(
             f"{model.served_name} ({model.prefill.workers}P:{model.decode.workers}D, "
             f"TP {model.prefill.tp}:{model.decode.tp})"

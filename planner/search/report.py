@@ -120,7 +120,8 @@ def _ttft_tpot(plan: Plan) -> go.Figure:
         figure.add_hline(y=plan.goal.slo.ttft_s, line_dash="dot")
         # On a logarithmic axis annotations stand at the logarithm, lines at the value.
         at = math.log10(plan.goal.slo.ttft_s)
-        figure.add_annotation(x=1, xref="x domain", y=at, text="TTFT objective", showarrow=False, yshift=9)
+        place = {"x": 0, "xref": "x domain", "xanchor": "left", "y": at, "yshift": 9}
+        figure.add_annotation(text="TTFT objective", showarrow=False, **place)
     figure.update_layout(xaxis_title="TPOT, p90 (ms)", yaxis_title="TTFT, p90 (s)", yaxis_type="log", margin={"t": 20})
     return figure
 

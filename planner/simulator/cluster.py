@@ -93,6 +93,10 @@ class SimCluster:
         if due_s is not None:
             self._pump_at(due_s)
 
+    def waiting(self) -> list[SimRequest]:
+        """In the router."""
+        return self._admission.items()
+
     def _pump_at(self, at_s: float) -> None:
         at_s = max(at_s, self._pumped_s + PUMP_EVERY_S)
         if self._next_pump_s is None or at_s < self._next_pump_s:

@@ -50,6 +50,17 @@ class SimFleet:
         self.note(worker)
         return worker
 
+    def set_roles(self, prefill: int) -> None:
+        """So many workers prefill, the others decode; those with least to do change. What runs on them goes on."""
+        for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+            wanted = prefill if role is Role.PREFILL else len(self.workers) - prefill
+            idlest = sorted(self._by_role[other].values(), key=lambda worker: worker.running_requests)
+            for worker in idlest[: max(0, wanted - self.count(role))]:
+                self._by_role[role][worker.key.worker_id] = self._by_role[other].pop(worker.key.worker_id)
+                worker.role = role
+                self._load.pop(worker.key.worker_id, None)
+                self.note(worker)
+
     def lose(self, worker: SimWorker) -> None:
         worker.lose()
         self.gone.append(worker)

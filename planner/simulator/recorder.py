@@ -1,8 +1,9 @@
-"""What a simulation saw, as it goes: a row of numbers for each request and a histogram of token intervals."""
+"""What a run saw, simulated or measured: a row of numbers for each request and a histogram of token intervals."""
 
 from __future__ import annotations
 
 import math
+from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,20 +15,21 @@ STATES = tuple(RequestState)
 _LEAST_S = 1e-5
 _GROWTH = math.log(1.02)  # of a bin over the one before: percentiles are right within 1 %
 _BINS = 1024
+_ROWS = ("_arrival_s", "dispatched_s", "first_token_s", "last_token_s", "cached_tokens", "migrations", "state")
 
 
 class IntervalHistogram:
     """Seconds between tokens."""
 
     def __init__(self) -> None:
-        self.counts: NDArray[np.int64] = np.zeros(_BINS, np.int64)
+        self.counts = [0] * _BINS
 
     def add(self, seconds: float, count: int = 1) -> None:
         at = int(math.log(seconds / _LEAST_S) / _GROWTH) if seconds > _LEAST_S else 0
         self.counts[min(at, _BINS - 1)] += count
 
     def percentile(self, share: float) -> float | None:
-        total = int(self.counts.sum())
+        total = sum(self.counts)
         if not total:
             return None
         at = int(np.searchsorted(np.cumsum(self.counts), share * total))
@@ -35,7 +37,7 @@ class IntervalHistogram:
 
 
 class Recorder:
-    """Seconds of virtual time; NaN: it did not happen."""
+    """Seconds of virtual time, or since the run began; NaN: it did not happen."""
 
     def __init__(self, requests: int, arrival_s: NDArray[np.float64], slo: Slo) -> None:
         self._arrival_s, self._slo = arrival_s, slo
@@ -56,6 +58,13 @@ class Recorder:
         self.first_token_s[index] = now_s
         if self._slo.ttft_s is not None and now_s - self._arrival_s[index] > self._slo.ttft_s:
             self.misses += 1
+
+    def head(self, count: int) -> Recorder:
+        """Of the first `count` requests, where the others were never due."""
+        part = copy(self)
+        for name in _ROWS:
+            setattr(part, name, getattr(self, name)[:count])
+        return part
 
     @property
     def finished(self) -> NDArray[np.bool_]:

@@ -1,56 +1,18 @@
-"""What a simulation found: the same report as a measured run's."""
+"""What a simulation found: the outcome of a run, and what one sees of a cluster from inside."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.outcome import Outcome, outcome_fields
 from planner.simulator.fleet import SimFleet
-from planner.simulator.recorder import IntervalHistogram, Recorder
+from planner.simulator.recorder import Recorder
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.worker import SimWorker
-from planner.traces.hits import infinite_cache_hits
 from planner.traces.trace import Trace
-from tandem.request import RequestState
-
-SHARES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
-
-
-@dataclass(frozen=True, slots=True)
-class Percentiles:
-    """Seconds; None: nothing to measure."""
-
-    p50: float | None
-    p90: float | None
-    p95: float | None
-    p99: float | None
-    mean: float | None = None
-
-    @classmethod
-    def of(cls, seconds: NDArray[np.float64]) -> Percentiles:
-        seen = seconds[~np.isnan(seconds)]
-        if not len(seen):
-            return cls(None, None, None, None)
-        p50, p90, p95, p99 = np.quantile(seen, list(SHARES.values())).tolist()
-        return cls(p50, p90, p95, p99, float(seen.mean()))
-
-    @classmethod
-    def of_intervals(cls, intervals: IntervalHistogram) -> Percentiles:
-        p50, p90, p95, p99 = (intervals.percentile(share) for share in SHARES.values())
-        return cls(p50, p90, p95, p99)
-
-
-@dataclass(frozen=True, slots=True)
-class Attainment:
-    """Shares of all requests, of which those that were not finished attain nothing. None: no objective."""
-
-    ttft: float | None
-    tpot: float | None
-    joint: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,106 +25,30 @@ class PoolUse:
     bytes_sent: float
 
 
-@dataclass(frozen=True, slots=True)
-class SimResult:
-    """`seconds`: first arrival to last token. Rates are per second of the arrivals' span."""
-
-    trace: str
-    notes: tuple[str, ...]
-    requests: int
-    finished: int
-    rejected: int
-    failed: int
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimResult(Outcome):
+    hit_rate: float
+    handoffs: int
+    kv_bytes_moved: float
     migrated: int
     migrations: int
-    handoffs: int
     local_prefills: int
-    refusals: Mapping[str, int]
-    span_s: float
-    seconds: float
-    requests_per_s: float
-    prompt_tokens_per_s: float
-    output_tokens_per_s: float
-    ttft_s: Percentiles
-    tpot_s: Percentiles
-    itl_s: Percentiles
-    e2e_s: Percentiles
-    queue_s: Percentiles
-    slo: Slo
-    attainment: Attainment
-    goodput_per_s: float | None
-    hit_rate: float
-    possible_hit_rate: float
-    kv_bytes_moved: float
     pools: Mapping[str, PoolUse]
-    complete: bool  # False: it was ended early, since its objectives were out of reach
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    role_changes: tuple[tuple[float, int, int], ...] = ()  # by the autoscaler: when, and the pools' sizes from then on
 
 
 def summarize(trace: Trace, setup: Setup, slo: Slo, recorder: Recorder, fleet: SimFleet) -> SimResult:
-    finished = recorder.finished
-    ttft_s = recorder.first_token_s - trace.arrival_s
-    e2e_s = np.where(finished, recorder.last_token_s - trace.arrival_s, np.nan)
-    intervals = trace.output_tokens - 1
-    tpot_s = np.full(len(trace), np.nan)
-    several = finished & (intervals > 0)
-    tpot_s[several] = (recorder.last_token_s - recorder.first_token_s)[several] / intervals[several]
-    attainment, good = _attained(slo, finished, ttft_s, tpot_s)
-    span_s = trace.span_s or 1.0
-    last_s = np.nanmax(np.concatenate([recorder.last_token_s, [span_s]]))
-    possible = infinite_cache_hits(trace)
-    prompt_tokens = int(trace.prompt_tokens[finished].sum())
+    fields = outcome_fields(trace, slo, recorder)
     workers = [*fleet.workers.values(), *fleet.gone]
     by_role = {role: [each for each in workers if each.role is role] for role, _ in setup.pools()}
-    pools = {role.value: _use(mine, float(last_s)) for role, mine in by_role.items()}
     return SimResult(
-        trace=trace.name,
-        notes=trace.notes,
-        requests=len(trace),
-        finished=int(finished.sum()),
-        rejected=recorder.count(RequestState.REJECTED),
-        failed=recorder.count(RequestState.FAILED),
+        **fields,
+        kv_bytes_moved=sum(each.egress.moved_bytes for each in workers),
         migrated=int((recorder.migrations > 0).sum()),
         migrations=int(recorder.migrations.sum()),
-        handoffs=recorder.handoffs,
         local_prefills=recorder.local_prefills,
-        refusals=dict(recorder.refusals),
-        span_s=span_s,
-        seconds=float(last_s),
-        requests_per_s=len(trace) / span_s,
-        prompt_tokens_per_s=prompt_tokens / span_s,
-        output_tokens_per_s=float(trace.output_tokens[finished].sum()) / span_s,
-        ttft_s=Percentiles.of(ttft_s),
-        tpot_s=Percentiles.of(tpot_s),
-        itl_s=Percentiles.of_intervals(recorder.intervals),
-        e2e_s=Percentiles.of(e2e_s),
-        queue_s=Percentiles.of(recorder.dispatched_s - trace.arrival_s),
-        slo=slo,
-        attainment=attainment,
-        goodput_per_s=None if good is None else good / span_s,
-        hit_rate=float(recorder.cached_tokens[finished].sum()) / max(1, prompt_tokens),
-        possible_hit_rate=possible.token_hit_rate,
-        kv_bytes_moved=sum(each.egress.moved_bytes for each in workers),
-        pools=pools,
-        complete=recorder.ended == len(trace),
+        pools={role.value: _use(mine, fields["seconds"]) for role, mine in by_role.items() if mine},
     )
-
-
-def _attained(
-    slo: Slo, finished: NDArray[np.bool_], ttft_s: NDArray[np.float64], tpot_s: NDArray[np.float64]
-) -> tuple[Attainment, int | None]:
-    """A request of one token has no TPOT, and attains it."""
-    total = len(finished)
-    ttft = None if slo.ttft_s is None else finished & (ttft_s <= slo.ttft_s)
-    tpot = None if slo.tpot_s is None else finished & ~(tpot_s > slo.tpot_s)
-    if ttft is None and tpot is None:
-        return Attainment(None, None, None), None
-    joint = finished if ttft is None else ttft
-    joint = joint if tpot is None else joint & tpot
-    shares = [None if each is None else float(each.sum()) / total for each in (ttft, tpot, joint)]
-    return Attainment(*shares), int(joint.sum())
 
 
 def _use(workers: list[SimWorker], seconds: float) -> PoolUse:

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from planner.cost import CostModel
 from tandem.config import Role, RouterSpec
+from tandem.config_autoscaler import AutoscalerSpec
 from tandem.errors import ConfigError
 
 MAX_MODEL_TOKENS = 1 << 30
@@ -93,6 +94,7 @@ class Setup:
     caches: bool = True  # False: nothing is shared, and no bookkeeping of caches is done
     network_s: float = NETWORK_S
     faults: tuple[Fault, ...] = ()
+    autoscaler: AutoscalerSpec = field(default_factory=AutoscalerSpec)
 
     def pools(self) -> list[tuple[Role, PoolSetup]]:
         pools = [(Role.DECODE, self.decode)]

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 
+from planner.simulator.autoscaling import SimAutoscaler, objectives_of
 from planner.simulator.cluster import SimCluster
 from planner.simulator.events import EventLoop
 from planner.simulator.recorder import Recorder
@@ -39,6 +40,11 @@ def simulate(
     for fault in setup.faults:
         _plan_fault(fault, cluster, loop)
 
+    autoscaler = None
+    if setup.autoscaler.enabled:
+        objectives = objectives_of(setup, slo.ttft_s, slo.tpot_s)
+        autoscaler = SimAutoscaler(cluster, trace, setup, objectives, loop, recorder)
+
     def arrive(index: int) -> None:
         if index + 1 < len(trace):
             loop.at(float(trace.arrival_s[index + 1]), arrive, index + 1)
@@ -57,7 +63,8 @@ def simulate(
             gc.enable()
     if most_misses is None or recorder.misses <= most_misses:
         _check_conservation(cluster, recorder)
-    return summarize(trace, setup, slo, recorder, cluster.fleet)
+    result = summarize(trace, setup, slo, recorder, cluster.fleet)
+    return result if autoscaler is None else replace(result, role_changes=tuple(autoscaler.role_changes))
 
 
 def _never() -> bool:

@@ -43,6 +43,8 @@ GRPC_ACCESS: Mapping[str, Access] = {
     "/tandem.v1.Traces/GetTrace": Access.CONTROLLER,
     "/tandem.v1.Traces/ListTraces": Access.CONTROLLER,
     "/tandem.v1.Traces/GetSnapshot": Access.CONTROLLER,
+    "/tandem.v1.Traces/RecordRequests": Access.CONTROLLER,
+    "/tandem.v1.Traces/GetDemand": Access.CONTROLLER,
 }
 
 

@@ -8,10 +8,12 @@ from collections.abc import Iterable
 import msgspec
 
 from router.dashboard import snapshot
+from router.dashboard.events import EventKind, Severity
 from router.dashboard.snapshot import Flow, Router, Snapshot, Worker
 from tandem.v1 import cluster_pb2, worker_pb2
 
 _ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
+_SEVERITIES = {"done": Severity.GOOD, "under_way": Severity.INFO, "dry_run": Severity.INFO}
 _STATES = ("ready", "connecting", "down", "refused")  # the last is the worst
 
 
@@ -25,7 +27,7 @@ def with_status(view: Snapshot, status: cluster_pb2.ClusterStatus) -> Snapshot:
         routers=routers,
         workers=workers,
         flows=with_links(view.flows, status),
-        scaling=scaling(workers, view.scaling.decisions),
+        scaling=with_autoscaler(scaling(workers), status.autoscaler),
     )
 
 
@@ -52,7 +54,7 @@ def with_links(seen: Iterable[Flow], status: cluster_pb2.ClusterStatus) -> list[
     return list(flows.values())
 
 
-def scaling(workers: Iterable[Worker], decisions: list[snapshot.Event]) -> snapshot.Scaling:
+def scaling(workers: Iterable[Worker]) -> snapshot.Scaling:
     pools = [(each.role, each.state == "ready") for each in workers]
     return snapshot.Scaling(
         prefill_ready=pools.count(("prefill", True)),
@@ -60,7 +62,28 @@ def scaling(workers: Iterable[Worker], decisions: list[snapshot.Event]) -> snaps
         decode_ready=pools.count(("decode", True)),
         decode_total=sum(role == "decode" for role, _ in pools),
         autoscaler="off",
-        decisions=decisions,
+        decisions=[],
+    )
+
+
+def with_autoscaler(scaling: snapshot.Scaling, autoscaler: cluster_pb2.Autoscaler) -> snapshot.Scaling:
+    outlook = "; ".join(each.words for each in autoscaler.outlooks)
+    mode = (autoscaler.mode or "off").replace("_", " ")
+    return msgspec.structs.replace(
+        scaling,
+        autoscaler=f"{mode}: {outlook}" if outlook else mode,
+        decisions=[
+            snapshot.Event(
+                kind=EventKind.SCALING,
+                severity=_SEVERITIES.get(each.outcome, Severity.BAD),
+                subject=each.model,
+                text=f"{each.reason} ({each.outcome.replace('_', ' ')})",
+                first_unix_s=each.at_unix_s,
+                last_unix_s=each.at_unix_s,
+                times=1,
+            )
+            for each in autoscaler.decisions
+        ],
     )
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from router.dashboard import cluster_status, figures, snapshot, timeline
-from router.dashboard.events import Event, EventKind
+from router.dashboard.events import Event
 from router.dashboard.feed import Decision, Feed
 from router.dispatch import Dispatcher
 from router.fleet import Worker
@@ -75,7 +75,7 @@ class RouterView:
             latency=figures.summaries(slices, now_s),
             history=figures.history(slices, now_s, now_unix_s),
             cache=self._cache(now_s),
-            scaling=cluster_status.scaling(workers, [each for each in events if each.kind == EventKind.SCALING]),
+            scaling=cluster_status.scaling(workers),
             placements={reason.value: count for reason, count in self._feed.placements.items()},
             decisions=[_decision(each) for each in reversed(self._feed.decisions)],
             events=events,

@@ -126,7 +126,7 @@ class BlockTable:
         """The slots of those that have one, each once, and which those are [n]."""
         buckets, _, differences = self._probe(hashed)
         held = (differences.min(axis=0) - np.uint64(1)) < _MAX_SET  # an empty slot's 0 wraps around
-        return np.unique(buckets[held] * _SLOTS + differences[:, held].argmin(axis=0)), held
+        return _distinct(buckets[held] * _SLOTS + differences[:, held].argmin(axis=0)), held
 
     def _change(self, slots: Slots, owner: int, *, adding: bool) -> None:
         entries = self._slots[slots]
@@ -151,7 +151,7 @@ class BlockTable:
                 self._set_overflowing(each, owner)
             slots = (buckets * _SLOTS + chosen)[room]
             entries = (tags | np.uint64(number))[room]
-            taken = np.unique(slots)
+            taken = _distinct(slots.copy())
             self._sets.leave((self._slots[taken] & _MAX_SET).view(np.int64))
             self._slots[slots] = entries
             self._sets.join(number, len(taken))
@@ -173,3 +173,11 @@ class BlockTable:
             self._overflow[each] = owners
         else:
             self._lost += 1
+
+
+def _distinct(slots: Slots) -> Slots:
+    """Each once, in order; `slots` is sorted in place. A fraction of np.unique's time for the few of one event."""
+    slots.sort()
+    first = np.ones(len(slots), dtype=np.bool_)
+    np.not_equal(slots[1:], slots[:-1], out=first[1:])
+    return slots[first]

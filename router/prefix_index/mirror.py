@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +20,7 @@ DEFAULT_MEMORY_BYTES = 64 << 20
 MATCH_BLOCKS = 512  # looked up first: most prompts whole, and a long one not far beyond where nobody holds it
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerKey:
+class WorkerKey(NamedTuple):
     """One life of one worker."""
 
     worker_id: str

@@ -14,7 +14,6 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import groupby
 
 from tandem.blockhash import BlockHash
 from tandem.errors import InternalError, KvExhausted
@@ -23,6 +22,7 @@ from tandem.errors import InternalError, KvExhausted
 class Hold(StrEnum):
     USE = "use"
     LEASE = "lease"
+
 
 
 class BlockState(StrEnum):
@@ -55,47 +55,29 @@ class CacheEvent:
     hashes: tuple[BlockHash, ...]
 
 
-class _Block:
-    __slots__ = ("block_hash", "leases", "uses")
-
-    def __init__(self) -> None:
-        self.uses = 0
-        self.leases = 0
-        self.block_hash: BlockHash | None = None
-
-    @property
-    def state(self) -> BlockState:
-        if self.uses:
-            return BlockState.IN_USE
-        if self.leases:
-            return BlockState.LEASED
-        return BlockState.CACHED if self.block_hash is not None else BlockState.FREE
-
-
 class BlockPool:
     """All blocks of one rank group (the ranks of a worker use the same block numbers)."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._blocks = [_Block() for _ in range(num_blocks)]
-        self._free: deque[int] = deque(range(num_blocks))
+        self._total = num_blocks
+        self._uses, self._leases = [0] * num_blocks, [0] * num_blocks  # how many holds there are of each block
+        self._hash: list[BlockHash | None] = [None] * num_blocks
+        self._untouched = 0  # blocks from this one on were never held, and go before the others that are free
+        self._free: deque[int] = deque()
         self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks, the longest unused first
         self._by_hash: dict[BlockHash, int] = {}
-        self._counts = dict.fromkeys(BlockState, 0) | {BlockState.FREE: num_blocks}
-        self._events: list[CacheEvent] = []
+        self._in_use = self._leased = 0
+        self._events: list[tuple[bool, list[BlockHash]]] = []  # runs of one kind
 
     def counts(self) -> BlockCounts:
-        counts = self._counts
-        return BlockCounts(
-            free=counts[BlockState.FREE],
-            cached=counts[BlockState.CACHED],
-            leased=counts[BlockState.LEASED],
-            in_use=counts[BlockState.IN_USE],
-            total=len(self._blocks),
-        )
+        return BlockCounts(self._num_free(), len(self._evictable), self._leased, self._in_use, self._total)
+
+    def _num_free(self) -> int:
+        return self._total - self._untouched + len(self._free)
 
     def available(self) -> int:
         """Blocks that could be allocated now."""
-        return len(self._free) + len(self._evictable)
+        return self._num_free() + len(self._evictable)
 
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
         """The blocks of the longest cached prefix of a chain. Holds nothing."""
@@ -116,91 +98,125 @@ class BlockPool:
         available = self.available() - sum(block in self._evictable for block in cached)
         if fresh + spare > available:
             raise KvExhausted(
-                f"{fresh + spare} KV blocks are needed and {available} of {len(self._blocks)} can be had: "
+                f"{fresh + spare} KV blocks are needed and {available} of {self._total} can be had: "
                 "retry when running requests have ended"
             )
-        for block in cached:
-            self._hold(block, hold, 1)
+        self._hold(cached, hold)
         new = [self._take() for _ in range(fresh)]
+        held, _ = self._held(hold)
         for block in new:
-            self._hold(block, hold, 1)
+            held[block] = 1
+        self._count(hold, fresh)
         return new
 
     def release(self, blocks: Iterable[int], hold: Hold) -> None:
         """Gives up one hold of each block. Given in table order: the tail of a chain is evicted first."""
-        for block in reversed(list(blocks)):
-            self._hold(block, hold, -1)
+        self._let_go(reversed(list(blocks)), hold)
 
     def convert(self, blocks: Iterable[int], before: Hold, after: Hold) -> None:
         """Changes what kind of hold a request has; the blocks are held throughout."""
-        uses = (after is Hold.USE) - (before is Hold.USE)
-        for block in blocks:
-            self._change(block, uses=uses, leases=-uses)
+        if before is after:
+            return
+        blocks = list(blocks)
+        self._hold(blocks, after)
+        self._let_go(blocks, before)
 
     def commit(self, block: int, block_hash: BlockHash) -> None:
         """A held block is full and holds `block_hash`'s tokens: from now on it can be found. Of two blocks with the
         same content the first stays findable."""
-        if self._blocks[block].state in (BlockState.FREE, BlockState.CACHED):
+        if not self._uses[block] and not self._leases[block]:
             raise InternalError(f"block {block} is committed and nobody holds it")
-        if self._blocks[block].block_hash is not None or block_hash in self._by_hash:
+        if self._hash[block] is not None or block_hash in self._by_hash:
             return
-        self._set(block, block_hash)
+        self._hash[block] = block_hash
         self._by_hash[block_hash] = block
-        self._events.append(CacheEvent(stored=True, hashes=(block_hash,)))
+        self._tell(True, block_hash)
 
     def take_events(self) -> list[CacheEvent]:
         """What became findable or was evicted since the last call, neighbours of one kind merged."""
-        runs = groupby(self._events, key=lambda event: event.stored)
-        merged = [CacheEvent(stored, tuple(each for event in run for each in event.hashes)) for stored, run in runs]
+        events = [CacheEvent(stored, tuple(hashes)) for stored, hashes in self._events]
         self._events = []
-        return merged
+        return events
 
     def state_of(self, block: int) -> BlockState:
-        return self._blocks[block].state
+        if self._uses[block]:
+            return BlockState.IN_USE
+        if self._leases[block]:
+            return BlockState.LEASED
+        return BlockState.CACHED if self._hash[block] is not None else BlockState.FREE
 
-    # --- one place each where a block changes ------------------------------------------------------------------
+    # --- where a block changes; kept short, since the simulator does nothing more often -------------------------
 
     def _take(self) -> int:
+        """A block nobody holds and nobody can find."""
+        if self._untouched < self._total:
+            self._untouched += 1
+            return self._untouched - 1
         if self._free:
             return self._free.popleft()
         block, _ = self._evictable.popitem(last=False)
-        evicted = self._blocks[block].block_hash
+        evicted = self._hash[block]
         if evicted is None:
             raise InternalError(f"block {block} is evictable and has no hash")
         del self._by_hash[evicted]
-        self._set(block, None)
-        self._events.append(CacheEvent(stored=False, hashes=(evicted,)))
+        self._hash[block] = None
+        self._tell(False, evicted)
         return block
 
-    def _set(self, block: int, block_hash: BlockHash | None) -> None:
-        before = self._blocks[block].state
-        self._blocks[block].block_hash = block_hash
-        self._count(before, self._blocks[block].state)
+    def _hold(self, blocks: Iterable[int], hold: Hold) -> None:
+        """Blocks that are held or cached: free ones are taken."""
+        held, others = self._held(hold)
+        new = shared = 0
+        for block in blocks:
+            held[block] += 1
+            if held[block] > 1:
+                continue
+            if others[block]:
+                shared += 1
+            else:
+                new += 1
+                self._evictable.pop(block, None)
+        self._count(hold, new)
+        self._share(hold, shared)
 
-    def _hold(self, block: int, hold: Hold, change: int) -> None:
+    def _let_go(self, blocks: Iterable[int], hold: Hold) -> None:
+        held, others = self._held(hold)
+        gone = shared = 0
+        for block in blocks:
+            if held[block] > 1:
+                held[block] -= 1
+                continue
+            if not held[block]:
+                raise InternalError(f"block {block} was released more often than held")
+            held[block] = 0
+            if others[block]:
+                shared += 1
+                continue
+            gone += 1
+            if self._hash[block] is None:
+                self._free.append(block)
+            else:
+                self._evictable[block] = None
+        self._count(hold, -gone)
+        self._share(hold, -shared)
+
+    def _held(self, hold: Hold) -> tuple[list[int], list[int]]:
+        """How many of these holds each block has, and how many of the other kind."""
+        return (self._uses, self._leases) if hold is Hold.USE else (self._leases, self._uses)
+
+    def _count(self, hold: Hold, blocks: int) -> None:
         if hold is Hold.USE:
-            self._change(block, uses=change, leases=0)
+            self._in_use += blocks
         else:
-            self._change(block, uses=0, leases=change)
+            self._leased += blocks
 
-    def _change(self, block: int, uses: int, leases: int) -> None:
-        held = self._blocks[block]
-        before = held.state
-        held.uses += uses
-        held.leases += leases
-        if held.uses < 0 or held.leases < 0:
-            raise InternalError(f"block {block} was released more often than held")
-        after = held.state
-        if after is before:
-            return
-        self._count(before, after)
-        if before is BlockState.CACHED:
-            self._evictable.pop(block, None)
-        if after is BlockState.CACHED:
-            self._evictable[block] = None
-        elif after is BlockState.FREE:
-            self._free.append(block)
+    def _share(self, hold: Hold, blocks: int) -> None:
+        """So many blocks with holds of the other kind gained one of this: a block with both is in use."""
+        if hold is Hold.USE:
+            self._in_use += blocks
+            self._leased -= blocks
 
-    def _count(self, before: BlockState, after: BlockState) -> None:
-        self._counts[before] -= 1
-        self._counts[after] += 1
+    def _tell(self, stored: bool, block_hash: BlockHash) -> None:
+        if not self._events or self._events[-1][0] is not stored:
+            self._events.append((stored, []))
+        self._events[-1][1].append(block_hash)

@@ -362,8 +362,10 @@ class Scheduler:
         full = sequence.computed // self.block_tokens
         if full > sequence.committed:
             hashes = sequence.hashes(full)
-            for index in range(sequence.committed, full):
-                self.pool.commit(sequence.blocks[index], hashes[index])
+            for block, block_hash in zip(
+                sequence.blocks[sequence.committed : full], hashes[sequence.committed :], strict=True
+            ):
+                self.pool.commit(block, block_hash)
             sequence.committed = full
 
     # --- exports -----------------------------------------------------------------------------------------------

@@ -280,9 +280,30 @@ Global___WatchDirectoryRequest: _TypeAlias = WatchDirectoryRequest  # noqa: Y015
 class Directory(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class AutoscalerDecisionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     VERSION_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     PLACES_FIELD_NUMBER: _builtins.int
+    AUTOSCALER_DECISIONS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerInfo]:
@@ -292,16 +313,21 @@ class Directory(_message.Message):
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerPlace]:
         """of all workers there should be, ready or not"""
 
+    @_builtins.property
+    def autoscaler_decisions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """by action, since the controller began; empty: there is no autoscaler"""
+
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerInfo] | None = ...,
         places: _abc.Iterable[Global___WorkerPlace] | None = ...,
+        autoscaler_decisions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["places", b"places", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscaler_decisions", b"autoscaler_decisions", "places", b"places", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -369,6 +395,7 @@ class ClusterStatus(_message.Message):
     PROCESSES_FIELD_NUMBER: _builtins.int
     ROUTER_READY_FIELD_NUMBER: _builtins.int
     ROUTERS_FIELD_NUMBER: _builtins.int
+    AUTOSCALER_FIELD_NUMBER: _builtins.int
     HTTP_SCHEME_FIELD_NUMBER: _builtins.int
     LOG_DIR_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
@@ -391,6 +418,8 @@ class ClusterStatus(_message.Message):
     def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Process]: ...
     @_builtins.property
     def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterStatus]: ...
+    @_builtins.property
+    def autoscaler(self) -> Global___Autoscaler: ...
     def __init__(
         self,
         *,
@@ -404,16 +433,115 @@ class ClusterStatus(_message.Message):
         processes: _abc.Iterable[Global___Process] | None = ...,
         router_ready: _builtins.bool = ...,
         routers: _abc.Iterable[Global___RouterStatus] | None = ...,
+        autoscaler: Global___Autoscaler | None = ...,
         http_scheme: _builtins.str = ...,
         log_dir: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["autoscaler", b"autoscaler"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "cluster", b"cluster", "grpc_address", b"grpc_address", "http_address", b"http_address", "http_scheme", b"http_scheme", "log_dir", b"log_dir", "processes", b"processes", "redis", b"redis", "router_ready", b"router_ready", "routers", b"routers", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["autoscaler", b"autoscaler", "backend", b"backend", "cluster", b"cluster", "grpc_address", b"grpc_address", "http_address", b"http_address", "http_scheme", b"http_scheme", "log_dir", b"log_dir", "processes", b"processes", "redis", b"redis", "router_ready", b"router_ready", "routers", b"routers", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
+
+@_typing.final
+class Autoscaler(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    OUTLOOKS_FIELD_NUMBER: _builtins.int
+    mode: _builtins.str
+    """off, on, dry_run"""
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScalingDecision]:
+        """the last ones, newest first"""
+
+    @_builtins.property
+    def outlooks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScalingOutlook]:
+        """one for each model"""
+
+    def __init__(
+        self,
+        *,
+        mode: _builtins.str = ...,
+        decisions: _abc.Iterable[Global___ScalingDecision] | None = ...,
+        outlooks: _abc.Iterable[Global___ScalingOutlook] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "mode", b"mode", "outlooks", b"outlooks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Autoscaler: _TypeAlias = Autoscaler  # noqa: Y015
+
+@_typing.final
+class ScalingDecision(_message.Message):
+    """A change that the autoscaler decided on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_UNIX_S_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    at_unix_s: _builtins.float
+    model: _builtins.str
+    action: _builtins.str
+    """change_roles, start, stop"""
+    prefill: _builtins.int
+    """so many workers there should be"""
+    decode: _builtins.int
+    reason: _builtins.str
+    outcome: _builtins.str
+    """under_way, done, dry_run, or why it failed"""
+    def __init__(
+        self,
+        *,
+        at_unix_s: _builtins.float = ...,
+        model: _builtins.str = ...,
+        action: _builtins.str = ...,
+        prefill: _builtins.int = ...,
+        decode: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        outcome: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "at_unix_s", b"at_unix_s", "decode", b"decode", "model", b"model", "outcome", b"outcome", "prefill", b"prefill", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScalingDecision: _TypeAlias = ScalingDecision  # noqa: Y015
+
+@_typing.final
+class ScalingOutlook(_message.Message):
+    """What it says of a model at its last look."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    WORDS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    words: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        words: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "words", b"words"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScalingOutlook: _TypeAlias = ScalingOutlook  # noqa: Y015
 
 @_typing.final
 class RouterStatus(_message.Message):
@@ -618,6 +746,51 @@ class DrainWorkerResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
+
+@_typing.final
+class ApplyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    spec: _builtins.str
+    """YAML, as `tandem up --config` reads it"""
+    dry_run: _builtins.bool
+    def __init__(
+        self,
+        *,
+        spec: _builtins.str = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyRequest: _TypeAlias = ApplyRequest  # noqa: Y015
+
+@_typing.final
+class ApplyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """in words"""
+
+    def __init__(
+        self,
+        *,
+        changes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyResponse: _TypeAlias = ApplyResponse  # noqa: Y015
 
 @_typing.final
 class ShutdownRequest(_message.Message):

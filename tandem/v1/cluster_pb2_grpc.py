@@ -61,6 +61,11 @@ class ClusterStub(object):
                 request_serializer=tandem_dot_v1_dot_trace__pb2.ListTracesRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_trace__pb2.ListTracesResponse.FromString,
                 _registered_method=True)
+        self.RecordRequests = channel.unary_stream(
+                '/tandem.v1.Cluster/RecordRequests',
+                request_serializer=tandem_dot_v1_dot_trace__pb2.RecordRequestsRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_trace__pb2.LoggedRequest.FromString,
+                _registered_method=True)
         self.ListSnapshots = channel.unary_unary(
                 '/tandem.v1.Cluster/ListSnapshots',
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.ListSnapshotsRequest.SerializeToString,
@@ -75,6 +80,11 @@ class ClusterStub(object):
                 '/tandem.v1.Cluster/DrainWorker',
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
+        self.Apply = channel.unary_unary(
+                '/tandem.v1.Cluster/Apply',
+                request_serializer=tandem_dot_v1_dot_cluster__pb2.ApplyRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_cluster__pb2.ApplyResponse.FromString,
                 _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/tandem.v1.Cluster/Shutdown',
@@ -121,6 +131,13 @@ class ClusterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecordRequests(self, request, context):
+        """As of one router, of all there are; a router that starts meanwhile is heard too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListSnapshots(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -137,6 +154,14 @@ class ClusterServicer(object):
 
     def DrainWorker(self, request, context):
         """Takes a worker out of the cluster, or through a new life, without losing a request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Apply(self, request, context):
+        """Makes the running cluster what a changed spec says. Refused with FAILED_PRECONDITION, naming the fields, when that
+        needs a restart; then nothing was changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,6 +201,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     request_deserializer=tandem_dot_v1_dot_trace__pb2.ListTracesRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_trace__pb2.ListTracesResponse.SerializeToString,
             ),
+            'RecordRequests': grpc.unary_stream_rpc_method_handler(
+                    servicer.RecordRequests,
+                    request_deserializer=tandem_dot_v1_dot_trace__pb2.RecordRequestsRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_trace__pb2.LoggedRequest.SerializeToString,
+            ),
             'ListSnapshots': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSnapshots,
                     request_deserializer=tandem_dot_v1_dot_cluster__pb2.ListSnapshotsRequest.FromString,
@@ -190,6 +220,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'Apply': grpc.unary_unary_rpc_method_handler(
+                    servicer.Apply,
+                    request_deserializer=tandem_dot_v1_dot_cluster__pb2.ApplyRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_cluster__pb2.ApplyResponse.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -344,6 +379,33 @@ class Cluster(object):
             _registered_method=True)
 
     @staticmethod
+    def RecordRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Cluster/RecordRequests',
+            tandem_dot_v1_dot_trace__pb2.RecordRequestsRequest.SerializeToString,
+            tandem_dot_v1_dot_trace__pb2.LoggedRequest.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListSnapshots(request,
             target,
             options=(),
@@ -414,6 +476,33 @@ class Cluster(object):
             '/tandem.v1.Cluster/DrainWorker',
             tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
             tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Apply(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/Apply',
+            tandem_dot_v1_dot_cluster__pb2.ApplyRequest.SerializeToString,
+            tandem_dot_v1_dot_cluster__pb2.ApplyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,8 @@ class ClusterStub:
     GetTrace: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]
     """These ask the routers."""
     ListTraces: _grpc.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]
+    RecordRequests: _grpc.UnaryStreamMultiCallable[_trace_pb2.RecordRequestsRequest, _trace_pb2.LoggedRequest]
+    """As of one router, of all there are; a router that starts meanwhile is heard too."""
     ListSnapshots: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ListSnapshotsRequest, _cluster_pb2.ListSnapshotsResponse]
     Scale: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.ScaleResponse]
     """Makes the pools of a model so large, by role changes first, then by starting and draining workers. Answers when it is
@@ -51,6 +53,10 @@ class ClusterStub:
     """
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]
     """Takes a worker out of the cluster, or through a new life, without losing a request."""
+    Apply: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ApplyRequest, _cluster_pb2.ApplyResponse]
+    """Makes the running cluster what a changed spec says. Refused with FAILED_PRECONDITION, naming the fields, when that
+    needs a restart; then nothing was changed.
+    """
     Shutdown: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]
 
 @_typing.type_check_only
@@ -68,6 +74,8 @@ class ClusterAsyncStub(ClusterStub):
     GetTrace: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]  # type: ignore[assignment]
     """These ask the routers."""
     ListTraces: _aio.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]  # type: ignore[assignment]
+    RecordRequests: _aio.UnaryStreamMultiCallable[_trace_pb2.RecordRequestsRequest, _trace_pb2.LoggedRequest]  # type: ignore[assignment]
+    """As of one router, of all there are; a router that starts meanwhile is heard too."""
     ListSnapshots: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ListSnapshotsRequest, _cluster_pb2.ListSnapshotsResponse]  # type: ignore[assignment]
     Scale: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.ScaleResponse]  # type: ignore[assignment]
     """Makes the pools of a model so large, by role changes first, then by starting and draining workers. Answers when it is
@@ -75,6 +83,10 @@ class ClusterAsyncStub(ClusterStub):
     """
     DrainWorker: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Takes a worker out of the cluster, or through a new life, without losing a request."""
+    Apply: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ApplyRequest, _cluster_pb2.ApplyResponse]  # type: ignore[assignment]
+    """Makes the running cluster what a changed spec says. Refused with FAILED_PRECONDITION, naming the fields, when that
+    needs a restart; then nothing was changed.
+    """
     Shutdown: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]  # type: ignore[assignment]
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
@@ -121,6 +133,14 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trace_pb2.ListTracesResponse, _abc.Awaitable[_trace_pb2.ListTracesResponse]]: ...
 
     @_abc_1.abstractmethod
+    def RecordRequests(
+        self,
+        request: _trace_pb2.RecordRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_trace_pb2.LoggedRequest], _abc.AsyncIterator[_trace_pb2.LoggedRequest]]:
+        """As of one router, of all there are; a router that starts meanwhile is heard too."""
+
+    @_abc_1.abstractmethod
     def ListSnapshots(
         self,
         request: _cluster_pb2.ListSnapshotsRequest,
@@ -144,6 +164,16 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.DrainWorkerResponse, _abc.Awaitable[_cluster_pb2.DrainWorkerResponse]]:
         """Takes a worker out of the cluster, or through a new life, without losing a request."""
+
+    @_abc_1.abstractmethod
+    def Apply(
+        self,
+        request: _cluster_pb2.ApplyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.ApplyResponse, _abc.Awaitable[_cluster_pb2.ApplyResponse]]:
+        """Makes the running cluster what a changed spec says. Refused with FAILED_PRECONDITION, naming the fields, when that
+        needs a restart; then nothing was changed.
+        """
 
     @_abc_1.abstractmethod
     def Shutdown(

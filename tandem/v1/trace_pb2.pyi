@@ -40,6 +40,81 @@ class GetTraceRequest(_message.Message):
 Global___GetTraceRequest: _TypeAlias = GetTraceRequest  # noqa: Y015
 
 @_typing.final
+class RecordRequestsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """empty: of all models"""
+    salt: _builtins.bytes
+    """of the block hashes, 16 to 64 bytes; the controller draws one for all routers"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        salt: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "salt", b"salt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordRequestsRequest: _TypeAlias = RecordRequestsRequest  # noqa: Y015
+
+@_typing.final
+class LoggedRequest(_message.Message):
+    """A request that ended: lengths, times and what its prompt shares with others. Nothing of what was said in it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    RECEIVED_UNIX_S_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    received_unix_s: _builtins.float
+    prompt_tokens: _builtins.int
+    output_tokens: _builtins.int
+    """0: it was refused, or ended before its first token"""
+    block_tokens: _builtins.int
+    priority: _builtins.str
+    """class"""
+    tenant: _builtins.str
+    lost: _builtins.int
+    """so many before this one were not told: the caller reads too slowly"""
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """salted, of its full blocks"""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        received_unix_s: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        block_tokens: _builtins.int = ...,
+        block_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        priority: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        lost: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_tokens", b"block_tokens", "lost", b"lost", "model", b"model", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "received_unix_s", b"received_unix_s", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoggedRequest: _TypeAlias = LoggedRequest  # noqa: Y015
+
+@_typing.final
 class GetSnapshotRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -74,6 +149,155 @@ class RouterSnapshot(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouterSnapshot: _TypeAlias = RouterSnapshot  # noqa: Y015
+
+@_typing.final
+class GetDemandRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDemandRequest: _TypeAlias = GetDemandRequest  # noqa: Y015
+
+@_typing.final
+class RouterDemand(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODELS_FIELD_NUMBER: _builtins.int
+    LIFE_FIELD_NUMBER: _builtins.int
+    life: _builtins.int
+    """another one: the counters began anew"""
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelDemand]: ...
+    def __init__(
+        self,
+        *,
+        models: _abc.Iterable[Global___ModelDemand] | None = ...,
+        life: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["life", b"life", "models", b"models"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterDemand: _TypeAlias = RouterDemand  # noqa: Y015
+
+@_typing.final
+class ModelDemand(_message.Message):
+    """Requests of batch classes are left out. Counters only grow."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILLED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    JUDGED_FIELD_NUMBER: _builtins.int
+    MISSED_TTFT_FIELD_NUMBER: _builtins.int
+    MISSED_TPOT_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    queued_tokens: _builtins.int
+    """prompt tokens of requests that wait in the router now"""
+    requests: _builtins.int
+    """that came, refused ones too"""
+    prompt_tokens: _builtins.int
+    """theirs"""
+    first_tokens: _builtins.int
+    """requests that had their first token"""
+    prefilled_tokens: _builtins.int
+    """prompt tokens of those,"""
+    cached_tokens: _builtins.int
+    """and how many of them were found in a cache"""
+    ttft_s: _builtins.float
+    """summed"""
+    finished: _builtins.int
+    answer_tokens: _builtins.int
+    """of those"""
+    judged: _builtins.int
+    """requests that ended, but for those that say nothing about us"""
+    missed_ttft: _builtins.int
+    """refused for want of room, too"""
+    missed_tpot: _builtins.int
+    @_builtins.property
+    def prefill(self) -> Global___Pace:
+        """means over the pool; absent: it has no worker"""
+
+    @_builtins.property
+    def decode(self) -> Global___Pace: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        queued_tokens: _builtins.int = ...,
+        requests: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        first_tokens: _builtins.int = ...,
+        prefilled_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        ttft_s: _builtins.float = ...,
+        finished: _builtins.int = ...,
+        answer_tokens: _builtins.int = ...,
+        judged: _builtins.int = ...,
+        missed_ttft: _builtins.int = ...,
+        missed_tpot: _builtins.int = ...,
+        prefill: Global___Pace | None = ...,
+        decode: Global___Pace | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "cached_tokens", b"cached_tokens", "decode", b"decode", "finished", b"finished", "first_tokens", b"first_tokens", "judged", b"judged", "missed_tpot", b"missed_tpot", "missed_ttft", b"missed_ttft", "model", b"model", "prefill", b"prefill", "prefilled_tokens", b"prefilled_tokens", "prompt_tokens", b"prompt_tokens", "queued_tokens", b"queued_tokens", "requests", b"requests", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelDemand: _TypeAlias = ModelDemand  # noqa: Y015
+
+@_typing.final
+class Pace(_message.Message):
+    """How fast a worker is, as the router measures it (router/policies/pace.py)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_S_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    RESERVE_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_S_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
+    prefill_s_per_token: _builtins.float
+    reserve_s: _builtins.float
+    transfer_s_per_token: _builtins.float
+    @_builtins.property
+    def tpot_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """at batches of 1, 2, 4, ..."""
+
+    def __init__(
+        self,
+        *,
+        prefill_s_per_token: _builtins.float = ...,
+        reserve_s: _builtins.float = ...,
+        transfer_s_per_token: _builtins.float = ...,
+        tpot_s: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_s_per_token", b"prefill_s_per_token", "reserve_s", b"reserve_s", "tpot_s", b"tpot_s", "transfer_s_per_token", b"transfer_s_per_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pace: _TypeAlias = Pace  # noqa: Y015
 
 @_typing.final
 class ListTracesRequest(_message.Message):

@@ -51,6 +51,16 @@ class TracesStub(object):
                 request_serializer=tandem_dot_v1_dot_trace__pb2.GetSnapshotRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_trace__pb2.RouterSnapshot.FromString,
                 _registered_method=True)
+        self.RecordRequests = channel.unary_stream(
+                '/tandem.v1.Traces/RecordRequests',
+                request_serializer=tandem_dot_v1_dot_trace__pb2.RecordRequestsRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_trace__pb2.LoggedRequest.FromString,
+                _registered_method=True)
+        self.GetDemand = channel.unary_unary(
+                '/tandem.v1.Traces/GetDemand',
+                request_serializer=tandem_dot_v1_dot_trace__pb2.GetDemandRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_trace__pb2.RouterDemand.FromString,
+                _registered_method=True)
 
 
 class TracesServicer(object):
@@ -77,6 +87,20 @@ class TracesServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecordRequests(self, request, context):
+        """Requests as they end, until the caller has enough. RESOURCE_EXHAUSTED when too many listen already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetDemand(self, request, context):
+        """What clients ask of this router, for the autoscaler.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TracesServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +118,16 @@ def add_TracesServicer_to_server(servicer, server):
                     servicer.GetSnapshot,
                     request_deserializer=tandem_dot_v1_dot_trace__pb2.GetSnapshotRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_trace__pb2.RouterSnapshot.SerializeToString,
+            ),
+            'RecordRequests': grpc.unary_stream_rpc_method_handler(
+                    servicer.RecordRequests,
+                    request_deserializer=tandem_dot_v1_dot_trace__pb2.RecordRequestsRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_trace__pb2.LoggedRequest.SerializeToString,
+            ),
+            'GetDemand': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDemand,
+                    request_deserializer=tandem_dot_v1_dot_trace__pb2.GetDemandRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_trace__pb2.RouterDemand.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +213,60 @@ class Traces(object):
             '/tandem.v1.Traces/GetSnapshot',
             tandem_dot_v1_dot_trace__pb2.GetSnapshotRequest.SerializeToString,
             tandem_dot_v1_dot_trace__pb2.RouterSnapshot.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.Traces/RecordRequests',
+            tandem_dot_v1_dot_trace__pb2.RecordRequestsRequest.SerializeToString,
+            tandem_dot_v1_dot_trace__pb2.LoggedRequest.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDemand(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Traces/GetDemand',
+            tandem_dot_v1_dot_trace__pb2.GetDemandRequest.SerializeToString,
+            tandem_dot_v1_dot_trace__pb2.RouterDemand.FromString,
             options,
             channel_credentials,
             insecure,

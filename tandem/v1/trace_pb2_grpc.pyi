@@ -39,6 +39,10 @@ class TracesStub:
     """NOT_FOUND when this router does not have it (any more)."""
     ListTraces: _grpc.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]
     GetSnapshot: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetSnapshotRequest, _trace_pb2.RouterSnapshot]
+    RecordRequests: _grpc.UnaryStreamMultiCallable[_trace_pb2.RecordRequestsRequest, _trace_pb2.LoggedRequest]
+    """Requests as they end, until the caller has enough. RESOURCE_EXHAUSTED when too many listen already."""
+    GetDemand: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetDemandRequest, _trace_pb2.RouterDemand]
+    """What clients ask of this router, for the autoscaler."""
 
 @_typing.type_check_only
 class TracesAsyncStub(TracesStub):
@@ -51,6 +55,10 @@ class TracesAsyncStub(TracesStub):
     """NOT_FOUND when this router does not have it (any more)."""
     ListTraces: _aio.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]  # type: ignore[assignment]
     GetSnapshot: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetSnapshotRequest, _trace_pb2.RouterSnapshot]  # type: ignore[assignment]
+    RecordRequests: _aio.UnaryStreamMultiCallable[_trace_pb2.RecordRequestsRequest, _trace_pb2.LoggedRequest]  # type: ignore[assignment]
+    """Requests as they end, until the caller has enough. RESOURCE_EXHAUSTED when too many listen already."""
+    GetDemand: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetDemandRequest, _trace_pb2.RouterDemand]  # type: ignore[assignment]
+    """What clients ask of this router, for the autoscaler."""
 
 class TracesServicer(metaclass=_abc_1.ABCMeta):
     """Where the time of single requests went, as one router knows it: of the last requests that ended. On the router's gRPC
@@ -78,5 +86,21 @@ class TracesServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.GetSnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trace_pb2.RouterSnapshot, _abc.Awaitable[_trace_pb2.RouterSnapshot]]: ...
+
+    @_abc_1.abstractmethod
+    def RecordRequests(
+        self,
+        request: _trace_pb2.RecordRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_trace_pb2.LoggedRequest], _abc.AsyncIterator[_trace_pb2.LoggedRequest]]:
+        """Requests as they end, until the caller has enough. RESOURCE_EXHAUSTED when too many listen already."""
+
+    @_abc_1.abstractmethod
+    def GetDemand(
+        self,
+        request: _trace_pb2.GetDemandRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trace_pb2.RouterDemand, _abc.Awaitable[_trace_pb2.RouterDemand]]:
+        """What clients ask of this router, for the autoscaler."""
 
 def add_TracesServicer_to_server(servicer: TracesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

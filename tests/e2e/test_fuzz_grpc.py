@@ -181,7 +181,7 @@ def fuzz_method(channel: grpc.Channel, method: MethodDescriptor, seen: Counter[s
     one()
 
 
-OBEYED = ("Shutdown", "Scale", "DrainWorker")
+OBEYED = ("Shutdown", "Scale", "DrainWorker", "Apply")
 
 
 def fuzz(address: str, service: ServiceDescriptor) -> Counter[str]:
@@ -243,7 +243,7 @@ def test_no_message_whatever_it_holds_harms_a_server_or_an_engine(cluster: Any) 
         for name in OBEYED:
             with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
                 channel.unary_unary(f"/tandem.v1.Cluster/{name}")(b"\xff")
-        for name in ("Scale", "DrainWorker"):  # of models and workers that there are not
+        for name in ("Scale", "DrainWorker", "Apply"):  # of models, workers and fields that there are not
             unknown = call(channel, ADMIN_SERVICE.methods_by_name[name], [b"\n\x01?"])
             assert unknown is grpc.StatusCode.FAILED_PRECONDITION
         assert call(channel, shutdown, [b""]) is grpc.StatusCode.OK

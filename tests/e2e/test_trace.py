@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -58,6 +61,37 @@ def test_a_handoff_is_traced_from_end_to_end(cluster: Any) -> None:
     assert {"queue", "pieces", "decode", "overlap:"} <= {line.split()[0] for line in drawn.stdout.splitlines() if line}
     listed = cluster.tandem("trace")
     assert request_id in listed.stdout
+    cluster.assert_conserved()
+
+
+def test_a_measured_load_is_recorded_and_the_record_is_a_trace(cluster: Any, tmp_path: Path) -> None:
+    recorded, measured, simulated = (tmp_path / name for name in ("trace.jsonl", "measured.json", "simulated.json"))
+    command = [sys.executable, "-m", "cluster", "trace", "record", str(recorded), "--requests", "6"]
+    with subprocess.Popen(command, env=cluster.env, stderr=subprocess.PIPE, text=True) as recording:
+        time.sleep(2.0)  # until it listens; what ends before is not in it, which the retry below allows for
+        load = ["synthetic", "--arrivals", "poisson:8", "--lengths", "64:6", "--prefixes", "1:48:1", "--warm-up", "0"]
+        for _ in range(5):
+            done = cluster.tandem("bench", *load, "--requests", "6", "--ttft", "30", "--output", str(measured))
+            assert done.returncode == 0, done.stderr
+            if recording.poll() is not None:
+                break
+        assert recording.wait(timeout=30) == 0
+    result = json.loads(measured.read_text())
+    assert (result["finished"], result["failed"], result["attainment"]["joint"]) == (6, 0, 1.0)
+
+    model = ["--model", "llama-3-8b", "--device", "h100", "--ttft", "30", "--json"]
+    done = cluster.tandem("simulate", str(recorded), *model)
+    assert done.returncode == 0, done.stderr
+    simulated.write_text(done.stdout)
+    found = json.loads(done.stdout)
+    assert (found["requests"], found["finished"]) == (6, 6)
+    assert found["possible_hit_rate"] > 0  # the shared prefix is in the record
+    compared = cluster.tandem("compare", str(simulated), str(measured), "--json")
+    assert compared.returncode == 0, compared.stderr
+    names = {line["metric"] for line in json.loads(compared.stdout)["metrics"]}
+    assert names >= {"ttft_s.p95", "tpot_s.p50", "attainment.joint", "goodput_per_s"}
+    again = cluster.tandem("trace", "record", str(recorded))
+    assert (again.returncode, "--overwrite" in again.stderr) == (2, True)
     cluster.assert_conserved()
 
 

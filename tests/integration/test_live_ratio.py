@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import shlex
+import signal
+import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import pytest_asyncio
+import yaml
 
+from cluster.autoscaling import Autoscaling
 from cluster.controller import Controller, with_free_ports
 from cluster.resolve import resolve
+from cluster.spec_changes import SpecSource
 from cluster.subprocess_backend import SubprocessBackend
+from cluster.worker_slot import WorkerState
+from router.testing import until
 from tandem.config import ClusterSpec, Role
+from tandem.config_autoscaler import AutoscalerSpec
 from tandem.errors import ConfigError
 from tandem.testing import random_prompt, write_tiny_llama
+from tandem.v1 import cluster_pb2
 from worker.testing import assert_conserved, open_session
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one cluster serves all
+PAGE = Path(__file__).parents[2] / "docs" / "live-ratio.md"
 VOCAB = 300
+LONG_S = 60.0  # never waited for where all is well
 CYCLES = 20 if os.environ.get("TANDEM_SOAK") else 1
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
@@ -29,22 +44,25 @@ SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
 ASKS = [(random_prompt(60 + 40 * n, VOCAB, n), SEEDED if n % 2 else GREEDY) for n in range(6)]
 
 
+def tiny_spec(source: str) -> dict[str, Any]:
+    return {
+        "models": [{"source": source, "engine": {"kv_blocks": 400, "max_step_tokens": 100}}],
+        "router": {"http_port": 0, "grpc_port": 0, "disaggregation": "always"},
+        "control": {"admin_port": 0, "backend": "subprocess"},
+    }
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Controller]:
     folder = tmp_path_factory.mktemp("r")
     model = write_tiny_llama(folder / "tiny", vocab=VOCAB, seed=1, scale=2.0)
-    spec = ClusterSpec.model_validate(
-        {
-            "models": [{"source": str(model), "engine": {"kv_blocks": 400, "max_step_tokens": 100}}],
-            "router": {"http_port": 0, "grpc_port": 0, "disaggregation": "always"},
-            "control": {"admin_port": 0, "backend": "subprocess"},
-        }
-    )
+    spec = ClusterSpec.model_validate(tiny_spec(str(model)))
     controller = Controller(
         with_free_ports(resolve(spec, lambda what: None)),
         SubprocessBackend(folder / "logs"),
         folder / "run",
         folder / "logs",
+        SpecSource(spec, {}),
     )
     try:
         await controller.start()
@@ -62,8 +80,27 @@ async def answer(controller: Controller, prompt: list[int], sampling: dict[str, 
     async with openai.AsyncOpenAI(
         base_url=f"http://{controller.http_address}/v1", api_key="none", max_retries=0
     ) as client:
-        done = await client.completions.create(model="tiny", prompt=prompt, max_tokens=300, **sampling)
+        done = await client.completions.create(model="tiny", prompt=prompt, max_tokens=200, **sampling)
     return done.choices[0].text
+
+
+async def streamed_answer(client: openai.AsyncOpenAI, prompt: list[int], sampling: dict[str, Any]) -> tuple[str, float]:
+    """The beginning of an answer, and the longest time between two parts of it."""
+    gaps_s, text, last_s = [0.0], "", None
+    parts = await client.completions.create(model="tiny", prompt=prompt, max_tokens=24, stream=True, **sampling)
+    async for part in parts:
+        now_s = asyncio.get_running_loop().time()
+        if last_s is not None:
+            gaps_s.append(now_s - last_s)
+        last_s = now_s
+        text += part.choices[0].text
+    return text, max(gaps_s)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def expected(controller: Controller) -> list[str]:
+    """What is answered while nothing is disturbed."""
+    return await answers(controller)
 
 
 async def answers(controller: Controller) -> list[str]:
@@ -71,8 +108,8 @@ async def answers(controller: Controller) -> list[str]:
 
 
 @asynccontextmanager
-async def load(controller: Controller, expected: list[str]) -> AsyncIterator[None]:
-    """Clients that ask again and again; each of their answers must be the undisturbed one."""
+async def load(controller: Controller, expected: list[str], clients: int = 2) -> AsyncIterator[None]:
+    """So many clients that ask again and again; each of their answers must be the undisturbed one."""
     stop = asyncio.Event()
 
     async def client(number: int) -> int:
@@ -82,12 +119,12 @@ async def load(controller: Controller, expected: list[str]) -> AsyncIterator[Non
             rounds += 1
         return rounds
 
-    clients = [asyncio.create_task(client(number)) for number in range(len(ASKS))]
+    asking = [asyncio.create_task(client(number)) for number in range(clients)]
     try:
         yield
     finally:
         stop.set()
-        rounds = await asyncio.gather(*clients)
+        rounds = await asyncio.gather(*asking)
     assert min(rounds) > 0
 
 
@@ -96,26 +133,199 @@ def roles(controller: Controller) -> tuple[int, int]:
     return found.count(Role.PREFILL), found.count(Role.DECODE)
 
 
-async def test_pools_change_under_load_without_a_lost_or_changed_answer(controller: Controller) -> None:
-    expected = await answers(controller)
+async def metrics(controller: Controller) -> str:
+    async with httpx.AsyncClient() as client:
+        answer = await client.get(f"http://{controller.http_address}/metrics")
+    return str(answer.text)
+
+
+async def tandem(controller: Controller, folder: Path, command: str) -> str:
+    """What the command line prints."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "cluster", *shlex.split(command), "--address", controller.admin_address),
+        cwd=folder,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    return out.decode()
+
+
+async def test_the_commands_of_the_page_say_what_the_page_says(
+    controller: Controller, expected: list[str], tmp_path: Path
+) -> None:
+    """First: the page begins with one prefill and one decode worker."""
+    spec = tiny_spec(controller.models[0].spec.source)
+    spec["models"][0]["decode"] = {"workers": 2}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(spec))
+    page = re.findall(r"^```\n(\$ tandem .*?)^```", PAGE.read_text(), re.S | re.M)
+    commands = [part for block in page for part in block.removeprefix("$ tandem ").split("\n$ tandem ")]
+    assert len(commands) == 8
+    for part in commands:
+        command, _, said = part.partition("\n")
+        async with load(controller, expected) if command == "restart" else nullcontext():
+            printed = await tandem(controller, tmp_path, command)
+        assert printed == said.replace("smollm2-135m", "tiny").rstrip("\n") + "\n", command
+    assert roles(controller) == (1, 2)
+
+
+async def test_a_drain_whose_caller_goes_away_leaves_the_worker_serving(
+    controller: Controller, expected: list[str]
+) -> None:
+    await controller.live_ratio.scale("", 1, 2)
+    leaving = next(slot for slot in controller.slots.values() if slot.role is Role.DECODE)
+    async with load(controller, expected):
+        drain = asyncio.create_task(controller.live_ratio.drain(leaving.worker_id, restart=False, move=False))
+        await until(lambda: leaving.drain == cluster_pb2.DRAIN_FINISH)
+        drain.cancel()
+        await asyncio.gather(drain, return_exceptions=True)
+        assert (leaving.drain, leaving.state) == (cluster_pb2.DRAIN_NONE, WorkerState.READY)
+        info = controller.directory.get(leaving.worker_id)
+        assert info is not None
+        assert info.drain == cluster_pb2.DRAIN_NONE
+        assert not controller.live_ratio.is_busy
+
+
+async def test_a_worker_that_gets_sigterm_costs_no_answer(controller: Controller, expected: list[str]) -> None:
+    decode = next(slot for slot in controller.slots.values() if slot.role is Role.DECODE)
+    before = decode.epoch
+    async with load(controller, expected):
+        await asyncio.sleep(0.3)
+        pid = next(each.pid for each in await decode.processes() if each.name == "rank-0")
+        os.kill(pid, signal.SIGTERM)
+        await until(lambda: decode.epoch != before and decode.state is WorkerState.READY, LONG_S)
+
+
+async def test_the_autoscaler_follows_the_load_and_comes_to_rest(controller: Controller, expected: list[str]) -> None:
+    await controller.live_ratio.scale("", 2, 1)
+    # Six answers at a time are more than a fifth of one decode worker's places, however fast this machine is.
+    spec = AutoscalerSpec(
+        enabled=True, interval_s=0.2, min_workers=2, max_workers=3, headroom=0.2, role_cooldown_s=0.5, stop_after_s=1
+    )
+    autoscaling = Autoscaling(controller, controller.spec.model_copy(update={"autoscaler": spec}))
+    running = asyncio.create_task(autoscaling.run())
+    try:
+        async with load(controller, expected, clients=len(ASKS)):
+            await until(lambda: roles(controller) == (1, 2), LONG_S)
+            await asyncio.sleep(2)
+            assert roles(controller) == (1, 2)
+        await until(lambda: roles(controller) == (1, 1), LONG_S)
+        await until(lambda: autoscaling.status().decisions[0].outcome == "done", LONG_S)
+        status = autoscaling.status()
+        scraped = await metrics(controller)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert [(each.action, each.outcome) for each in status.decisions] == [("stop", "done"), ("change_roles", "done")]
+    assert "2P:1D to 1P:2D" in status.decisions[1].reason
+    assert 'tandem_autoscaler_decisions_total{action="change_roles"} 1.0' in scraped
+    assert await answers(controller) == expected
+
+
+async def test_a_dry_run_decides_and_changes_nothing(controller: Controller, expected: list[str]) -> None:
+    before = roles(controller)
+    spec = AutoscalerSpec(enabled=True, dry_run=True, interval_s=0.1, min_workers=2, max_workers=4, headroom=0.01)
+    autoscaling = Autoscaling(controller, controller.spec.model_copy(update={"autoscaler": spec}))
+    running = asyncio.create_task(autoscaling.run())
+    try:
+        async with load(controller, expected):
+            await until(lambda: bool(autoscaling.status().decisions), LONG_S)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    (first, *_) = autoscaling.status().decisions
+    assert (first.action, first.outcome) == ("start", "dry_run")
+    assert roles(controller) == before
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_a_worker_that_does_not_start_leaves_nothing_behind(controller: Controller, gone: bool) -> None:
+    """`gone`: because who asked for it went away."""
+    await controller.live_ratio.scale("", 1, 1)
+    before = set(controller.slots)
+    asked = asyncio.create_task(controller.live_ratio.scale("", 1, 2))
+    await until(lambda: len(controller.slots) == len(before) + 1)
+    (new,) = set(controller.slots) - before
+    if gone:
+        asked.cancel()
+    else:
+        controller.slots[new].refuse("it cannot work with the others")
+    (failure,) = await asyncio.gather(asked, return_exceptions=True)
+    assert isinstance(failure, asyncio.CancelledError if gone else ConfigError)
+    assert set(controller.slots) == before
+    assert {place.worker_id for place in controller.directory.snapshot().places} == before
+    assert await controller.live_ratio.scale("", 1, 1) == ()
+
+
+async def test_a_changed_spec_is_applied_or_refused_by_the_field(controller: Controller) -> None:
+    spec = tiny_spec(controller.models[0].spec.source)
+    (model,) = spec["models"]
+    await controller.live_ratio.scale("", 1, 1)
+    assert await controller.apply.apply(yaml.safe_dump(spec), dry_run=False) == ()
+    refused = {**spec, "router": {**spec["router"], "worker_stall_s": 7}, "models": [model | {"name": "other"}]}
+    with pytest.raises(ConfigError, match=r"models\.0\.name, router\.worker_stall_s: .* needs a restart"):
+        await controller.apply.apply(yaml.safe_dump(refused), dry_run=False)
+    with pytest.raises(ConfigError, match=r"decode\.workers: expected at least 1"):
+        await controller.apply.apply("models: [{decode: {workers: 0}}]", dry_run=False)
+    assert roles(controller) == (1, 1)
+    larger = yaml.safe_dump(spec | {"models": [model | {"decode": {"workers": 2}}]})
+    assert await controller.apply.apply(larger, dry_run=True) == ("would set tiny: 1 prefill and 2 decode workers",)
+    assert roles(controller) == (1, 1)
+    assert await controller.apply.apply(larger, dry_run=False) == ("tiny: 1 prefill and 2 decode workers",)
+    assert roles(controller) == (1, 2)
+    scaled = yaml.safe_dump(spec | {"autoscaler": {"enabled": True, "dry_run": True}})
+    done = await controller.apply.apply(scaled, dry_run=False)
+    assert done == ("tiny: 1 prefill and 1 decode workers", "autoscaler: enabled True, dry_run True")
+    assert roles(controller) == (1, 1)
+    assert controller.autoscaling.status().mode == "dry_run"
+    await controller.apply.apply(yaml.safe_dump(spec), dry_run=False)
+    assert controller.autoscaling.status().mode == "off"
+
+
+async def test_pools_change_under_load_without_a_lost_or_changed_answer(
+    controller: Controller, expected: list[str]
+) -> None:
     ratio = controller.live_ratio
+    await ratio.scale("", 1, 1)
     async with load(controller, expected):
         for _ in range(CYCLES):
-            assert await ratio.scale("", 1, 2) == ("decode-1 starts",)
-            (changed,) = await ratio.scale("tiny", 2, 1)
-            assert changed in ("decode-0 becomes a prefill worker", "decode-1 becomes a prefill worker")
-            assert roles(controller) == (2, 1)
-            (changed,) = await ratio.scale("", 1, None)
-            assert changed.endswith("leaves")
-            assert roles(controller) == (1, 1)
-            await ratio.scale("", None, 2)
-            (leaving,) = [name for name, slot in controller.slots.items() if slot.role is Role.DECODE][:1]
-            before = controller.slots[leaving].epoch
-            await ratio.drain(leaving, restart=True, move=True)
-            assert controller.slots[leaving].epoch != before
-            await ratio.drain(leaving, restart=False, move=True)
+            assert len(await ratio.scale("", 1, 3)) == 2
+            assert roles(controller) == (1, 3)
+            changed = await ratio.scale("tiny", 3, 1)
+            assert all(each.endswith("becomes a prefill worker") for each in changed)
+            assert roles(controller) == (3, 1)
+            left = await ratio.scale("", 1, None)
+            assert all(each.endswith("leaves") for each in left)
             assert roles(controller) == (1, 1)
     assert await answers(controller) == expected
+
+
+@pytest.mark.soak_only
+async def test_rolling_restarts_fail_none_of_two_thousand_requests(controller: Controller) -> None:
+    await controller.live_ratio.scale("", 1, 2)
+    before = {name: slot.epoch for name, slot in controller.slots.items()}
+    left, gaps_s, rolls = iter(range(2000)), [], 0
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{controller.http_address}/v1", api_key="none", max_retries=0
+    ) as client:
+        undisturbed = [text for text, _ in await asyncio.gather(*(streamed_answer(client, *ask) for ask in ASKS))]
+
+        async def ask_again(ask: int) -> None:
+            for _ in left:
+                text, gap_s = await streamed_answer(client, *ASKS[ask])
+                assert text == undisturbed[ask]
+                gaps_s.append(gap_s)
+
+        asking = asyncio.gather(*(ask_again(number % len(ASKS)) for number in range(2 * len(ASKS))))
+        while not asking.done():
+            for name in before:
+                await controller.live_ratio.drain(name, restart=True, move=True)
+            rolls += 1
+        await asking
+    assert len(gaps_s) == 2000
+    assert all(controller.slots[name].epoch != epoch for name, epoch in before.items())
+    print(f"{rolls} rolling restarts of {len(before)} workers under 2,000 requests; longest gap {max(gaps_s):.2f} s")
 
 
 async def test_what_cannot_be_is_refused_and_changes_nothing(controller: Controller) -> None:

@@ -109,7 +109,7 @@ export function drawRatio(holder, view) {
   bars(holder, [
     { name: "prefill", hue: "prefill", text: `${prefill_ready} of ${prefill_total} ready`, extra: `· ${share(load("prefill"))} of KV busy`, share: load("prefill") },
     { name: "decode", hue: "decode", text: `${decode_ready} of ${decode_total} ready`, extra: `· ${share(load("decode"))} of KV busy`, share: load("decode") },
-    { name: "autoscaler", hue: "kv", text: decisions.length ? decisions[0].text : autoscaler, share: null, extra: decisions.length ? "" : "· the ratio is yours" },
+    { name: "autoscaler", hue: "kv", text: decisions.length ? decisions[0].text : autoscaler, share: null, extra: autoscaler === "off" ? "· the ratio is yours" : decisions.length ? `· ${ago(decisions[0].last_unix_s, view.taken_unix_s)}` : "" },
   ]);
 }
 

@@ -207,7 +207,7 @@ def test_doctor_tells_what_is_encrypted_and_what_expires_soon(tmp_path: Path) ->
 
 
 def test_up_takes_a_folder_of_certificates(tmp_path: Path) -> None:
-    spec = UpFlags(*[None] * 14, tls=tmp_path).spec()
+    spec = UpFlags(*[None] * 14, tls=tmp_path).source().spec
     assert spec.security.tls is not None
     assert spec.security.tls.of("worker").cert == str(tmp_path / "worker.pem")
     assert spec.router.tls is not None

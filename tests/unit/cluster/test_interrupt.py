@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import openai
 import pytest
 
 from tandem.testing import write_tiny_llama
@@ -55,6 +57,33 @@ def test_a_cluster_that_is_starting_ends_cleanly(tmp_path: Path, signum: signal.
         process.send_signal(signum)
         assert process.wait(30) == 0
     assert not list((tmp_path / "state" / "tandem").glob("*.json"))
+
+
+def test_sigterm_lets_a_running_answer_end_before_the_cluster_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_ROUTER__DRAIN_TIMEOUT_S", "60")
+    monkeypatch.setenv("TANDEM_REDIS__MODE", "none")
+    with start_up(tmp_path) as process:
+        wait_for(process, "ready in")
+        (state,) = (tmp_path / "state" / "tandem").glob("*.json")
+        url = f"http://{json.loads(state.read_text())['http']}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            stream = client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=600, stream=True)
+            chunks = [next(stream)]
+            process.send_signal(signal.SIGTERM)
+            wait_for(process, "stopping")
+            with pytest.raises(openai.APIError):
+                ask_until_refused(client)
+            chunks += stream
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert process.wait(60) == 0
+
+
+def ask_until_refused(client: openai.OpenAI) -> None:
+    """A router answers what it took before it heard of its end."""
+    for _ in range(1000):
+        client.completions.create(model="tiny", prompt=[5], max_tokens=1)
 
 
 def test_a_second_interrupt_ends_it_on_the_spot(tmp_path: Path) -> None:

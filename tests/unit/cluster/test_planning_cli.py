@@ -54,7 +54,7 @@ def test_simulate_takes_the_spec_that_tandem_up_takes(tmp_path: Path) -> None:
 def test_plan_writes_values_and_report_and_goes_on_from_its_state(tmp_path: Path) -> None:
     values, report, state = tmp_path / "values.yaml", tmp_path / "report.html", tmp_path / "state.jsonl"
     goal = ["--ttft", "0.5", "--tpot", "0.03", "--devices", "2", "--simulated", "50", "--step-tokens", "2048"]
-    outputs = ["--values", str(values), "--report", str(report), "--state", str(state)]
+    outputs = ["--values", str(values), "--source", "/models/llama", "--report", str(report), "--state", str(state)]
     first = run("plan", *TRAFFIC, *MODEL, *goal, *outputs, "--jobs", "1")
     assert first.exit_code == 0, first.output
     assert "The plan:" in first.stdout
@@ -63,7 +63,7 @@ def test_plan_writes_values_and_report_and_goes_on_from_its_state(tmp_path: Path
     assert "requests/s (the busiest 50 of 60 requests)" in head
     assert first.stdout.count("synthetic") == 1
     spec = ClusterSpec.model_validate(yaml.safe_load(values.read_text())["cluster"])
-    assert spec.models[0].source == "llama-3-8b"
+    assert spec.models[0].source == "/models/llama"
     assert report.read_text().startswith("<!doctype html>")
     lines = state.read_text()
     again = run("plan", *TRAFFIC, *MODEL, *goal, "--state", str(state), "--jobs", "1")

@@ -1,4 +1,4 @@
-"""Flags win over environment over file over defaults; whatever is wrong is one line that names the field."""
+"""Flags win over environment over file over defaults; whatever is wrong has a line that names the field."""
 
 from __future__ import annotations
 
@@ -59,6 +59,22 @@ def test_what_is_wrong_is_named_in_one_line(tmp_path: Path, text: str, field: st
         load_spec(write(tmp_path, text), environ={})
     assert field in refused.value.message
     assert "\n" not in refused.value.message
+
+
+def test_every_mistake_has_a_line_and_none_is_counted_twice(tmp_path: Path) -> None:
+    text = "router: {http_prt: 3, grpc_port: 99999}\nmodels: [{prefil: {workers: 2}}]"
+    with pytest.raises(ConfigError) as refused:
+        load_spec(write(tmp_path, text), environ={})
+    assert sorted(refused.value.message.splitlines()) == [
+        "models.0.prefil: expected a known field (docs/configuration.md lists them); is it prefill?",
+        "router.grpc_port: expected less than or equal to 65535, got 99999",
+        "router.http_prt: expected a known field (docs/configuration.md lists them); is it http_port?",
+    ]
+
+
+def test_values_of_the_chart_are_known_by_their_shape(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="values of the Helm chart: expected a file of what is below `cluster`"):
+        load_spec(write(tmp_path, "cluster: {name: x}\nnode: {gpus: 8}"), environ={})
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

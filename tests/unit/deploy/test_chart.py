@@ -276,7 +276,7 @@ def test_metrics_are_scraped_from_every_router(render: Render) -> None:
 def test_a_model_given_as_a_path_is_not_pulled(render: Render) -> None:
     pulled = head_of(render())["template"]["spec"]["initContainers"]
     assert [container["command"] for container in pulled] == [["tandem", "pull", "smollm2-135m"]]
-    local = render("--set", "cluster.models[0].source=/models/mine")
+    local = render("--set", "cluster.models[0].source=/models/mine,models.existingClaim=weights")
     assert "initContainers" not in head_of(local)["template"]["spec"]
 
 
@@ -295,14 +295,17 @@ def test_a_changed_spec_changes_the_head_pod(render: Render) -> None:
         ("cluster.router.http_prt=1", "http_prt"),
         ("cluster.models[0].decode.workers=many", "/cluster/models/0/decode/workers"),
         ("cluster.log_level=loud", "/cluster/log_level"),
-        ("redis.mode=valkey", "/redis/valkey/auth/existingSecret"),
-        ("redis.mode=external", "/redis/external/existingSecret"),
+        ("redis.mode=valkey", "redis.valkey.auth.existingSecret: expected the name"),
+        ("redis.mode=external", "redis.external.existingSecret: expected the name"),
         ("image.digest=latest", "/image/digest"),
         ("node.sharedMemory=lots", "/node/sharedMemory"),
         ("service.httpPort=0", "/service/httpPort"),
-        ("auth.existingSecret=keys", "/test/apiKeySecret/name"),
-        ("tls.internal.certManager.enabled=true", "/tls/internal/certManager/issuerRef/name"),
-        ("gateway.enabled=true", "/gateway/parentRefs"),
+        ("auth.existingSecret=keys", "test.apiKeySecret.name: expected the name of a Secret with an API key"),
+        ("tls.internal.certManager.enabled=true", "tls.internal.certManager.issuerRef.name: expected"),
+        ("tls.edge.existingSecret=x,tls.edge.certManager.enabled=true", "tls.edge: expected existingSecret or"),
+        ("gateway.enabled=true", "gateway.parentRefs: expected at least one"),
+        ("cluster.models[0].source=/models/x", "models.existingClaim: expected a claim"),
+        ("models.pull=false", "models.pull: expected true, or models.existingClaim"),
         ("models.hostPath=models", "/models/hostPath"),
         ("disruption.head.maxUnavailable=2", "/disruption/head/maxUnavailable"),
         ("monitoring.podMonitor.interval=often", "/monitoring/podMonitor/interval"),

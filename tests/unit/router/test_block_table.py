@@ -61,7 +61,7 @@ def test_half_full_table_loses_nothing_and_an_overfull_one_counts_what_it_lost()
 def test_blocks_of_a_dropped_owner_make_room_for_others() -> None:
     table = BlockTable(MIN_MEMORY_BYTES)
     for life in range(40):
-        table.add(keys(list(range(life * 3000, life * 3000 + 3000))), 1)
+        table.add(keys(list(range(life * 2400, life * 2400 + 2400))), 1)  # about 4 overflow, 40 may
         assert table.lost_blocks == 0, life
         table.drop(1)
         assert len(table) == 0

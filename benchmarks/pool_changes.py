@@ -1,0 +1,173 @@
+"""Live changes of the pools and what following the traffic is worth: role changes, moves, autoscaled against static."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.handoff_figures import Figure
+from benchmarks.live_cluster import live, play, say, spec_of
+from benchmarks.prediction import capacity, load_measured_hardware, setup_for
+from cluster.admin_client import Admin
+from cluster.commands.status import fetch
+from cluster.controller import Controller
+from cluster.load.client import Ask
+from cluster.load.grpc_client import GrpcClient
+from planner.hardware import Hardware
+from planner.simulator.setup import Slo
+from planner.traces.arrivals import Gamma
+from planner.traces.synthetic import LengthSpec, synthetic_trace
+from planner.traces.trace import Trace
+from tandem.config import ClusterSpec, Role
+from tandem.v1 import cluster_pb2
+
+ROLE_CHANGE_TARGET_S, MOVED_GAP_TARGET_MS, WORST_TARGET, BEST_TARGET = 1.0, 500.0, 1.5, 0.95
+STATIC = ((0, 3), (1, 2), (2, 1))
+ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_DECODE}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    role_changes: int = 6
+    moved: int = 16
+    moved_prompt: int = 32
+    moved_output: int = 160
+    phase_s: float = 30.0
+    draws: int = 300  # of which a phase is cut
+    load: float = 0.7  # of what the best static split of a phase can take
+
+
+def role_change(sizes: Sizes) -> Iterator[Figure]:
+    """The slowest of some changes to and fro of an idle worker: from the command to its serving the other role."""
+    seconds = asyncio.run(_role_changes(sizes.role_changes))
+    worst, target = max(seconds), ROLE_CHANGE_TARGET_S
+    yield Figure("pools.role_change_s", round(worst, 3), "s", target, round(worst / target, 3))
+
+
+async def _role_changes(times: int) -> list[float]:
+    found = []
+    async with live(spec_of(1, 2)) as controller:
+        for number in range(times):
+            prefill, decode = (2, 1) if number % 2 == 0 else (1, 2)
+            began_s = time.monotonic()
+            await controller.live_ratio.scale("", prefill, decode)
+            await _until_served(controller, prefill, decode)
+            found.append(time.monotonic() - began_s)
+    say(f"role changes: {', '.join(f'{each:.3f}' for each in found)} s")
+    return found
+
+
+async def _until_served(controller: Controller, prefill: int, decode: int) -> None:
+    """Until every worker is ready in its new role."""
+    wanted = {Role.PREFILL: prefill, Role.DECODE: decode}
+    while True:
+        status = await fetch(Admin(controller.admin_address, None))
+        ready = [worker.info.role for worker in status.workers if worker.state == "ready"]
+        if all(ready.count(ROLES[role]) == count for role, count in wanted.items()):
+            return
+        await asyncio.sleep(0.02)
+
+
+def moved_gap(sizes: Sizes) -> Iterator[Figure]:
+    """Two decode workers, of which one is drained while both decode: the longest pause between two tokens of one
+    answer from then on. `reference` is the target."""
+    usual_ms, gap_ms = asyncio.run(_moved(sizes))
+    say(f"usual pause before the drain, which is a step: {usual_ms:.0f} ms")
+    ratio = round(gap_ms / MOVED_GAP_TARGET_MS, 3)
+    yield Figure("pools.moved_gap_ms", round(gap_ms, 1), "ms", MOVED_GAP_TARGET_MS, ratio)
+
+
+async def _moved(sizes: Sizes) -> tuple[float, float]:
+    """Median pause before, longest after, ms."""
+    async with live(spec_of(0, 2)) as controller:
+        client = GrpcClient(controller.grpc_address, None, tls=False, model="", api_key=None, ignore_eos=True)
+        heard: list[list[float]] = [[] for _ in range(sizes.moved)]
+        ask = [
+            Ask([256 + 31 * number + position for position in range(sizes.moved_prompt)], sizes.moved_output)
+            for number in range(sizes.moved)
+        ]
+
+        all_decode = asyncio.Event()
+
+        def note(heard_s: list[float], tokens: int) -> None:
+            heard_s.append(time.monotonic())
+            if all(len(each) >= 8 for each in heard):
+                all_decode.set()
+
+        answers = [
+            asyncio.create_task(client.send(each, partial(note, heard_s)))
+            for each, heard_s in zip(ask, heard, strict=True)
+        ]
+        await all_decode.wait()
+        drained_s = time.monotonic()
+        leaving = next(iter(controller.slots))
+        await controller.live_ratio.drain(leaving, restart=False, move=True)
+        await asyncio.gather(*answers)
+        await client.close()
+    gaps = [(later, later - earlier) for each in heard for earlier, later in pairwise(each)]
+    before = statistics.median(gap for at_s, gap in gaps if at_s <= drained_s)
+    return 1000 * before, 1000 * max(gap for at_s, gap in gaps if at_s > drained_s)
+
+
+def shifting(hardware: Hardware, sizes: Sizes) -> Trace:
+    """Long prompts, then long answers, then both; each as fast as `load` of the best static split for it."""
+    kinds = ((LengthSpec(320, 0.3, 600), LengthSpec(4)), (LengthSpec(24), LengthSpec(96, 0.3, 160)),
+             (LengthSpec(200, 0.3, 400), LengthSpec(48, 0.3, 96)))  # fmt: skip
+    phases = []
+    for seed, (prompts, answers) in enumerate(kinds):
+        drawn = synthetic_trace(sizes.draws, Gamma(1.0), prompts, answers, seed=seed)
+        best = max(capacity(drawn, setup_for(hardware, *split, drawn)) for split in STATIC)
+        rate = sizes.load * best
+        phases.append(drawn.at_rate(rate / drawn.requests_per_s).between(0.0, sizes.phase_s))
+    starts_s = np.cumsum([0.0, *(sizes.phase_s for _ in phases[1:])])
+    return replace(
+        phases[0],
+        name="shifting",
+        arrival_s=np.concatenate([each.arrival_s + start_s for each, start_s in zip(phases, starts_s, strict=True)]),
+        prompt_tokens=np.concatenate([each.prompt_tokens for each in phases]),
+        output_tokens=np.concatenate([each.output_tokens for each in phases]),
+        notes=(),
+    )
+
+
+def ratios(cost: Path, sizes: Sizes) -> Iterator[Figure]:
+    """Goodput with the autoscaler over that of the worst and the best static split of three workers."""
+    hardware = load_measured_hardware(cost)
+    trace = shifting(hardware, sizes)
+    step_s = hardware.cost(1).decode_step_s(4, 4 * 256)
+    slo = Slo(4.0 * hardware.cost(1).prefill_s(512, 0), 3.0 * step_s)
+    say(f"{len(trace)} requests; objectives: TTFT {slo.ttft_s:.2f} s, TPOT {slo.tpot_s:.3f} s")
+    static = {split: asyncio.run(_goodput(spec_of(*split), trace, slo)) for split in STATIC}
+    if "autoscaler" not in ClusterSpec.model_fields:
+        say("this version has no autoscaler: nothing to compare")
+        return
+    scaled = asyncio.run(_goodput(autoscaled_spec(slo), trace, slo))
+    worst, best = min(static.values()), max(static.values())
+    for name, other, target in (("worst", worst, WORST_TARGET), ("best", best, BEST_TARGET)):
+        ratio = scaled / other if other else 0.0
+        yield Figure(f"pools.{name}_static_ratio", round(ratio, 3), "ratio", target, round(ratio / target, 3))
+
+
+def autoscaled_spec(slo: Slo) -> ClusterSpec:
+    """Three workers, whose roles follow the traffic."""
+    classes: list[dict[str, Any]] = [{"name": "interactive", "ttft_slo_s": slo.ttft_s, "tpot_slo_s": slo.tpot_s}]
+    scaler = {"enabled": True, "interval_s": 1.0, "confirmations": 2, "role_cooldown_s": 4.0}
+    return spec_of(1, 2, {"router.classes": classes, "autoscaler": scaler})
+
+
+async def _goodput(spec: ClusterSpec, trace: Trace, slo: Slo) -> float:
+    async with live(spec) as controller:
+        result = await play(controller, trace, slo, salt=2)
+    model = spec.models[0]
+    name = f"{model.prefill.workers}:{model.decode.workers}"
+    say(f"{name}: goodput {result.goodput_per_s:.3f}/s, both objectives {result.attainment.joint:.1%}")
+    return result.goodput_per_s or 0.0

@@ -1,0 +1,82 @@
+"""Pools and ratios, measured on this machine with the demo model: predicted against measured, live changes, and what
+following the traffic is worth.
+
+    tandem profile cost.json
+    make bench-pools ARGS="--cost cost.json"
+    python -m benchmarks.pools --figure role_change
+
+Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. `reference` is the target, `ratio`
+value over target. docs/performance.md explains each. Figures that need a cost model are left out without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks import pool_changes, prediction
+from benchmarks.handoff_figures import Figure
+from benchmarks.live_cluster import say
+from tandem.errors import TandemError
+
+QUICK_CHANGES = pool_changes.Sizes(2, 4, 16, 24, 3.0, 40)
+QUICK_PREDICTION = prediction.Sizes(3.0, 4, 8, 40)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pools", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--figure", action="append", choices=NAMES, help="only these (may be repeated)")
+    parser.add_argument("--cost", type=Path, help="what `tandem profile` measured on this machine")
+    parser.add_argument("--shape", action="append", help="prediction: these, as in 1:1, whether they fit or not")
+    parser.add_argument("--trace", action="append", choices=prediction.TRACES, help="prediction: only these")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    options = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1"}
+    figures = _figures(options)
+    for name in options.figure or NAMES:
+        if name not in figures:
+            say(f"{name}: left out, since it needs --cost")
+            continue
+        try:
+            for figure in figures[name]():
+                print(figure.line(), flush=True)
+        except TandemError as error:
+            say(f"{name}: {error.message}")
+            return 2
+    return 0
+
+
+NAMES = ("role_change", "moved_gap", "prediction_85", "prediction_95", "static_ratios")
+
+
+def _figures(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Figure]]]:
+    changes = QUICK_CHANGES if options.quick else pool_changes.Sizes()
+    sizes = QUICK_PREDICTION if options.quick else prediction.Sizes()
+    found: dict[str, Callable[[], Iterator[Figure]]] = {
+        "role_change": lambda: pool_changes.role_change(changes),
+        "moved_gap": lambda: pool_changes.moved_gap(changes),
+    }
+    if options.cost is not None:
+        cost: Path = options.cost
+        fitting = tuple(each for each in prediction.SHAPES if prediction.fits(*each))
+        shapes = tuple(map(_shape, options.shape)) if options.shape else fitting
+        names = options.trace or prediction.TRACES
+        found["prediction_85"] = lambda: prediction.prediction(0.85, cost, shapes, names, sizes)
+        found["prediction_95"] = lambda: prediction.prediction(0.95, cost, shapes, names, sizes)
+        found["static_ratios"] = lambda: pool_changes.ratios(cost, changes)
+    return found
+
+
+def _shape(text: str) -> tuple[int, int]:
+    prefill, _, decode = text.partition(":")
+    try:
+        return int(prefill), int(decode)
+    except ValueError:
+        raise SystemExit(f"--shape: expected PREFILL:DECODE, got {text!r}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

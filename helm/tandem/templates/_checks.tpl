@@ -1,0 +1,42 @@
+{{- /* Values that only make sense together. Fails, naming the value and why it is wanted. Makes no text. */ -}}
+{{- define "tandem.checkValues" -}}
+{{- with .Values.redis -}}
+{{- if and (eq .mode "valkey") (not .valkey.auth.existingSecret) -}}
+{{- fail (printf "redis.valkey.auth.existingSecret: expected the name of a Secret with the password at key %q, for redis.mode is valkey" .valkey.auth.key) -}}
+{{- end -}}
+{{- if and (eq .mode "external") (not .external.existingSecret) -}}
+{{- fail (printf "redis.external.existingSecret: expected the name of a Secret with a redis:// or rediss:// URL at key %q, for redis.mode is external" .external.key) -}}
+{{- end -}}
+{{- end -}}
+{{- range $use := list "edge" "internal" -}}
+{{- with get $.Values.tls $use -}}
+{{- if and .existingSecret .certManager.enabled -}}
+{{- fail (printf "tls.%s: expected existingSecret or certManager.enabled, got both" $use) -}}
+{{- end -}}
+{{- if and .certManager.enabled (not .certManager.issuerRef.name) -}}
+{{- fail (printf "tls.%s.certManager.issuerRef.name: expected the name of an issuer, for certManager.enabled is true" $use) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) -}}
+{{- fail "gateway.parentRefs: expected at least one Gateway ([{name: …, namespace: …}]), for gateway.enabled is true" -}}
+{{- end -}}
+{{- if and .Values.auth.existingSecret (not .Values.test.apiKeySecret.name) -}}
+{{- fail "test.apiKeySecret.name: expected the name of a Secret with an API key for `helm test`, for auth.existingSecret is set" -}}
+{{- end -}}
+{{- include "tandem.checkSources" . -}}
+{{- end -}}
+
+{{- /* Whether the volume at /models can hold what is to be served from it. */ -}}
+{{- define "tandem.checkSources" -}}
+{{- $volume := or .Values.models.existingClaim .Values.models.hostPath -}}
+{{- range $index, $model := .Values.cluster.models -}}
+{{- $source := default "smollm2-135m" $model.source -}}
+{{- if and (hasPrefix "/models/" $source) (not $volume) -}}
+{{- fail (printf "models.existingClaim: expected a claim (or models.hostPath) that holds %s, the source of cluster.models[%d]: without them the volume at /models begins empty" $source $index) -}}
+{{- end -}}
+{{- if and (not (hasPrefix "/" $source)) (not $.Values.models.pull) (not $volume) -}}
+{{- fail (printf "models.pull: expected true, or models.existingClaim (or models.hostPath) with %s pulled before: without them nobody brings the source of cluster.models[%d]" $source $index) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

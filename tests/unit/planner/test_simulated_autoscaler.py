@@ -1,0 +1,61 @@
+"""The autoscaler in the simulator: pools that follow a load that shifts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from planner.cost import DeviceShape, LinkShape, ModelShape, RooflineCostModel
+from planner.simulator.result import SimResult
+from planner.simulator.setup import PoolSetup, Setup, Slo
+from planner.simulator.simulate import simulate
+from planner.traces.trace import Trace
+from tandem.config import ClassSpec, RouterSpec
+from tandem.config_autoscaler import AutoscalerSpec
+
+PHASE_S = 40.0
+SLO = Slo(ttft_s=2.0, tpot_s=0.06)
+# Prefills about 4,000 tokens/s, decodes at 25 ms alone: an old GPU with a small model.
+COST = RooflineCostModel(
+    ModelShape(layers=24, heads=16, kv_heads=8, head_dim=128, block_params=2_000_000_000, head_params=0),
+    DeviceShape(flops_per_s=20e12, memory_bytes_per_s=200e9),
+    LinkShape(bytes_per_s=10e9),
+)
+
+
+def shifting(seed: int) -> Trace:
+    """Long prompts, then long answers, then long prompts again."""
+    random = np.random.default_rng(seed)
+    parts = []
+    for phase, (rate, prompt, output) in enumerate([(3.2, 2000, 30), (10.0, 60, 300), (3.2, 2000, 30)]):
+        count = random.poisson(rate * PHASE_S)
+        at_s = np.sort(random.uniform(phase * PHASE_S, (phase + 1) * PHASE_S, count))
+        parts.append((at_s, random.poisson(prompt, count), 1 + random.poisson(output, count)))
+    arrival_s, prompts, outputs = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return Trace("shifting", arrival_s - arrival_s[0], prompts, outputs)
+
+
+def run(prefill: int, decode: int, *, autoscale: bool = False, seed: int = 1) -> SimResult:
+    classes = (ClassSpec(name="interactive", ttft_slo_s=SLO.ttft_s, tpot_slo_s=SLO.tpot_s),)
+    setup = Setup(
+        PoolSetup(prefill, 1, COST, 60_000),
+        PoolSetup(decode, 1, COST, 60_000),
+        24,
+        COST.model.kv_token_bytes,
+        router=RouterSpec(classes=classes),
+        autoscaler=AutoscalerSpec(enabled=autoscale),
+    )
+    return simulate(shifting(seed), setup, SLO)
+
+
+def goodput(result: SimResult) -> float:
+    assert result.goodput_per_s is not None
+    return result.goodput_per_s
+
+
+def test_pools_that_follow_the_load_do_better_than_the_best_that_do_not() -> None:
+    scaled = run(2, 1, autoscale=True)
+    assert goodput(scaled) >= 1.02 * goodput(run(1, 2)), scaled.role_changes
+    assert [layout for _, *layout in scaled.role_changes] == [[1, 2], [2, 1]]
+    followed_s = [at_s - PHASE_S * (phase + 1) for phase, (at_s, _, _) in enumerate(scaled.role_changes)]
+    assert all(0 < each <= 15 for each in followed_s), followed_s
+    assert scaled.finished + scaled.rejected == scaled.requests

@@ -1,0 +1,75 @@
+"""What a router tells its controller of the load, for the autoscaler."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from cluster.autoscaling import demand_of
+from cluster.router_traces import RouterTraces
+from router.policies.pace import BATCH_SIZES
+from router.testing import until
+from tandem.v1 import trace_pb2
+
+MODEL = "tiny"
+SECRET = "only-the-controller-knows"
+
+
+def traces(cluster: Any, secret: str = SECRET) -> RouterTraces:
+    return RouterTraces({"router-0": f"127.0.0.1:{cluster.app.grpc_port}"}, secret)
+
+
+async def demand(cluster: Any) -> trace_pb2.ModelDemand:
+    return demand_of((await traces(cluster).demands())["router-0"], MODEL)
+
+
+async def ask(cluster: Any, priority: str = "interactive", timeout_s: float = 5.0) -> None:
+    headers = {"x-tandem-priority": priority, "x-request-timeout-s": f"{timeout_s:g}"}
+    await cluster.openai.completions.create(model=MODEL, prompt=list(range(3, 43)), max_tokens=4, extra_headers=headers)
+
+
+async def test_requests_are_counted_from_their_coming_to_their_end(cluster: Any) -> None:
+    cluster.says("one two three")
+    assert await demand(cluster) == trace_pb2.ModelDemand(model=MODEL), "nobody asked for anything yet"
+    for _ in range(3):
+        await ask(cluster)
+    found = await demand(cluster)
+    assert (found.requests, found.prompt_tokens, found.first_tokens, found.finished) == (3, 120, 3, 3)
+    assert (found.prefilled_tokens, found.judged, found.missed_ttft, found.missed_tpot) == (120, 3, 0, 0)
+    assert found.answer_tokens >= 3
+    assert found.ttft_s > 0
+    assert found.queued_tokens == 0
+    assert len(found.prefill.tpot_s) == len(found.decode.tpot_s) == len(BATCH_SIZES)
+    assert found.prefill.prefill_s_per_token > 0
+
+
+async def test_what_waits_is_told_and_refusals_count_as_missed(cluster: Any) -> None:
+    await cluster.decode.kill()
+    await until(lambda: not cluster.app.service.ready)
+    waiting = [asyncio.create_task(ask(cluster, timeout_s=0.5)) for _ in range(2)]
+    await until(lambda: len(cluster.app.dispatcher.admission) == 2)
+    found = await demand(cluster)
+    assert (found.requests, found.queued_tokens, found.first_tokens) == (2, 80, 0)
+    assert not found.HasField("decode")
+    await asyncio.gather(*waiting, return_exceptions=True)
+    found = await demand(cluster)
+    assert (found.queued_tokens, found.judged, found.missed_ttft) == (0, 2, 2)
+
+
+async def test_batch_classes_are_left_out(cluster: Any) -> None:
+    cluster.says("one two three")
+    await ask(cluster, "batch")
+    found = await demand(cluster)
+    assert (found.requests, found.first_tokens, found.judged) == (0, 0, 0)
+
+
+async def test_only_the_controller_is_told(cluster: Any) -> None:
+    assert await traces(cluster, "a guess").demands() == {}
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{cluster.app.grpc_port}") as channel:
+        ask = channel.unary_unary("/tandem.v1.Traces/GetDemand")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ask(b"")
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED

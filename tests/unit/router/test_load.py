@@ -1,0 +1,77 @@
+"""`tandem bench` against a real router, over each of its APIs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.commands.bench import BenchFlags, bench_against, find_target
+from cluster.commands.compare import read_result
+from cluster.commands.planning import TrafficFlags, load_traffic
+from planner.compare import compared, doubts
+from planner.simulator.setup import Slo
+from tandem.errors import ConfigError, InputError, ModelNotFound, TandemError
+from tests.unit.router.conftest import MODEL, Cluster
+
+TRAFFIC = TrafficFlags("synthetic", "poisson:60", "50:8", prefixes="2:32:1", requests=12)
+
+
+@pytest.mark.parametrize("api", ["tandem", "completions", "chat"])
+async def test_every_api_gives_the_same_report(cluster: Cluster, tmp_path: Path, api: str) -> None:
+    tokens = cluster.tokenizer.encode("hello", add_special_tokens=False)[:1] * 64
+    for worker in (cluster.prefill, cluster.decode):
+        worker.behaviour.answer = lambda prompt: tokens
+    output = tmp_path / "measured.json"
+    grpc_url = f"grpc://127.0.0.1:{cluster.app.grpc_port}"
+    url = grpc_url if api == "tandem" else f"{cluster.base_url}/v1"
+    flags = BenchFlags(TRAFFIC, Slo(10.0, 1.0), api, url, model=MODEL, vocab=300, salt=1, output=output)
+    assert await bench_against(flags, find_target(flags), load_traffic(TRAFFIC)) == 0
+    await cluster.settled()
+    result = read_result(output)
+    assert (result["finished"], result["failed"], result["complete"]) == (12, 0, True)
+    assert result["attainment"]["joint"] == 1.0
+    assert result["output_tokens_per_s"] > 0
+    assert result["ttft_s"]["p99"] < result["e2e_s"]["p99"]
+    if api == "tandem":
+        assert result["handoffs"] == 12
+        assert result["queue_s"]["p50"] is not None
+        prompts = [tuple(work.prompt) for work in cluster.prefill.works.values() if len(work.prompt) == 82]
+        assert len({each[:32] for each in prompts}) <= 2 < len(set(prompts))
+    else:
+        assert result["handoffs"] is None
+    assert list(doubts(result, result)) == []
+    assert all(line.percent in (None, 0) and line.points in (None, 0) for line in compared(result, result))
+
+
+async def test_what_every_request_would_fail_of_is_said_before_the_first(cluster: Cluster) -> None:
+    base = {"traffic": TRAFFIC, "slo": Slo(), "api": "completions", "url": f"{cluster.base_url}/v1"}
+    flags = BenchFlags(**base, model="another")  # type: ignore[arg-type]
+    with pytest.raises(TandemError, match="another"):
+        await bench_against(flags, find_target(flags), load_traffic(TRAFFIC))
+    url = f"grpc://127.0.0.1:{cluster.app.grpc_port}"
+    flags = BenchFlags(TRAFFIC, Slo(), "tandem", url, model="another")
+    with pytest.raises(ModelNotFound, match=f"expected one of {MODEL}"):
+        await bench_against(flags, find_target(flags), load_traffic(TRAFFIC))
+
+
+@pytest.mark.parametrize(
+    ("api", "url", "model", "said"),
+    [
+        ("soap", "http://h/v1", "m", "--api: expected one of tandem"),
+        ("chat", "grpc://h:1", "m", "--url: expected http://HOST:PORT/v1"),
+        ("tandem", "127.0.0.1:50051", "", "--url: expected grpc://HOST:PORT"),
+        ("chat", "http://h/v1", "", "--model"),
+    ],
+)
+def test_wrong_options_say_what_was_expected(api: str, url: str, model: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        find_target(BenchFlags(TRAFFIC, Slo(), api, url, model=model))
+
+
+def test_what_is_no_result_cannot_be_compared(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.json"
+    for text in ("[]", "{", '{"ttft_s": 1}'):
+        wrong.write_text(text)
+        with pytest.raises(InputError, match="tandem bench --json"):
+            read_result(wrong)

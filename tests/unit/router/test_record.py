@@ -1,0 +1,130 @@
+"""Requests recorded as a trace: what simulate reads of them, and what is never in it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from cluster.commands.record import Recorded, note
+from planner.traces.read import read_trace
+from router.edge_traces import SECRET_KEY
+from router.request_tap import MAX_LISTENERS, MAX_WAITING
+from router.testing import until
+from tandem.v1 import trace_pb2, trace_pb2_grpc
+
+MODEL = "tiny"
+SECRET = ((SECRET_KEY, "only-the-controller-knows"),)
+SALT = b"0123456789abcdef"
+SHARED = "one and the same beginning of forty characters: "
+
+
+def record(cluster: Any, salt: bytes = SALT, model: str = "") -> Any:
+    stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(cluster.channel)
+    return stub.RecordRequests(trace_pb2.RecordRequestsRequest(salt=salt, model=model), metadata=SECRET)
+
+
+async def listening(cluster: Any, **options: Any) -> Any:
+    tap, before = cluster.app.dispatcher.tap, len(cluster.app.dispatcher.tap._listeners)
+    call = record(cluster, **options)
+    await until(lambda: len(tap._listeners) == before + 1)
+    return call
+
+
+async def ask(cluster: Any, text: str, **more: Any) -> int:
+    """Returns the prompt's tokens."""
+    answer = await cluster.openai.completions.create(model=MODEL, prompt=text, max_tokens=5, **more)
+    tokens: int = answer.usage.prompt_tokens
+    return tokens
+
+
+async def test_what_is_recorded_is_a_trace_with_the_shared_prefixes(cluster: Any, tmp_path: Path) -> None:
+    call = await listening(cluster)
+    cluster.says("hello")
+    texts = (SHARED + "a?", SHARED + "and what else?", "x" * 40)
+    lengths = [await ask(cluster, text, extra_headers={"x-tandem-priority": "batch"}) for text in texts]
+    seen, path = Recorded(), tmp_path / "requests.jsonl"
+    with path.open("w") as file:
+        for _ in range(3):
+            note(await call.read(), seen, file)
+    call.cancel()
+    trace = read_trace(path, jitter=False)
+    assert (len(trace), seen.unanswered, seen.lost) == (3, 0, 0)
+    assert trace.prompt_tokens.tolist() == lengths
+    assert trace.label_of(0) == ("batch", "")
+    assert trace.prefixes is not None
+    first, second, third = (trace.prefixes.of(index).tolist() for index in range(3))
+    shared = len(SHARED.encode()) // trace.prefixes.block_tokens
+    assert first[: shared - 1] == second[: shared - 1]
+    assert not set(third) & {*first, *second}
+    assert "beginning" not in path.read_text()
+
+
+async def test_two_recordings_have_nothing_in_common_to_match_prompts_by(cluster: Any) -> None:
+    first, second = await listening(cluster), await listening(cluster, salt=b"another salt of 16 or more")
+    await ask(cluster, "x" * 64)
+    hashes = [set((await call.read()).block_hashes) for call in (first, second)]
+    assert all(hashes)
+    assert not hashes[0] & hashes[1]
+    for call in (first, second):
+        call.cancel()
+    await until(lambda: not cluster.app.dispatcher.tap._listeners)
+
+
+async def test_a_request_that_was_not_answered_is_told_but_is_no_row(cluster: Any, tmp_path: Path) -> None:
+    call = await listening(cluster)
+    cluster.prefill.behaviour.hold_prefills = True
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await ask(cluster, "hold this")
+    logged = await call.read()
+    seen = Recorded()
+    with (tmp_path / "none.jsonl").open("w") as file:
+        note(logged, seen, file)
+    call.cancel()
+    assert (logged.output_tokens, seen.requests, seen.unanswered) == (0, 0, 1)
+
+
+async def test_a_listener_that_reads_too_slowly_costs_nothing_but_its_own_requests(cluster: Any) -> None:
+    tap = cluster.app.dispatcher.tap
+    listen = tap.listen(SALT, "")
+    reading = asyncio.ensure_future(anext(listen))
+    await until(lambda: len(tap._listeners) == 1)
+    await ask(cluster, "hi")
+    await reading
+    await ask(cluster, "hi")
+    (listener,) = tap._listeners
+    run = listener.waiting.get_nowait()
+    for _ in range(MAX_WAITING + 9):
+        tap.ended(run)
+    assert (await anext(listen)).lost == 9
+    assert (await anext(listen)).lost == 0
+    await listen.aclose()
+    assert not tap._listeners
+
+
+@pytest.mark.parametrize("salt", [b"", b"short", b"x" * 65])
+async def test_a_salt_that_hides_nothing_is_refused(cluster: Any, salt: bytes) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await record(cluster, salt=salt).read()
+    assert "expected 16 to 64 bytes" in (caught.value.details() or "")
+
+
+async def test_there_may_be_so_many_recordings_at_once(cluster: Any) -> None:
+    calls = [await listening(cluster) for _ in range(MAX_LISTENERS)]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await record(cluster).read()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    for call in calls:
+        call.cancel()
+    await until(lambda: not cluster.app.dispatcher.tap._listeners)
+
+
+async def test_only_the_controller_may_record(cluster: Any) -> None:
+    stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(cluster.channel)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.RecordRequests(trace_pb2.RecordRequestsRequest(salt=SALT)).read()
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
