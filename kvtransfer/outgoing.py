@@ -85,8 +85,6 @@ class Outgoing:
                 self.link_down(link, HandoffCause.PEER_LOST, "the peer is gone", final=found is None)
             elif not found.connect and not self._over(link):
                 self._drop_link(key)
-                link.is_wanted = False
-                self._report(LinkReport(*key, transport="", state="closed", reason="", bytes=0))
         for life, ranks in known.items():
             if all(peer.connect for peer in ranks.values()):
                 self._make_links(life)
@@ -94,8 +92,10 @@ class Outgoing:
             self._try_start(waiting)
 
     def _drop_link(self, key: PeerKey) -> None:
+        """Whoever is gone, or only not wanted any more, is forgotten: this is no link that is down."""
         self._tasks.pop(key).cancel()
-        del self._links[key]
+        self._links.pop(key).is_wanted = False
+        self._report(LinkReport(*key, transport="", state="closed", reason="", bytes=0))
 
     def has_link(self, key: PeerKey) -> bool:
         return key in self._links

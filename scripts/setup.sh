@@ -34,6 +34,12 @@ PYTHON_END
 fi
 
 echo "setup: installing Tandem ($what) into $venv; the first time takes a few minutes" >&2
-"$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@"
+# Of pip's words those that say what is under way; its status goes through a file, for sh has no pipefail.
+status=$venv/.pip-status
+{ "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" && echo 0 >"$status" || echo 1 >"$status"; } |
+  grep --line-buffered -E '^(Collecting|Downloading|  Downloading|Installing|Successfully)' >&2 || true
+failed=$(cat "$status")
+rm -f "$status"
+[ "$failed" = 0 ] || exit 1
 touch "$venv/.stamp-runtime"
 if [ "$what" = dev ]; then touch "$venv/.stamp-dev"; fi

@@ -120,11 +120,14 @@ async def test_a_link_is_made_when_a_ticket_asks_for_it(make_worker: MakeWorker)
     await complete(handoff)
 
 
-async def test_a_link_that_a_change_of_roles_ends_is_closed_and_not_down(make_worker: MakeWorker) -> None:
+@pytest.mark.parametrize("leaves", [False, True], ids=["other role", "leaves"])
+async def test_a_link_that_a_change_of_pools_ends_is_closed_and_not_down(
+    make_worker: MakeWorker, leaves: bool
+) -> None:
     prefill, decode = await pair(make_worker)
     await prefill.linked()
     prefill.connects = False
-    prefill.meet(decode)
+    prefill.meet(*([] if leaves else [decode]))
     rank = prefill.ranks[0]
     await rank.expect(LinkReport, state="closed")
     rank.tell(TakeCensus())
