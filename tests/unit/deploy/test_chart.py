@@ -267,10 +267,18 @@ def test_helm_test_goes_through_the_secured_edge(render: Render) -> None:
     assert "$API_KEY" in script.partition("curl")[0]  # in a file, not among the arguments
 
 
-def test_metrics_are_scraped_from_every_router(render: Render) -> None:
-    monitor = render("--set", "monitoring.podMonitor.enabled=true", "--set", "cluster.router.replicas=2")
-    endpoints = monitor["PodMonitor", "test-tandem"]["spec"]["podMetricsEndpoints"]
-    assert [(each["port"], each["path"]) for each in endpoints] == [("http", "/metrics"), ("http-1", "/metrics")]
+@pytest.mark.parametrize(
+    ("kind", "endpoints"), [("PodMonitor", "podMetricsEndpoints"), ("ServiceMonitor", "endpoints")]
+)
+def test_metrics_are_scraped_from_every_router(render: Render, kind: str, endpoints: str) -> None:
+    value = f"{kind[0].lower()}{kind[1:]}"
+    manifests = render("--set", f"monitoring.{value}.enabled=true", "--set", "cluster.router.replicas=2")
+    spec = manifests[kind, "test-tandem"]["spec"]
+    assert [(each["port"], each["path"]) for each in spec[endpoints]] == [("http", "/metrics"), ("http-1", "/metrics")]
+    wanted = spec["selector"]["matchLabels"].items()
+    services = [each for (kind, _), each in manifests.items() if kind == "Service"]
+    chosen = [each["metadata"]["name"] for each in services if wanted <= each["metadata"]["labels"].items()]
+    assert chosen == ([] if kind == "PodMonitor" else ["test-tandem-headless"])
 
 
 def test_a_model_given_as_a_path_is_not_pulled(render: Render) -> None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT / "tests" / "data"
 OLDEST, NEWEST = "1.27", "1.37"
 RAY_CLUSTER = yaml.safe_load((DATA / "raycluster.schema.yaml").read_text())
-CUSTOM = {"RayCluster", "Certificate", "PodMonitor", "PrometheusRule", "HTTPRoute", "GRPCRoute"}
+CUSTOM = {"RayCluster", "Certificate", "PodMonitor", "ServiceMonitor", "PrometheusRule", "HTTPRoute", "GRPCRoute"}
 IMMUTABLE = {
     "Deployment": ("spec.selector",),
     "Service": ("spec.clusterIP",),
@@ -164,6 +164,7 @@ def test_an_upgrade_changes_nothing_that_kubernetes_forbids(
         ("service.httpPort=80", set()),
         ("networkPolicy.enabled=false", set()),
         ("monitoring.podMonitor.enabled=true", set()),
+        ("monitoring.serviceMonitor.enabled=true", set()),
         ("redis.valkey.image=valkey/valkey:9.1.3", {"test-tandem-valkey"}),
         ("podAnnotations.team=a", {"head", "nodes"}),
     ],
