@@ -32,7 +32,7 @@ def main() -> int:
         raw = pipeline.generate(inputs, config).perf_metrics.raw_metrics
         steps_us = [sum(step) for step in zip(raw.token_infer_durations, raw.sampling_durations, strict=True)]
         step_us = statistics.median(steps_us[1:]) if len(steps_us) > 1 else 0.0
-        print(json.dumps({"first_s": raw.m_times_to_first_token[0] / 1e3, "step_s": step_us / 1e6}), flush=True)
+        print(json.dumps({"first_s": raw.m_times_to_first_token[0] / 1e6, "step_s": step_us / 1e6}), flush=True)
     return 0
 
 
