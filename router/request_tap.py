@@ -8,7 +8,7 @@ Off until somebody listens; then bounded in listeners, in what waits for each of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -26,10 +26,14 @@ MIN_SALT_BYTES, MAX_SALT_BYTES = 16, 64
 _HASH_SHIFT = 2  # a trace's ids have 62 bits
 
 
+# What is told of a request, but for its hashes, and the blocks that they are of. Its prompt and answer are let go.
+_Ended = tuple[trace_pb2.LoggedRequest, Sequence[bytes]]
+
+
 @dataclass(slots=True, eq=False)
 class _Listener:
     model: str
-    waiting: asyncio.Queue[RequestRun] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING))
+    waiting: asyncio.Queue[_Ended] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING))
     lost: int = 0
 
 
@@ -47,7 +51,7 @@ class RequestTap:
             if listener.waiting.full():
                 listener.lost += 1
             else:
-                listener.waiting.put_nowait(run)
+                listener.waiting.put_nowait(_ended(run))
 
     async def listen(self, salt: bytes, model: str) -> AsyncGenerator[trace_pb2.LoggedRequest, None]:
         """Until it is closed. `model` empty: all. Raises InputError, OverloadedError."""
@@ -61,25 +65,28 @@ class RequestTap:
         self._listeners.add(listener)
         try:
             while True:
-                logged = _logged(await listener.waiting.get(), salt)
+                logged, blocks = await listener.waiting.get()
+                # Not here: the hashes of a long prompt take milliseconds.
+                logged.block_hashes.extend(await asyncio.to_thread(_hashes, blocks, salt))
                 logged.lost, listener.lost = listener.lost, 0
                 yield logged
         finally:
             self._listeners.discard(listener)
 
 
-def _logged(run: RequestRun, salt: bytes) -> trace_pb2.LoggedRequest:
+def _ended(run: RequestRun) -> _Ended:
     request = run.request
-    return trace_pb2.LoggedRequest(
+    logged = trace_pb2.LoggedRequest(
         model=request.model,
         received_unix_s=run.trace.received_unix_s,
         prompt_tokens=request.prompt_tokens,
         output_tokens=run.answer_tokens,
         block_tokens=request.block_tokens,
-        block_hashes=[
-            int.from_bytes(blake2b(each, key=salt, digest_size=8).digest()) >> _HASH_SHIFT
-            for each in request.block_hashes[:MAX_BLOCKS]
-        ],
         priority=run.terms.priority,
         tenant=run.terms.tenant,
     )
+    return logged, request.block_hashes[:MAX_BLOCKS]
+
+
+def _hashes(blocks: Sequence[bytes], salt: bytes) -> list[int]:
+    return [int.from_bytes(blake2b(each, key=salt, digest_size=8).digest()) >> _HASH_SHIFT for each in blocks]

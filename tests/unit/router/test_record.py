@@ -12,7 +12,7 @@ import pytest
 from cluster.commands.record import Recorded, note
 from planner.traces.read import read_trace
 from router.edge_traces import SECRET_KEY
-from router.request_tap import MAX_LISTENERS, MAX_WAITING
+from router.request_tap import MAX_LISTENERS, MAX_WAITING, RequestTap
 from router.testing import until
 from tandem.v1 import trace_pb2, trace_pb2_grpc
 
@@ -88,18 +88,21 @@ async def test_a_request_that_was_not_answered_is_told_but_is_no_row(cluster: An
     assert (logged.output_tokens, seen.requests, seen.unanswered) == (0, 0, 1)
 
 
-async def test_a_listener_that_reads_too_slowly_costs_nothing_but_its_own_requests(cluster: Any) -> None:
+async def test_a_listener_that_reads_too_slowly_costs_nothing_but_its_own_requests(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tap = cluster.app.dispatcher.tap
     listen = tap.listen(SALT, "")
     reading = asyncio.ensure_future(anext(listen))
     await until(lambda: len(tap._listeners) == 1)
     await ask(cluster, "hi")
     await reading
+    runs: list[Any] = []
+    monkeypatch.setattr(tap, "ended", runs.append)
     await ask(cluster, "hi")
-    (listener,) = tap._listeners
-    run = listener.waiting.get_nowait()
+    await until(lambda: bool(runs))
     for _ in range(MAX_WAITING + 9):
-        tap.ended(run)
+        RequestTap.ended(tap, runs[0])
     assert (await anext(listen)).lost == 9
     assert (await anext(listen)).lost == 0
     await listen.aclose()
