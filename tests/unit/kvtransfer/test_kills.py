@@ -15,7 +15,8 @@ import pytest
 from kvtransfer.agent import HUNG_EXIT_CODE
 from kvtransfer.control import CloseReceive, LinkReport, ReceiveClosed, SendFailed, SetPeers
 from kvtransfer.testing import FakeWorker, Handoff
-from kvtransfer.testing_cluster import FakeCluster, Half, Member
+from kvtransfer.testing_cluster import FakeCluster
+from kvtransfer.testing_member import Half, Member
 from tandem.testing import FaultSettings
 
 Soak = Callable[[int, int], int]

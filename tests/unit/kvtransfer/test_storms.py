@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kvtransfer.testing_agent import faults_of
-from kvtransfer.testing_cluster import FakeCluster, Member
+from kvtransfer.testing_cluster import FakeCluster
+from kvtransfer.testing_member import Member
 from tandem.testing import FaultSettings
 
 Soak = Callable[[int, int], int]
@@ -125,7 +126,8 @@ async def test_blocks_of_cancelled_handoffs_are_neither_written_nor_read_late(
     """Half are cancelled and their blocks are reused at once; the pools are so small that reuse is immediate."""
     count = soak(1000, 150 if transport == "mapped" else 40)
     slow = faulty(FaultSettings(seed=4, rate=0.3, kinds=("delay",), points=("place", "fetch", "push"), delay_s=0.004))
-    await pair(cluster, transport=transport, num_blocks=4 * 7, prefill=slow, decode=slow)
+    prefill, _ = await pair(cluster, transport=transport, num_blocks=4 * 7, prefill=slow, decode=slow)
+    await prefill.linked()
     choose = random.Random(5)
 
     async def one(number: int) -> None:
@@ -160,6 +162,7 @@ async def test_two_directions_under_full_load_grow_nothing(cluster: FakeCluster,
     load_s = soak(300, 3)
     options: dict[str, Any] = {"num_blocks": 16 * CONCURRENT, "connects": True, "ttl_s": 5.0}
     members = [await cluster.start(name, **options) for name in ("decode-0", "decode-1")]
+    await asyncio.gather(*(member.linked() for member in members))
     ways = [("decode-0", "decode-1"), ("decode-1", "decode-0")]
     number = 0
 
