@@ -38,6 +38,7 @@ class Answers:
         self._choices = choices
         self._finals: list[Final | None] = [None] * len(submitted)
         self._waiting = list(range(len(submitted)))  # answers that have not ended
+        self.has_failed = False  # behind what was taken waits an error
 
     @property
     def ended(self) -> bool:
@@ -57,11 +58,15 @@ class Answers:
         try:
             for index in self._waiting:
                 stream = self.submitted[index].stream
-                pieces = stream.take()
-                final = self._finals[index] = stream.final if stream.has_ended else None
-                if pieces or final is not None:
-                    arrivals.append(Arrival(index, pieces, final))
-                    has_final = has_final or final is not None
+                pieces, final = stream.take(), stream.final
+                if final is not None:
+                    self._finals[index] = final
+                    has_final = True
+                elif not pieces:
+                    continue
+                elif stream.has_failed:
+                    self.has_failed = True
+                arrivals.append(Arrival(index, pieces, final))
         except TandemError:
             self.cancel()
             raise

@@ -11,6 +11,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
+from router.answers import Submitted
 from router.auth.call import Call
 from router.auth.grpc_gate import GrpcGate, call_of
 from router.call_limit import CallLimit
@@ -24,7 +25,6 @@ from router.openai_schema import MAX_MESSAGES
 from router.output import Final, OutToken, Piece
 from router.request import MAX_CACHE_SALT_CHARS, Message, RawRequest, RawSampling
 from router.service import RouterService
-from router.terms import Terms
 from tandem.config import Role
 from tandem.errors import InputError, PortInUse
 from tandem.oip.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
@@ -53,34 +53,23 @@ class InferenceEdge(InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         with self._limit:
-            async for response in self._generate(request, call_terms(self._service, context)):
-                yield response
-
-    async def _generate(self, request: pb.GenerateRequest, terms: Terms) -> AsyncIterator[pb.GenerateResponse]:
-        stream = None
-        try:
+            terms = call_terms(self._service, context)
             raw = self._parse(request, terms.call)
             submitted = await self._service.submit(raw, terms, model_required=False)
             stream = submitted.stream
-            yield pb.GenerateResponse(
-                started=pb.Started(
-                    request_id=submitted.request.request_id,
-                    model=submitted.model.name,
-                    prompt_tokens=submitted.request.prompt_tokens,
-                )
-            )
-            prompt_told = False
-            async for pieces in stream:
-                for piece in pieces:
-                    chunk = _chunk(piece)
-                    if not prompt_told:
-                        chunk.prompt_logprobs.extend(stream.prompt_scores)
-                        prompt_told = True
-                    yield pb.GenerateResponse(chunk=chunk)
-            if stream.final is not None:
-                yield pb.GenerateResponse(finished=_finished(stream.final))
-        finally:
-            if stream is not None:
+            try:
+                yield _started(submitted)
+                prompt_told = False
+                while pieces := await stream.next():
+                    for piece in pieces:
+                        response = _chunk(piece)
+                        if not prompt_told:
+                            response.chunk.prompt_logprobs.extend(stream.prompt_scores)
+                            prompt_told = True
+                        yield response
+                if stream.final is not None:
+                    yield pb.GenerateResponse(finished=_finished(stream.final))
+            finally:
                 stream.cancel()  # the client's cancellation and deadline end up here
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
@@ -162,12 +151,24 @@ def _sampling(given: pb.SamplingParams) -> RawSampling:
     )
 
 
-def _chunk(piece: Piece) -> pb.Chunk:
-    return pb.Chunk(
-        text=piece.text,
-        token_ids=[token.token_id for token in piece.tokens],
-        logprobs=[_logprobs(token) for token in piece.tokens if token.logprob is not None],
+def _started(submitted: Submitted) -> pb.GenerateResponse:
+    request = submitted.request
+    started = pb.Started(
+        request_id=request.request_id, model=submitted.model.name, prompt_tokens=request.prompt_tokens
     )
+    return pb.GenerateResponse(started=started)
+
+
+def _chunk(piece: Piece) -> pb.GenerateResponse:
+    """Filled in place, which takes a third of the time: there is one for every token."""
+    response = pb.GenerateResponse()
+    chunk = response.chunk
+    chunk.text = piece.text
+    for token in piece.tokens:
+        chunk.token_ids.append(token.token_id)
+        if token.logprob is not None:
+            chunk.logprobs.append(_logprobs(token))
+    return response
 
 
 def _logprobs(token: OutToken) -> pb.TokenLogprobs:

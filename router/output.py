@@ -118,8 +118,8 @@ class ResponseStream:
         self._on_cancel = on_cancel
         self._pieces: list[Piece] = []
         self._error: TandemError | None = None
-        self._arrived = asyncio.Event()
-        self._wake: Callable[[], None] = self._arrived.set
+        self._waiting: asyncio.Future[None] | None = None  # of `next`
+        self._wake: Callable[[], None] = self._wake_next
 
     def wake_with(self, wake: Callable[[], None]) -> None:
         """Calls `wake` from now on when something has come: one reader can then wait for several streams."""
@@ -135,9 +135,9 @@ class ResponseStream:
         return []
 
     @property
-    def has_ended(self) -> bool:
-        """Everything was taken, and the request was answered."""
-        return self.final is not None and not self._pieces
+    def has_failed(self) -> bool:
+        """`take` will raise when it has given out all else."""
+        return self._error is not None
 
     def put(self, piece: Piece) -> bool:
         """False when the reader has left too much unread."""
@@ -158,13 +158,18 @@ class ResponseStream:
         if self.final is None and self._error is None:
             self._on_cancel()
 
+    async def next(self) -> list[Piece]:
+        """Waits for what comes next, and takes all there is; empty: it was the end. Raises as `take`. One reader."""
+        while not (pieces := self.take()) and self.final is None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        return pieces
+
+    def _wake_next(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         """All pieces there are, each time; ends after the last. Raises the TandemError that ended the request."""
-        while True:
-            if pieces := self.take():
-                yield pieces
-                continue
-            if self.final is not None:
-                return
-            self._arrived.clear()
-            await self._arrived.wait()
+        while pieces := await self.next():
+            yield pieces

@@ -114,8 +114,9 @@ class _Pump:
         """All that has come, and the end when that has come too: an error is told only after what came before it."""
         events: list[bytes] = []
         try:
-            while not self._answers.ended and (arrivals := self._answers.take()):
-                events += self._form.events(arrivals)
+            events += self._form.events(self._answers.take())
+            if self._answers.has_failed:
+                self._answers.take()
             if self._answers.ended:
                 events += self._form.end()
                 self.ended.set_result(None)
