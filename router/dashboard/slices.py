@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,7 @@ LEAST_S = 50e-6
 GROWTH = 1.15  # of the buckets' bounds: a percentile is off by 7 % at most
 QUANTILES = (0.5, 0.9, 0.99)
 
-_PER_LOG = 1.0 / math.log(GROWTH)
-_LOG_LEAST = math.log(LEAST_S)
+_BOUNDS = [LEAST_S * GROWTH**power for power in range(BUCKETS - 1)]
 
 
 class Latency(IntEnum):
@@ -40,9 +40,7 @@ class Count(IntEnum):
 
 def bucket_of(seconds: float) -> int:
     """The first bucket holds everything up to LEAST_S, the last everything beyond the others."""
-    if seconds <= LEAST_S:
-        return 0
-    return min(BUCKETS - 1, 1 + int((math.log(seconds) - _LOG_LEAST) * _PER_LOG))
+    return bisect_left(_BOUNDS, seconds)
 
 
 def quantile(buckets: Sequence[int], share: float) -> float | None:
