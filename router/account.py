@@ -29,6 +29,7 @@ class Account:
     unreported_tokens: int = 0
     unreported_blocks: int = 0
     _unreported: set[Charge] = field(default_factory=set)
+    _seen_frames: int = field(default=0, compare=False)
 
     def add(self, charge: Charge) -> None:
         self.requests += 1
@@ -52,6 +53,9 @@ class Account:
 
     def seen(self, frames: int) -> None:
         """The worker's report knows of the session's first `frames` frames."""
+        if frames == self._seen_frames:  # asked for every decision; what was sent since has a higher number
+            return
+        self._seen_frames = frames
         for charge in [each for each in self._unreported if each.frame is not None and each.frame <= frames]:
             self._reported(charge)
 

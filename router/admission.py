@@ -145,6 +145,8 @@ class Admission(Generic[Item]):
 
     def in_the_way(self) -> list[Item]:
         """Batch prompts longer than a dispatch budget that are being prefilled while others wait."""
+        if not any(line.batch_tokens and line.first for line in self._lines.values()):
+            return []
         return [
             item
             for item, each in self._prefilling.items()

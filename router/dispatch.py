@@ -79,6 +79,7 @@ class Dispatcher:
         self._in_flight = InFlightPrefills(clock)
         self._running: dict[RequestRun, list[tuple[Worker, Charge]]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._pump_due = False
         self.draining = False
         self._closed = False
         self._placed = 0
@@ -206,10 +207,11 @@ class Dispatcher:
 
     def _too_long(self, run: RequestRun) -> bool:
         """Refuses a prompt that no decode worker there is could ever hold."""
-        workers = self.fleet.ready(run.request.model, Role.DECODE)
-        if not workers or self._views(run, workers, {}):
+        needed = _blocks_needed(run)
+        sizes = [worker.total_blocks for worker in self.fleet.ready(run.request.model, Role.DECODE)]
+        if not sizes or any(size >= needed or not size for size in sizes):
             return False
-        most = max(worker.candidate(0).total_blocks for worker in workers) * run.request.block_tokens - 1
+        most = max(sizes) * run.request.block_tokens - 1
         limit = f"expected at most {most} tokens (a worker's KV blocks), got {run.prefill_tokens}"
         if run.answer_tokens:  # the worker that had room for it is gone
             run.reject(KvExhausted(f"prompt and answer so far: {limit}; a retry may succeed", retry_after_s=1.0))
@@ -218,7 +220,7 @@ class Dispatcher:
         return True
 
     def _views(self, run: RequestRun, workers: list[Worker], cached: dict[WorkerKey, int]) -> list[Candidate]:
-        needed = blocks_for(run.prefill_tokens + 1, run.request.block_tokens)  # and a token to answer with
+        needed = _blocks_needed(run)
         views = [worker.candidate(cached.get(worker.key, 0) * run.request.block_tokens) for worker in workers]
         return [view for view in views if view.total_blocks >= needed or not view.total_blocks]
 
@@ -250,7 +252,7 @@ class Dispatcher:
                 continue
             target = self.fleet.worker(choice.worker_id, choice.epoch)
             if target is not None and run.move_to(target):
-                charge = Charge(0, blocks_for(run.prefill_tokens + 1, run.request.block_tokens))
+                charge = Charge(0, _blocks_needed(run))
                 target.account.add(charge)
                 self._running[run].append((target, charge))
 
@@ -358,7 +360,7 @@ class Dispatcher:
     # ---- accounts
 
     def _charge(self, run: RequestRun, decode: Worker, prefill: Worker | None, tokens: int) -> None:
-        blocks = blocks_for(run.prefill_tokens + 1, run.request.block_tokens)
+        blocks = _blocks_needed(run)
         charges = [(decode, Charge(tokens if prefill is None else 0, blocks))]
         if prefill is not None:
             charges.append((prefill, Charge(tokens, blocks)))
@@ -394,8 +396,15 @@ class Dispatcher:
     # ---- time
 
     def _pump_soon(self) -> None:
-        """Not at once: we may be inside the handling of a frame that has more to say."""
-        asyncio.get_running_loop().call_soon(self.pump)
+        """Once for all that comes in one turn of the event loop, and not at once: we may be inside the handling of a
+        frame that has more to say."""
+        if not self._pump_due:
+            self._pump_due = True
+            asyncio.get_running_loop().call_soon(self._pump_now)
+
+    def _pump_now(self) -> None:
+        self._pump_due = False
+        self.pump()
 
     def _set_timer(self, now_s: float) -> None:
         if self._timer is not None:
@@ -406,6 +415,10 @@ class Dispatcher:
             due_s = min(due_s or math.inf, now_s + MOVE_RETRY_S)
         if due_s is not None and not self._closed:
             self._timer = asyncio.get_running_loop().call_later(max(0.001, due_s - now_s), self.pump)
+
+
+def _blocks_needed(run: RequestRun) -> int:
+    return blocks_for(run.prefill_tokens + 1, run.request.block_tokens)  # and a token to answer with
 
 
 def _tell_call(run: RequestRun, error: TandemError | None) -> None:

@@ -48,10 +48,16 @@ class Worker:
         reported = load.running_requests + load.waiting_requests + load.reserved_requests
         return reported + self.account.unreported_requests
 
+    @property
+    def total_blocks(self) -> int:
+        """Of its KV pool; 0: it has not said."""
+        load = self.link.load
+        return (load.blocks.total if load is not None else 0) or self.link.info.total_blocks
+
     def candidate(self, cached_tokens: int) -> Candidate:
         load, account = self.link.load or worker_pb2.WorkerLoad(), self.account
         running = self.running_requests  # first: it takes note of what the report knows
-        total = load.blocks.total or self.link.info.total_blocks
+        total = self.total_blocks
         free = load.blocks.free + load.blocks.cached if load.HasField("blocks") else total
         return Candidate(
             worker_id=self.key.worker_id,

@@ -60,7 +60,9 @@ class InFlightPrefills:
         found, now_s = dict(cached), self._clock.now_s()
         for _, entry in zip(range(MAX_COMPARED), reversed(line), strict=False):
             if entry.until_s is None or entry.until_s > now_s:
-                found[entry.worker] = max(found.get(entry.worker, 0), _shared(entry.hashes, hashes))
+                known = found.get(entry.worker, 0)
+                if _shares_more(entry.hashes, hashes, known):
+                    found[entry.worker] = _shared(entry.hashes, hashes)
         return found
 
     def __len__(self) -> int:
@@ -82,6 +84,11 @@ class InFlightPrefills:
             line.remove(oldest)
             if not line:
                 del self._by_first_block[oldest.hashes[0]]
+
+
+def _shares_more(a: Sequence[BlockHash], b: Sequence[BlockHash], blocks: int) -> bool:
+    """Than so many leading blocks: one comparison tells, and most prompts share no more than the one before."""
+    return blocks < min(len(a), len(b)) and a[blocks] == b[blocks]
 
 
 def _shared(a: Sequence[BlockHash], b: Sequence[BlockHash]) -> int:

@@ -68,6 +68,7 @@ class RequestRun:
         self._meter = PaceMeter()
         self._wire_id = ""
         self._names = WireNames(self)
+        self._asked: worker_pb2.Work | None = None  # of the decode worker; the prefill worker is asked for the same
         self._mover = Mover(self, self._names, host)
         self._account = RunAccount.open(self.waiting_since_s)
 
@@ -133,7 +134,8 @@ class RequestRun:
     def _reserve(self, decode: Worker, prefill: Worker) -> None:
         self.trace.begin(self._wire_id, prefill.key.worker_id, decode.key.worker_id, self._clock.now_s())
         self._names.attach(decode, self._wire_id)
-        frames.reserve(decode, self._work(), prefill)
+        self._asked = self._work()
+        frames.reserve(decode, self._asked, prefill)
         self._host.sent(self, decode)
 
     def _work(self) -> worker_pb2.Work:
@@ -173,7 +175,8 @@ class RequestRun:
             self._account.cached_decode = reserved.ticket.cached_tokens
         self.lifecycle.start_prefill()
         self._names.attach(prefill, self._wire_id)
-        frames.prefill(prefill, self._work(), reserved.ticket)
+        frames.prefill(prefill, self._asked or self._work(), reserved.ticket)
+        self._asked = None
         self._host.sent(self, prefill)
 
     def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:

@@ -81,7 +81,7 @@ class RouterService:
     ) -> Submitted:
         """Raises InputError, OverloadedError, UnavailableError, DeadlineExceeded; what fails later comes out of the
         stream."""
-        model, request = await self._parse(raw, terms, model_required)
+        model, request = await self._parse(raw, terms, model_required, new_request_id())
         self._check_limits([request], terms)
         stream = self.dispatcher.submit(model, request, terms)
         self._took([request], terms)
@@ -94,14 +94,14 @@ class RouterService:
 
         Choice i draws with the request's seed + i, so the first is what it would be alone.
         """
-        parsed = [await self._parse(raw, terms, model_required=True) for raw in raws]
+        total = len(raws) * choices
+        parsed = [await self._parse(raw, terms, model_required=True, request_id=request_id) for raw in raws]
         self._check_limits([request for _, request in parsed], terms)
-        total = len(parsed) * choices
         submitted: list[Submitted] = []
         try:
             for number in range(total):
                 model, first = parsed[number // choices]
-                request = _choice(first, number % choices, request_id if total == 1 else f"{request_id}-{number}")
+                request = first if total == 1 else _choice(first, number % choices, f"{request_id}-{number}")
                 submitted.append(Submitted(request, model, self.dispatcher.submit(model, request, terms)))
         except TandemError:
             for each in submitted:
@@ -111,14 +111,14 @@ class RouterService:
         return Answers(request_id, submitted, choices)
 
     async def _parse(
-        self, raw: RawRequest, terms: Terms | None, model_required: bool
+        self, raw: RawRequest, terms: Terms | None, model_required: bool, request_id: str
     ) -> tuple[ServingModel, ValidRequest]:
         try:
             model = self.model(raw.model, None if terms is None else terms.call, required=model_required)
             limit = self.dispatcher.fleet.max_model_tokens(model.name)
             salt = self.calls.cache_salt(terms, raw.cache_salt)
             return model, await model.parse(
-                raw, self.executor, max_model_tokens=limit, request_id=new_request_id(), cache_salt=salt
+                raw, self.executor, max_model_tokens=limit, request_id=request_id, cache_salt=salt
             )
         except InputError as error:
             self.rejected(raw.model, error)

@@ -121,7 +121,7 @@ class PrefixMirror:
         found: dict[WorkerKey, int] = {}
         left = self._everybody
         start, end = 0, MATCH_BLOCKS
-        while start < len(hashes):
+        while left and start < len(hashes):
             keys = words_of(b"".join(hashes[start:end]))
             for at, owners in self._table.owners(keys):
                 ended = left & ~owners
