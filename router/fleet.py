@@ -19,6 +19,7 @@ from tandem.v1 import cluster_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
+_NO_LOAD = worker_pb2.WorkerLoad()  # of a worker that has reported none; never changed
 ROLES = {cluster_pb2.ROLE_PREFILL: Role.PREFILL, cluster_pb2.ROLE_DECODE: Role.DECODE}
 
 
@@ -44,18 +45,17 @@ class Worker:
     def running_requests(self) -> int:
         """Running or about to, whichever router they came from: its report, and what of ours it cannot know of yet."""
         self.account.seen(self.link.seen_frames)
-        load = self.link.load or worker_pb2.WorkerLoad()
+        load = self.link.load or _NO_LOAD
         reported = load.running_requests + load.waiting_requests + load.reserved_requests
         return reported + self.account.unreported_requests
 
     @property
     def total_blocks(self) -> int:
         """Of its KV pool; 0: it has not said."""
-        load = self.link.load
-        return (load.blocks.total if load is not None else 0) or self.link.info.total_blocks
+        return (self.link.load or _NO_LOAD).blocks.total or self.link.info.total_blocks
 
     def candidate(self, cached_tokens: int) -> Candidate:
-        load, account = self.link.load or worker_pb2.WorkerLoad(), self.account
+        load, account = self.link.load or _NO_LOAD, self.account
         running = self.running_requests  # first: it takes note of what the report knows
         total = self.total_blocks
         free = load.blocks.free + load.blocks.cached if load.HasField("blocks") else total
