@@ -23,7 +23,8 @@ import yaml
 
 from cluster import embedded_redis
 from tandem.config import DEMO_MODEL
-from tandem.model_store import cache_dir, pull
+from tandem.cache import cache_dir
+from tandem.model_store import pull
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]
 
