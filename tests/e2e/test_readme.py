@@ -332,7 +332,8 @@ def hub(tmp_path: Path) -> Iterator[str]:
 
 def test_a_model_is_pulled_from_the_hub_and_served(hub: str, environment: dict[str, str], tmp_path: Path) -> None:
     pull, serve = marked("hub")
-    with_hub = {**environment, **NO_RAY, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}
+    hub_of = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}
+    with_hub = environment | NO_RAY | hub_of
     run(["bash", "-euo", "pipefail", "-c", pull.code], with_hub)
     with cluster_started_by(serve, with_hub, tmp_path / "log"):
         status = answer_and_status(with_hub)

@@ -38,6 +38,7 @@ SCRIPT = textwrap.dedent(
         await two.start(start)
         (first,), (second,) = await one.processes(), await two.processes()
         assert not gone(first.pid) and not gone(second.pid)
+        assert psutil.Process(first.pid).nice() == os.nice(0)
         ending = asyncio.create_task(one.wait_end())
         await asyncio.sleep(0.2)
         os.kill(psutil.Process(first.pid).ppid(), signal.SIGKILL)  # the actor itself
