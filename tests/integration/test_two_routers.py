@@ -212,7 +212,7 @@ async def test_each_router_sees_what_the_other_gave_the_workers_at_any_length(wo
     await within(CONVERGED_S, lambda: world.same_load(*ROLES), "at rest again")
 
 
-@pytest.mark.parametrize("silent", [False, True], ids=["cut", "silent"])
+@pytest.mark.parametrize("silent", [False, pytest.param(True, marks=pytest.mark.soak_only)], ids=["cut", "silent"])
 async def test_a_router_without_redis_goes_on_and_knows_everything_soon_after(world: World, silent: bool) -> None:
     before = [random_prompt(320, VOCAB, n + 100 * silent) for n in range(3)]
     expected = [await world.ask(0, prompt, GREEDY) for prompt in before]
@@ -234,7 +234,7 @@ async def test_a_router_without_redis_goes_on_and_knows_everything_soon_after(wo
     assert len(world.apps[1].mirror) > known
 
 
-@pytest.mark.parametrize("silent", [False, True], ids=["cut", "silent"])
+@pytest.mark.parametrize("silent", [pytest.param(False, marks=pytest.mark.soak_only), True], ids=["cut", "silent"])
 async def test_a_router_cut_off_from_a_worker_goes_on_with_the_others_and_finds_it_again(
     world: World, silent: bool, reference_for: Any
 ) -> None:
