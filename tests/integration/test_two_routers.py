@@ -30,6 +30,7 @@ from tandem.testing import random_prompt, write_tiny_llama
 from tandem.testing_net import TcpProxy, tcp_proxy
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from worker.testing import WorkerSession, assert_conserved, open_session
+from worker.testing_fork import ForkServer
 from worker.testing_live import Directory, Workers, workers
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one set of workers serves all
@@ -137,14 +138,14 @@ async def router(number: int, model_dir: Path, controller_address: str, redis_ur
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running_world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+async def running_world(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> AsyncIterator[World]:
     folder = tmp_path_factory.mktemp("w")
     model_dir = write_tiny_llama(folder / "tiny", vocab=VOCAB, seed=1, scale=2.0)
     redis = Server(folder)
     redis.start()
     try:
         async with AsyncExitStack() as stack:
-            running = await stack.enter_async_context(workers(folder, redis.url))
+            running = await stack.enter_async_context(workers(folder, redis.url, forks))
             model = ModelSpec(source=str(model_dir), engine=ENGINE)
             infos = await asyncio.gather(
                 *(running.start(name, role, model, TransferSpec()) for name, role in ROLES.items())
