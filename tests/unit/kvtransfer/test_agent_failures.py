@@ -33,7 +33,7 @@ from kvtransfer.testing import FakeModel, FakeRank, FakeWorker, Handoff
 from tandem.testing import FaultSettings
 
 MakeWorker = Callable[..., FakeWorker]
-QUICK_S = 5.0  # of deadlines of 30 s; a busy machine may take seconds
+QUICK_S = 15.0  # of deadlines of 30 s; a busy machine may take seconds
 
 
 def faulty(point: str, kind: str, *, delay_s: float = 0.0) -> tuple[str, ...]:

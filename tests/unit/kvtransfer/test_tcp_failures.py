@@ -41,7 +41,7 @@ from tandem.channel import encode
 
 MakeWorker = Callable[..., FakeWorker]
 Authority = Callable[[str], Any]
-QUICK_S = 5.0  # of deadlines of 30 s; a busy machine may take seconds
+QUICK_S = 15.0  # of deadlines of 30 s; a busy machine may take seconds
 IDLE_S = 1.0
 LARGE = FakeModel(layers=8, kv_heads=8, block_tokens=16, head_dim=128)  # 1 MiB for each block
 
@@ -90,7 +90,7 @@ class HandSender:
     async def answer(self) -> Header:
         """The next frame that is not a sign of life."""
         while True:
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(QUICK_S):
                 frame = await self.stream.receive()
             assert frame is not None
             if frame[0].type is not FrameType.BEAT:
@@ -355,7 +355,7 @@ async def test_a_client_without_our_certificate_is_not_answered(
         context.load_cert_chain(theirs["cert"], theirs["key"])
 
     def knock() -> bytes:
-        raw = socket.create_connection(split_address(decode.where[0].tcp_address), timeout=5.0)
+        raw = socket.create_connection(split_address(decode.where[0].tcp_address), timeout=QUICK_S)
         with context.wrap_socket(raw) as wrapped:
             wrapped.sendall(encode(Welcome("", 0, 0, True)))
             return wrapped.recv(1)
