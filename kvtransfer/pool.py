@@ -9,9 +9,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,14 @@ from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from tandem.kvcache.layout import KvPoolLayout
 
 Bytes = npt.NDArray[np.uint8]
-STREAM_BYTES = 512 << 10   # pool to pool: the C library copies past the cache (agent_env), and the source stays in it
-STAGE_BYTES = 256 << 10  # into and out of buffers that are read next: half of a core's second-level cache
+
+
+class Copier(Protocol):
+    """Sees the parts of a piece in canonical order as it copies them."""
+
+    def copy(self, target: Bytes, source: Bytes, *, past_cache: bool) -> None:
+        """Two parts of one shape. `past_cache`: the target is not read soon, and its old bytes need not be fetched."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,25 +104,13 @@ class PoolMap:
         """Writes what `pack` made into the span."""
         self.cursor(span).write(data)
 
-    def copy_from(
-        self, source: PoolMap, read: Span, write: Span, copied: Callable[[Bytes], None] | None = None
-    ) -> None:
-        """Copies the same piece out of another pool; `read` and `write` have the same shape. `copied` sees each part
-        of the source right after it was copied, in canonical order: the CPU's cache still holds it."""
+    def copy_from(self, source: PoolMap, read: Span, write: Span, copier: Copier | None = None) -> None:
+        """Copies the same piece out of another pool; `read` and `write` have the same shape."""
         full = full_blocks(self.layout, write)
-        pairs = [
-            (self._run(write, start, end), source._run(read, start, end))
-            for start, end in runs(write.block_ids[:full], read.block_ids[:full])
-        ]
+        for start, end in runs(write.block_ids[:full], read.block_ids[:full]):
+            _copy(self._run(write, start, end), source._run(read, start, end), copier, past_cache=True)
         if full < len(write.block_ids):
-            pairs.append((self._tail(write), source._tail(read)))
-        for pair in pairs:
-            if copied is None:
-                np.copyto(*pair)
-                continue
-            for target_part, source_part in _chunks(*pair, STREAM_BYTES):
-                np.copyto(target_part, source_part)
-                copied(source_part)
+            _copy(self._tail(write), source._tail(read), copier, past_cache=True)
 
     def _run(self, span: Span, start: int, end: int) -> Bytes:
         first = span.block_ids[start]
@@ -148,25 +143,19 @@ class Cursor:
     def __init__(self, parts: Iterable[Bytes]) -> None:
         self._rest = list(parts)[::-1]  # the next one last
 
-    def read(self, out: Bytes, seen: Callable[[Bytes], None] | None = None) -> None:
-        """The next `out.size` bytes. `seen` gets each part of `out` while the CPU's cache holds it."""
-        for staged in _strips(out):
-            offset = 0
-            for part in self._take(staged.size):
-                np.copyto(staged[offset : offset + part.size].reshape(part.shape), part)
-                offset += part.size
-            if seen is not None:
-                seen(staged)
+    def read(self, out: Bytes, copier: Copier | None = None) -> None:
+        """The next `out.size` bytes."""
+        offset = 0
+        for part in self._take(out.size):
+            _copy(out[offset : offset + part.size].reshape(part.shape), part, copier, past_cache=False)
+            offset += part.size
 
-    def write(self, data: Bytes, seen: Callable[[Bytes], None] | None = None) -> None:
-        """Into the next `data.size` bytes. `seen` gets each part of `data` while the CPU's cache holds it."""
-        for staged in _strips(data):
-            if seen is not None:
-                seen(staged)
-            offset = 0
-            for part in self._take(staged.size):
-                np.copyto(part, staged[offset : offset + part.size].reshape(part.shape))
-                offset += part.size
+    def write(self, data: Bytes, copier: Copier | None = None) -> None:
+        """Into the next `data.size` bytes."""
+        offset = 0
+        for part in self._take(data.size):
+            _copy(part, data[offset : offset + part.size].reshape(part.shape), copier, past_cache=False)
+            offset += part.size
 
     def _take(self, size: int) -> Iterator[Bytes]:
         """Views of the next `size` bytes; as many must be left."""
@@ -186,27 +175,11 @@ class Cursor:
                 self._rest += [part[count:], first] if count < len(part) else [first]
 
 
-def _strips(data: Bytes) -> Iterator[Bytes]:
-    for start in range(0, data.size, STAGE_BYTES):
-        yield data[start : start + STAGE_BYTES]
-
-
-def _chunks(a: Bytes, b: Bytes, size: int) -> Iterator[tuple[Bytes, Bytes]]:
-    """Two arrays of one shape in parts of about `size` bytes, in order: flat where both are contiguous, else along
-    the first axis that makes parts small enough."""
-    if a.nbytes <= size:
-        yield a, b
-    elif a.flags.c_contiguous and b.flags.c_contiguous:
-        a, b = a.reshape(-1), b.reshape(-1)
-        for start in range(0, a.size, size):
-            yield a[start : start + size], b[start : start + size]
-    elif a[0].nbytes >= size:
-        for each_a, each_b in zip(a, b, strict=True):
-            yield from _chunks(each_a, each_b, size)
+def _copy(target: Bytes, source: Bytes, copier: Copier | None, *, past_cache: bool) -> None:
+    if copier is None:
+        np.copyto(target, source)
     else:
-        step = size // a[0].nbytes
-        for start in range(0, len(a), step):
-            yield a[start : start + step], b[start : start + step]
+        copier.copy(target, source, past_cache=past_cache)
 
 
 def check_span(layout: KvPoolLayout, span: Span) -> None:

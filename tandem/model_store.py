@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 import re
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tandem.cache import cache_dir
 from tandem.config import DEMO_MODEL
 from tandem.errors import CheckpointError, ConfigError, InsufficientMemory
 from tandem.model_config import ModelConfig
@@ -61,14 +61,6 @@ PACKAGED: Final = {
 
 def quiet(_: str) -> None:
     """Progress that nobody watches."""
-
-
-def cache_dir() -> Path:
-    """`TANDEM_CACHE`, or `tandem` in the user's cache folder."""
-    own = os.environ.get("TANDEM_CACHE")
-    if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 
 
 def pull(source: str, *, progress: Progress = quiet) -> Path:

@@ -25,11 +25,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-import xxhash
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
-from kvtransfer.digest import digest_of, digest_of_bytes, feeder
+from kvtransfer.digest import Digest, digest_of, digest_of_bytes, start_digest
 from kvtransfer.handshake import Own, Welcome
 from kvtransfer.liveness import STALL_S
 from kvtransfer.piece import FrameType, Header, Piece, as_int8
@@ -153,6 +152,7 @@ class GroupSender:
         self._host, _ = split_address(peer_address)
         self._device = torch.device(device)
         self._int8 = int8
+        self._grain_bytes = _grain_bytes(own, int8=int8)
         self._group: Group | None = None
         self._digests = True
         self._buffers = Buffers()
@@ -199,14 +199,14 @@ class GroupSender:
             return digest_of(pool, read)
 
     def _send(self, group: Group, size_in_pool: int, span: Span, form: Format, number: int | None) -> None:
-        hasher = xxhash.xxh3_64()
+        digest = start_digest(form.payload_bytes, self._grain_bytes) if form.follows else None
         with self._own.pool.on_host(span, write=False) as (pool, read):
             cursor = Cursor([quantise(pool.pack(read, size_in_pool), pool.layout)]) if self._int8 else pool.cursor(read)
             for payload, size in form.messages():
                 message = self._buffers.next(size)
-                cursor.read(message[:payload], feeder(hasher) if form.follows else None)
-                if size > payload and number is not None:
-                    _TRAILER.pack_into(message.data, payload, hasher.intdigest() ^ number)
+                cursor.read(message[:payload], digest)
+                if digest is not None and number is not None and size > payload:
+                    _TRAILER.pack_into(message.data, payload, digest.value() ^ number)
                 self._buffers.in_use(group.send(message))
 
     async def settle(self) -> None:
@@ -274,7 +274,8 @@ class GroupReceiver:
         if (piece.digest is not None) != self._digests:
             raise protocol_fault("process_group: expected pieces with digests as the welcome said")
         form = Format.of(piece.payload_bytes, self._version, digests=self._digests)
-        arriving = _Arriving(_joined(self._group), self._own.pool, self._buffers, form, self._digests, self._int8)
+        digest = start_digest(form.payload_bytes, _grain_bytes(self._own, int8=self._int8)) if self._digests else None
+        arriving = _Arriving(_joined(self._group), self._own.pool, self._buffers, form, digest, self._int8)
         return GroupArrival(arriving, self._thread)
 
     def close(self) -> None:
@@ -306,7 +307,7 @@ class _Arriving:
     pool: Pool
     buffers: Buffers
     form: Format
-    digests: bool
+    digest: Digest | None
     int8: bool
 
     def write(self, span: Span) -> int:
@@ -314,17 +315,16 @@ class _Arriving:
             return self._write(pool, written)
 
     def _write(self, pool: PoolMap, span: Span) -> int:
-        hasher = xxhash.xxh3_64()
         wire = np.empty(self.form.payload_bytes if self.int8 else 0, np.uint8)
         cursor = Cursor([wire]) if self.int8 else pool.cursor(span)
         followed = 0
         for message, payload in self._messages():
-            cursor.write(message[:payload], feeder(hasher) if self.digests else None)
+            cursor.write(message[:payload], self.digest)
             if message.size > payload:
                 (followed,) = _TRAILER.unpack_from(message.data, payload)
         if self.int8:
             pool.unpack(dequantise(wire, pool.layout), span)
-        return int(hasher.intdigest()) ^ followed if self.digests else 0
+        return 0 if self.digest is None else self.digest.value() ^ followed
 
     def skip(self) -> None:
         for _ in self._messages():
@@ -340,6 +340,11 @@ class _Arriving:
             before = operation, payload
         if before is not None:
             yield before[0].wait(), before[1]
+
+
+def _grain_bytes(own: Own, *, int8: bool) -> int:
+    """What all contiguous parts of a piece are multiples of; of quantised ones nothing is known."""
+    return 1 if int8 else own.layout.token_bytes
 
 
 def _as_array(data: bytearray) -> Bytes:

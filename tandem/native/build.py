@@ -1,4 +1,4 @@
-"""Makes a library of `kernels.c` with the machine's C compiler, once for each version of the source."""
+"""Makes a library of one of our C sources with the machine's compiler, once for each version of it."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from tandem.cache import cache_dir
 from tandem.errors import ConfigError
-from tandem.model_store import cache_dir
 
-SOURCE: Final = Path(__file__).with_name("kernels.c")
-_FLAGS: Final = ("-O3", "-mavx2", "-mfma", "-std=gnu11", "-fopenmp", "-shared", "-fPIC")
+_FLAGS: Final = ("-O3", "-mavx2", "-mfma", "-std=gnu11", "-shared", "-fPIC")
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _TIMEOUT_S: Final = 120
 _CPU_FEATURES: Final = ("avx2", "fma")
 
 
-def library_path() -> Path:
+def library_path(source: Path, *flags: str) -> Path:
     """Where the library is, built now if it was not yet.
 
     Raises ConfigError saying what is missing: the processor, its features, or a compiler that works.
     """
     _check_processor()
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(_FLAGS).encode()).hexdigest()[:16]
-    target = cache_dir() / "native" / f"kernels-{digest}.so"
+    digest = hashlib.sha256(source.read_bytes() + " ".join(_FLAGS + flags).encode()).hexdigest()[:16]
+    target = cache_dir() / "native" / f"{source.stem}-{digest}.so"
     if not target.is_file():
         if compiler is None:
             raise _unavailable(f"a C compiler ({', '.join(_COMPILERS)}) to build them with")
-        _build(compiler, target)
+        _build([compiler, *_FLAGS, *flags], source, target)
     return target
 
 
@@ -50,13 +49,13 @@ def _check_processor() -> None:
         raise _unavailable(f"a processor with {' and '.join(missing)}")
 
 
-def _build(compiler: str, target: Path) -> None:
+def _build(compile_with: list[str], source: Path, target: Path) -> None:
     """Under a name of its own first: ranks that start together build side by side, and the last one wins."""
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, part = tempfile.mkstemp(suffix=".so", dir=target.parent)
         os.close(descriptor)
-        command = [compiler, *_FLAGS, "-o", part, str(SOURCE), "-lm"]
+        command = [*compile_with, "-o", part, str(source), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if done.returncode == 0:
             Path(part).replace(target)
@@ -65,8 +64,8 @@ def _build(compiler: str, target: Path) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _unavailable(f"a compiler that works, got: {error}") from error
     lines = done.stderr.strip().splitlines()
-    raise _unavailable(f"{compiler} to build {SOURCE.name}, got: {lines[-1] if lines else 'no reason'}")
+    raise _unavailable(f"{compile_with[0]} to build {source.name}, got: {lines[-1] if lines else 'no reason'}")
 
 
 def _unavailable(needed: str) -> ConfigError:
-    return ConfigError(f"engine.kernels: native kernels need {needed}; torch's own are `torch`", field="engine.kernels")
+    return ConfigError(f"native kernels need {needed}")

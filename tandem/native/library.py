@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from tandem.errors import ConfigError, InternalError
 from tandem.native.build import library_path
 
+SOURCE: Final = Path(__file__).with_name("kernels.c")
 PANEL: Final = 16  # outputs that lie side by side in a packed matrix
 LANES: Final = 8  # fp32 numbers of a vector
 _QUERIES: Final = 16  # whose scores a thread holds at a time
@@ -75,9 +77,9 @@ class Kernels:
     def __init__(self, threads: int) -> None:
         """Raises ConfigError when there are none on this machine."""
         try:
-            library = ctypes.CDLL(str(library_path()))
-        except OSError as error:
-            raise ConfigError(f"engine.kernels: they do not load: {error}", field="engine.kernels") from error
+            library = ctypes.CDLL(str(library_path(SOURCE, "-fopenmp")))
+        except (ConfigError, OSError) as error:
+            raise ConfigError(f"engine.kernels: {error}; torch's own are `torch`", field="engine.kernels") from error
         for name, signature in _SIGNATURES.items():
             function = getattr(library, f"tandem_{name}")
             function.argtypes = [_TYPES[each] for each in signature]

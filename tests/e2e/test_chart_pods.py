@@ -22,8 +22,9 @@ import pytest
 import yaml
 
 from cluster import embedded_redis
+from tandem.cache import cache_dir
 from tandem.config import DEMO_MODEL
-from tandem.model_store import cache_dir, pull
+from tandem.model_store import pull
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]
 

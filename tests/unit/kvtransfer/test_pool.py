@@ -6,12 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvtransfer import digest
 from kvtransfer.causes import HandoffFault
-from kvtransfer.digest import copy_and_digest, digest_of, digest_of_bytes
-from kvtransfer.pool import STREAM_BYTES, PoolMap, Span
+from kvtransfer.digest import STREAM_BYTES, copy_and_digest, digest_of, digest_of_bytes, start_digest
+from kvtransfer.pool import PoolMap, Span
 from kvtransfer.testing_pool import make_pool
 from tandem.kvcache.layout import KvPoolLayout
 
@@ -19,6 +20,15 @@ LAYOUT = KvPoolLayout(num_blocks=12, layers=3, kv_heads=4, block_tokens=4, head_
 BIG = KvPoolLayout(num_blocks=12, layers=2, kv_heads=3, block_tokens=16, head_dim=64, dtype="float32")
 
 HUGE = KvPoolLayout(num_blocks=6, layers=4, kv_heads=4, block_tokens=16, head_dim=192, dtype="float32")
+
+
+@pytest.fixture(params=["native", "xxhash"])
+def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the library that a machine with a compiler has, and without."""
+    if request.param == "xxhash":
+        monkeypatch.setattr(digest, "native", lambda: None)
+    else:
+        assert digest.native() is not None
 
 
 def pool_of(layout: KvPoolLayout, seed: int) -> PoolMap:
@@ -56,7 +66,9 @@ def canonical(pool: PoolMap, span: Span) -> bytes:
     return out
 
 
+@pytest.mark.usefixtures("_either")
 @pytest.mark.parametrize("layout", [LAYOUT, BIG])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_digest_and_pack_follow_the_canonical_order(layout: KvPoolLayout, data: st.DataObject) -> None:
     span = data.draw(spans(layout))
@@ -66,21 +78,42 @@ def test_digest_and_pack_follow_the_canonical_order(layout: KvPoolLayout, data: 
     assert pool.pack(span, len(expected)).tobytes() == expected
 
 
+@pytest.mark.usefixtures("_either")
+@pytest.mark.parametrize("layout", [LAYOUT, BIG])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
+def test_a_span_can_be_read_and_written_any_number_of_cells_at_a_time(
+    layout: KvPoolLayout, data: st.DataObject
+) -> None:
+    span = data.draw(spans(layout))
+    source, target = pool_of(layout, 1), pool_of(layout, 2)
+    expected = canonical(source, span)
+    reading, writing = source.cursor(span), target.cursor(span)
+    read, written = (start_digest(len(expected), layout.token_bytes) for _ in range(2))
+    left = len(expected) // layout.token_bytes
+    while left:
+        count = data.draw(st.integers(1, left))
+        buffer = np.empty(count * layout.token_bytes, np.uint8)
+        reading.read(buffer, read)
+        writing.write(buffer, written)
+        left -= count
+    assert canonical(target, span) == expected
+    assert read.value() == written.value() == xxhash.xxh3_64_intdigest(expected)
+
+
+@given(data=st.data())
 def test_a_span_can_be_read_and_written_any_number_of_bytes_at_a_time(data: st.DataObject) -> None:
     span = data.draw(spans(LAYOUT))
     source, target = pool_of(LAYOUT, 1), pool_of(LAYOUT, 2)
-    expected = canonical(source, span)
     reading, writing = source.cursor(span), target.cursor(span)
-    seen: list[bytes] = []
-    left = len(expected)
+    left = len(canonical(source, span))
     while left:
         size = data.draw(st.integers(1, left))
         buffer = np.empty(size, np.uint8)
         reading.read(buffer)
-        writing.write(buffer, lambda part: seen.append(part.tobytes()))
+        writing.write(buffer)
         left -= size
-    assert canonical(target, span) == expected == b"".join(seen)
+    assert canonical(target, span) == canonical(source, span)
 
 
 @given(spans(LAYOUT))
@@ -100,6 +133,7 @@ def test_copies_touch_the_span_and_nothing_else(read: Span) -> None:
     assert np.array_equal(target.blocks, cleared.blocks)
 
 
+@pytest.mark.usefixtures("_either")
 @pytest.mark.parametrize("heads", [(0, 4), (1, 2)])
 @pytest.mark.parametrize("layers", [(0, 4), (1, 1), (0, 3)])
 @pytest.mark.parametrize("ids", [(0, 1, 2, 3, 4, 5), (4, 5, 0, 1, 2), (3,)])

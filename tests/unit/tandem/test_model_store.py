@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tandem.cache import cache_dir
 from tandem.errors import CheckpointError, ConfigError
-from tandem.model_store import cache_dir, pull, resolve
+from tandem.model_store import pull, resolve
 from tandem.testing import write_tiny_llama
 
 
