@@ -330,7 +330,7 @@ class StubWorker(WorkerServicer):
         return worker_pb2.WorkerLoad(running_requests=len(self.known), blocks=blocks, steps=steps)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Waits for what other tasks are about to bring. Raises TimeoutError."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  # conditions are about state that has no event

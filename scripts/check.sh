@@ -1,16 +1,23 @@
 #!/usr/bin/env bash
-# Everything that can be checked without running Tandem. Runs all steps, says which failed, exits 1 if any did.
+# Everything that can be checked without running Tandem, in two lanes at once: types beside all else. Runs all steps, says
+# which failed, exits 1 if any did.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHON=${PYTHON:-.venv/bin/python}
 bin=$(dirname "$(command -v "$PYTHON")")
-failed=()
+failed=$(mktemp)
+trap 'rm -f "$failed"' EXIT
 
+# Says all of a step at once, for the other lane speaks too.
 step() {
-  local name=$1 started=$SECONDS
+  local name=$1 started=$SECONDS said
   shift
-  echo "== $name"
-  if "$@"; then echo "   ok ($((SECONDS - started)) s)"; else failed+=("$name"); echo "   FAILED" >&2; fi
+  if said=$("$@" 2>&1); then
+    echo "== $name${said:+$'\n'$said}"$'\n'"   ok ($((SECONDS - started)) s)"
+  else
+    echo "$name" >>"$failed"
+    echo "== $name${said:+$'\n'$said}"$'\n'"   FAILED" >&2
+  fi
 }
 
 chart() {
@@ -22,10 +29,14 @@ chart() {
   done
 }
 
+types() {
+  step "mypy" "$bin/mypy"
+  step "mypy of scripts, examples, benchmarks, dashboards" \
+    "$bin/mypy" --no-warn-unused-configs scripts/*.py examples/*.py benchmarks/*.py deploy/grafana/*.py
+}
+
+types &
 step "ruff" "$bin/ruff" check --quiet .
-step "mypy" "$bin/mypy"
-step "mypy of scripts, examples, benchmarks, dashboards" \
-  "$bin/mypy" --no-warn-unused-configs scripts/*.py examples/*.py benchmarks/*.py deploy/grafana/*.py
 step "import rules" "$bin/lint-imports" --no-logo
 step "banned calls" "$PYTHON" scripts/check-bans.py
 step "generated protobuf code" scripts/generate-proto.sh --check
@@ -37,9 +48,10 @@ step "generated requirements of the router image" "$PYTHON" scripts/generate-rou
 step "documentation site" scripts/site.sh
 step "hadolint" "$bin/hadolint" deploy/docker/Dockerfile
 step "helm lint" chart
+wait
 
-if [ ${#failed[@]} -gt 0 ]; then
-  printf 'check: failed: %s\n' "${failed[@]}" >&2
+if [ -s "$failed" ]; then
+  sed 's/^/check: failed: /' "$failed" >&2
   exit 1
 fi
 echo "check: all good"

@@ -4,11 +4,23 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
-bin=$(dirname "$(command -v "$python")")
+tools=.cache/sbom
+
+if ! [ "$tools/.stamp" -nt pyproject.toml ]; then
+  rm -rf "$tools"
+  "$python" -m venv "$tools"
+  "$python" - > "$tools/requirements.txt" <<'PYTHON_END'
+import tomllib
+with open("pyproject.toml", "rb") as file:
+    print("\n".join(tomllib.load(file)["dependency-groups"]["sbom"]))
+PYTHON_END
+  "$tools/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$tools/requirements.txt"
+  touch "$tools/.stamp"
+fi
 
 mkdir -p dist
-"$bin/cyclonedx-py" environment --pyproject pyproject.toml --mc-type application --output-reproducible \
-  --output-file dist/sbom.cdx.json "$python" 2>/dev/null
+"$tools/bin/cyclonedx-py" environment --no-validate --pyproject pyproject.toml --mc-type application \
+  --output-reproducible --output-file dist/sbom.cdx.json "$python" 2>/dev/null
 "$python" - <<'PYTHON_END'
 import json
 with open("dist/sbom.cdx.json", encoding="utf-8") as file:
@@ -17,7 +29,8 @@ PYTHON_END
 
 report=$(mktemp)
 trap 'rm -f "$report"' EXIT
-if timeout 120 "$bin/pip-audit" --local --skip-editable --progress-spinner off >"$report" 2>&1; then
+packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+if timeout 120 "$tools/bin/pip-audit" --path "$packages" --skip-editable --progress-spinner off >"$report" 2>&1; then
   echo "audit: no known vulnerabilities"
 elif grep -qE '^(Name|Found [0-9]+ known)' "$report"; then
   cat "$report"

@@ -36,10 +36,13 @@ fi
 echo "setup: installing Tandem ($what) into $venv; the first time takes a few minutes" >&2
 # Of pip's words those that say what is under way; its status goes through a file, for sh has no pipefail.
 status=$venv/.pip-status
-{ "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" && echo 0 >"$status" || echo 1 >"$status"; } |
+{ "$venv/bin/python" -m pip install --no-compile --disable-pip-version-check --progress-bar off "$@" && echo 0 >"$status" || echo 1 >"$status"; } |
   grep --line-buffered -E '^(Collecting|Downloading|  Downloading|Installing|Successfully)' >&2 || true
 failed=$(cat "$status")
 rm -f "$status"
 [ "$failed" = 0 ] || exit 1
+# On all cores, where pip would take one; packages carry some files that do not compile.
+site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+"$venv/bin/python" -m compileall -qq -j 0 "$site" || true
 touch "$venv/.stamp-runtime"
 if [ "$what" = dev ]; then touch "$venv/.stamp-dev"; fi

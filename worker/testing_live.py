@@ -26,8 +26,10 @@ from tandem.grpc_options import SERVER_OPTIONS
 from tandem.launch import WorkerLaunch
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
 from worker.testing import WorkerSession, assert_conserved, open_session
+from worker.testing_fork import ForkServer, Process
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 300.0
+RANK = "cluster.rank_process"
 
 
 class Directory(cluster_pb2_grpc.ClusterServicer):
@@ -109,9 +111,9 @@ class Directory(cluster_pb2_grpc.ClusterServicer):
 
 
 class LiveWorker:
-    """The processes of one life of one worker."""
+    """The processes of one life of one worker. `forks`: where its ranks come from, if not from a start of their own."""
 
-    def __init__(self, launch: WorkerLaunch, log: Path) -> None:
+    def __init__(self, launch: WorkerLaunch, log: Path, forks: ForkServer | None = None) -> None:
         self.launch = launch
         self.log = log
         run_dir = Path(launch.run_dir)
@@ -119,9 +121,14 @@ class LiveWorker:
         launch_file = run_dir / "launch.json"
         launch_file.write_text(launch.model_dump_json())
         self.agents = [self._start("kvtransfer.agent", "--socket", launch.agent_socket(r)) for r in range(launch.tp)]
-        rank = ("cluster.rank_process", "--launch", launch_file, "--rank")
-        self.ranks = [self._start(*rank, str(r)) for r in range(launch.tp)]
+        self.ranks = [self._start_rank(forks, str(launch_file), str(r)) for r in range(launch.tp)]
         self.service = self._start("worker.service", "--launch", launch_file)
+
+    def _start_rank(self, forks: ForkServer | None, launch_file: str, rank: str) -> Process:
+        arguments = ("--launch", launch_file, "--rank", rank)
+        if forks is None:
+            return self._start(RANK, *arguments)
+        return forks.start(arguments, self.log, os.environ | {"OMP_NUM_THREADS": "1"})
 
     def _start(self, module: str, *arguments: object) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
@@ -140,7 +147,7 @@ class LiveWorker:
         """Its first rank is alive, and with it the worker."""
         return self.ranks[0].poll() is None
 
-    def processes(self) -> list[subprocess.Popen[bytes]]:
+    def processes(self) -> list[Process]:
         return [*self.ranks, *self.agents, self.service]
 
     def kill(self) -> None:
@@ -169,6 +176,7 @@ class Workers:
     folder: Path
     live: dict[str, LiveWorker]
     redis_url: str | None = None
+    forks: ForkServer | None = None
 
     async def start(
         self,
@@ -190,7 +198,7 @@ class Workers:
             redis_url=self.redis_url,
             run_dir=str(self.folder / f"{worker_id}-{epoch:x}"),
         )
-        worker = LiveWorker(launch, self.folder / f"{worker_id}.log")
+        worker = LiveWorker(launch, self.folder / f"{worker_id}.log", self.forks)
         self.live[worker_id] = worker
         waiting = asyncio.create_task(self.directory.wait_for(worker_id, epoch))
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
@@ -214,13 +222,15 @@ class Workers:
 
 
 @asynccontextmanager
-async def workers(folder: Path, redis_url: str | None = None) -> AsyncIterator[Workers]:
+async def workers(
+    folder: Path, redis_url: str | None = None, forks: ForkServer | None = None
+) -> AsyncIterator[Workers]:
     directory = Directory()
     server = grpc.aio.server(options=SERVER_OPTIONS)
     cluster_pb2_grpc.add_ClusterServicer_to_server(directory, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    running = Workers(directory, f"127.0.0.1:{port}", folder, {}, redis_url)
+    running = Workers(directory, f"127.0.0.1:{port}", folder, {}, redis_url, forks)
     try:
         yield running
     finally:
@@ -250,6 +260,7 @@ async def live_pair(
     ticket_ttl_s: float = 30.0,
     wire_dtype: WireDtype = WireDtype.POOL,
     tls: TlsSpec | None = None,
+    forks: ForkServer | None = None,
 ) -> AsyncIterator[Pair]:
     """Args:
     folder: private, with a path short enough for unix sockets in it.
@@ -261,7 +272,7 @@ async def live_pair(
         engine=engine or EngineSpec(kv_blocks=256),
     )
     transfer = TransferSpec(transport=transport, ticket_ttl_s=ticket_ttl_s, wire_dtype=wire_dtype, tls=tls)
-    async with workers(folder) as running, AsyncExitStack() as sessions:
+    async with workers(folder, forks=forks) as running, AsyncExitStack() as sessions:
         prefill, decode = await asyncio.gather(
             running.start("prefill-0", Role.PREFILL, model, transfer),
             running.start("decode-0", Role.DECODE, model, transfer),

@@ -107,7 +107,7 @@ async def test_a_killed_transfer_agent_costs_no_answer_and_is_replaced_without_t
     cluster: Cluster, golden: list[Golden]
 ) -> None:
     before = await kill_under_eight_streams(cluster, "decode", "agent-0")
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 120.0
     async with cluster.async_client() as client:
         expected = await ask(client, golden[0].prompt_ids)
         assert expected == "The capital of France is Paris."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,15 +19,24 @@ from tandem.config_observability import ObservabilitySpec
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.model_config import fingerprint
 from worker.testing import assert_conserved, open_session
-from worker.testing_live import Pair, Workers, live_pair, workers
+from worker.testing_fork import ForkServer
+from worker.testing_live import RANK, Pair, Workers, live_pair, workers
 
 StartPair = Callable[..., AbstractAsyncContextManager[Pair]]
 
 
+@pytest.fixture(scope="session")
+def forks() -> Iterator[ForkServer]:
+    """Ranks begin with torch imported."""
+    server = ForkServer(RANK)
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def pair(short_folder: Path) -> StartPair:
+def pair(short_folder: Path, forks: ForkServer) -> StartPair:
     """`pair(model_dir, ...)`: one prefill and one decode worker, and a session with each."""
-    return partial(live_pair, short_folder)
+    return partial(live_pair, short_folder, forks=forks)
 
 
 @dataclass
@@ -39,7 +48,7 @@ class Routed:
 
 
 @pytest.fixture
-def routed(short_folder: Path) -> Callable[..., AbstractAsyncContextManager[Routed]]:
+def routed(short_folder: Path, forks: ForkServer) -> Callable[..., AbstractAsyncContextManager[Routed]]:
     """Starts so many workers of each role and a router that always hands off. Checks conservation on leaving."""
 
     @asynccontextmanager
@@ -55,7 +64,7 @@ def routed(short_folder: Path) -> Callable[..., AbstractAsyncContextManager[Rout
         model = ModelSpec(source=str(model_dir), engine=engine or EngineSpec(kv_blocks=256))
         roles = {f"prefill-{n}": Role.PREFILL for n in range(prefill)}
         roles |= {f"decode-{n}": Role.DECODE for n in range(decode)}
-        async with workers(short_folder) as running:
+        async with workers(short_folder, forks=forks) as running:
             await asyncio.gather(
                 *(running.start(worker_id, role, model, TransferSpec()) for worker_id, role in roles.items())
             )

@@ -30,6 +30,7 @@ from tandem.testing import random_prompt, write_tiny_llama
 from tandem.testing_net import TcpProxy, tcp_proxy
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from worker.testing import WorkerSession, assert_conserved, open_session
+from worker.testing_fork import ForkServer
 from worker.testing_live import Directory, Workers, workers
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one set of workers serves all
@@ -137,14 +138,14 @@ async def router(number: int, model_dir: Path, controller_address: str, redis_ur
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running_world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+async def running_world(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> AsyncIterator[World]:
     folder = tmp_path_factory.mktemp("w")
     model_dir = write_tiny_llama(folder / "tiny", vocab=VOCAB, seed=1, scale=2.0)
     redis = Server(folder)
     redis.start()
     try:
         async with AsyncExitStack() as stack:
-            running = await stack.enter_async_context(workers(folder, redis.url))
+            running = await stack.enter_async_context(workers(folder, redis.url, forks))
             model = ModelSpec(source=str(model_dir), engine=ENGINE)
             infos = await asyncio.gather(
                 *(running.start(name, role, model, TransferSpec()) for name, role in ROLES.items())
@@ -212,7 +213,7 @@ async def test_each_router_sees_what_the_other_gave_the_workers_at_any_length(wo
     await within(CONVERGED_S, lambda: world.same_load(*ROLES), "at rest again")
 
 
-@pytest.mark.parametrize("silent", [False, True], ids=["cut", "silent"])
+@pytest.mark.parametrize("silent", [False, pytest.param(True, marks=pytest.mark.soak_only)], ids=["cut", "silent"])
 async def test_a_router_without_redis_goes_on_and_knows_everything_soon_after(world: World, silent: bool) -> None:
     before = [random_prompt(320, VOCAB, n + 100 * silent) for n in range(3)]
     expected = [await world.ask(0, prompt, GREEDY) for prompt in before]
@@ -234,7 +235,7 @@ async def test_a_router_without_redis_goes_on_and_knows_everything_soon_after(wo
     assert len(world.apps[1].mirror) > known
 
 
-@pytest.mark.parametrize("silent", [False, True], ids=["cut", "silent"])
+@pytest.mark.parametrize("silent", [pytest.param(False, marks=pytest.mark.soak_only), True], ids=["cut", "silent"])
 async def test_a_router_cut_off_from_a_worker_goes_on_with_the_others_and_finds_it_again(
     world: World, silent: bool, reference_for: Any
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 Figures = Callable[..., dict[str, dict[str, Any]]]
 INDEX = {"index.bytes_per_block": "B", "index.events_per_s": "events/s", "index.lookup_256_us": "us"}
 COST = {
@@ -43,18 +45,21 @@ def test_one_decision_is_measured(figures: Figures) -> None:
     assert all(line["value"] > 0 for line in lines.values())
 
 
+@pytest.mark.soak_only  # as are the next two: the same site as above, and none looks at the product but by its speed
 def test_most_of_the_peak_is_kept_under_overload(figures: Figures) -> None:
     lines = figures("benchmarks.router", "--figure", "overload")
     assert {name: line["unit"] for name, line in lines.items()} == OVERLOAD
     assert lines["router.overload_goodput"]["ratio"] > 0.5
 
 
+@pytest.mark.soak_only
 def test_what_a_lost_redis_adds_to_the_first_token_is_measured(figures: Figures) -> None:
     lines = figures("benchmarks.router", "--figure", "redis")
     assert {name: line["unit"] for name, line in lines.items()} == REDIS
     assert all(line["reference"] > 0 for line in lines.values())
 
 
+@pytest.mark.soak_only
 def test_what_observing_costs_is_one_share(figures: Figures) -> None:
     lines = figures("benchmarks.router", "--figure", "observability")
     assert {name: line["unit"] for name, line in lines.items()} == {"obs.overhead_share": "share"}

@@ -47,7 +47,7 @@ def test_an_early_interrupt_is_not_lost_in_an_import(tmp_path: Path, after_s: fl
         time.sleep(after_s)
         process.send_signal(signal.SIGINT)
         # -2: while modules loaded. 0: a cluster had begun, and was ended.
-        assert process.wait(30) in (0, -signal.SIGINT)
+        assert process.wait(90) in (0, -signal.SIGINT)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -55,7 +55,7 @@ def test_a_cluster_that_is_starting_ends_cleanly(tmp_path: Path, signum: signal.
     with start_up(tmp_path) as process:
         wait_for(process, "waiting for workers")
         process.send_signal(signum)
-        assert process.wait(30) == 0
+        assert process.wait(90) == 0
     assert not list((tmp_path / "state" / "tandem").glob("*.json"))
 
 
@@ -77,7 +77,7 @@ def test_sigterm_lets_a_running_answer_end_before_the_cluster_does(
                 ask_until_refused(client)
             chunks += stream
         assert chunks[-1].choices[0].finish_reason == "length"
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0
 
 
 def ask_until_refused(client: openai.OpenAI) -> None:

@@ -126,7 +126,7 @@ def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     child = int(owner.stdout.readline())
     owner.kill()
     owner.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.02)

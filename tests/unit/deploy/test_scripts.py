@@ -22,6 +22,7 @@ def run_script(*arguments: object, env: dict[str, str] | None = None) -> subproc
     )
 
 
+@pytest.mark.soak_only  # a step of `make check`, which CI runs beside the tests
 def test_no_product_module_does_what_is_banned() -> None:
     result = run_script(sys.executable, SCRIPTS / "check-bans.py")
     assert (result.returncode, result.stdout) == (0, "")
@@ -63,6 +64,7 @@ def test_a_harmless_line_passes(tmp_path: Path, line: str) -> None:
     assert (result.returncode, result.stdout) == (0, "")
 
 
+@pytest.mark.soak_only  # likewise
 @pytest.mark.parametrize(
     "script",
     ["generate-config-doc.py", "generate-chart-schema.py", "generate-api-pages.py", "generate-router-requirements.py"],

@@ -33,7 +33,7 @@ from kvtransfer.testing import FakeModel, FakeRank, FakeWorker, Handoff
 from tandem.testing import FaultSettings
 
 MakeWorker = Callable[..., FakeWorker]
-QUICK_S = 5.0  # of deadlines of 30 s; a busy machine may take seconds
+QUICK_S = 15.0  # of deadlines of 30 s; a busy machine may take seconds
 
 
 def faulty(point: str, kind: str, *, delay_s: float = 0.0) -> tuple[str, ...]:
@@ -230,8 +230,17 @@ async def test_one_failing_rank_ends_the_ticket_on_the_others(make_worker: MakeW
     assert (await prefill.ranks[1].expect(SendFailed, ticket_id=handoff.ticket_id)).cause == "cancelled"
 
 
-@pytest.mark.parametrize("transport", ["mapped", "process_group", "tcp"])
-@pytest.mark.parametrize("victim", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("victim", "transport"),
+    [  # tcp, with either victim, is in test_tcp_failures.py too
+        ("prefill", "mapped"),
+        ("decode", "mapped"),
+        ("decode", "process_group"),
+        ("prefill", "tcp"),
+        pytest.param("prefill", "process_group", marks=pytest.mark.soak_only),
+        pytest.param("decode", "tcp", marks=pytest.mark.soak_only),
+    ],
+)
 async def test_a_killed_peer_is_noticed_at_once_and_its_next_life_works(
     make_worker: MakeWorker, victim: str, transport: str
 ) -> None:

@@ -6,7 +6,7 @@ from kvtransfer.fair_queue import FairQueue
 
 
 async def take(queue: FairQueue[str], count: int) -> list[str]:
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(20.0):
         return [await queue.get() for _ in range(count)]
 
 
@@ -41,7 +41,7 @@ async def test_what_may_not_go_holds_back_only_its_own_line() -> None:
     assert not waiting.done()
     allowed.add("piece")
     queue.look_again()
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(20.0):
         assert await waiting == "piece"
     assert await take(queue, 1) == ["finish"]
 
@@ -51,5 +51,5 @@ async def test_get_waits_for_a_put() -> None:
     waiting = asyncio.create_task(queue.get())
     await asyncio.sleep(0.01)
     queue.put("a", "late")
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(20.0):
         assert await waiting == "late"

@@ -119,7 +119,7 @@ async def test_broken_pieces_are_found_and_never_accepted(cluster: FakeCluster, 
     await cluster.check_conservation()
 
 
-@pytest.mark.parametrize("transport", ["mapped", "process_group", "tcp"])
+@pytest.mark.parametrize("transport", ["mapped", pytest.param("process_group", marks=pytest.mark.soak_only), "tcp"])
 async def test_blocks_of_cancelled_handoffs_are_neither_written_nor_read_late(
     cluster: FakeCluster, soak: Soak, transport: str
 ) -> None:

@@ -47,7 +47,14 @@ async def complete(handoff: Handoff) -> tuple[list[Sent], list[Received]]:
     return sent, received
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp", "kv_heads"), [(1, 1, 3), (2, 1, 4), (1, 2, 4), (1, 4, 2)])
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "kv_heads"),
+    [
+        (2, 1, 4),
+        (1, 4, 2),
+        *(pytest.param(*widths, marks=pytest.mark.soak_only) for widths in [(1, 1, 3), (1, 2, 4)]),
+    ],
+)
 async def test_blocks_arrive_for_any_pair_of_widths(
     make_worker: MakeWorker, tls: TlsFiles | None, prefill_tp: int, decode_tp: int, kv_heads: int
 ) -> None:
@@ -64,8 +71,15 @@ async def test_blocks_arrive_for_any_pair_of_widths(
     assert report.transport == "tcp"
 
 
-@pytest.mark.parametrize("digests", [True, False])
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "digests"),
+    [  # each width once; the rest of the product is for `make soak`
+        (1, 1, True),
+        (2, 1, False),
+        (1, 2, True),
+        *(pytest.param(*rest, marks=pytest.mark.soak_only) for rest in [(1, 1, False), (2, 1, True), (1, 2, False)]),
+    ],
+)
 async def test_large_blocks_arrive_straight_from_pool_to_pool(
     make_worker: MakeWorker, tls: TlsFiles | None, prefill_tp: int, decode_tp: int, digests: bool
 ) -> None:

@@ -70,7 +70,7 @@ def client_context(trusted: Path, own: dict[str, str] | None = None) -> ssl.SSLC
 
 
 async def by_http(app: RouterApp, trusted: Path, own: dict[str, str] | None = None) -> int:
-    async with httpx.AsyncClient(verify=client_context(trusted, own), timeout=5.0) as http:
+    async with httpx.AsyncClient(verify=client_context(trusted, own), timeout=30.0) as http:
         return (await http.get(f"https://127.0.0.1:{app.http_port}/health")).status_code
 
 
@@ -82,7 +82,7 @@ def credentials(trusted: Path, own: dict[str, str] | None) -> grpc.ChannelCreden
 async def by_grpc(app: RouterApp, trusted: Path, own: dict[str, str] | None = None) -> list[str]:
     options = [("grpc.ssl_target_name_override", NAME)]
     async with grpc.aio.secure_channel(f"127.0.0.1:{app.grpc_port}", credentials(trusted, own), options) as channel:
-        answer = await InferenceStub(channel).ListModels(inference_pb2.ListModelsRequest(), timeout=5.0)
+        answer = await InferenceStub(channel).ListModels(inference_pb2.ListModelsRequest(), timeout=30.0)
         return [model.name for model in answer.models]
 
 
@@ -169,7 +169,7 @@ async def test_who_begins_no_handshake_is_cut_off(
     monkeypatch.setattr("router.edge_http.HANDSHAKE_TIMEOUT_S", 0.3)
     async with router(model_dir, put(authority("ours").issue(NAME), tmp_path / "tls")) as app:
         reader, writer = await asyncio.open_connection("127.0.0.1", app.http_port)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30.0):
             assert await reader.read() == b""
         writer.close()
 

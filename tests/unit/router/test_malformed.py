@@ -158,7 +158,7 @@ async def test_a_body_of_100_mb_is_refused_before_it_is_read(cluster: Any, chunk
             writer.write(b"%x\r\n%b\r\n" % (len(part), part))
             await writer.drain()
     started_s = time.perf_counter()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         head = await reader.readuntil(b"\r\n\r\n")
     assert time.perf_counter() - started_s < 10 * FAST_S
     assert head.startswith(b"HTTP/1.1 413")
