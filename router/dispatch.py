@@ -11,6 +11,7 @@ from kvtransfer.causes import HandoffFault
 from router import health_facts
 from router.account import Charge
 from router.admission import Admission
+from router.charges import Charges
 from router.dashboard.feed import Feed
 from router.deadlines import Deadlines
 from router.demand import DemandMeter
@@ -77,7 +78,7 @@ class Dispatcher:
         self._default_terms = Terms(spec.classes[0].name)
         self._deadlines = Deadlines(clock)
         self._in_flight = InFlightPrefills(clock)
-        self._running: dict[RequestRun, list[tuple[Worker, Charge]]] = {}
+        self._running = Charges()
         self._timer: asyncio.TimerHandle | None = None
         self._pump_due = False
         self.draining = False
@@ -184,7 +185,8 @@ class Dispatcher:
             return False  # gone between two lines; the directory's next change calls again
         self._metrics.placed(run.request.model, placement.reason)
         self._feed.placed(run, placement)
-        self._charge(run, decode, prefill, placement.prefiller.uncached_tokens(self._ask(run)))
+        tokens = placement.prefiller.uncached_tokens(self._ask(run))
+        self._running.place(run, decode, prefill, _blocks_needed(run), tokens)
         self._placed += 1
         run.credited_tokens = placement.prefiller.cached_tokens
         run.tokens_ahead = placement.prefiller.outstanding_tokens
@@ -252,26 +254,22 @@ class Dispatcher:
                 continue
             target = self.fleet.worker(choice.worker_id, choice.epoch)
             if target is not None and run.move_to(target):
-                charge = Charge(0, _blocks_needed(run))
-                target.account.add(charge)
-                self._running[run].append((target, charge))
+                self._running.add(run, target, Charge(0, _blocks_needed(run)))
 
     # ---- what requests ask (router.run_host.RunHost)
 
     def moved(self, run: RequestRun, source: Worker) -> None:
-        self._uncharge(run, source)
+        self._running.leave(run, source)
         self._metrics.moved(run.request.model, done=True)
         self._pump_soon()
 
     def move_failed(self, run: RequestRun, target: Worker) -> None:
-        self._uncharge(run, target)
+        self._running.leave(run, target)
         run.excluded |= {target.key.worker_id}
         self._metrics.moved(run.request.model, done=False)
 
     def sent(self, run: RequestRun, worker: Worker) -> None:
-        for charged, charge in self._running.get(run, []):
-            if charged is worker:
-                charge.frame = worker.link.sent_frames
+        self._running.sent(run, worker)
 
     def refused(self, run: RequestRun, refusal: TandemError) -> None:
         prefill = run.prefill
@@ -284,9 +282,9 @@ class Dispatcher:
             choice = self._policy.another_decode(self._ask(run), others, sender)
         decode = None if choice is None else self.fleet.worker(choice.worker_id, choice.epoch)
         if decode is not None and prefill is not None:
-            tokens = sum(charge.prefill_tokens for _, charge in self._running.get(run, []))
-            self._release(run)
-            self._charge(run, decode, prefill, tokens)
+            tokens = self._running.prefill_tokens(run)
+            self._running.release(run)
+            self._running.place(run, decode, prefill, _blocks_needed(run), tokens)
             run.try_next(decode)
             return
         self._put_back(run, refusal)
@@ -307,10 +305,10 @@ class Dispatcher:
             self.demand.first_token(run, self._clock.now_s())
         self.admission.first_token(run, self._clock.now_s())
         self._in_flight.computed(run)
-        for worker, charge in self._running.get(run, []):
-            if worker is run.prefill:
-                health_facts.prefilled(self.fleet.health, run, worker, charge.prefill_tokens, self._clock.now_s())
-            worker.account.prefilled(charge)
+        if run.prefill is not None and run in self._running:
+            tokens = self._running.prefill_tokens(run)
+            health_facts.prefilled(self.fleet.health, run, run.prefill, tokens, self._clock.now_s())
+        self._running.prefilled(run)
         self._pump_soon()
 
     def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
@@ -339,7 +337,7 @@ class Dispatcher:
         self._feed.ended(run)
         had_place = run in self._running or run in self.admission
         self._in_flight.failed(run)
-        self._release(run)
+        self._running.release(run)
         self.admission.over(run)
         self._deadlines.over(run)
         model, code = run.request.model, None if error is None else error.code
@@ -357,31 +355,9 @@ class Dispatcher:
         if had_place:  # what was refused at once leaves nothing to others
             self._pump_soon()
 
-    # ---- accounts
-
-    def _charge(self, run: RequestRun, decode: Worker, prefill: Worker | None, tokens: int) -> None:
-        blocks = _blocks_needed(run)
-        charges = [(decode, Charge(tokens if prefill is None else 0, blocks))]
-        if prefill is not None:
-            charges.append((prefill, Charge(tokens, blocks)))
-        for worker, charge in charges:
-            worker.account.add(charge)
-        self._running[run] = charges
-
-    def _release(self, run: RequestRun) -> None:
-        for worker, charge in self._running.pop(run, []):
-            worker.account.remove(charge)
-
-    def _uncharge(self, run: RequestRun, worker: Worker) -> None:
-        charges = self._running.get(run, [])
-        for charged, charge in charges:
-            if charged is worker:
-                worker.account.remove(charge)
-        self._running[run] = [each for each in charges if each[0] is not worker]
-
     def _put_back(self, run: RequestRun, refusal: TandemError | None) -> None:
         self._in_flight.failed(run)
-        self._release(run)
+        self._running.release(run)
         self.admission.put_back(
             run.request.model,
             run,
