@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cluster.spec_changes import SpecSource
 from tandem.config import ClusterSpec
 from tandem.config_autoscaler import AutoscalerSpec
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, TandemError
 
 if TYPE_CHECKING:
     from cluster.controller import Controller
@@ -31,7 +31,8 @@ class Apply:
         """Returns what was done (or would be), in words. While the autoscaler is on, only sizes that differ from what
         was asked for before are set: the others are where the traffic has brought them.
 
-        Raises ConfigError before anything is changed; that of `LiveRatio.scale` where a model's pools cannot be so.
+        Raises ConfigError before anything is changed; that of `LiveRatio.scale` where a model's pools cannot be so,
+        with what was set before that.
         """
         if len(text.encode()) > MOST_SPEC_BYTES:
             raise ConfigError(f"FILE: expected at most {MOST_SPEC_BYTES} bytes of YAML", field="spec")
@@ -46,9 +47,14 @@ class Apply:
             done.append(f"autoscaler: {_changes(before.autoscaler, after.autoscaler)}")
         if dry_run:
             return tuple(f"would set {each}" for each in done)
-        for name, prefill, decode in sizes:
+        for number, (name, prefill, decode) in enumerate(sizes):
             log.info("apply: %s gets %d prefill and %d decode workers", name, prefill, decode)
-            await self._controller.live_ratio.scale(name, prefill, decode)
+            try:
+                await self._controller.live_ratio.scale(name, prefill, decode)
+            except TandemError as error:
+                if number:
+                    error.message += f" (set before that: {'; '.join(done[:number])})"
+                raise
         self._source = SpecSource(after, self._source.flags)
         if after.autoscaler != before.autoscaler or sizes:
             await self._controller.start_autoscaling(after)

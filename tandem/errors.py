@@ -116,6 +116,9 @@ class TandemError(Exception):
         self.field = field
         self.retry_after_s = retry_after_s
 
+    def __str__(self) -> str:
+        return self.message
+
     @property
     def wire(self) -> Wire:
         return WIRE[self.code]
