@@ -17,7 +17,6 @@ import datetime
 import secrets
 import socket
 import struct
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -332,19 +331,15 @@ class _Arriving:
             pass
 
     def _messages(self) -> Iterator[tuple[Bytes, int]]:
-        """With the size of its payload. The next ones are on their way while one is looked at: the library sends what
-        was asked for, and asking takes a wake-up of the other side."""
-        asked: deque[tuple[Operation, int]] = deque()
+        """With the size of its payload. The next one is on its way while one is looked at."""
+        before: tuple[Operation, int] | None = None
         for payload, size in self.form.messages():
-            asked.append((self.group.receive(self.buffers.next(size)), payload))
-            if len(asked) == _BUFFERS:
-                yield _received(*asked.popleft())
-        while asked:
-            yield _received(*asked.popleft())
-
-
-def _received(operation: Operation, payload: int) -> tuple[Bytes, int]:
-    return operation.wait(), payload
+            operation = self.group.receive(self.buffers.next(size))
+            if before is not None:
+                yield before[0].wait(), before[1]
+            before = operation, payload
+        if before is not None:
+            yield before[0].wait(), before[1]
 
 
 def _grain_bytes(own: Own, *, int8: bool) -> int:
