@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvtransfer import digest
 from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.control import (
     Attached,
@@ -296,6 +297,7 @@ def main(transports: Transports | None = None, arguments: list[str] | None = Non
     parser.add_argument("--log-format", choices=[*LogFormat], type=LogFormat, default=LogFormat.TEXT)
     options = parser.parse_args(arguments)
     setup_logging(options.log_level, process=options.socket.stem, log_format=options.log_format)
+    digest.native()  # may have to be built, which links would wait for
     try:
         asyncio.run(serve_agent(options.socket, transports or Transports()))
     except OSError as error:
