@@ -178,6 +178,6 @@ async def test_http_and_grpc_callers_have_their_traces_continued(cluster: Any, r
     assert roots[by_http].parent_span_id.hex() == "1" * 16
     assert roots[by_grpc].parent_span_id.hex() == "2" * 16
     assert cluster.decode.works[cluster.decode.received[0][1]].trace_id == by_http  # for the worker's logs
-    assert cluster.metric('tandem_traces_total{outcome="exported"}') == 2
+    await until(lambda: cluster.metric('tandem_traces_total{outcome="exported"}') == 2, 10)  # counted after the answer
     await cluster.settled()
 
