@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from kvtransfer.piece import payload_bytes
-from kvtransfer.pool import Bytes, PoolMap, Span
+from kvtransfer.pool import Bytes, Copier, PoolMap, Span
 from tandem.errors import ConfigError
 from tandem.native.digest import SHORTEST_BYTES, STRIPE_BYTES, NativeDigest, checked_library
 
@@ -30,14 +30,10 @@ _DIRECT_BYTES = 16 << 10  # contiguous parts of this size are hashed where they 
 _GATHER_BYTES = 1 << 20   # smaller ones are gathered first, this much at a time: it stays in the CPU's cache
 
 
-class Digest(Protocol):
-    """Takes a piece's parts in canonical order."""
+class Digest(Copier, Protocol):
+    """Takes a piece's parts in canonical order, copied or only read."""
 
     def feed(self, part: Bytes) -> None: ...
-
-    def copy(self, target: Bytes, source: Bytes, *, past_cache: bool) -> None:
-        """`feed`, and a copy: see Copier."""
-        ...
 
     def value(self) -> int: ...
 
