@@ -36,6 +36,20 @@ def test_every_link_between_pages_leads_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_page_can_be_read_where_it_lies(page: Path) -> None:
+    """On a hosting site or in a clone: what a comment stands for would be missing there."""
+    read = re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
+    assert len(read.split()) > 40
+
+
+def test_the_first_page_leads_to_every_other() -> None:
+    docs = ROOT / "docs"
+    linked = set(re.findall(r"\]\(([^)#]+\.md)", (docs / "index.md").read_text()))
+    pages = {page.name for page in docs.glob("*.md")} - {"index.md"}
+    assert pages | {"runbooks/index.md"} <= linked
+
+
 def test_the_architecture_page_names_every_package() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         packages = tomllib.load(file)["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]

@@ -70,7 +70,8 @@ def test_a_harmless_line_passes(tmp_path: Path, line: str) -> None:
 @pytest.mark.soak_only  # likewise
 @pytest.mark.parametrize(
     "script",
-    ["generate-config-doc.py", "generate-chart-schema.py", "generate-api-pages.py", "generate-router-requirements.py"],
+    ["generate-config-doc.py", "generate-chart-schema.py", "generate-api-pages.py", "generate-quickstart.py",
+     "generate-router-requirements.py"],
 )
 def test_generated_pages_are_fresh(script: str) -> None:
     result = run_script(sys.executable, SCRIPTS / script, "--check")
