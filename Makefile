@@ -70,6 +70,7 @@ docs: $(DEV)  ## Generate the pages, lists, schemas and dashboards that come fro
 	@$(BIN)/python scripts/generate-chart-schema.py
 	@$(BIN)/python scripts/generate-dashboards.py
 	@$(BIN)/python scripts/generate-api-pages.py
+	@$(BIN)/python scripts/generate-quickstart.py
 	@$(BIN)/python scripts/generate-router-requirements.py
 
 site: $(DEV)  ## Build the documentation as a site in .cache/site

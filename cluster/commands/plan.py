@@ -23,7 +23,7 @@ from planner.search.halving import Effort
 from planner.search.plan import Goal, Means, Plan, make_plan
 from planner.search.report import html_report
 from planner.search.traffic import BUSIEST
-from planner.search.values import checked_source, helm_values
+from planner.search.values import checked_source, describe_machines, helm_values
 from planner.traces.trace import Trace
 
 UNSATISFIABLE = 3  # exit code
@@ -60,7 +60,7 @@ def run_plan(flags: PlanFlags) -> int:
     if flags.json:
         print(json.dumps({"cost_model": cost_model, **plan.to_json()}, indent=2, allow_nan=False))
     else:
-        show(plan, cost_model, console())
+        show(plan, cost_model, describe_machines(plan, hardware.device), console())
     return 0 if plan.chosen is not None else UNSATISFIABLE
 
 
@@ -84,7 +84,8 @@ def _search(trace: Trace, hardware: Hardware, flags: PlanFlags, means: Means) ->
         return make_plan(trace, hardware, flags.goal, means, progress)
 
 
-def show(plan: Plan, cost_model: str, console: Console) -> None:
+def show(plan: Plan, cost_model: str, machines: str | None, console: Console) -> None:
+    """`machines`: what is deployed beyond the plan."""
     devices = f"{plan.goal.max_devices} x {plan.device}"
     traffic, *notes = plan.traffic
     rate = f"{plan.requests_per_s:.2f} requests/s ({_stretch(notes)})"
@@ -105,6 +106,8 @@ def show(plan: Plan, cost_model: str, console: Console) -> None:
         f"({_money(costs.per_million_tokens_busy)} busy), per million answer tokens "
         f"{_money(costs.per_million_output_tokens)}"
     )
+    if machines is not None:
+        console.print(f"note: {machines}", style="dim")
     console.print(_variants(plan, console.width))
     console.print(plan.verdict)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -16,6 +18,8 @@ from tandem.config import DEMO_MODEL
 from tandem.errors import InputError
 
 REDIS_SECRET = "tandem-valkey"
+HUB_SECRET = "tandem-hub-token"
+HUB_MARGIN = 1.1  # of the weights: the other files of a checkpoint, and the volume's own
 GPU_IMAGE = "tandem-cuda"
 GPU_CORES = 4  # of the host for each device, with routers and transfer agents
 GPU_HOST_GIB = 32  # for each device: weights on their way
@@ -33,6 +37,42 @@ def checked_source(source: str | None, model: str) -> str:
         f"--source: expected with --values the checkpoint to serve, for {found!r} is only a shape: a hub name "
         "(meta-llama/Meta-Llama-3-70B-Instruct) or a folder in the pods (/models/llama-3-70b)",
         field="--source",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """What a layout is deployed on: machines are whole, so they may have more devices than were planned."""
+
+    count: int
+    devices: int  # of each
+
+    @classmethod
+    def of(cls, layout: Layout, device: DeviceSpec) -> Machines:
+        """As few as hold every worker, for the ranks of one share a machine."""
+        widths = [layout.prefill_tp] * layout.prefill_workers + [layout.decode_tp] * layout.decode_workers
+        free: list[int] = []
+        for width in sorted(widths, reverse=True):
+            place = next((at for at, left in enumerate(free) if left >= width), None)
+            if place is None:
+                free.append(device.devices_per_node - width)
+            else:
+                free[place] -= width
+        return cls(len(free), device.devices_per_node if len(free) > 1 else layout.devices)
+
+
+def describe_machines(plan: Plan, device: DeviceSpec) -> str | None:
+    """What is deployed beyond the plan, and what it costs; None: nothing is."""
+    if plan.chosen is None:
+        return None
+    layout = plan.chosen.layout
+    machines = Machines.of(layout, device)
+    devices = machines.count * machines.devices
+    if devices == layout.devices:
+        return None
+    return (
+        f"deployed on {machines.count} machines of {machines.devices}: {devices} devices, "
+        f"${devices * plan.price_per_hour:.2f} per hour, {devices - layout.devices} of them without a worker"
     )
 
 
@@ -66,22 +106,43 @@ def helm_values(plan: Plan, hardware: Hardware, source: str) -> str:
             "max_queued_requests": router.max_queued_requests,
         },
     }
-    values = {"cluster": cluster, **_pods(layout, device)}
+    values = {"cluster": cluster, **_models(source, hardware), **_pods(layout, device)}
+    return "".join(f"# {line}\n" for line in _head(plan, hardware, source)) + yaml.safe_dump(values, sort_keys=False)
+
+
+def _head(plan: Plan, hardware: Hardware, source: str) -> Iterator[str]:
+    """What was planned, what that makes on whole machines, and what has to be there before it is installed."""
+    assert plan.chosen is not None
+    layout, device = plan.chosen.layout, hardware.device
     costs = "" if plan.costs is None else f", ${plan.costs.per_hour:.2f} per hour"
-    head = (
-        f"# Planned by `tandem plan` for {plan.model} on {layout.devices} x {plan.device}{costs}:\n"
-        f"# {layout}; {plan.chosen.joint:.1%} of the simulated requests met their objectives.\n"
-    )
-    if "redis" in values:
-        head += f"# Wants a Secret: kubectl create secret generic {REDIS_SECRET} --from-literal=password=...\n"
-    return head + yaml.safe_dump(values, sort_keys=False)
+    yield f"Planned by `tandem plan` for {plan.model} on {layout.devices} x {plan.device}{costs}:"
+    yield f"{layout}; {plan.chosen.joint:.1%} of the simulated requests met their objectives."
+    if (more := describe_machines(plan, device)) is not None:
+        yield f"It is {more}."
+    if Machines.of(layout, device).count > 1:
+        yield f"Wants a Secret: kubectl create secret generic {REDIS_SECRET} --from-literal=password=..."
+    if source.startswith("/"):
+        yield f"Wants a volume with {source}: --set models.existingClaim=CLAIM (or models.hostPath)"
+    elif source != DEMO_MODEL:
+        yield f"Wants a Secret: kubectl create secret generic {HUB_SECRET} --from-literal=token=..."
+        yield "(for a model that is not gated, leave models.hubTokenSecret out)."
+        yield f"Each pod pulls {hardware.model.weights_bytes / 1e9:.0f} GB into a volume of its own;"
+        yield "--set models.existingClaim=CLAIM (ReadWriteMany) keeps them."
+
+
+def _models(source: str, hardware: Hardware) -> dict[str, Any]:
+    """Where weights from a hub find room, and the token that brings gated ones."""
+    if source.startswith("/") or source == DEMO_MODEL:
+        return {}
+    gib = math.ceil(hardware.model.weights_bytes * HUB_MARGIN / GIB)
+    return {"models": {"emptyDirSize": f"{gib + 1}Gi", "hubTokenSecret": {"name": HUB_SECRET}}}
 
 
 def _pods(layout: Layout, device: DeviceSpec) -> dict[str, Any]:
     """A pod for each machine, as large as the workers in it need it."""
-    nodes = -(-layout.devices // device.devices_per_node)
-    ranks = min(layout.devices, device.devices_per_node)
-    node: dict[str, Any] = {"replicas": nodes - 1}
+    machines = Machines.of(layout, device)
+    ranks = machines.devices
+    node: dict[str, Any] = {"replicas": machines.count - 1}
     values: dict[str, Any] = {"node": node}
     if device.name == "cpu":
         cores, memory_gib = ranks, math.ceil(ranks * (device.memory_bytes / GIB + CPU_RANK_GIB))
@@ -92,6 +153,6 @@ def _pods(layout: Layout, device: DeviceSpec) -> dict[str, Any]:
         cores, memory_gib = ranks * GPU_CORES, ranks * GPU_HOST_GIB
     amount = {"memory": f"{memory_gib}Gi"}
     node["resources"] = {"requests": {"cpu": str(cores), **amount}, "limits": amount}
-    if nodes > 1:  # only the head pod reaches an embedded Redis
+    if machines.count > 1:  # only the head pod reaches an embedded Redis
         values["redis"] = {"mode": "valkey", "valkey": {"auth": {"existingSecret": REDIS_SECRET}}}
     return values

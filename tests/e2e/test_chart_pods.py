@@ -339,6 +339,13 @@ def answer_of(client: subprocess.Popen[bytes]) -> Manifest:
     return answer
 
 
+def link_of(status: Manifest) -> Manifest:
+    """The only one: from the prefill worker to the decode worker."""
+    (link,) = next(worker["links"] for worker in status["workers"] if worker["role"] == "prefill")
+    assert isinstance(link, dict)
+    return link
+
+
 def test_the_pods_of_two_machines_answer_and_end_cleanly(deployment: Deployment) -> None:
     deployment.start()
     head, node = deployment.pods["head"], deployment.pods["node"]
@@ -360,9 +367,8 @@ def test_the_pods_of_two_machines_answer_and_end_cleanly(deployment: Deployment)
         assert blocks["leased"] == blocks["in_use"] == 0
         assert blocks["free"] + blocks["cached"] == blocks["total"]
 
-    (link,) = next(worker["links"] for worker in status["workers"] if worker["role"] == "prefill")
-    assert link["transport"] == "process_group"
-    assert link["bytes"] > 0
+    assert link_of(status)["transport"] == "process_group"
+    deployment.wait(lambda: link_of(deployment.status())["bytes"] > 0, 10.0)  # told once the handoff is over
 
     # A running request is answered to its end while the head drains.
     running = ask(node, 8000, 100)

@@ -21,10 +21,29 @@
 {{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) -}}
 {{- fail "gateway.parentRefs: expected at least one Gateway ([{name: …, namespace: …}]), for gateway.enabled is true" -}}
 {{- end -}}
+{{- with .Values.ingress -}}
+{{- if and .enabled (not .host) -}}
+{{- fail "ingress.host: expected a host name, for ingress.enabled is true: without one it would take the requests of every host" -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.auth.existingSecret (not .Values.test.apiKeySecret.name) -}}
 {{- fail "test.apiKeySecret.name: expected the name of a Secret with an API key for `helm test`, for auth.existingSecret is set" -}}
 {{- end -}}
+{{- include "tandem.checkExposure" . -}}
 {{- include "tandem.checkSources" . -}}
+{{- end -}}
+
+{{- /* Beyond the cluster's network nobody may call unasked, as with `tandem up` beyond loopback, unless that is said. */ -}}
+{{- define "tandem.checkExposure" -}}
+{{- $by := "" -}}
+{{- with .Values -}}
+{{- if ne .service.type "ClusterIP" }}{{ $by = printf "service.type is %s" .service.type }}{{ end -}}
+{{- if .ingress.enabled }}{{ $by = "ingress.enabled is true" }}{{ end -}}
+{{- if .gateway.enabled }}{{ $by = "gateway.enabled is true" }}{{ end -}}
+{{- end -}}
+{{- if and $by (not (include "tandem.asksForKeys" .)) (ne (dig "security" "auth" "mode" "" .Values.cluster) "none") -}}
+{{- fail (printf "auth.existingSecret: expected the name of a Secret with API keys (or cluster.security.auth.jwt), for %s and whoever reaches that could ask; cluster.security.auth.mode: none lets everybody in" $by) -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* Whether the volume at /models can hold what is to be served from it. */ -}}

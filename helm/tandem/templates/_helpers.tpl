@@ -18,11 +18,16 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/part-of: tandem
 {{- end -}}
 
-{{- define "tandem.labels" -}}
+{{- /* Of pod templates: no version in them, for a changed label makes new pods. */ -}}
+{{- define "tandem.podLabels" -}}
 {{ include "tandem.selectorLabels" . }}
 app.kubernetes.io/name: {{ include "tandem.name" . }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
+
+{{- define "tandem.labels" -}}
+{{ include "tandem.podLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
@@ -37,6 +42,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- /* Several pods exchange KV and prefix events: "true", or nothing. */ -}}
 {{- define "tandem.severalPods" -}}
 {{- if or (gt (.Values.node.replicas | int) 0) (not .Values.node.onHead) }}true{{ end -}}
+{{- end -}}
+
+{{- /* Clients need an API key or a token: "true", or nothing. */ -}}
+{{- define "tandem.asksForKeys" -}}
+{{- if or .Values.auth.existingSecret (dig "security" "auth" "jwt" nil .Values.cluster) }}true{{ end -}}
 {{- end -}}
 
 {{- define "tandem.routers" -}}

@@ -87,7 +87,7 @@
   {{- if .existingClaim }}
   persistentVolumeClaim: {claimName: {{ .existingClaim }}}
   {{- else if .hostPath }}
-  hostPath: {path: {{ .hostPath }}, type: Directory}
+  hostPath: {path: {{ .hostPath | quote }}, type: Directory}
   {{- else }}
   emptyDir: {sizeLimit: {{ .emptyDirSize }}}
   {{- end }}
@@ -173,15 +173,6 @@ initContainers:
 {{- $_ := set $resources "limits" (merge (default dict $resources.limits) $devices) -}}
 {{- end -}}
 {{- toYaml $resources -}}
-{{- end -}}
-
-{{- /* RDMA pins the memory it works on. */ -}}
-{{- define "tandem.nodeSecurityContext" -}}
-{{- $context := deepCopy .Values.securityContext -}}
-{{- if .Values.node.rdma.resource -}}
-{{- $_ := set $context "capabilities" (merge (dict "add" (list "IPC_LOCK")) (default dict $context.capabilities)) -}}
-{{- end -}}
-{{- toYaml $context -}}
 {{- end -}}
 
 {{- define "tandem.spread" -}}

@@ -46,45 +46,59 @@
 {{- toYaml $spec -}}
 {{- end -}}
 
-{{- /* What must be in the pod and only the platform can put there. `tandem up` and `tandem doctor` name what is missing. */ -}}
+{{- /* What must be in the pod and only the platform can put there. `tandem up` and `tandem doctor` name what is missing.
+Text that holds brackets or colons is YAML only when YAML's own writer wrote it. */ -}}
 {{- define "tandem.requirements" -}}
-{{- with include "tandem.edgeSecret" . }}
-{{- range $file := list "tls.crt" "tls.key" }}
-- {value: tls.edge, what: {{ printf "Secret %s with %s" (include "tandem.edgeSecret" $) $file | quote }}, path: {{ printf "/etc/tandem-tls/edge/%s" $file }}}
-{{- end }}
-{{- end }}
-{{- with include "tandem.internalSecret" (list . "head") }}
-{{- range $file := list "tls.crt" "tls.key" "ca.crt" }}
-- {value: tls.internal, what: {{ printf "Secret %s with %s" (include "tandem.internalSecret" (list $ "head")) $file | quote }}, path: {{ printf "/etc/tandem-tls/internal/%s" $file }}}
-{{- end }}
-{{- end }}
-{{- with .Values.auth }}
-{{- if .existingSecret }}
-- {value: auth.existingSecret, what: {{ printf "Secret %s with %s" .existingSecret .key | quote }}, path: {{ printf "/etc/tandem-keys/%s" .key }}}
-{{- end }}
-{{- end }}
-{{- if eq .Values.redis.mode "valkey" }}
-- {value: redis.valkey.auth.existingSecret, what: {{ printf "Secret %s with %s" .Values.redis.valkey.auth.existingSecret .Values.redis.valkey.auth.key | quote }}, variable: VALKEY_PASSWORD}
-{{- with .Values.redis.valkey.tls.existingSecret }}
-- {value: redis.valkey.tls.existingSecret, what: {{ printf "Secret %s with ca.crt" . | quote }}, path: /etc/tandem-redis/ca.crt}
-{{- end }}
-{{- else if eq .Values.redis.mode "external" }}
-- {value: redis.external.existingSecret, what: {{ printf "Secret %s with %s" .Values.redis.external.existingSecret .Values.redis.external.key | quote }}, variable: TANDEM_REDIS_URL}
-{{- with .Values.redis.external.caSecret }}
-- {value: redis.external.caSecret, what: {{ printf "Secret %s with ca.crt" . | quote }}, path: /etc/tandem-redis/ca.crt}
-{{- end }}
-{{- end }}
-{{- with .Values.models.hubTokenSecret }}
-{{- if .name }}
-- {value: models.hubTokenSecret, what: {{ printf "Secret %s with %s" .name .key | quote }}, variable: HF_TOKEN}
-{{- end }}
-{{- end }}
-{{- $volume := include "tandem.modelVolume" . }}
-{{- range $index, $model := .Values.cluster.models }}
-{{- if hasPrefix "/" (default "" $model.source) }}
-- {value: {{ printf "cluster.models[%d].source" $index }}, what: {{ printf "the model in the model volume (%s)" $volume | quote }}, path: {{ $model.source | quote }}}
-{{- end }}
-{{- end }}
+{{- $found := list -}}
+{{- with include "tandem.edgeSecret" . -}}
+{{- range $file := list "tls.crt" "tls.key" -}}
+{{- $found = append $found (dict "value" "tls.edge" "what" (printf "Secret %s with %s" (include "tandem.edgeSecret" $) $file) "path" (print "/etc/tandem-tls/edge/" $file)) -}}
+{{- end -}}
+{{- end -}}
+{{- with include "tandem.internalSecret" (list . "head") -}}
+{{- range $file := list "tls.crt" "tls.key" "ca.crt" -}}
+{{- $found = append $found (dict "value" "tls.internal" "what" (printf "Secret %s with %s" (include "tandem.internalSecret" (list $ "head")) $file) "path" (print "/etc/tandem-tls/internal/" $file)) -}}
+{{- end -}}
+{{- end -}}
+{{- with .Values.auth -}}
+{{- if .existingSecret -}}
+{{- $found = append $found (dict "value" "auth.existingSecret" "what" (printf "Secret %s with %s" .existingSecret .key) "path" (print "/etc/tandem-keys/" .key)) -}}
+{{- end -}}
+{{- end -}}
+{{- with .Values.redis -}}
+{{- if eq .mode "valkey" -}}
+{{- $found = append $found (dict "value" "redis.valkey.auth.existingSecret" "what" (printf "Secret %s with %s" .valkey.auth.existingSecret .valkey.auth.key) "variable" "VALKEY_PASSWORD") -}}
+{{- else if eq .mode "external" -}}
+{{- $found = append $found (dict "value" "redis.external.existingSecret" "what" (printf "Secret %s with %s" .external.existingSecret .external.key) "variable" "TANDEM_REDIS_URL") -}}
+{{- end -}}
+{{- end -}}
+{{- with include "tandem.redisCaSecret" . -}}
+{{- $value := ternary "redis.valkey.tls.existingSecret" "redis.external.caSecret" (eq $.Values.redis.mode "valkey") -}}
+{{- $found = append $found (dict "value" $value "what" (printf "Secret %s with ca.crt" .) "path" "/etc/tandem-redis/ca.crt") -}}
+{{- end -}}
+{{- with .Values.models.hubTokenSecret -}}
+{{- if .name -}}
+{{- $found = append $found (dict "value" "models.hubTokenSecret" "what" (printf "Secret %s with %s" .name .key) "variable" "HF_TOKEN") -}}
+{{- end -}}
+{{- end -}}
+{{- $volume := include "tandem.modelVolume" . -}}
+{{- range $index, $model := .Values.cluster.models -}}
+{{- if hasPrefix "/" (default "" $model.source) -}}
+{{- $found = append $found (dict "value" (printf "cluster.models[%d].source" $index) "what" (printf "the model in the model volume (%s)" $volume) "path" $model.source) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $found -}}
+{{- end -}}
+
+{{- /* The head's files. Their checksum makes a new head pod, so nothing is in them that changes with the chart's version
+alone. */ -}}
+{{- define "tandem.configFiles" -}}
+cluster.yaml: |
+  {{- include "tandem.clusterSpec" . | nindent 2 }}
+requirements.yaml: |
+  {{- include "tandem.requirements" . | nindent 2 }}
+start-head.sh: |
+  {{- .Files.Get "files/start-head.sh" | trim | nindent 2 }}
 {{- end -}}
 
 {{- define "tandem.modelVolume" -}}

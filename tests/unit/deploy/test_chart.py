@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.requirements import Requirement
 from tandem.config import ClusterSpec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -112,11 +111,10 @@ def test_a_node_pod_has_all_its_devices(render: Render) -> None:
         assert volumes_of(each)["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
 
 
-def test_rdma_devices_come_with_the_right_to_pin_memory(render: Render) -> None:
-    container = container_of(groups_of(render(*values("two-racks")))[1])
-    assert container["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1
-    assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"], "drop": ["ALL"]}
-    assert "add" not in container_of(head_of(render()))["securityContext"]["capabilities"]
+def test_rdma_devices_are_those_of_the_nodes(render: Render) -> None:
+    head, nodes = (container_of(each) for each in groups_of(render(*values("two-racks"))))
+    assert nodes["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1
+    assert "rdma/hca_shared_devices_a" not in head["resources"]["limits"]
 
 
 @pytest.mark.parametrize(("gpus", "size"), [(0, "256Mi"), (8, "768Mi")])
@@ -189,11 +187,20 @@ def test_routes_balance_over_all_routers(render: Render) -> None:
 
 def test_an_ingress_names_both_protocols(render: Render) -> None:
     manifests = render(*values("external-redis"))
-    for kind, host in (("http", "llm.example.com"), ("grpc", "llm-grpc.example.com")):
-        spec = manifests["Ingress", f"test-tandem-{kind}"]["spec"]
-        (rule,) = spec["rules"]
+    protocol = "nginx.ingress.kubernetes.io/backend-protocol"
+    for kind, host, spoken in (("http", "llm.example.com", None), ("grpc", "llm-grpc.example.com", "GRPC")):
+        ingress = manifests["Ingress", f"test-tandem-{kind}"]
+        assert ingress["metadata"]["annotations"].get(protocol) == spoken
+        (rule,) = ingress["spec"]["rules"]
         assert rule["host"] == host
-        assert spec["tls"] == [{"secretName": "llm-example-com", "hosts": [host]}]
+        assert ingress["spec"]["tls"] == [{"secretName": "llm-example-com", "hosts": [host]}]
+
+
+def test_an_ingress_may_name_every_host_of_a_domain(render: Render) -> None:
+    settings = "ingress.enabled=true,ingress.host=*.example.com,cluster.security.auth.mode=none"
+    manifests = render("--set", settings)
+    assert manifests["Ingress", "test-tandem-http"]["spec"]["rules"][0]["host"] == "*.example.com"
+    assert ("Ingress", "test-tandem-grpc") not in manifests
 
 
 def test_only_the_routers_ports_are_open_to_other_pods(render: Render) -> None:
@@ -245,17 +252,6 @@ def test_nodes_get_neither_keys_nor_the_edge_nor_the_controllers_certificate(ren
     (secret,) = [volume["secret"]["secretName"] for name, volume in volumes_of(nodes).items() if name == "tls-internal"]
     certificates = {m["spec"]["secretName"]: m["spec"] for (kind, _), m in manifests.items() if kind == "Certificate"}
     assert certificates[secret]["uris"] == ["spiffe://tandem/secured/worker"]
-
-
-def test_the_pod_is_told_what_it_must_find(render: Render) -> None:
-    """What `tandem up` and `tandem doctor` check, so that a missing Secret or volume is named."""
-    text = render(*values("secured"))["ConfigMap", "test-tandem"]["data"]["requirements.yaml"]
-    found = [Requirement.model_validate(entry) for entry in yaml.safe_load(text)]
-    assert "Secret tandem-keys with keys.yaml" in {each.what for each in found}
-    assert {each.value for each in found} >= {"tls.edge", "tls.internal", "redis.valkey.auth.existingSecret"}
-    model = render(*values("gpu-node"))["ConfigMap", "test-tandem"]["data"]["requirements.yaml"]
-    assert "claim llama-weights" in model
-    assert yaml.safe_load(render()["ConfigMap", "test-tandem"]["data"]["requirements.yaml"]) == []
 
 
 def test_helm_test_goes_through_the_secured_edge(render: Render) -> None:
@@ -312,6 +308,7 @@ def test_a_changed_spec_changes_the_head_pod(render: Render) -> None:
         ("tls.internal.certManager.enabled=true", "tls.internal.certManager.issuerRef.name: expected"),
         ("tls.edge.existingSecret=x,tls.edge.certManager.enabled=true", "tls.edge: expected existingSecret or"),
         ("gateway.enabled=true", "gateway.parentRefs: expected at least one"),
+        ("ingress.enabled=true", "ingress.host: expected a host name"),
         ("cluster.models[0].source=/models/x", "models.existingClaim: expected a claim"),
         ("models.pull=false", "models.pull: expected true, or models.existingClaim"),
         ("models.hostPath=models", "/models/hostPath"),
@@ -334,6 +331,33 @@ def test_a_changed_spec_changes_the_head_pod(render: Render) -> None:
 )
 def test_a_wrong_value_fails_and_is_named(refusal: Callable[..., str], setting: str, named: str) -> None:
     assert named in refusal("--set", setting)
+
+
+EXPOSED = [
+    ("service.type=LoadBalancer", "service.type is LoadBalancer"),
+    ("service.type=NodePort", "service.type is NodePort"),
+    ("ingress.enabled=true,ingress.host=llm.example.com", "ingress.enabled is true"),
+    ("gateway.enabled=true,gateway.parentRefs[0].name=public", "gateway.enabled is true"),
+]
+
+
+@pytest.mark.parametrize(("setting", "named"), EXPOSED)
+def test_nobody_is_let_in_unasked_from_beyond_the_cluster_unless_that_is_said(
+    render: Render, refusal: Callable[..., str], setting: str, named: str
+) -> None:
+    said = refusal("--set", setting)
+    assert "auth.existingSecret: expected the name of a Secret with API keys" in said
+    assert named in said
+    assert named in refusal("--set", f"{setting},cluster.security.auth.audit_log=stdout")
+    jwt = "issuer=https://login.example.org,audience=tandem,jwks_url=https://login.example.org/keys"
+    ways = [
+        "auth.existingSecret=keys,test.apiKeySecret.name=key",
+        "cluster.security.auth.mode=none",
+        ",".join(f"cluster.security.auth.jwt.{each}" for each in jwt.split(",")),
+    ]
+    for way in ways:
+        auth = cluster_spec(render("--set", f"{setting},{way}")).security.auth
+        assert auth.required == ("mode=none" not in way)
 
 
 def test_ranks_without_a_gpu_are_counted(refusal: Callable[..., str]) -> None:

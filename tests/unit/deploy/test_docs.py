@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import jsonschema
 import pytest
 import typer.main
+import yaml
 
 from cluster.cli import app
+from tandem.config import ClusterSpec
 from tandem.request import EDGES, END_STATES, RequestState
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,6 +38,20 @@ def test_the_drawn_lifecycle_is_the_codes() -> None:
 def test_every_link_between_pages_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_page_can_be_read_where_it_lies(page: Path) -> None:
+    """On a hosting site or in a clone: what a comment stands for would be missing there."""
+    read = re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
+    assert len(read.split()) > 40
+
+
+def test_the_first_page_leads_to_every_other() -> None:
+    docs = ROOT / "docs"
+    linked = set(re.findall(r"\]\(([^)#]+\.md)", (docs / "index.md").read_text()))
+    pages = {page.name for page in docs.glob("*.md")} - {"index.md"}
+    assert pages | {"runbooks/index.md"} <= linked
 
 
 def test_the_architecture_page_names_every_package() -> None:
@@ -90,3 +108,14 @@ def test_a_picture_says_in_words_what_it_shows_and_needs_nothing_else(picture: P
     assert root.find(f".//{space}script") is None
     assert "http" not in picture.read_text().replace("http://www.w3.org/2000/svg", "")
     assert any(picture.name in page.read_text() for page in PAGES), "no page shows it"
+
+
+def test_every_values_snippet_of_the_deploy_page_is_what_the_chart_takes() -> None:
+    schema = json.loads((ROOT / "helm" / "tandem" / "values.schema.json").read_text())
+    schema["required"] = []  # the rest has defaults in values.yaml
+    snippets = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "deploy.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(snippets) > 3
+    for snippet in snippets:
+        values = yaml.safe_load(snippet)
+        jsonschema.validate(values, schema)
+        ClusterSpec.model_validate(values.get("cluster", {}))

@@ -1,21 +1,25 @@
-"""What `tandem plan --values` writes is rendered by the real helm as it is, with the volume and nothing else given."""
+"""What `tandem plan --values` writes is rendered by the real helm, with nothing given but what its head asks for."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from rich.console import Console
 
+from cluster.commands.plan import show
 from planner.devices import find_device
 from planner.hardware import Hardware
 from planner.models import find_model
 from planner.search.halving import Effort
 from planner.search.layout import Layout
 from planner.search.plan import Goal, Means, Plan, make_plan
-from planner.search.values import checked_source, helm_values
+from planner.search.values import Machines, checked_source, describe_machines, helm_values
 from planner.simulator.setup import Slo
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, synthetic_trace
@@ -46,7 +50,7 @@ def test_planned_values_render_as_they_are(
     plan, hardware = planned(layout, model, device)
     path = tmp_path / "plan.yaml"
     path.write_text(helm_values(plan, hardware, checked_source(source, model)))
-    manifests = render("-f", str(path), "--set", "models.existingClaim=weights")
+    manifests = render("-f", str(path), *(["--set", "models.existingClaim=weights"] if source.startswith("/") else []))
     cluster = manifests["RayCluster", "test-tandem"]["spec"]
     assert 1 + sum(group["replicas"] for group in cluster.get("workerGroupSpecs", ())) == pods
     pod = cluster["headGroupSpec"]["template"]["spec"]
@@ -56,6 +60,60 @@ def test_planned_values_render_as_they_are(
     assert main["image"].split(":")[0].endswith("tandem" if device == "cpu" else "tandem-cuda")
     assert main["resources"]["limits"].get("nvidia.com/gpu", 0) == (0 if device == "cpu" else min(8, layout.devices))
     assert (("Deployment", "test-tandem-valkey") in manifests) == (pods > 1)
+
+
+def test_weights_from_a_hub_find_room_and_a_token_for_them(render: Callable[..., Any], tmp_path: Path) -> None:
+    plan, hardware = planned(Layout(2, 4, 1, 4, 2048), "llama-3-70b", "h100")
+    text = helm_values(plan, hardware, "meta-llama/Meta-Llama-3-70B-Instruct")
+    assert "# Wants a Secret: kubectl create secret generic tandem-hub-token --from-literal=token=..." in text
+    assert "# Each pod pulls 141 GB" in text
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    manifests = render("-f", str(path))
+    pod = manifests["RayCluster", "test-tandem"]["spec"]["headGroupSpec"]["template"]["spec"]
+    (volume,) = [each for each in pod["volumes"] if each["name"] == "models"]
+    assert volume["emptyDir"] == {"sizeLimit": "146Gi"}
+    assert 141e9 < 146 << 30
+    promised = yaml.safe_load(manifests["ConfigMap", "test-tandem"]["data"]["requirements.yaml"])
+    assert {"Secret tandem-hub-token with token", "Secret tandem-valkey with password"} == {
+        each["what"] for each in promised
+    }
+
+
+@pytest.mark.parametrize("source", ["/models/llama-3-8b", "smollm2-135m"])
+def test_a_model_that_no_hub_brings_wants_no_token(source: str) -> None:
+    plan, hardware = planned(Layout(1, 1, 2, 1, 2048), "llama-3-8b", "h100")
+    text = helm_values(plan, hardware, source)
+    assert "models" not in yaml.safe_load(text)
+    assert ("--set models.existingClaim" in text) == source.startswith("/")
+
+
+@pytest.mark.parametrize(
+    ("layout", "devices_per_node", "machines"),
+    [
+        (Layout(1, 1, 2, 1, 2048), 8, Machines(1, 3)),
+        (Layout(0, 1, 1, 8, 2048), 8, Machines(1, 8)),
+        (Layout(2, 4, 1, 4, 2048), 8, Machines(2, 8)),
+        (Layout(8, 1, 1, 8, 2048), 8, Machines(2, 8)),
+        (Layout(3, 3, 2, 3, 2048), 8, Machines(3, 8)),  # two of three ranks to a machine
+        (Layout(2, 6, 2, 2, 2048), 8, Machines(2, 8)),
+    ],
+)
+def test_as_few_whole_machines_as_hold_every_worker(layout: Layout, devices_per_node: int, machines: Machines) -> None:
+    device = find_device("h100").model_copy(update={"devices_per_node": devices_per_node})
+    assert Machines.of(layout, device) == machines
+
+
+def test_what_is_deployed_beyond_the_plan_is_said_with_its_price() -> None:
+    plan, hardware = planned(Layout(2, 4, 1, 4, 2048), "llama-3-70b", "h100")
+    said = "deployed on 2 machines of 8: 16 devices, $48.00 per hour, 4 of them without a worker"
+    assert describe_machines(plan, hardware.device) == said
+    assert f"# It is {said}.\n" in helm_values(plan, hardware, "/models/llama-3-70b")
+    screen = Console(file=io.StringIO(), width=120)
+    show(plan, "roofline", said, screen)
+    assert said in screen.file.getvalue()
+    whole, hardware = planned(Layout(2, 4, 2, 4, 2048), "llama-3-70b", "h100")
+    assert describe_machines(whole, hardware.device) is None
 
 
 def test_the_name_of_a_shape_is_no_checkpoint() -> None:

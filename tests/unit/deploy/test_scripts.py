@@ -7,9 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = ROOT / "scripts"
@@ -67,7 +70,8 @@ def test_a_harmless_line_passes(tmp_path: Path, line: str) -> None:
 @pytest.mark.soak_only  # likewise
 @pytest.mark.parametrize(
     "script",
-    ["generate-config-doc.py", "generate-chart-schema.py", "generate-api-pages.py", "generate-router-requirements.py"],
+    ["generate-config-doc.py", "generate-chart-schema.py", "generate-api-pages.py", "generate-quickstart.py",
+     "generate-router-requirements.py"],
 )
 def test_generated_pages_are_fresh(script: str) -> None:
     result = run_script(sys.executable, SCRIPTS / script, "--check")
@@ -80,6 +84,16 @@ def test_setup_without_a_fitting_python_says_so_in_one_line() -> None:
     assert result.stderr.count("\n") == 1
     assert "expected Python 3.11" in result.stderr
     assert not (ROOT / "unused-venv").exists()
+
+
+def test_the_development_tools_ask_for_no_other_protobuf_than_users_get() -> None:
+    """What `make test` tests is what `make demo` installs."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        dependencies = tomllib.load(file)["project"]["dependencies"]
+    wanted = [Requirement(each) for each in [*dependencies, *(requires("grpcio-tools") or ())]]
+    ours, tools = (each.specifier for each in wanted if each.name == "protobuf")
+    versions = ["6.31.1", "6.33.6", "7.0.0", "7.36.2", "8.0.0"]
+    assert list(ours.filter(versions)) == list(tools.filter(versions)) == ["6.31.1", "6.33.6"]
 
 
 def test_make_help_lists_the_two_commands() -> None:

@@ -1,0 +1,53 @@
+"""Writes docs/quickstart.md from the README, whose commands the tests run.
+
+    generate-quickstart.py [--check]     with --check nothing is written; exits 1 when the page is stale
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "quickstart.md"
+SECTIONS = ("Two commands", "Serve", "Call it", "Serve your own model", "Set the ratio", "When something is wrong")
+
+INTRODUCTION = """\
+# Quick start
+
+<!-- Generated from README.md by scripts/generate-quickstart.py; change that and run `make docs`. -->
+
+Everything here runs on a laptop, without a GPU. Run the commands in a clone of the repository.
+"""
+END = """\
+Next: [what happens inside](concepts.md), or [why a request took as long as it did](observability.md).
+"""
+
+_LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
+_TEST_MARK = re.compile(r"<!-- test: .+? -->\n")
+
+
+def page(readme: str) -> str:
+    """The sections of `readme` that a beginner needs, with links as they are from docs/. Raises KeyError."""
+    parts = re.split(r"^## (.+)\n", readme, flags=re.MULTILINE)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    text = "\n".join(f"## {title}\n{sections[title]}".rstrip() + "\n" for title in SECTIONS)
+    moved = _LINK.sub(lambda found: f"]({os.path.relpath(ROOT / found[1], PAGE.parent)}", _TEST_MARK.sub("", text))
+    return "\n".join((INTRODUCTION, moved, END))
+
+
+def main(check: bool) -> int:
+    wanted = page((ROOT / "README.md").read_text(encoding="utf-8"))
+    if check:
+        if PAGE.read_text(encoding="utf-8") != wanted:
+            print("docs/quickstart.md is stale: run make docs", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))
