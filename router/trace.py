@@ -6,6 +6,7 @@ A worker reports offsets from the moment it took up Reserve or Prefill; its link
 
 from __future__ import annotations
 
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from tandem.v1 import trace_pb2, worker_pb2
 
 MAX_TRACES = 1000
 DEFAULT_LISTED = 20
+_ANSWER_ID = re.compile(r"^(chatcmpl-|cmpl-|resp_)")
 
 
 class Stage(StrEnum):
@@ -160,7 +162,7 @@ class Attempt:
 @dataclass(slots=True)
 class Trace:
     """One request. `received_unix_s` is the wall clock, for people; nothing is computed with it. `arrived_s`: when its
-    first byte was looked at; `received_s`: when it was parsed."""
+    first byte was looked at; `received_s`: when it was parsed. `client_id`: what its client calls it, perhaps."""
 
     request_id: str
     model: str
@@ -168,6 +170,7 @@ class Trace:
     received_s: float
     arrived_s: float | None = None
     context: TraceContext | None = None
+    client_id: str = ""
     received_unix_s: float = field(default_factory=time.time)
     attempts: list[Attempt] = field(default_factory=list)
     state: RequestState = RequestState.RECEIVED
@@ -186,6 +189,7 @@ class Trace:
             received_s,
             arrived_s=terms.arrived_s,
             context=terms.trace,
+            client_id=terms.client_id,
         )
 
     @property
@@ -287,23 +291,30 @@ def _attempt(attempt: Attempt, zero_s: float) -> trace_pb2.Attempt:
 
 
 class TraceStore:
-    """The last requests that ended, by their id."""
+    """The last requests that ended, by their id and by what their clients call them."""
 
     def __init__(self, limit: int = MAX_TRACES) -> None:
         self._limit = limit
         self._traces: OrderedDict[str, Trace] = OrderedDict()
+        self._by_client: dict[str, Trace] = {}  # the last of that name
 
     def add(self, trace: Trace) -> None:
         """Requests that no worker ever saw are left out: a flood of refusals must not push the others out."""
         if trace.state is RequestState.REJECTED and not trace.attempts:
             return
         self._traces[trace.request_id] = trace
+        if trace.client_id:
+            self._by_client[trace.client_id] = trace
         while len(self._traces) > self._limit:
-            self._traces.popitem(last=False)
+            _, oldest = self._traces.popitem(last=False)
+            if self._by_client.get(oldest.client_id) is oldest:
+                del self._by_client[oldest.client_id]
 
     def get(self, request_id: str) -> Trace:
-        """By the bare id, or that of an OpenAI answer (`chatcmpl-…`, `cmpl-…`). Raises NotFound."""
-        trace = self._traces.get(request_id.rpartition("-")[2])
+        """By the bare id, that of an OpenAI answer (`chatcmpl-…`, `cmpl-…`, `resp_…`; of several answers the first), or
+        the `x-request-id` that its client sent. Raises NotFound."""
+        bare = _ANSWER_ID.sub("", request_id)
+        trace = self._traces.get(bare) or self._traces.get(f"{bare}-0") or self._by_client.get(request_id)
         if trace is None:
             raise NotFound(
                 f"request_id: {request_id[:80]!r} is not among the last {self._limit} requests that ended here; "

@@ -183,6 +183,27 @@ def test_the_store_keeps_the_latest_and_no_more() -> None:
         store.get("0")
 
 
+def test_what_clients_call_their_requests_is_kept_as_long_as_the_traces_and_hides_no_other() -> None:
+    store = TraceStore(limit=3)
+
+    def add(request_id: str, client_id: str) -> None:
+        trace = ended(request_id)
+        trace.client_id = client_id
+        store.add(trace)
+
+    add("a", "mine")
+    add("b", "a")  # whoever names another's id does not get in its way
+    add("c", "mine")
+    assert store.get("a").request_id == "a"
+    assert store.get("mine").request_id == "c"
+    for number in range(3):
+        add(str(number), "again")
+    assert store.get("again").request_id == "2"
+    with pytest.raises(NotFound):
+        store.get("mine")
+    assert len(store._by_client) == 1
+
+
 def test_a_flood_of_refusals_pushes_nothing_out() -> None:
     store = TraceStore(limit=1)
     store.add(ended("a"))

@@ -36,6 +36,24 @@ async def test_every_way_in_tells_the_id_that_leads_to_the_trace(cluster: Any) -
     assert (await get(cluster, ids[0])).request_id == ids[0]
 
 
+async def test_a_clients_own_id_finds_its_trace(cluster: Any) -> None:
+    named = {"x-request-id": "shop:order-17"}
+    answer = await cluster.openai.completions.create(**PROMPT, extra_headers=named)
+    assert (await get(cluster, "shop:order-17")).request_id == answer.id.removeprefix("cmpl-")
+    call = cluster.inference.Generate(
+        inference_pb2.GenerateRequest(model=MODEL, prompt="Hi"), metadata=(("x-request-id", "shop:order-18"),)
+    )
+    ids = [event.started.request_id async for event in call if event.HasField("started")]
+    assert [(await get(cluster, "shop:order-18")).request_id] == ids
+    shown = await cluster.http.get("/dashboard/api/v1/requests/shop:order-18")
+    assert shown.json()["request"]["request_id"] == ids[0]
+
+
+async def test_of_several_answers_the_first_is_found(cluster: Any) -> None:
+    answer = await cluster.openai.completions.create(**PROMPT, n=2)
+    assert (await get(cluster, answer.id)).request_id == f"{answer.id.removeprefix('cmpl-')}-0"
+
+
 async def test_a_trace_has_both_sides_and_their_account(cluster: Any) -> None:
     answer = await cluster.openai.completions.create(**PROMPT)
     trace = await get(cluster, answer.id)
