@@ -129,7 +129,9 @@ def test_status_shows_what_a_link_was_measured_at_and_nothing_where_it_was_not()
     measured = worker_pb2.LinkState(
         peer_worker="decode-0", transport="mapped", state="ready", bytes=5_000_000, latency_s=0.00021, bytes_per_s=2.5e9
     )
-    unmeasured = worker_pb2.LinkState(peer_worker="prefill-0", transport="mapped", state="ready")
+    unmeasured = worker_pb2.LinkState(
+        peer_worker="prefill-0", transport="mapped", state="down", reason="the peer is gone"
+    )
     workers = [
         cluster_pb2.WorkerStatus(
             info=cluster_pb2.WorkerInfo(worker_id=name, role=cluster_pb2.ROLE_PREFILL),
@@ -142,4 +144,4 @@ def test_status_shows_what_a_link_was_measured_at_and_nothing_where_it_was_not()
     show_status(cluster_pb2.ClusterStatus(workers=workers), console)
     text = console.export_text()
     assert "link prefill-0/0 – decode-0/0: mapped ready, 210 µs, 2.50 GB/s, 5.0 MB" in text
-    assert "link decode-0/0 – prefill-0/0: mapped ready, 0.0 MB" in text
+    assert "link decode-0/0 – prefill-0/0: mapped down, 0.0 MB: the peer is gone" in text
