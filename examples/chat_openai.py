@@ -2,8 +2,8 @@
 
     python examples/chat_openai.py "Why is the sky blue?"
 
-TANDEM_HTTP names the router (default http://127.0.0.1:8000); TANDEM_API_KEY is the key, where it asks for one; TANDEM_CA
-the authority (PEM) that signed its certificate.
+TANDEM_HTTP names the router (default http://127.0.0.1:8000); TANDEM_API_KEY is the key, where it asks for one;
+TANDEM_CA the authority (PEM) that signed its certificate.
 """
 
 from __future__ import annotations

@@ -252,8 +252,8 @@ class ServingModel:
         stop_ids = frozenset(raw.stop_token_ids)
         if raw.max_tokens is not None and raw.max_tokens > room:
             raise ContextExceeded(
-                f"max_tokens: the model's context is {prompt_tokens + room} tokens; the prompt has {prompt_tokens}, and "
-                f"{raw.max_tokens} more were asked for; ask for at most {room}, or leave it out",
+                f"max_tokens: the model's context is {prompt_tokens + room} tokens; the prompt has {prompt_tokens}, "
+                f"and {raw.max_tokens} more were asked for; ask for at most {room}, or leave it out",
                 field="max_tokens",
             )
         return SamplingParams.parse(

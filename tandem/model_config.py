@@ -91,8 +91,8 @@ class ModelConfig:
             fitting = ", ".join(map(str, self.fitting_tps()))
             parts = " and ".join(f"{count} {what}" for what, count in self._mlp_parts())
             raise ConfigError(
-                f"{field}: expected one of {fitting} for a model of {self.heads} query heads, {self.kv_heads} KV heads and "
-                f"{parts}, got {tp}",
+                f"{field}: expected one of {fitting} for a model of {self.heads} query heads, {self.kv_heads} KV "
+                f"heads and {parts}, got {tp}",
                 field=field,
             )
 

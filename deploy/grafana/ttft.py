@@ -51,8 +51,8 @@ TTFT = Dashboard(
                 ),
                 percentiles(
                     "Dispatch",
-                    "Sent to whoever prefills until its first engine step with the prompt. Long: more prompts are there "
-                    "than it computes.",
+                    "Sent to whoever prefills until its first engine step with the prompt. Long: more prompts are "
+                    "there than it computes.",
                     STAGE,
                     'stage="dispatch"',
                 ),

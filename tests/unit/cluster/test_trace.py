@@ -15,8 +15,8 @@ from cluster.commands.trace import gantt, show, show_list, to_json
 from tandem.v1 import cluster_pb2, trace_pb2, worker_pb2
 
 SPANS = [
-    ("queue", 0, 10), ("reserve", 10, 15), ("dispatch", 15, 18), ("connect", 17, 19), ("prefill", 18, 60), ("pieces", 32, 62),
-    ("first_token", 60, 62), ("verify", 62, 72), ("join", 72, 73), ("decode", 73, 900),
+    ("queue", 0, 10), ("reserve", 10, 15), ("dispatch", 15, 18), ("connect", 17, 19), ("prefill", 18, 60),
+    ("pieces", 32, 62), ("first_token", 60, 62), ("verify", 62, 72), ("join", 72, 73), ("decode", 73, 900),
 ]  # fmt: skip
 
 

@@ -91,8 +91,9 @@ async def test_the_parts_of_the_time_to_first_token_add_up_with_a_handoff_and_wi
     stages = ("queue", "retry", "reserve", "dispatch", "prefill", "first_token")
     assert [summed(stage, "count") for stage in stages] == [3, 1, 1, 2, 2, 2]
     assert sum(map(summed, stages)) == pytest.approx(cluster.metric("tandem_ttft_seconds_sum"))
-    assert 0.06 <= summed("dispatch") + 0.002  # drawn late by a frame's way
-    assert 0.04 <= summed("prefill") + 0.002
+    way_s = 0.002  # workers' stages are drawn late by that
+    assert summed("dispatch") > 2 * 0.03 - way_s
+    assert summed("prefill") > 2 * 0.02 - way_s
 
 
 async def test_stages_bytes_and_pieces_are_metrics(cluster: Any) -> None:
