@@ -1,5 +1,5 @@
-"""The alert rules, by Prometheus's own tool: well formed, each fires when it should and not when it should not. And what
-only the tool can say of a panel's query."""
+"""The alert rules, by Prometheus's own tool: well formed, each fires when it should and not when it should not.
+And what only the tool can say of a panel's query."""
 
 from __future__ import annotations
 
