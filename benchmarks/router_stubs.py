@@ -223,10 +223,14 @@ class PacedWorker(WorkerServicer):
         del self._prefilling[wire_id]
         if self._cache is not None:
             self._cache.computed(fresh)
-        sent = self.sent[wire_id]
-        sent.tokens_s.append(time.monotonic())
+        sent, now_s = self.sent[wire_id], time.monotonic()
+        sent.tokens_s.append(now_s)
         first = worker_pb2.StepToken(
-            request_id=wire_id, token_id=self._answer[0], cached_tokens=sent.cached_tokens
+            request_id=wire_id,
+            token_id=self._answer[0],
+            cached_tokens=sent.cached_tokens,
+            computing_at_s=sent.taken_s,
+            sampled_at_s=now_s,
         )
         frame = worker_pb2.WorkerFrame(tokens=[first])
         if self.role is Role.PREFILL:

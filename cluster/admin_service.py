@@ -195,12 +195,13 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
 
 
 def without_ended_links(workers: Sequence[cluster_pb2.WorkerStatus]) -> None:
-    """Takes out what is left of links that nobody wants any more: since a change of roles both ends are in one pool."""
+    """Takes out what is left of links that nobody wants any more: the other end left the cluster, or since a change of
+    roles both are in one pool."""
     pools = {each.info.worker_id: (each.info.model, each.info.role) for each in workers}
     for worker in workers:
         links = worker.live.links if worker.HasField("live") else []
         pool = pools[worker.info.worker_id]
-        wanted = [link for link in links if link.state != "down" or pools.get(link.peer_worker) != pool]
+        wanted = [link for link in links if link.state != "down" or pools.get(link.peer_worker, pool) != pool]
         if len(wanted) < len(links):
             del worker.live.links[:]
             worker.live.links.extend(wanted)

@@ -19,7 +19,7 @@ from kvtransfer.transports.factory import check_available
 from router.auth.sources import KeySources
 from tandem.clock import SystemClock
 from tandem.config import ClusterSpec, ModelSpec, PoolSpec, Role
-from tandem.errors import ConfigError, InsufficientMemory, PortInUse, TandemError
+from tandem.errors import ConfigError, InsufficientMemory, PortInUse
 from tandem.kvcache.layout import DTYPE_BYTES, cell_width
 from tandem.model_config import ModelConfig, fingerprint
 from tandem.model_store import PACKAGED, pull
@@ -91,10 +91,7 @@ def _resolve_model(spec: ModelSpec, progress: Progress, fetch: bool) -> Resolved
     config = ModelConfig.load(folder)
     for name, pool in (("prefill.tp", spec.prefill), ("decode.tp", spec.decode)):
         if pool.workers:
-            try:
-                config.check_tp(pool.tp)
-            except TandemError as error:
-                raise ConfigError(f"{name}: {error.message}", field=name) from None
+            config.check_tp(pool.tp, name)
     if spec.prefill.workers:
         reshard_plan(spec.prefill.tp, spec.decode.tp, config.kv_heads)
     limit = config.max_position_tokens
@@ -212,8 +209,8 @@ def _stored_element_bytes(model: ResolvedModel) -> int:
     return 4 if stored > 3 * parameters else 2
 
 
-def check_memory(models: tuple[ResolvedModel, ...]) -> None:
-    """Raises InsufficientMemory with what is needed and what there is."""
+def check_memory(models: tuple[ResolvedModel, ...]) -> int:
+    """Bytes that are needed. Raises InsufficientMemory with that and what there is."""
     needed = sum(needed_bytes(model) for model in models if model.spec.engine.device == "cpu")
     available = available_bytes()
     if needed > available:
@@ -222,6 +219,7 @@ def check_memory(models: tuple[ResolvedModel, ...]) -> None:
             f"{available >> 20} MiB are available: lower engine.kv_memory_bytes, or the number of workers",
             field="engine.kv_memory_bytes",
         )
+    return needed
 
 
 def available_bytes() -> int:

@@ -2,20 +2,24 @@
 
     python examples/chat_openai.py "Why is the sky blue?"
 
-TANDEM_HTTP names the router (default http://127.0.0.1:8000); TANDEM_API_KEY is the key, where it asks for one.
+TANDEM_HTTP names the router (default http://127.0.0.1:8000); TANDEM_API_KEY is the key, where it asks for one;
+TANDEM_CA the authority (PEM) that signed its certificate.
 """
 
 from __future__ import annotations
 
 import os
+import ssl
 import sys
 
-from openai import APIConnectionError, OpenAI, OpenAIError
+from openai import APIConnectionError, DefaultHttpxClient, OpenAI, OpenAIError
 
 
 def main(prompt: str) -> int:
     url = os.environ.get("TANDEM_HTTP", "http://127.0.0.1:8000")
-    client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("TANDEM_API_KEY", "unused"))
+    ca = os.environ.get("TANDEM_CA")
+    http = None if ca is None else DefaultHttpxClient(verify=ssl.create_default_context(cafile=ca))
+    client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("TANDEM_API_KEY", "unused"), http_client=http)
     try:
         chat(client, prompt)
     except APIConnectionError as error:

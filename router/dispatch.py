@@ -345,7 +345,7 @@ class Dispatcher:
         self._metrics.judged(model, run.terms.priority, run.stream.final, run.lifecycle.state, code)
         _tell_call(run, error)
         if run.stream.final is not None:
-            self._metrics.finished(model, run.stream.final)
+            self._metrics.finished(model, run.stream.final, run.trace)
             health_facts.finished(self.fleet.health, run, run.stream.final, self._clock.now_s())
             self.fleet.estimates.answered(model, run.stream.final.usage.completion_tokens)
         else:

@@ -102,6 +102,8 @@ class InferenceEdge(InferenceServicer):
         )
 
     def _parse(self, request: pb.GenerateRequest, call: Call | None) -> RawRequest:
+        if call is not None:
+            call.asks(request.model)
         try:
             self._service.check_tokens(request.model, len(request.token_ids.ids), call)
             check_length("cache_salt", len(request.cache_salt), MAX_CACHE_SALT_CHARS)

@@ -37,6 +37,7 @@ from router.tokenize_schema import DetokenizeRequest, TokenizeRequest
 from tandem.errors import InputError, InternalError, PayloadTooLarge, PortInUse, RequestCancelled, TandemError
 
 Parsed = TypeVar("Parsed")
+Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
 
 INLINE_BODY_BYTES = 64 << 10  # longer bodies are parsed in a thread
 _STATUS_ERRORS = {404: "no such path", 405: "method not allowed here"}
@@ -165,7 +166,7 @@ class HttpEdge:
             self._service.rejected(model, error)
             raise
 
-    async def _body(self, request: Request, parse: Callable[[bytes], Parsed]) -> Parsed:
+    async def _body(self, request: Request, parse: Callable[[bytes], Body]) -> Body:
         """The parsed body, within the size limit. Raises InputError."""
         limit = self._max_body_bytes
         declared = request.headers.get("content-length", "")
@@ -181,12 +182,15 @@ class HttpEdge:
             if too_large:
                 raise PayloadTooLarge(f"body: expected at most {limit} bytes; send less")
             if len(body) <= INLINE_BODY_BYTES:
-                return parse(bytes(body))
-            # Few threads: each keeps some of the memory that its largest body took.
-            return await asyncio.get_running_loop().run_in_executor(self._service.executor, parse, bytes(body))
+                parsed = parse(bytes(body))
+            else:  # few threads: each keeps some of the memory that its largest body took
+                parsed = await asyncio.get_running_loop().run_in_executor(self._service.executor, parse, bytes(body))
         except InputError as error:
             self._service.rejected("", error)
             raise
+        if (call := call_of(request.scope)) is not None:
+            call.asks(parsed.model)
+        return parsed
 
 
 def _prompt_texts(raws: Sequence[RawRequest], answers: Answers) -> list[str]:

@@ -97,6 +97,8 @@ class OipEdge(GRPCInferenceServiceServicer):
             answers.cancel()  # the client's cancellation and deadline end up here
 
     def _parse(self, request: oip.ModelInferRequest, call: Call | None) -> Ask:
+        if call is not None:
+            call.asks(request.model_name)
         try:
             _check_version(request.model_version)
             return parse_infer(request, lambda count: self._service.check_tokens(request.model_name, count, call))

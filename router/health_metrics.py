@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import StrEnum
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from router.canary import CanaryResult
 from router.health import EjectReason, HealthBoard, HealthState
+from router.labelled import Counter
 from tandem.config import Role
 
 

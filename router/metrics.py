@@ -18,7 +18,7 @@ from router.policies.types import PlacementReason, WaitReason
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
 from router.slo import SloCollector, slo_outcome
-from router.trace import Attempt, Span, overlap_share, received_spans, sent_spans
+from router.trace import Attempt, Span, Stage, Trace, overlap_share, received_spans, sent_spans
 from tandem.config import ClassSpec
 from tandem.errors import ErrorCode
 from tandem.request import RequestState
@@ -28,6 +28,7 @@ UNKNOWN_MODEL = "unknown"
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _STAGE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_TTFT_STAGE_SECONDS = (*_STAGE_SECONDS, 30.0, 60.0, 120.0, 300.0)
 _SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.97, 0.99, 1.0)
 _ITL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -41,6 +42,13 @@ class RouterMetrics:
             "tandem_requests", "Requests by end state and error code.", ("model", "state", "code"), registry=registry
         )
         self._ttft = _histogram(registry, "tandem_ttft_seconds", "Received to first token.", _SECONDS)
+        self._ttft_stages = Histogram(
+            "tandem_ttft_stage_seconds",
+            "What the time to first token was made of: the stages add up to tandem_ttft_seconds.",
+            ("model", "stage"),
+            buckets=_TTFT_STAGE_SECONDS,
+            registry=registry,
+        )
         self._tpot = _histogram(
             registry, "tandem_tpot_seconds", "Time per output token after the first.", _TOKEN_SECONDS
         )
@@ -125,10 +133,12 @@ class RouterMetrics:
         """The exposition text."""
         return generate_latest(self._registry)
 
-    def finished(self, model: str, final: Final) -> None:
+    def finished(self, model: str, final: Final, trace: Trace) -> None:
         label, line, usage = self._label(model), final.timeline, final.usage
         self.ended(model, RequestState.FINISHED, None)
         self._ttft.labels(label).observe(line.ttft_s)
+        for span in trace.to_first_token():
+            self._ttft_stages.labels(label, span.stage.value).observe(span.duration_s)
         self._queue.labels(label).observe(line.queue_s)
         self._total.labels(label).observe(line.total_s)
         if usage.completion_tokens > 1:
@@ -166,7 +176,8 @@ class RouterMetrics:
         elif (share := overlap_share(done)) is not None:
             self._hidden_bytes.labels(label).inc(done.sent.hidden_bytes)
             self._overlap.labels(label).observe(share)
-            spans = sent_spans(done)
+            computed = (each for each in attempt.to_first_token() if each.stage in (Stage.DISPATCH, Stage.PREFILL))
+            spans = [*sent_spans(done), *computed]
         for span in spans:
             self._stages.labels(label, span.stage.value).observe(span.duration_s)
 

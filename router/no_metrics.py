@@ -12,7 +12,7 @@ from router.output import Final
 from router.policies.types import PlacementReason, WaitReason
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
-from router.trace import Attempt
+from router.trace import Attempt, Trace
 from tandem.config import ClassSpec
 from tandem.errors import ErrorCode, NotFound
 from tandem.request import RequestState
@@ -32,7 +32,7 @@ class NoMetrics(RouterMetrics):
     def render(self) -> bytes:
         raise NotFound("metrics: observability.metrics.enabled is false in this cluster's configuration")
 
-    def finished(self, model: str, final: Final) -> None: ...
+    def finished(self, model: str, final: Final, trace: Trace) -> None: ...
 
     def judged(
         self, model: str, priority: str, final: Final | None, state: RequestState, code: ErrorCode | None

@@ -88,9 +88,12 @@ Messages = Annotated[
 ]
 
 
+LENGTH = "At most what the prompt leaves of the context; without it, all of that."
+
+
 class _Common(Strict):
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description=LENGTH)
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
@@ -152,7 +155,7 @@ class _Common(Strict):
 
 class ChatCompletionRequest(_Common):
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="The same as `max_tokens`.")
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     metadata: dict[str, str] | None = None
@@ -206,7 +209,7 @@ def _prompt(given: object, check: Handler) -> object:
 
 class CompletionRequest(_Common):
     prompt: Annotated[str | Items[int] | Items[str] | Items[Items[int]], WrapValidator(_prompt)]
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description=f"{LENGTH} 0 goes with `echo`.")
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None
     echo: bool | None = None

@@ -194,7 +194,9 @@ class ServingModel:
     def _chat_tokens(self, messages: Sequence[Message], limit: int) -> tuple[int, ...]:
         if self._template is None:
             raise InputError(
-                f"messages: model {self.name!r} has no chat template; use completions instead", field="messages"
+                f"messages: model {self.name!r} has no chat template; send plain text instead: the completions API, "
+                "`prompt` over gRPC, `tandem chat --raw`",
+                field="messages",
             )
         text = self._template.render([{"role": each.role, "content": each.content} for each in messages])
         self._check_chars("messages", text, limit)
@@ -234,7 +236,7 @@ class ServingModel:
             request_id=request_id,
             model=self.name,
             prompt=prompt,
-            sampling=self._sampling(raw.sampling, room),
+            sampling=self._sampling(raw.sampling, len(prompt), room),
             stop=_stop_strings(raw.sampling.stop),
             block_hashes=tuple(hashes),
             block_tokens=served.block_tokens,
@@ -242,13 +244,19 @@ class ServingModel:
             session=_session(raw.session, cache_salt) if raw.session else None,
         )
 
-    def _sampling(self, raw: RawSampling, room: int) -> SamplingParams:
+    def _sampling(self, raw: RawSampling, prompt_tokens: int, room: int) -> SamplingParams:
         check_length("stop_token_ids", len(raw.stop_token_ids), MAX_STOP_TOKEN_IDS)
         check_length("logit_bias", len(raw.logit_bias), MAX_LOGIT_BIAS)
         self._check_ids("stop_token_ids", raw.stop_token_ids)
         self._check_ids("logit_bias", tuple(token for token, _ in raw.logit_bias))
         stop_ids = frozenset(raw.stop_token_ids)
-        params = SamplingParams.parse(
+        if raw.max_tokens is not None and raw.max_tokens > room:
+            raise ContextExceeded(
+                f"max_tokens: the model's context is {prompt_tokens + room} tokens; the prompt has {prompt_tokens}, "
+                f"and {raw.max_tokens} more were asked for; ask for at most {room}, or leave it out",
+                field="max_tokens",
+            )
+        return SamplingParams.parse(
             # Drawn here, so that any worker can repeat the sampling.
             seed=secrets.randbits(63) if raw.seed is None else raw.seed,
             max_tokens=room if raw.max_tokens is None else raw.max_tokens,
@@ -264,8 +272,6 @@ class ServingModel:
             logit_bias=dict(raw.logit_bias),
             prompt_logprobs=raw.prompt_logprobs,
         )
-        # An answer ends at the model's context with finish reason `length`, as documented.
-        return params if params.max_tokens <= room else replace(params, max_tokens=room)
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         wrong = next((each for each in ids if not 0 <= each < self.vocab_tokens), None)

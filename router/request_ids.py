@@ -1,7 +1,7 @@
 """`x-request-id` and W3C `traceparent` with `tracestate`: what a client sends of them comes back with its answer, over
 HTTP and gRPC. Every HTTP answer has a request id: ours, where none came.
 
-The client's request id is for its own books and goes no further; the trace context is also read
+The client's request id is for its own books, and finds its trace; the trace context is also read
 (tandem/trace_context.py).
 """
 
@@ -57,6 +57,11 @@ def _trace_id(shown: Headers) -> dict[str, str]:
 def trace_id_of(traceparent: bytes | None) -> str:
     """Empty: there is none."""
     return _trace_id(echoed([(TRACEPARENT, traceparent or b"")])).get("trace_id", "")
+
+
+def client_request_id(given: str | None) -> str:
+    """What a client calls its request; empty: it did not say, or in another shape."""
+    return given if given is not None and _SHAPES[HEADER].fullmatch(given.encode("utf-8", "replace")) else ""
 
 
 class RequestIds:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from router.openai_schema import (
+    LENGTH,
     MAX_MESSAGES,
     CacheSalt,
     Items,
@@ -70,7 +71,7 @@ class ResponsesRequest(Strict):
         str | Annotated[Items[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)], at_most(MAX_MESSAGES, "input")
     ]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description=LENGTH)
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

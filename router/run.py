@@ -261,7 +261,11 @@ class RequestRun:
         return len(self._answer) > self._resumed_at
 
     def _on_first_token(self, token: worker_pb2.StepToken, now_s: float) -> None:
-        self.trace.attempts[-1].first_token_s = now_s
+        attempt, prefiller = self.trace.attempts[-1], self.prefill or self.decode
+        attempt.first_token_s = now_s
+        if prefiller is not None and token.HasField("computing_at_s"):
+            attempt.computing_s = prefiller.link.local_s(token.computing_at_s)
+            attempt.sampled_s = prefiller.link.local_s(token.sampled_at_s)
         if not self._answer:
             self._account.first_token(token, self.prefill, now_s)
         self._host.prefilled(self)

@@ -114,7 +114,11 @@ class RouterService:
         self, raw: RawRequest, terms: Terms | None, model_required: bool, request_id: str
     ) -> tuple[ServingModel, ValidRequest]:
         try:
-            model = self.model(raw.model, None if terms is None else terms.call, required=model_required)
+            call = None if terms is None else terms.call
+            model = self.model(raw.model, call, required=model_required)
+            if call is not None:
+                call.request_id = request_id
+                call.asks(model.name)
             limit = self.dispatcher.fleet.max_model_tokens(model.name)
             salt = self.calls.cache_salt(terms, raw.cache_salt)
             return model, await model.parse(

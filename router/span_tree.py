@@ -9,15 +9,14 @@ service. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from router.trace import Attempt, Stage, Trace, overlap_share
-from router.trace import Span as StageSpan
 from tandem.spans import FinishedSpan, Service
 
-REQUEST, PARSE, ATTEMPT, DISPATCH = "request", "parse", "attempt", "dispatch"
-CHAIN = (PARSE, Stage.QUEUE.value, Stage.RESERVE.value, DISPATCH, Stage.PREFILL.value, Stage.FIRST_TOKEN.value)
+REQUEST, PARSE, ATTEMPT = "request", "parse", "attempt"
+_TO_FIRST_TOKEN = (Stage.QUEUE, Stage.RESERVE, Stage.DISPATCH, Stage.PREFILL, Stage.FIRST_TOKEN)
+CHAIN = (PARSE, *(stage.value for stage in _TO_FIRST_TOKEN))
 """Of a request with one attempt these add up to its time to first token."""
 
 _DECODE_STAGES = frozenset({Stage.PIECES, Stage.VERIFY, Stage.JOIN, Stage.DECODE})
@@ -72,44 +71,15 @@ def span_tree(trace: Trace, router_id: str) -> list[FinishedSpan]:
             error=None if attempt.error is None else attempt.error.code.value,
         )
         before = (own,)
-        for span in _stages(attempt):
-            tree.add(span.name, span.start_s, span.end_s, own, at=_owner(attempt, span.stage))
+        for span in attempt.spans():
+            if span.stage is not Stage.QUEUE:
+                tree.add(span.stage.value, span.start_s, span.end_s, own, at=_owner(attempt, span.stage))
     if not trace.attempts:
         tree.add(Stage.QUEUE.value, trace.received_s, ended_s, root)
     return tree.spans
 
 
-@dataclass(frozen=True, slots=True)
-class _Named:
-    name: str
-    stage: Stage | None  # None: the router's own
-    start_s: float
-    end_s: float
-
-
-def _stages(attempt: Attempt) -> Iterator[_Named]:
-    """The trace's stages; the chain to the first token made whole, and cut where clocks disagree by a frame's way."""
-    first_s = attempt.first_token_s
-    for span in attempt.spans():
-        if span.stage is Stage.QUEUE or span.stage is Stage.FIRST_TOKEN:
-            continue
-        if span.stage is Stage.PREFILL and first_s is not None:
-            yield from _to_first_token(attempt, span, first_s)
-        else:
-            yield _Named(span.stage.value, span.stage, span.start_s, span.end_s)
-
-
-def _to_first_token(attempt: Attempt, prefill: StageSpan, first_s: float) -> Iterator[_Named]:
-    sent_s = attempt.prefill_sent_s if attempt.prefill_worker else attempt.dispatched_s
-    start_s = min(prefill.start_s, first_s)
-    end_s = min(prefill.end_s, first_s)
-    if sent_s is not None and sent_s < start_s:
-        yield _Named(DISPATCH, None, sent_s, start_s)
-    yield _Named(Stage.PREFILL.value, Stage.PREFILL, start_s, end_s)
-    yield _Named(Stage.FIRST_TOKEN.value, Stage.FIRST_TOKEN, end_s, first_s)
-
-
-def _owner(attempt: Attempt, stage: Stage | None) -> tuple[Service, str] | None:
+def _owner(attempt: Attempt, stage: Stage) -> tuple[Service, str] | None:
     """Whose work it was; None: the router's."""
     if stage in _DECODE_STAGES or (stage is Stage.PREFILL and not attempt.prefill_worker):
         return Service.DECODE, attempt.decode_worker

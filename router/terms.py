@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from router.auth.call import Call
+from router.request_ids import client_request_id
 from tandem.clock import Clock
 from tandem.config import ClassSpec
 from tandem.errors import InputError
@@ -16,6 +17,7 @@ from tandem.trace_context import TraceContext, TraceSampler
 PRIORITY = "x-tandem-priority"
 TENANT = "x-tandem-tenant"
 TIMEOUT = "x-request-timeout-s"
+REQUEST_ID = "x-request-id"
 MAX_TIMEOUT_S = 86_400.0
 
 _TENANT = re.compile(r"[\w.:@-]{1,64}", re.ASCII)
@@ -26,7 +28,7 @@ _SECONDS = re.compile(r"\d{1,9}(\.\d{0,9})?|\.\d{1,9}", re.ASCII)
 class Terms:
     """`tenant` empty: the client named none. `deadline_s` in the router's clock; None: as long as it takes.
     `arrived_s`: when the request came, before any of it was parsed; None: nobody looked. `call`: the one that it came
-    by, where calls are watched."""
+    by, where calls are watched. `client_id`: what the client calls it, for people who look for its trace."""
 
     priority: str
     tenant: str = ""
@@ -34,6 +36,7 @@ class Terms:
     arrived_s: float | None = field(default=None, compare=False)
     trace: TraceContext | None = None
     call: Call | None = None
+    client_id: str = field(default="", compare=False)
 
 
 class TermsParser:
@@ -49,8 +52,9 @@ class TermsParser:
         """
         priority, tenant, timeout = header(PRIORITY), header(TENANT), header(TIMEOUT)
         arrived_s, trace = self._clock.now_s(), self._sampler.context(header)
+        client_id = client_request_id(header(REQUEST_ID))
         if priority is None and tenant is None and timeout is None and remaining_s is None:
-            return Terms(self.names[0], arrived_s=arrived_s, trace=trace)
+            return Terms(self.names[0], arrived_s=arrived_s, trace=trace, client_id=client_id)
         if priority is not None and priority not in self.names:
             known = ", ".join(repr(name) for name in self.names)
             raise InputError(f"{PRIORITY}: expected one of {known}, got {priority[:40]!r}", field=PRIORITY)
@@ -65,6 +69,7 @@ class TermsParser:
             deadline_s=None if not limits else arrived_s + min(*limits, MAX_TIMEOUT_S),
             arrived_s=arrived_s,
             trace=trace,
+            client_id=client_id,
         )
 
 

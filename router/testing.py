@@ -4,6 +4,7 @@ without a cluster. For tests of the router and of clients."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,7 @@ class StubBehaviour:
 
     answer: Answer = lambda prompt: list(prompt[:8])  # all tokens of the answer to a prompt
     token_delay_s: float = 0.0
+    prefill_wait_s: float = 0.0  # before a prompt is computed
     refuse_reservations: int = 0  # so many are answered with kv_exhausted
     fail_handoffs: int = 0  # so many joins end with handoff_failed, of the cause digest_mismatch
     sent_report_after_s: float = 0.0  # the prefill worker's word that its side is over comes so late
@@ -138,6 +140,7 @@ class StubWorker(WorkerServicer):
                 frame = await self._next(session)
                 while self.behaviour.is_stuck:  # noqa: ASYNC110  # tests set it as they like
                     await asyncio.sleep(REPORT_S)
+                frame.sent_at_s = time.monotonic()
                 yield frame
         finally:
             reader.cancel()
@@ -219,15 +222,21 @@ class StubWorker(WorkerServicer):
     async def _prefill(self, session: _Session, work: worker_pb2.Work) -> None:
         wire_id = work.request_id
         tokens = self._answer(work)
-        await asyncio.sleep(self.behaviour.token_delay_s)
-        frame = worker_pb2.WorkerFrame(tokens=[self._token(work, tokens[0], first=True)])
+        computing_at_s = await self._compute()
+        frame = worker_pb2.WorkerFrame(tokens=[self._token(work, tokens[0], computing_at_s)])
         self._score_prompt(frame, work)
         ended = self._end_reason(work, tokens, 1)
         if ended is not None:
             frame.ended.append(worker_pb2.Ended(request_id=wire_id, finish_reason=ended))
         elif not self.behaviour.hold_acknowledgements:
             blocks = blocks_for(len(work.prompt), BLOCK_TOKENS)
-            sent = worker_pb2.HandoffDone(request_id=wire_id, bytes=blocks * BLOCK_BYTES, pieces=blocks, sent=SENT)
+            sent = worker_pb2.HandoffDone(
+                request_id=wire_id,
+                bytes=blocks * BLOCK_BYTES,
+                pieces=blocks,
+                anchor_at_s=time.monotonic(),
+                sent=SENT,
+            )
             if self.behaviour.sent_report_after_s:
                 asyncio.get_running_loop().call_later(
                     self.behaviour.sent_report_after_s,
@@ -254,7 +263,12 @@ class StubWorker(WorkerServicer):
             return
         blocks = blocks_for(len(work.prompt) - self.behaviour.cached_tokens, BLOCK_TOKENS)
         done = worker_pb2.HandoffDone(
-            request_id=wire_id, bytes=blocks * BLOCK_BYTES, blocks=blocks, pieces=blocks, received=RECEIVED
+            request_id=wire_id,
+            bytes=blocks * BLOCK_BYTES,
+            blocks=blocks,
+            pieces=blocks,
+            anchor_at_s=time.monotonic(),
+            received=RECEIVED,
         )
         session.out.put_nowait(worker_pb2.WorkerFrame(handoffs=[done]))
         await self._stream(session, work, 1)
@@ -262,8 +276,12 @@ class StubWorker(WorkerServicer):
     async def _stream(self, session: _Session, work: worker_pb2.Work, start: int) -> None:
         tokens = self._answer(work)
         for count in range(start + 1, len(tokens) + 1):
-            await asyncio.sleep(self.behaviour.token_delay_s)
-            frame = worker_pb2.WorkerFrame(tokens=[self._token(work, tokens[count - 1], first=count == 1)])
+            computing_at_s = None
+            if count == 1:
+                computing_at_s = await self._compute()
+            else:
+                await asyncio.sleep(self.behaviour.token_delay_s)
+            frame = worker_pb2.WorkerFrame(tokens=[self._token(work, tokens[count - 1], computing_at_s)])
             if count == 1:
                 self._score_prompt(frame, work)
             if self.behaviour.fail_decodes > 0:
@@ -280,6 +298,13 @@ class StubWorker(WorkerServicer):
             if ended is not None:
                 return
 
+    async def _compute(self) -> float:
+        """A prompt. Returns when that began."""
+        await asyncio.sleep(self.behaviour.prefill_wait_s)
+        began_s = time.monotonic()
+        await asyncio.sleep(self.behaviour.token_delay_s)
+        return began_s
+
     def _answer(self, work: worker_pb2.Work) -> list[int]:
         return list(self.behaviour.answer(list(work.prompt)))[: work.sampling.max_tokens]
 
@@ -290,10 +315,12 @@ class StubWorker(WorkerServicer):
             return inference_pb2.FINISH_REASON_STOP
         return inference_pb2.FINISH_REASON_LENGTH if count == len(tokens) else None
 
-    def _token(self, work: worker_pb2.Work, token_id: int, *, first: bool) -> worker_pb2.StepToken:
+    def _token(self, work: worker_pb2.Work, token_id: int, computing_at_s: float | None) -> worker_pb2.StepToken:
+        """`computing_at_s` None: not the first one."""
         token = worker_pb2.StepToken(request_id=work.request_id, token_id=token_id)
-        if first:
+        if computing_at_s is not None:
             token.cached_tokens = self.behaviour.cached_tokens
+            token.computing_at_s, token.sampled_at_s = computing_at_s, time.monotonic()
         if work.sampling.HasField("logprobs"):
             token.logprobs.token_id = token_id
             token.logprobs.logprob = self.behaviour.logprob

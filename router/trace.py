@@ -6,12 +6,15 @@ A worker reports offsets from the moment it took up Reserve or Prefill; its link
 
 from __future__ import annotations
 
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
+
+import msgspec
 
 from kvtransfer.causes import HandoffFault
 from router.output import Usage
@@ -24,6 +27,7 @@ from tandem.v1 import trace_pb2, worker_pb2
 
 MAX_TRACES = 1000
 DEFAULT_LISTED = 20
+_ANSWER_ID = re.compile(r"^(chatcmpl-|cmpl-|resp_)")
 
 
 class Stage(StrEnum):
@@ -31,6 +35,7 @@ class Stage(StrEnum):
 
     QUEUE = "queue"
     RESERVE = "reserve"
+    DISPATCH = "dispatch"
     PREFILL = "prefill"
     CONNECT = "connect"
     PIECES = "pieces"
@@ -38,10 +43,10 @@ class Stage(StrEnum):
     FIRST_TOKEN = "first_token"
     JOIN = "join"
     DECODE = "decode"
+    RETRY = "retry"  # a failed attempt, whole; only of `Trace.to_first_token`
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):  # several for every request: made faster than a frozen dataclass
     """Seconds, on whatever clock the caller has."""
 
     stage: Stage
@@ -79,14 +84,11 @@ def received_spans(done: worker_pb2.HandoffDone) -> list[Span]:
 
 
 def sent_spans(done: worker_pb2.HandoffDone) -> list[Span]:
-    """The prefill worker's side, from Prefill on; nothing when it sent nothing."""
+    """The prefill worker's side of the transfer, from Prefill on; nothing when it sent nothing."""
     stages = done.sent
-    spans = []
-    if stages.HasField("computing_s") and stages.HasField("first_token_s"):
-        spans.append(Span(Stage.PREFILL, stages.computing_s, stages.first_token_s))
     if stages.HasField("opened_s") and stages.HasField("linked_s"):
-        spans.append(Span(Stage.CONNECT, stages.opened_s, stages.linked_s))
-    return spans
+        return [Span(Stage.CONNECT, stages.opened_s, stages.linked_s)]
+    return []
 
 
 def overlap_share(done: worker_pb2.HandoffDone) -> float | None:
@@ -97,7 +99,8 @@ def overlap_share(done: worker_pb2.HandoffDone) -> float | None:
 
 @dataclass(slots=True)
 class Attempt:
-    """One try on a pair of workers. Times are the router's clock."""
+    """One try on a pair of workers. Times are the router's clock. `computing_s`, `sampled_s`: when whoever prefilled
+    began to compute the prompt and had its first token, by its own word; None: it did not say."""
 
     wire_id: str
     prefill_worker: str  # empty: prefilled on the decode worker
@@ -106,6 +109,8 @@ class Attempt:
     dispatched_s: float
     reserved_s: float | None = None
     prefill_sent_s: float | None = None
+    computing_s: float | None = None
+    sampled_s: float | None = None
     first_token_s: float | None = None
     joined_s: float | None = None
     ended_s: float | None = None
@@ -116,17 +121,26 @@ class Attempt:
     def reserve_span(self) -> Span | None:
         return None if self.reserved_s is None else Span(Stage.RESERVE, self.dispatched_s, self.reserved_s)
 
-    def spans(self) -> Iterator[Span]:
+    def to_first_token(self) -> Iterator[Span]:
+        """One after the other without a gap, as far as it came; cut where clocks disagree by a frame's way."""
         yield Span(Stage.QUEUE, self.queued_s, self.dispatched_s)
         if reserve := self.reserve_span():
             yield reserve
-        reported = [*(self.received.spans() if self.received else ()), *(self.sent.spans() if self.sent else ())]
-        prefill_s = self.prefill_sent_s if self.prefill_worker else self.dispatched_s
-        if prefill_s is not None and self.first_token_s is not None:
-            if not any(span.stage is Stage.PREFILL for span in reported):
-                yield Span(Stage.PREFILL, prefill_s, self.first_token_s)
-            yield Span(Stage.FIRST_TOKEN, self.first_token_s, self.first_token_s)
-        yield from reported
+        sent_s, first_s = self.prefill_sent_s if self.prefill_worker else self.dispatched_s, self.first_token_s
+        if sent_s is None or first_s is None:
+            return
+        start_s, end_s = sent_s, first_s
+        if self.computing_s is not None and self.sampled_s is not None:
+            start_s = min(max(sent_s, self.computing_s), first_s)
+            end_s = min(max(start_s, self.sampled_s), first_s)
+            yield Span(Stage.DISPATCH, sent_s, start_s)
+        yield Span(Stage.PREFILL, start_s, end_s)
+        yield Span(Stage.FIRST_TOKEN, end_s, first_s)
+
+    def spans(self) -> Iterator[Span]:
+        yield from self.to_first_token()
+        yield from self.received.spans() if self.received else ()
+        yield from self.sent.spans() if self.sent else ()
         decode_s = self.joined_s if self.prefill_worker else self.first_token_s
         if decode_s is not None and self.ended_s is not None:
             yield Span(Stage.DECODE, decode_s, self.ended_s)
@@ -148,7 +162,7 @@ class Attempt:
 @dataclass(slots=True)
 class Trace:
     """One request. `received_unix_s` is the wall clock, for people; nothing is computed with it. `arrived_s`: when its
-    first byte was looked at; `received_s`: when it was parsed."""
+    first byte was looked at; `received_s`: when it was parsed. `client_id`: what its client calls it, perhaps."""
 
     request_id: str
     model: str
@@ -156,6 +170,7 @@ class Trace:
     received_s: float
     arrived_s: float | None = None
     context: TraceContext | None = None
+    client_id: str = ""
     received_unix_s: float = field(default_factory=time.time)
     attempts: list[Attempt] = field(default_factory=list)
     state: RequestState = RequestState.RECEIVED
@@ -174,6 +189,7 @@ class Trace:
             received_s,
             arrived_s=terms.arrived_s,
             context=terms.trace,
+            client_id=terms.client_id,
         )
 
     @property
@@ -199,6 +215,16 @@ class Trace:
         """The attempt there is, if there is one, is over. The first error is the one that counts."""
         if (last := self.last) is not None and last.ended_s is None:
             last.error, last.ended_s = error, now_s
+
+    def to_first_token(self) -> Iterator[Span]:
+        """Of a request that has its first token: all that passed since it was received, without a gap."""
+        for attempt in self.attempts:
+            if attempt.first_token_s is not None:
+                yield from attempt.to_first_token()
+                return
+            yield Span(Stage.QUEUE, attempt.queued_s, attempt.dispatched_s)
+            if attempt.ended_s is not None:
+                yield Span(Stage.RETRY, attempt.dispatched_s, attempt.ended_s)
 
     def report(self, done: worker_pb2.HandoffDone, anchor_s: float) -> Attempt | None:
         """A worker's word about an attempt, perhaps after the request's end. Returns the attempt."""
@@ -265,23 +291,30 @@ def _attempt(attempt: Attempt, zero_s: float) -> trace_pb2.Attempt:
 
 
 class TraceStore:
-    """The last requests that ended, by their id."""
+    """The last requests that ended, by their id and by what their clients call them."""
 
     def __init__(self, limit: int = MAX_TRACES) -> None:
         self._limit = limit
         self._traces: OrderedDict[str, Trace] = OrderedDict()
+        self._by_client: dict[str, Trace] = {}  # the last of that name
 
     def add(self, trace: Trace) -> None:
         """Requests that no worker ever saw are left out: a flood of refusals must not push the others out."""
         if trace.state is RequestState.REJECTED and not trace.attempts:
             return
         self._traces[trace.request_id] = trace
+        if trace.client_id:
+            self._by_client[trace.client_id] = trace
         while len(self._traces) > self._limit:
-            self._traces.popitem(last=False)
+            _, oldest = self._traces.popitem(last=False)
+            if self._by_client.get(oldest.client_id) is oldest:
+                del self._by_client[oldest.client_id]
 
     def get(self, request_id: str) -> Trace:
-        """By the bare id, or that of an OpenAI answer (`chatcmpl-…`, `cmpl-…`). Raises NotFound."""
-        trace = self._traces.get(request_id.rpartition("-")[2])
+        """By the bare id, that of an OpenAI answer (`chatcmpl-…`, `cmpl-…`, `resp_…`; of several answers the first), or
+        the `x-request-id` that its client sent. Raises NotFound."""
+        bare = _ANSWER_ID.sub("", request_id)
+        trace = self._traces.get(bare) or self._traces.get(f"{bare}-0") or self._by_client.get(request_id)
         if trace is None:
             raise NotFound(
                 f"request_id: {request_id[:80]!r} is not among the last {self._limit} requests that ended here; "

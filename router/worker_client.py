@@ -142,6 +142,10 @@ class WorkerLink:
             self.cancel(wire_id)
         self._tell_lost(reason)
 
+    def local_s(self, worker_s: float) -> float | None:
+        """The router's time of a moment by the worker's clock."""
+        return self._offset.local_s(worker_s)
+
     async def _run(self) -> None:
         backoff_s = 0.05
         while True:

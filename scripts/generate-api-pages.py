@@ -182,7 +182,8 @@ def _properties(schema: Schema) -> Iterator[str]:
     yield "| field | type | |\n|---|---|---|"
     required = schema.get("required", [])
     for name, each in schema["properties"].items():
-        yield f"| `{name}` | {_cell(_kind(each))} | {'required' if name in required else ''} |"
+        told = "required" if name in required else _cell(each.get("description", ""))
+        yield f"| `{name}` | {_cell(_kind(each))} | {told} |"
     yield ""
 
 

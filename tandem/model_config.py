@@ -85,15 +85,15 @@ class ModelConfig:
     def fitting_tps(self) -> tuple[int, ...]:
         return tuple(tp for tp in range(1, self.heads + 1) if self.fits_tp(tp))
 
-    def check_tp(self, tp: int) -> None:
-        """Raises ConfigError that says which widths fit."""
+    def check_tp(self, tp: int, field: str = "tp") -> None:
+        """`field`: what the configuration calls it. Raises ConfigError that says which widths fit."""
         if not self.fits_tp(tp):
             fitting = ", ".join(map(str, self.fitting_tps()))
             parts = " and ".join(f"{count} {what}" for what, count in self._mlp_parts())
             raise ConfigError(
-                f"tp: expected one of {fitting} for a model of {self.heads} query heads, {self.kv_heads} KV heads and "
-                f"{parts}, got {tp}",
-                field="tp",
+                f"{field}: expected one of {fitting} for a model of {self.heads} query heads, {self.kv_heads} KV "
+                f"heads and {parts}, got {tp}",
+                field=field,
             )
 
     def _mlp_parts(self) -> list[tuple[str, int]]:

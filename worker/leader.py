@@ -86,9 +86,10 @@ class Leader:
     def _step(self) -> None:
         began_s = time.monotonic()
         result: StepResult = self._engine.step()
-        self._meters.stepped(result.work, time.monotonic() - began_s)
+        ended_s = time.monotonic()
+        self._meters.stepped(result.work, ended_s - began_s)
         self._steps += 1
-        report_step(result, self._requests)
+        report_step(result, self._requests, began_s, ended_s)
         self._role.after_step(result.ended)
 
     def _tick(self) -> None:

@@ -106,6 +106,7 @@ class RequestBook:
         self._clients: dict[str, Client] = {}
         self._engine_ids: dict[Client, str] = {}
         self._trace_ids: dict[str, str] = {}  # of those that have one
+        self._computing: dict[str, float] = {}  # since when, of those whose prompt was begun
 
     def open(self, session: int, request_id: str, trace_id: str = "") -> str:
         """The engine's id for a new request; `trace_id` is for the logs. Raises InputError when the session already has
@@ -139,6 +140,14 @@ class RequestBook:
         if client is None or client.session not in self.sessions:
             return None
         return self.outbox.frame(client.session), client.request_id
+
+    def computing(self, engine_id: str, since_s: float) -> None:
+        """The first step with its prompt began then."""
+        if engine_id in self._clients:
+            self._computing[engine_id] = since_s
+
+    def computing_since_s(self, engine_id: str) -> float | None:
+        return self._computing.get(engine_id)
 
     def finish(self, engine_id: str, reason: FinishReason) -> None:
         if target := self.frame_of(engine_id):
@@ -175,4 +184,5 @@ class RequestBook:
         if client is not None:
             del self._engine_ids[client]
             self._trace_ids.pop(engine_id, None)
+            self._computing.pop(engine_id, None)
             self.ends[state] += 1

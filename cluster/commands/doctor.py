@@ -18,6 +18,10 @@ from tandem.config import ClusterSpec
 from tandem.errors import ConfigError, TandemError
 
 
+class Unchecked(Exception):
+    """A check needs what another one found missing. Not an error: the other one says it."""
+
+
 def run_doctor(config: Path | None, model: str | None) -> int:
     spec = load_spec(config, {"models.0.source": model})
     screen = console()
@@ -25,6 +29,8 @@ def run_doctor(config: Path | None, model: str | None) -> int:
     for name, check in CHECKS:
         try:
             screen.print(f"[green]✓[/] {name}: {check(spec)}", soft_wrap=True)
+        except Unchecked as reason:
+            screen.print(f"[yellow]–[/] {name}: {reason}", soft_wrap=True)
         except TandemError as error:
             healthy = False
             screen.print(f"[red]✗[/] {name}: {error.message}", soft_wrap=True)
@@ -32,7 +38,7 @@ def run_doctor(config: Path | None, model: str | None) -> int:
 
 
 def _requirements(spec: ClusterSpec) -> str:
-    return ", ".join(check_requirements()) or "none beside the configuration"
+    return ", ".join(check_requirements()) or "none are asked for"
 
 
 def _ports(spec: ClusterSpec) -> str:
@@ -50,7 +56,7 @@ def _tls(spec: ClusterSpec) -> str:
     soon = check_tls(spec)
     inside = "mutual TLS" if spec.security.tls is not None else "no TLS"
     edge = "TLS" if spec.router.tls is not None else "no TLS"
-    return "; ".join([f"inside {inside}, edge {edge}", *soon])
+    return "; ".join([f"between the cluster's processes: {inside}; at the edge: {edge}", *soon])
 
 
 def _auth(spec: ClusterSpec) -> str:
@@ -100,8 +106,14 @@ def _model(spec: ClusterSpec) -> str:
 
 
 def _memory(spec: ClusterSpec) -> str:
-    check_memory(resolve_models(spec, progress=lambda what: None, fetch=False))
-    return f"{available_bytes() >> 20} MiB available, enough for weights and KV pools"
+    try:
+        models = resolve_models(spec, progress=lambda what: None, fetch=False)
+    except TandemError:
+        raise Unchecked("not checked: it depends on the model") from None
+    needed, available = check_memory(models) >> 20, f"{available_bytes() >> 20} MiB available"
+    if not needed:
+        return f"{available}; weights and KV pools are the devices'"
+    return f"about {needed} MiB needed for weights, KV pools and processes, {available}"
 
 
 CHECKS: tuple[tuple[str, Callable[[ClusterSpec], str]], ...] = (

@@ -54,11 +54,18 @@ async def _ratio(admin: Admin, prefill: int, decode: int, model: str) -> int:
     workers = [worker.info for worker in (await fetch(admin)).workers if model in ("", worker.info.model)]
     split = ratio_split(prefill, decode, len(workers))
     roles = [ROLES[info.role] for info in workers]
-    print(
-        f"{len(workers)} workers: {roles.count(Role.PREFILL.value)}:{roles.count(Role.DECODE.value)} becomes "
-        f"{split[0]}:{split[1]}"
-    )
+    now = f"{roles.count(Role.PREFILL.value)}:{roles.count(Role.DECODE.value)}"
+    print(change_words((prefill, decode), split, now))
     return await _scale(admin, cluster_pb2.ScaleRequest(model=model, prefill=split[0], decode=split[1]))
+
+
+def change_words(asked: tuple[int, int], split: tuple[int, int], now: str) -> str:
+    """`split`: what was made of the ratio that was `asked` for."""
+    workers = sum(split)
+    text = f"{workers} workers: {now} becomes {split[0]}:{split[1]}"
+    if asked[0] * split[1] == asked[1] * split[0]:
+        return text
+    return f"{text}, the nearest that {workers} workers can be to {asked[0]}:{asked[1]}"
 
 
 async def _drain(admin: Admin, request: cluster_pb2.DrainWorkerRequest) -> int:

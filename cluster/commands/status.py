@@ -187,8 +187,9 @@ def show(status: cluster_pb2.ClusterStatus, console: Console, health: Health | N
             console.print(f"{worker.info.worker_id}: {worker.reason}", markup=False)
         for link in worker.live.links:
             ends = f"{worker.info.worker_id}/{link.rank} – {link.peer_worker}/{link.peer_rank}"
-            line = f"link {ends}: {link.transport} {link.state}{_measured(link)}, {_size(link.bytes)} {link.reason}"
-            console.print(line.rstrip(), markup=False)
+            reason = f": {link.reason}" if link.reason else ""
+            line = f"link {ends}: {link.transport} {link.state}{_measured(link)}, {_size(link.bytes)}{reason}"
+            console.print(line, markup=False)
     if status.log_dir:
         console.print(f"logs: {status.log_dir}", markup=False, soft_wrap=True)
 

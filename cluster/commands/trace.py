@@ -28,6 +28,7 @@ _BESIDE_BAR = 36
 _STYLES = {
     "queue": "dim",
     "reserve": "cyan",
+    "dispatch": "dim",
     "prefill": "blue",
     "connect": "cyan",
     "pieces": "magenta",
@@ -184,12 +185,11 @@ def gantt(attempt: trace_pb2.Attempt, width: int) -> Table:
     table.add_column("", no_wrap=True, min_width=width)
     start_s, end_s = _axis(attempt)
     for span in attempt.spans:
-        moment = span.end_s == span.start_s and span.stage == "first_token"
         table.add_row(
             span.stage.replace("_", " "),
             f"{1000 * span.start_s:.1f}",
-            "" if moment else f"{1000 * (span.end_s - span.start_s):.2f}",
-            _bar(span, start_s, end_s, width, moment=moment),
+            f"{1000 * (span.end_s - span.start_s):.2f}",
+            _bar(span, start_s, end_s, width),
         )
     return table
 
@@ -203,12 +203,12 @@ def _axis(attempt: trace_pb2.Attempt) -> tuple[float, float]:
     return max(0.0, start_s - margin_s), end_s + margin_s
 
 
-def _bar(span: trace_pb2.Span, start_s: float, end_s: float, width: int, *, moment: bool) -> Text:
+def _bar(span: trace_pb2.Span, start_s: float, end_s: float, width: int) -> Text:
     def column(at_s: float) -> int:
         return min(width - 1, max(0, int((at_s - start_s) / (end_s - start_s) * width)))
 
     first, last = column(span.start_s), column(span.end_s)
-    bar = "◆" if moment else "█" * (last - first + 1)
+    bar = "█" * (last - first) + ("◆" if span.stage == "first_token" else "█")
     if span.start_s < start_s:
         bar = "◂" + bar[1:]
     if span.end_s > end_s:

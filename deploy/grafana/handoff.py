@@ -64,8 +64,8 @@ HANDOFF = Dashboard(
                 ),
                 stack(
                     "Mean stages",
-                    "Without pieces, which lie inside prefill. reserve, connect and prefill come before the first "
-                    "token, verify and join after it.",
+                    "Without pieces, which lie inside prefill. reserve, dispatch, connect and prefill come before the "
+                    "first token, verify and join after it.",
                     "s",
                     (mean(STAGE, 'stage!="pieces"', by="stage"), "{{stage}}"),
                 ),

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from deploy.grafana.panels import Dashboard, Kind, Row, lines, percentiles, stack
-from deploy.grafana.promql import gauge, mean, rate, worker_gauge
+from deploy.grafana.promql import gauge, rate, worker_gauge
+
+STAGE = "tandem_ttft_stage_seconds"
+PARTS = (
+    f"{rate(f'{STAGE}_sum', by='stage', model=True)} / on () group_left () "
+    f"{rate('tandem_ttft_seconds_count', model=True)}"
+)
 
 TTFT = Dashboard(
     uid="tandem-ttft",
     title="Tandem / Where TTFT goes",
-    text="The parts of the time to the first token, in the order in which they pass: queue, reserve, prefill.",
+    text="The parts of the time to the first token, in the order in which they pass: queue, reserve, dispatch, "
+    "prefill, first_token.",
     rows=(
         Row(
             "The whole",
@@ -16,12 +23,11 @@ TTFT = Dashboard(
                 percentiles("TTFT", "Received to first token, of finished requests.", "tandem_ttft_seconds"),
                 stack(
                     "Mean parts",
-                    "queue: received to sent to workers. reserve: the decode worker leases blocks. prefill: first "
-                    "engine step to first token; what is cached is not computed. Only handoffs have the last two.",
+                    "Of all finished requests, so together they are the mean TTFT. queue: in the router. reserve: the "
+                    "decode worker leases blocks (handoffs only). dispatch: in line at whoever prefills. prefill: "
+                    "computing what is not cached. first_token: from there to the router. retry: failed attempts.",
                     "s",
-                    (mean("tandem_queue_seconds"), "queue"),
-                    (mean("tandem_handoff_stage_seconds", 'stage="reserve"'), "reserve"),
-                    (mean("tandem_handoff_stage_seconds", 'stage="prefill"'), "prefill"),
+                    (PARTS, "{{stage}}"),
                 ),
                 lines(
                     "TTFT, all requests",
@@ -40,14 +46,29 @@ TTFT = Dashboard(
                 percentiles(
                     "Reserve",
                     "Reserve sent to ticket received. Long: the decode worker's steps are.",
-                    "tandem_handoff_stage_seconds",
+                    STAGE,
                     'stage="reserve"',
                 ),
                 percentiles(
+                    "Dispatch",
+                    "Sent to whoever prefills until its first engine step with the prompt. Long: more prompts are "
+                    "there than it computes.",
+                    STAGE,
+                    'stage="dispatch"',
+                ),
+                percentiles(
                     "Prefill",
-                    "First engine step with this prompt to first token, of handoffs.",
-                    "tandem_handoff_stage_seconds",
+                    "First engine step with this prompt to first token, wherever it was prefilled.",
+                    STAGE,
                     'stage="prefill"',
+                    width=12,
+                ),
+                percentiles(
+                    "First token",
+                    "From the worker to the router. Long: the router is late, or the network.",
+                    STAGE,
+                    'stage="first_token"',
+                    width=12,
                 ),
             ),
         ),

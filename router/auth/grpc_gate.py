@@ -12,7 +12,7 @@ from router.auth.access import grpc_access
 from router.auth.call import Call
 from router.auth.calls import Calls
 from router.auth.principal import Access
-from router.request_ids import trace_id_of
+from router.request_ids import client_request_id, trace_id_of
 from tandem.errors import TandemError
 from tandem.grpc_errors import abort
 
@@ -68,7 +68,7 @@ def begin(calls: Calls, method: str, metadata: Metadata, source: str) -> Call:
         method,
         grpc_access(method),
         source,
-        value_of(metadata, "x-request-id") or "",
+        client_request_id(value_of(metadata, "x-request-id")),
         trace_id_of((value_of(metadata, "traceparent") or "").encode()),
     )
 

@@ -24,7 +24,7 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-_REQUEST_ID = re.compile(r"[\w-]{1,80}", re.ASCII)
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # also what clients call theirs
 # Nothing but what this router serves; no inline script or style, no frame around it.
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -75,7 +75,7 @@ class DashboardEdge:
         """Raises InputError, NotFound."""
         request_id = request.path_params["request_id"]
         if not _REQUEST_ID.fullmatch(request_id):
-            raise InputError("request_id: expected letters, digits, '-' and '_', at most 80", field="request_id")
+            raise InputError("request_id: expected letters, digits and '_.:-', at most 128", field="request_id")
         return _json(msgspec.json.encode(self._source.timeline(request_id)))
 
     def _file(self, request: Request, name: str) -> Response:

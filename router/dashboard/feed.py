@@ -79,6 +79,8 @@ class Feed:
         """Called for every token."""
         now = self.slices.at(now_s)
         now.buckets[_ITL][bucket_of(gap_s)] += 1
+        if gap_s > now.longest_s[_ITL]:
+            now.longest_s[_ITL] = gap_s
         now.counts[_OUTPUT_TOKENS] += 1
 
     def handed_off(self, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.dashboard import snapshot
-from router.dashboard.slices import QUANTILES, SLICE_S, Count, Latency, Slice, Slices, merged, quantile, total
+from router.dashboard.slices import (
+    QUANTILES,
+    SLICE_S,
+    Count,
+    Latency,
+    Slice,
+    Slices,
+    longest,
+    merged,
+    quantile,
+    total,
+)
 
 WINDOWS_S = (60.0, 300.0)
 RATE_WINDOW_S = 30.0
@@ -76,12 +87,12 @@ def share(part: int, whole: int) -> float | None:
 
 
 def _summary(recent: Sequence[Slice], window_s: float) -> snapshot.LatencySummary:
-    ttft, tpot, itl, e2e = (_percentiles(merged(recent, latency)) for latency in Latency)
+    ttft, tpot, itl, e2e = (_percentiles(merged(recent, each), longest(recent, each)) for each in Latency)
     return snapshot.LatencySummary(window_s, ttft, tpot, itl, e2e)
 
 
-def _percentiles(buckets: Sequence[int]) -> snapshot.Percentiles:
-    p50, p90, p99 = (quantile(buckets, each) for each in QUANTILES)
+def _percentiles(buckets: Sequence[int], longest_s: float) -> snapshot.Percentiles:
+    p50, p90, p99 = (quantile(buckets, each, longest_s) for each in QUANTILES)
     return snapshot.Percentiles(sum(buckets), p50, p90, p99)
 
 

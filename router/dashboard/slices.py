@@ -11,9 +11,9 @@ from enum import IntEnum
 
 SLICE_S = 10.0
 SLICES = 60
-BUCKETS = 120
+BUCKETS = 245
 LEAST_S = 50e-6
-GROWTH = 1.15  # of the buckets' bounds: a percentile is off by 7 % at most
+GROWTH = 1.07  # of the buckets' bounds: a percentile is off by 7 % at most
 QUANTILES = (0.5, 0.9, 0.99)
 
 _BOUNDS = [LEAST_S * GROWTH**power for power in range(BUCKETS - 1)]
@@ -43,8 +43,9 @@ def bucket_of(seconds: float) -> int:
     return bisect_left(_BOUNDS, seconds)
 
 
-def quantile(buckets: Sequence[int], share: float) -> float | None:
-    """Seconds; None without observations. Between a bucket's bounds, on a logarithmic scale."""
+def quantile(buckets: Sequence[int], share: float, longest_s: float) -> float | None:
+    """Seconds; None without observations. Between a bucket's bounds, on a logarithmic scale, and never above
+    `longest_s`, the largest of what was observed."""
     total = sum(buckets)
     if not total:
         return None
@@ -52,15 +53,17 @@ def quantile(buckets: Sequence[int], share: float) -> float | None:
     for number, count in enumerate(buckets):
         if count and seen + count >= rank:
             low_s = LEAST_S * GROWTH ** (number - 1)
-            return float(low_s * GROWTH ** ((rank - seen) / count)) if number else LEAST_S
+            found_s = low_s * GROWTH ** ((rank - seen) / count) if 0 < number < BUCKETS - 1 else longest_s
+            return min(found_s, longest_s)
         seen += count
-    return float(LEAST_S * GROWTH ** (BUCKETS - 1))
+    return longest_s
 
 
 @dataclass(slots=True)
 class Slice:
     number: int  # its start, in SLICE_S
     buckets: list[list[int]] = field(default_factory=lambda: [[0] * BUCKETS for _ in Latency])
+    longest_s: list[float] = field(default_factory=lambda: [0.0] * len(Latency))
     counts: list[int] = field(default_factory=lambda: [0] * len(Count))
     _final: list[list[float | None]] | None = None
 
@@ -68,7 +71,10 @@ class Slice:
         """At QUANTILES. Of a closed slice they are worked out once."""
         if self._final is not None:
             return self._final[latency]
-        found = [[quantile(row, share) for share in QUANTILES] for row in self.buckets]
+        found = [
+            [quantile(row, share, longest_s) for share in QUANTILES]
+            for row, longest_s in zip(self.buckets, self.longest_s, strict=True)
+        ]
         if is_closed:
             self._final = found
         return found[latency]
@@ -83,7 +89,9 @@ class Slices:
         self._open_until_s = -math.inf
 
     def observe(self, latency: Latency, seconds: float, now_s: float) -> None:
-        self.at(now_s).buckets[latency][bucket_of(seconds)] += 1
+        now = self.at(now_s)
+        now.buckets[latency][bucket_of(seconds)] += 1
+        now.longest_s[latency] = max(now.longest_s[latency], seconds)
 
     def add(self, count: Count, number: int, now_s: float) -> None:
         self.at(now_s).counts[count] += number
@@ -110,6 +118,11 @@ class Slices:
 
 def total(slices: Iterable[Slice], count: Count) -> int:
     return sum(each.counts[count] for each in slices)
+
+
+def longest(slices: Iterable[Slice], latency: Latency) -> float:
+    """Seconds; 0 without observations."""
+    return max((each.longest_s[latency] for each in slices), default=0.0)
 
 
 def merged(slices: Iterable[Slice], latency: Latency) -> list[int]:

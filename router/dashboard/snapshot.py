@@ -212,7 +212,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Seconds since the request was received. A moment ends where it starts."""
+    """Seconds since the request was received."""
 
     stage: str
     start_s: float

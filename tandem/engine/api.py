@@ -105,10 +105,13 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
+    """`began`: requests whose prompt was computed for the first time."""
+
     tokens: tuple[TokenOut, ...] = ()
     ended: tuple[RequestEnd, ...] = ()
     prompt_scores: tuple[PromptScores, ...] = ()
     work: StepWork = NO_WORK
+    began: tuple[str, ...] = ()
 
 
 __all__ = [

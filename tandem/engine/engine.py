@@ -130,7 +130,7 @@ class Engine:
             best = logits.argmax(axis=1).tolist() if sampling else []  # of all rows at once
             for row, first, chunk in zip(logits, best, sampling, strict=True):
                 self._choose(chunk, row, first, tokens, ended)
-        return StepResult(tuple(tokens), tuple(ended), tuple(scores), _work(plan))
+        return StepResult(tuple(tokens), tuple(ended), tuple(scores), _work(plan), plan.began)
 
     def _run(self, plan: StepPlan) -> tuple[Logits, list[PromptScores]]:
         sequences = [_sequence_step(chunk, self._scheduler.block_tokens) for chunk in plan.chunks]

@@ -47,11 +47,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """`failed`: requests that left because they can never have the blocks they need."""
+    """`failed`: requests that left because they can never have the blocks they need. `began`: those whose prompt is
+    computed for the first time."""
 
     chunks: tuple[Chunk, ...]
     exports: tuple[ExportRange, ...]
     failed: tuple[tuple[str, TandemError], ...] = ()
+    began: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ class Scheduler:
     _waiting: deque[Sequence] = field(default_factory=deque)
     _running: list[Sequence] = field(default_factory=list)
     _failed: list[tuple[str, TandemError]] = field(default_factory=list)
+    _began: list[str] = field(default_factory=list)
     _exports: list[ExportRange] = field(default_factory=list)  # of held requests, for the next step
     _steps: int = 0
     _short_of_blocks: bool = False  # in the last step somebody had to wait for blocks
@@ -261,7 +264,8 @@ class Scheduler:
         if not chunks:
             self._unblock()
         failed, self._failed = tuple(self._failed), []
-        return StepPlan(tuple(chunks), tuple(exports), failed)
+        began, self._began = tuple(self._began), []
+        return StepPlan(tuple(chunks), tuple(exports), failed, began)
 
     def advance(self, plan: StepPlan) -> None:
         """The plan was carried out: its tokens' KV is in the pool."""
@@ -322,6 +326,7 @@ class Scheduler:
         sequence.computed, sequence.committed = computed, len(cached)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = computed
+            self._began.append(sequence.request_id)
         return True
 
     def _match(self, sequence: Sequence) -> list[int]:

@@ -195,7 +195,7 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     seed: _builtins.int
     max_tokens: _builtins.int
-    """absent: up to the model's context"""
+    """at most what the prompt leaves of the model's context; absent: all of that"""
     logprobs: _builtins.int
     """number of alternatives beside the chosen token, at most 20"""
     ignore_eos: _builtins.bool

@@ -25,7 +25,7 @@ class GetTraceRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """bare, or with the prefix of an OpenAI answer's id"""
+    """bare, with the prefix of an OpenAI answer's id, or the x-request-id that the client sent"""
     def __init__(
         self,
         *,
@@ -498,7 +498,6 @@ class Span(_message.Message):
     """a member of router.trace.Stage"""
     start_s: _builtins.float
     end_s: _builtins.float
-    """equal to start_s: a moment"""
     def __init__(
         self,
         *,

@@ -656,10 +656,17 @@ class StepToken(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPUTING_AT_S_FIELD_NUMBER: _builtins.int
+    SAMPLED_AT_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     token_id: _builtins.int
     cached_tokens: _builtins.int
     """on a request's first token: prompt tokens found in this worker's cache"""
+    computing_at_s: _builtins.float
+    """On a request's first token, on the clock of the frames' `sent_at_s`: when the first engine step with its prompt
+    began, and when the step that sampled this token was over.
+    """
+    sampled_at_s: _builtins.float
     @_builtins.property
     def logprobs(self) -> _inference_pb2.TokenLogprobs: ...
     def __init__(
@@ -669,12 +676,21 @@ class StepToken(_message.Message):
         token_id: _builtins.int = ...,
         logprobs: _inference_pb2.TokenLogprobs | None = ...,
         cached_tokens: _builtins.int = ...,
+        computing_at_s: _builtins.float | None = ...,
+        sampled_at_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_computing_at_s", b"_computing_at_s", "_sampled_at_s", b"_sampled_at_s", "computing_at_s", b"computing_at_s", "logprobs", b"logprobs", "sampled_at_s", b"sampled_at_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "logprobs", b"logprobs", "request_id", b"request_id", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_computing_at_s", b"_computing_at_s", "_sampled_at_s", b"_sampled_at_s", "cached_tokens", b"cached_tokens", "computing_at_s", b"computing_at_s", "logprobs", b"logprobs", "request_id", b"request_id", "sampled_at_s", b"sampled_at_s", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__computing_at_s: _TypeAlias = _typing.Literal["computing_at_s"]  # noqa: Y015
+    _WhichOneofArgType__computing_at_s: _TypeAlias = _typing.Literal["_computing_at_s", b"_computing_at_s"]  # noqa: Y015
+    _WhichOneofReturnType__sampled_at_s: _TypeAlias = _typing.Literal["sampled_at_s"]  # noqa: Y015
+    _WhichOneofArgType__sampled_at_s: _TypeAlias = _typing.Literal["_sampled_at_s", b"_sampled_at_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__computing_at_s) -> _WhichOneofReturnType__computing_at_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sampled_at_s) -> _WhichOneofReturnType__sampled_at_s | None: ...
 
 Global___StepToken: _TypeAlias = StepToken  # noqa: Y015
 

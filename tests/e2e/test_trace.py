@@ -41,15 +41,17 @@ def test_a_handoff_is_traced_from_end_to_end(cluster: Any) -> None:
     assert (trace["request_id"], trace["state"]) == (request_id, "finished")
     attempt = trace["attempts"][-1]
     spans = {span["stage"]: (span["start_s"], span["end_s"]) for span in attempt["spans"]}
-    assert list(spans)[:2] == ["queue", "reserve"]
+    assert list(spans)[:3] == ["queue", "reserve", "dispatch"]
     assert set(spans) == {
-        "queue", "reserve", "connect", "prefill", "pieces", "verify", "first_token", "join", "decode",
+        "queue", "reserve", "dispatch", "connect", "prefill", "pieces", "verify", "first_token", "join", "decode",
     }  # fmt: skip
     assert all(0 <= start <= end <= trace["total_s"] for start, end in spans.values())
     # Both sides, laid on the router's clock, interlock as they did; a frame's way is allowed for.
     way_s = 0.02
     assert spans["reserve"][1] <= spans["prefill"][0] + way_s
-    assert spans["prefill"][1] <= spans["first_token"][0] + way_s
+    chain = [spans[stage] for stage in ("queue", "reserve", "dispatch", "prefill", "first_token")]
+    assert [before[1] for before in chain[:-1]] == pytest.approx([after[0] for after in chain[1:]])
+    assert chain[-1][1] == pytest.approx(trace["first_token_s"])
     assert spans["prefill"][0] <= spans["pieces"][0] + way_s
     assert spans["pieces"][1] == spans["verify"][0] <= spans["verify"][1] == spans["join"][0] <= spans["join"][1]
     assert spans["join"][1] <= spans["decode"][0] + way_s

@@ -200,7 +200,8 @@ async def test_a_requests_timeline_opens_by_mouse_and_by_key_and_closes(viewer: 
     await rows.first.click()
     await expect(page.locator("dialog .gantt")).to_be_visible()
     stages = await page.locator("dialog .span").evaluate_all("all => all.map((each) => each.dataset.stage)")
-    assert {"queue", "reserve", "prefill", "pieces", "verify", "join", "first_token", "decode"} <= set(stages)
+    assert {"queue", "reserve", "dispatch", "prefill", "first_token"} <= set(stages)
+    assert {"pieces", "verify", "join", "decode"} <= set(stages)
     await page.keyboard.press("Escape")
     await expect(page.locator("dialog")).to_be_hidden()
     await page.locator("#pause").click()  # rows stay where they are

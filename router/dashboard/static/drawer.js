@@ -111,11 +111,8 @@ function gantt(spans) {
 }
 
 function bar(span, y, x, start, end) {
-  const isMoment = span.start_s === span.end_s && span.stage === "first_token";
-  const shape = isMoment
-    ? s("path", { class: "span", "data-stage": span.stage, d: `M${x(span.start_s)},${y + 3}l8,8l-8,8l-8,-8z` })
-    : s("rect", { class: "span", "data-stage": span.stage, x: x(span.start_s), y: y + 4, width: Math.max(2, x(span.end_s) - x(span.start_s)), height: ROW - 10 });
+  const shape = s("rect", { class: "span", "data-stage": span.stage, x: x(span.start_s), y: y + 4, width: Math.max(2, x(span.end_s) - x(span.start_s)), height: ROW - 10 });
   shape.append(s("title", {}, `${words(span.stage)}: ${seconds(span.start_s)} to ${seconds(span.end_s)}`));
-  const cut = `${span.start_s < start ? "◂ " : ""}${isMoment ? seconds(span.start_s) : seconds(span.end_s - span.start_s)}${span.end_s > end ? " ▸" : ""}`;
+  const cut = `${span.start_s < start ? "◂ " : ""}${seconds(span.end_s - span.start_s)}${span.end_s > end ? " ▸" : ""}`;
   return [s("text", { x: 0, y: y + 15 }, words(span.stage)), shape, s("text", { class: "took", x: WIDTH, y: y + 15, "text-anchor": "end" }, cut)];
 }

@@ -197,9 +197,9 @@ def test_what_cannot_be_encrypted_is_refused_with_it(tmp_path: Path, section: di
 
 def test_doctor_tells_what_is_encrypted_and_what_expires_soon(tmp_path: Path) -> None:
     check = dict(CHECKS)["tls"]
-    assert check(ClusterSpec()) == "inside no TLS, edge no TLS"
+    assert check(ClusterSpec()) == "between the cluster's processes: no TLS; at the edge: no TLS"
     said = check(spec_for(make(tmp_path / "certs", days=10)))
-    assert said.startswith("inside mutual TLS, edge TLS; ")
+    assert said.startswith("between the cluster's processes: mutual TLS; at the edge: TLS; ")
     assert "worker.pem expires in 10 days" in said
 
 

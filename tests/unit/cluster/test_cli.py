@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -117,3 +118,19 @@ def test_doctor_names_the_fix_of_what_is_wrong(tmp_path: Path) -> None:
     assert f"{port} is in use" in done.stdout
     assert "`tandem up --http-port` or router.http_port in the configuration" in done.stdout
     assert "✓ shared memory" in done.stdout
+    assert re.search(r"✓ memory: about \d+ MiB needed .*, \d+ MiB available", done.stdout)
+
+
+def test_doctor_reports_a_missing_model_once(tmp_path: Path) -> None:
+    done = tandem(tmp_path, "doctor", "--model", str(tmp_path / "nowhere"))
+    assert done.returncode == 1
+    assert done.stdout.count("nowhere") == 1
+    assert "– memory: not checked" in done.stdout
+
+
+def test_a_width_that_does_not_fit_is_named_as_the_configuration_names_it(tmp_path: Path) -> None:
+    config = tmp_path / "cluster.yaml"
+    config.write_text(f"models: [{{source: {write_tiny_llama(tmp_path / 'tiny')}, prefill: {{tp: 3}}}}]\n")
+    done = tandem(tmp_path, "doctor", "--config", str(config))
+    assert "prefill.tp: expected one of 1" in done.stdout
+    assert "tp: tp:" not in done.stdout

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.commands.live_ratio import change_words
 from cluster.pools import ChangeRole, Leave, Member, Start, plan_change, ratio_split
 from tandem.config import Role
 from tandem.errors import ConfigError
@@ -66,6 +67,18 @@ def test_what_is_planned_leads_to_what_was_asked(p: int, d: int, to_p: int, to_d
 )
 def test_a_ratio_becomes_whole_workers(ratio: tuple[int, int], workers: int, split: tuple[int, int]) -> None:
     assert ratio_split(*ratio, workers) == split
+
+
+@pytest.mark.parametrize(
+    ("asked", "workers", "text"),
+    [
+        ((4, 2), 3, "3 workers: 1:2 becomes 2:1"),
+        ((5, 1), 3, "3 workers: 1:2 becomes 2:1, the nearest that 3 workers can be to 5:1"),
+        ((0, 1), 3, "3 workers: 1:2 becomes 0:3"),
+    ],
+)
+def test_a_ratio_that_is_not_possible_is_said_to_be_so(asked: tuple[int, int], workers: int, text: str) -> None:
+    assert change_words(asked, ratio_split(*asked, workers), "1:2") == text
 
 
 def test_what_cannot_be_is_refused_with_what_is_expected() -> None:

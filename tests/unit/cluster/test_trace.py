@@ -15,8 +15,8 @@ from cluster.commands.trace import gantt, show, show_list, to_json
 from tandem.v1 import cluster_pb2, trace_pb2, worker_pb2
 
 SPANS = [
-    ("queue", 0, 10), ("reserve", 10, 15), ("connect", 17, 19), ("prefill", 18, 60), ("pieces", 32, 62),
-    ("first_token", 62, 62), ("verify", 62, 72), ("join", 72, 73), ("decode", 73, 900),
+    ("queue", 0, 10), ("reserve", 10, 15), ("dispatch", 15, 18), ("connect", 17, 19), ("prefill", 18, 60),
+    ("pieces", 32, 62), ("first_token", 60, 62), ("verify", 62, 72), ("join", 72, 73), ("decode", 73, 900),
 ]  # fmt: skip
 
 
@@ -56,13 +56,15 @@ def test_the_gantt_of_a_handoff() -> None:
     """10 to 73 ms on 66 columns: about a millisecond each, after a margin of 3."""
     found = bars(fixed(), 66)
     assert list(found) == [
-        "queue", "reserve", "connect", "prefill", "pieces", "first token", "verify", "join", "decode",
+        "queue", "reserve", "dispatch", "connect", "prefill", "pieces", "first token", "verify", "join", "decode",
     ]  # fmt: skip
     begins = {name: len(bar) - len(bar.lstrip()) for name, bar in found.items()}
     ends = {name: len(bar) for name, bar in found.items()}
     assert found["queue"].startswith("◂")
     assert found["decode"].endswith("▸")
-    assert found["first token"].strip() == "◆"
+    assert found["first token"].strip().strip("█") == "◆"
+    assert len(found["first token"].strip()) == pytest.approx(2 * 66 / 69.3 + 1, abs=1)
+    assert abs(ends["dispatch"] - begins["prefill"]) <= 1
     assert begins["reserve"] < begins["connect"] <= begins["prefill"] < begins["pieces"] < begins["verify"]
     assert ends["reserve"] <= begins["connect"]
     assert abs(ends["pieces"] - begins["verify"]) <= 1
@@ -74,7 +76,7 @@ def test_the_gantt_of_a_handoff() -> None:
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_it_fits_the_terminal(width: int) -> None:
     chart = [line for line in drawn(fixed(), max(width, 60)) if "█" in line]
-    assert len(chart) == 8
+    assert len(chart) == 10
     assert max(len(line) for line in chart) <= max(width, 60)
 
 
@@ -127,7 +129,9 @@ def test_status_shows_what_a_link_was_measured_at_and_nothing_where_it_was_not()
     measured = worker_pb2.LinkState(
         peer_worker="decode-0", transport="mapped", state="ready", bytes=5_000_000, latency_s=0.00021, bytes_per_s=2.5e9
     )
-    unmeasured = worker_pb2.LinkState(peer_worker="prefill-0", transport="mapped", state="ready")
+    unmeasured = worker_pb2.LinkState(
+        peer_worker="prefill-0", transport="mapped", state="down", reason="the peer is gone"
+    )
     workers = [
         cluster_pb2.WorkerStatus(
             info=cluster_pb2.WorkerInfo(worker_id=name, role=cluster_pb2.ROLE_PREFILL),
@@ -140,4 +144,4 @@ def test_status_shows_what_a_link_was_measured_at_and_nothing_where_it_was_not()
     show_status(cluster_pb2.ClusterStatus(workers=workers), console)
     text = console.export_text()
     assert "link prefill-0/0 – decode-0/0: mapped ready, 210 µs, 2.50 GB/s, 5.0 MB" in text
-    assert "link decode-0/0 – prefill-0/0: mapped ready, 0.0 MB" in text
+    assert "link decode-0/0 – prefill-0/0: mapped down, 0.0 MB: the peer is gone" in text

@@ -118,6 +118,17 @@ def test_every_metric_of_dashboards_rules_and_runbooks_is_exported(exported: fro
     assert {name: each for name, each in unknown.items() if each} == {}
 
 
+def test_every_metric_that_is_exported_is_explained(exported: frozenset[str]) -> None:
+    page = (ROOT / "docs" / "observability.md").read_text()
+    named = metrics_in(page) | {each.removesuffix("_total") for each in metrics_in(page)}
+    families = {
+        each.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count").removesuffix("_total")
+        for each in exported
+        if each.startswith("tandem_")
+    }
+    assert sorted(families - named) == []
+
+
 def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
     names = [alert["alert"] for alert in ALERTS]
     assert sorted(names) == sorted(PAGES)

@@ -1,4 +1,5 @@
-"""The alert rules, by Prometheus's own tool: well formed, each fires when it should and not when it should not."""
+"""The alert rules, by Prometheus's own tool: well formed, each fires when it should and not when it should not.
+And what only the tool can say of a panel's query."""
 
 from __future__ import annotations
 
@@ -6,6 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
+
+from deploy.grafana.promql import mean
+from deploy.grafana.ttft import PARTS
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = ROOT / "helm" / "tandem" / "files" / "alerts" / "tandem.yaml"
@@ -26,3 +31,46 @@ def test_the_rules_are_well_formed() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
 def test_the_rules_do_what_they_should(case: Path) -> None:
     promtool("test", "rules", case)
+
+
+def test_the_mean_parts_of_the_ttft_add_up_to_its_mean(tmp_path: Path) -> None:
+    """Of two routers: ten requests of 2 s each, of which four were handed off and one had an attempt that failed."""
+    stages = {"queue": 5, "reserve": 1, "dispatch": 6, "prefill": 7, "first_token": 0.5, "retry": 0.5}
+    series = {f'tandem_ttft_stage_seconds_sum{{stage="{stage}",': seconds for stage, seconds in stages.items()}
+    series |= {"tandem_ttft_seconds_count{": 10, "tandem_ttft_seconds_sum{": 20}
+    chosen = {"$namespace": ".*", "$job": ".*", "$model": ".*", "$__rate_interval": "5m"}
+
+    def query(expr: str) -> str:
+        for name, value in chosen.items():
+            expr = expr.replace(name, value)
+        return f"round({expr}, 0.001)"
+
+    expected = [{"labels": f'{{stage="{stage}"}}', "value": seconds / 10} for stage, seconds in stages.items()]
+    case = {
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [
+                    {"series": f'{name}model="m",job="{job}",namespace="n"}}', "values": f"0+{each / 2}x20"}
+                    for name, each in series.items()
+                    for job in ("a", "b")
+                ],
+                "promql_expr_test": [
+                    {"expr": query(PARTS), "eval_time": "10m", "exp_samples": expected},
+                    {
+                        "expr": query(f"sum({PARTS})"),
+                        "eval_time": "10m",
+                        "exp_samples": [{"labels": "{}", "value": sum(stages.values()) / 10}],
+                    },
+                    {
+                        "expr": query(mean("tandem_ttft_seconds")),
+                        "eval_time": "10m",
+                        "exp_samples": [{"labels": "{}", "value": 2}],
+                    },
+                ],
+            }
+        ]
+    }
+    path = tmp_path / "case.yaml"
+    path.write_text(yaml.safe_dump(case))
+    promtool("test", "rules", path)

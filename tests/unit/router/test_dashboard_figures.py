@@ -30,16 +30,24 @@ class TestSlices:
             slices.observe(Latency.TTFT, each, 5.0)
         [only] = slices.recent(60.0, 5.0)
         for share in (0.1, 0.5, 0.9, 0.99):
-            found = quantile(only.buckets[Latency.TTFT], share)
-            assert found == pytest.approx(seconds[int(share * len(seconds))], rel=0.15)
+            found = quantile(only.buckets[Latency.TTFT], share, only.longest_s[Latency.TTFT])
+            assert found == pytest.approx(seconds[int(share * len(seconds))], rel=0.07)
+
+    @pytest.mark.parametrize("seconds", [[3.14], [0.9, 1.0, 3.14], [1e-5], [2e3, 5e3]])
+    def test_no_percentile_is_above_everything_observed(self, seconds: list[float]) -> None:
+        slices = Slices()
+        for each in seconds:
+            slices.observe(Latency.TTFT, each, 5.0)
+        assert figures.summaries(slices, 6.0)[0].ttft.p99 == pytest.approx(seconds[-1], rel=1e-9)
+        assert figures.history(slices, 6.0, 0.0).ttft.p99[-1] == pytest.approx(seconds[-1], rel=1e-9)
 
     @pytest.mark.parametrize("seconds", [-1.0, 0.0, 1e-9, LEAST_S, 1.0, 1e3, 1e9])
     def test_every_latency_has_a_bucket_and_longer_ones_no_lower_one(self, seconds: float) -> None:
         assert 0 <= bucket_of(seconds) <= bucket_of(seconds * 2 if seconds > 0 else 1.0) < BUCKETS
 
     def test_without_observations_there_is_no_percentile(self) -> None:
-        assert quantile([], 0.5) is None
-        assert quantile([0] * BUCKETS, 0.5) is None
+        assert quantile([], 0.5, 0.0) is None
+        assert quantile([0] * BUCKETS, 0.5, 0.0) is None
 
     def test_what_is_older_than_the_window_is_forgotten_and_memory_is_bounded(self) -> None:
         slices = Slices()

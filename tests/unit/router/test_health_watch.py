@@ -102,6 +102,7 @@ async def test_a_lone_worker_that_comes_back_serves_its_requests_after_a_canary(
     worker.behaviour.is_stuck = False
     assert await task == tokens
     assert cluster.metric('tandem_canaries_total{purpose="worker",result="passed"}') >= 1
+    assert "_created" not in cluster.app.metrics.render().decode()
     await until(lambda: cluster.app.service.ready)
     await cluster.settled()
 

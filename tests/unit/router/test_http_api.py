@@ -138,10 +138,18 @@ async def test_defaults_are_a_drawn_seed_and_the_context_that_is_left(cluster: A
     assert first.max_tokens == 500
 
 
-async def test_max_tokens_beyond_the_context_ends_at_the_context(cluster: Any) -> None:
-    await cluster.openai.completions.create(model=MODEL, prompt=[70] * 12, max_tokens=9999)
+async def test_max_tokens_beyond_the_context_is_refused_with_what_there_is(cluster: Any) -> None:
+    await cluster.openai.completions.create(model=MODEL, prompt=[70] * 12, max_tokens=500)
     [work] = cluster.decode.works.values()
     assert work.sampling.max_tokens == 500
+    with pytest.raises(openai.BadRequestError) as refused:
+        await cluster.openai.completions.create(model=MODEL, prompt=[70] * 12, max_tokens=501)
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "max_tokens")
+    for part in ("context is 512 tokens", "prompt has 12", "501 more", "at most 500"):
+        assert part in refused.value.message
+    for limit in ({"max_tokens": 9999}, {"max_completion_tokens": 9999}):
+        with pytest.raises(openai.BadRequestError, match="9999 more"):
+            await cluster.openai.chat.completions.create(**CHAT, **limit)
 
 
 async def test_fields_without_effect_are_accepted(cluster: Any) -> None:

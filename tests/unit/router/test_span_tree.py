@@ -37,6 +37,7 @@ def handed_off(made: Trace, skew_s: float = 0.0) -> Trace:
     attempt.reserved_s = attempt.prefill_sent_s = ZERO_S + 0.12
     made.report(worker_pb2.HandoffDone(request_id="r.1", bytes=100, received=RECEIVED), ZERO_S + 0.101 + skew_s)
     made.report(worker_pb2.HandoffDone(request_id="r.1", bytes=100, sent=SENT), ZERO_S + 0.125 + skew_s)
+    attempt.computing_s, attempt.sampled_s = ZERO_S + 0.135 + skew_s, ZERO_S + 0.625 + skew_s
     attempt.first_token_s = ZERO_S + 0.63
     attempt.joined_s = ZERO_S + 0.64
     made.end(RequestState.FINISHED, None, Usage(64, 5, 16), ZERO_S + 1.0)

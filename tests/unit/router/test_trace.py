@@ -35,6 +35,7 @@ def handed_off() -> Trace:
     trace.begin("r.1", "prefill-0", "decode-0", 100.01)
     attempt = trace.attempts[0]
     attempt.reserved_s = attempt.prefill_sent_s = 100.015
+    attempt.computing_s, attempt.sampled_s = 100.018, 100.06
     attempt.first_token_s = 100.062
     trace.report(received(), 100.012)
     trace.report(sent(), 100.016)
@@ -54,10 +55,11 @@ def test_both_sides_lie_on_the_routers_clock() -> None:
     assert spans(attempt) == {
         "queue": (0, 10),
         "reserve": (10, 15),
+        "dispatch": (15, 18),
         "connect": (17, 19),
         "prefill": (18, 60),
         "pieces": (32, 62),
-        "first_token": (62, 62),
+        "first_token": (60, 62),
         "verify": (62, 72),
         "join": (72, 73),
         "decode": (73, 200),
@@ -92,6 +94,30 @@ def test_without_a_handoff_there_is_queue_prefill_and_decode() -> None:
     }  # fmt: skip
     assert not attempt.HasField("exposed_s")
     assert not attempt.HasField("overlap_share")
+
+
+def test_the_line_in_the_worker_has_a_name_without_a_handoff_too() -> None:
+    trace = Trace("r", "m", 64, 100.0)
+    trace.begin("r.1", "", "decode-0", 100.01)
+    attempt = trace.attempts[0]
+    attempt.computing_s, attempt.sampled_s, attempt.first_token_s = 100.5, 100.6, 100.61
+    (wire,) = trace.to_wire().attempts
+    assert spans(wire) == {
+        "queue": (0, 10), "dispatch": (10, 500), "prefill": (500, 600), "first_token": (600, 610),
+    }  # fmt: skip
+
+
+def test_a_failed_attempt_is_part_of_the_time_to_first_token() -> None:
+    trace = Trace("r", "m", 64, 100.0)
+    trace.begin("r.1", "prefill-0", "decode-0", 100.01)
+    trace.failed(HandoffFault(HandoffCause.PEER_LOST, "gone"), 100.3)
+    trace.begin("r.2", "", "decode-1", 100.35)
+    trace.attempts[-1].first_token_s = 100.5
+    found = [(span.stage, round(1000 * span.duration_s)) for span in trace.to_first_token()]
+    assert found == [
+        (Stage.QUEUE, 10), (Stage.RETRY, 290), (Stage.QUEUE, 50), (Stage.PREFILL, 150), (Stage.FIRST_TOKEN, 0),
+    ]  # fmt: skip
+    assert sum(each.duration_s for each in trace.to_first_token()) == pytest.approx(0.5)
 
 
 def test_a_prompt_that_the_decode_worker_had_whole_joins_when_its_first_token_comes() -> None:
@@ -155,6 +181,27 @@ def test_the_store_keeps_the_latest_and_no_more() -> None:
     assert store.get("4").request_id == store.get("chatcmpl-4").request_id == store.get("cmpl-4").request_id == "4"
     with pytest.raises(NotFound, match="tandem trace"):
         store.get("0")
+
+
+def test_what_clients_call_their_requests_is_kept_as_long_as_the_traces_and_hides_no_other() -> None:
+    store = TraceStore(limit=3)
+
+    def add(request_id: str, client_id: str) -> None:
+        trace = ended(request_id)
+        trace.client_id = client_id
+        store.add(trace)
+
+    add("a", "mine")
+    add("b", "a")  # whoever names another's id does not get in its way
+    add("c", "mine")
+    assert store.get("a").request_id == "a"
+    assert store.get("mine").request_id == "c"
+    for number in range(3):
+        add(str(number), "again")
+    assert store.get("again").request_id == "2"
+    with pytest.raises(NotFound):
+        store.get("mine")
+    assert len(store._by_client) == 1
 
 
 def test_a_flood_of_refusals_pushes_nothing_out() -> None:

@@ -36,6 +36,24 @@ async def test_every_way_in_tells_the_id_that_leads_to_the_trace(cluster: Any) -
     assert (await get(cluster, ids[0])).request_id == ids[0]
 
 
+async def test_a_clients_own_id_finds_its_trace(cluster: Any) -> None:
+    named = {"x-request-id": "shop:order-17"}
+    answer = await cluster.openai.completions.create(**PROMPT, extra_headers=named)
+    assert (await get(cluster, "shop:order-17")).request_id == answer.id.removeprefix("cmpl-")
+    call = cluster.inference.Generate(
+        inference_pb2.GenerateRequest(model=MODEL, prompt="Hi"), metadata=(("x-request-id", "shop:order-18"),)
+    )
+    ids = [event.started.request_id async for event in call if event.HasField("started")]
+    assert [(await get(cluster, "shop:order-18")).request_id] == ids
+    shown = await cluster.http.get("/dashboard/api/v1/requests/shop:order-18")
+    assert shown.json()["request"]["request_id"] == ids[0]
+
+
+async def test_of_several_answers_the_first_is_found(cluster: Any) -> None:
+    answer = await cluster.openai.completions.create(**PROMPT, n=2)
+    assert (await get(cluster, answer.id)).request_id == f"{answer.id.removeprefix('cmpl-')}-0"
+
+
 async def test_a_trace_has_both_sides_and_their_account(cluster: Any) -> None:
     answer = await cluster.openai.completions.create(**PROMPT)
     trace = await get(cluster, answer.id)
@@ -43,7 +61,7 @@ async def test_a_trace_has_both_sides_and_their_account(cluster: Any) -> None:
     (attempt,) = trace.attempts
     assert (attempt.prefill_worker, attempt.decode_worker) == ("p0", "d0")
     assert {span.stage for span in attempt.spans} == {
-        "queue", "reserve", "prefill", "connect", "pieces", "verify", "first_token", "join", "decode",
+        "queue", "reserve", "dispatch", "prefill", "connect", "pieces", "verify", "first_token", "join", "decode",
     }  # fmt: skip
     assert (attempt.bytes, attempt.pieces) == (BLOCK_BYTES, 1)
     assert attempt.overlap_share == 0.5
@@ -57,13 +75,35 @@ async def test_the_prefill_workers_word_counts_even_when_the_answer_was_quicker(
     assert (await get(cluster, answer.id)).attempts[0].HasField("sent")
 
 
+async def test_the_parts_of_the_time_to_first_token_add_up_with_a_handoff_and_without(cluster: Any) -> None:
+    cluster.decode.behaviour.refuse_reservations = 1
+    cluster.prefill.behaviour.prefill_wait_s = cluster.decode.behaviour.prefill_wait_s = 0.03
+    cluster.prefill.behaviour.token_delay_s = cluster.decode.behaviour.token_delay_s = 0.02
+    await cluster.openai.completions.create(**PROMPT, max_tokens=2)
+    await cluster.list_workers(cluster.decode)
+    await cluster.openai.completions.create(**PROMPT, max_tokens=2)
+    await cluster.settled()
+
+    def summed(stage: str, what: str = "sum") -> float:
+        found: float = cluster.metric(f'tandem_ttft_stage_seconds_{what}{{model="tiny",stage="{stage}"}}')
+        return found
+
+    stages = ("queue", "retry", "reserve", "dispatch", "prefill", "first_token")
+    assert [summed(stage, "count") for stage in stages] == [3, 1, 1, 2, 2, 2]
+    assert sum(map(summed, stages)) == pytest.approx(cluster.metric("tandem_ttft_seconds_sum"))
+    way_s = 0.002  # workers' stages are drawn late by that
+    assert summed("dispatch") > 2 * 0.03 - way_s
+    assert summed("prefill") > 2 * 0.02 - way_s
+
+
 async def test_stages_bytes_and_pieces_are_metrics(cluster: Any) -> None:
     await cluster.openai.completions.create(**PROMPT)
-    for stage, seconds in {"prefill": 0.004, "connect": 0.001, "pieces": 0.002, "verify": 0.001, "join": 0.001}.items():
+    for stage, seconds in {"connect": 0.001, "pieces": 0.002, "verify": 0.001, "join": 0.001}.items():
         labels = f'{{model="tiny",stage="{stage}"}}'
         assert cluster.metric(f"tandem_handoff_stage_seconds_count{labels}") == 1, stage
         assert cluster.metric(f"tandem_handoff_stage_seconds_sum{labels}") == pytest.approx(seconds), stage
-    assert cluster.metric('tandem_handoff_stage_seconds_count{model="tiny",stage="reserve"}') == 1
+    for stage in ("reserve", "dispatch", "prefill"):
+        assert cluster.metric(f'tandem_handoff_stage_seconds_count{{model="tiny",stage="{stage}"}}') == 1
     assert cluster.metric("tandem_handoff_bytes_total") == BLOCK_BYTES
     assert cluster.metric("tandem_handoff_pieces_total") == 1
     assert cluster.metric("tandem_handoff_overlap_share_sum") == 0.5

@@ -113,6 +113,17 @@ def test_the_youngest_gives_way_and_is_computed_again(make_world: MakeWorld) -> 
     assert world.at_rest()
 
 
+def test_a_prompt_is_begun_once_although_it_is_computed_again(make_world: MakeWorld) -> None:
+    world = make_world(blocks=5)
+    world.add("old", prompt(8), max_tokens=9)
+    world.add("young", prompt(7, 50), max_tokens=9)
+    begun = []
+    while world.scheduler.has_work:
+        begun += world.step().began
+    assert world.scheduler.preemptions > 0
+    assert begun == ["old", "young"]
+
+
 def test_a_lone_request_that_outgrows_the_pool_fails_and_the_next_runs(make_world: MakeWorld) -> None:
     world = make_world(blocks=4)
     world.add("big", prompt(10), max_tokens=50)

@@ -3,12 +3,13 @@
 import pytest
 
 from kvtransfer.causes import HandoffCause, HandoffFault
-from tandem.engine.api import BlockCounts, EngineLoad
+from tandem.engine.api import BlockCounts, EngineLoad, StepResult, TokenOut
 from tandem.errors import InputError, KvExhausted, RequestCancelled
 from tandem.request import FinishReason, RequestState
 from tandem.testing import FakeClock
 from tandem.v1 import inference_pb2, worker_pb2
 from worker.requests import Outbox, RequestBook
+from worker.steps import report_step
 
 LOAD = EngineLoad(0, 0, 0, BlockCounts(8, 0, 0, 0, 8))
 
@@ -136,3 +137,18 @@ def test_the_load_is_told_again_every_second_where_a_request_is_live(sent: Sent)
     clock.advance(60)
     flush(book)
     assert sent.frames == []
+
+
+def test_a_first_token_tells_when_its_prompt_was_begun_and_when_it_was_sampled(book: RequestBook, sent: Sent) -> None:
+    engine_id = book.open(1, "x")
+    report_step(StepResult(began=(engine_id, "0:gone")), book, 10.0, 10.5)  # the prompt takes two steps
+    report_step(StepResult(tokens=(TokenOut(engine_id, 7, cached_tokens=0),)), book, 10.5, 11.0)
+    report_step(StepResult(tokens=(TokenOut(engine_id, 8),)), book, 11.0, 11.2)
+    flush(book)
+    first, second = dict(sent.frames)[1].tokens
+    assert (first.computing_at_s, first.sampled_at_s) == (10.0, 11.0)
+    assert not second.HasField("computing_at_s")
+    assert not second.HasField("sampled_at_s")
+    book.close(engine_id, RequestState.FINISHED)
+    assert book.computing_since_s(engine_id) is None
+    assert book.computing_since_s("0:gone") is None

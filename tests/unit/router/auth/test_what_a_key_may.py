@@ -205,7 +205,7 @@ async def test_the_audit_log_has_one_line_for_each_call_and_never_prompts_or_key
     assert [chunk async for chunk in stream]
     await client.close()
     events = cluster.inference.Generate(pb.GenerateRequest(prompt="a secret question"), metadata=keys.metadata("acme"))
-    assert [event async for event in events]
+    events = [event async for event in events]
     with pytest.raises(grpc.aio.AioRpcError):
         await cluster.inference.ListModels(pb.ListModelsRequest())
     await until(lambda: len(lines(audit)) == 6)
@@ -224,7 +224,10 @@ async def test_the_audit_log_has_one_line_for_each_call_and_never_prompts_or_key
     assert first["completion_tokens"] == 2 * 4
     assert first["prompt_tokens"] == len(cluster.tokenizer.encode("a secret question", add_special_tokens=True))
     assert {line["source"] for line in found} == {"127.0.0.1"}
-    assert len({line["request_id"] for line in found[:4]}) == 4
+    assert len({line["request_id"] for line in found[:5]}) == 5
+    assert all(len(line["request_id"]) == 24 for line in found[:5])
+    assert found[4]["request_id"] == events[0].started.request_id
+    assert [line["model"] for line in found] == [MODEL, "", MODEL, MODEL, MODEL, ""]
     datetime.fromisoformat(first["time"])
 
     metrics = (await cluster.http.get("/metrics", headers=keys.bearer("operator"))).text
@@ -232,6 +235,22 @@ async def test_the_audit_log_has_one_line_for_each_call_and_never_prompts_or_key
     for secret in ("secret", "somebody", *(text[17:] for text in keys.texts.values())):
         assert secret not in told
     assert os.stat(audit).st_mode & 0o777 == 0o600
+
+
+async def test_the_audit_line_of_a_refused_request_names_the_model_it_asked_for(
+    cluster: Any, keys: Any, tmp_path: Path
+) -> None:
+    long_name = "x" * 1000
+    await cluster.http.post(
+        "/v1/completions", json={"model": long_name, "prompt": "a"}, headers=keys.bearer("acme")
+    )
+    named = (*keys.metadata("acme"), ("x-request-id", "shop-17"))
+    with pytest.raises(grpc.aio.AioRpcError):
+        await anext(aiter(cluster.inference.Generate(pb.GenerateRequest(model="nowhere"), metadata=named)))
+    await until(lambda: len(lines(tmp_path / "audit.jsonl")) == 2)
+    http, rpc = lines(tmp_path / "audit.jsonl")
+    assert (http["model"], http["outcome"]) == (long_name[:128], "rejected")
+    assert (rpc["model"], rpc["outcome"], rpc["request_id"]) == ("nowhere", "rejected", "shop-17")
 
 
 async def test_the_command_lines_client_shows_its_key(cluster: Any, keys: Any) -> None:
