@@ -28,7 +28,9 @@ class Policy:
     picker: Pick = HighestScore()
 
     def choose(self, ask: Ask, candidates: Sequence[Candidate]) -> Candidate | None:
-        kept = [c for c in candidates if all(each.keep(ask, c) for each in self.filters)]
+        kept = candidates
+        for each in self.filters:
+            kept = [candidate for candidate in kept if each.keep(ask, candidate)]
         if not kept:
             return None
         totals = [0.0] * len(kept)
