@@ -16,7 +16,8 @@ from planner.simulator.recorder import IntervalHistogram
 from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker, WorkerHost
 from router.policies.estimates import Estimates, WorkerEstimates
-from router.policies.types import Candidate
+from router.policies.pace import Pace
+from router.policies.types import Candidate, Life
 from router.prefix_index.mirror import WorkerKey
 from tandem.config import Role
 
@@ -24,6 +25,7 @@ MODEL = "model"
 WHOLE_POOL = 24  # a pool of so many is looked at whole
 SHORTLIST = 20  # of a larger one so many: simulated p90 of TTFT within 2 % of the whole
 HOLDERS = 12  # of these: who holds the longest prefixes
+_NOWHERE: Mapping[Life, float] = {}  # no pair of workers was measured by itself
 
 
 class SimFleet:
@@ -83,22 +85,29 @@ class SimFleet:
     def candidates(self, role: Role, cached_blocks: Mapping[WorkerKey, int]) -> list[Candidate]:
         pool = self._by_role[role]
         chosen = self._shortlist(role, cached_blocks) if role in self._idlest else pool.values()
-        size = self._setup.block_tokens
-        return [self.candidate(worker, cached_blocks.get(worker.key, 0) * size) for worker in chosen]
+        size, pace = self._setup.block_tokens, self._pace[role].pace()
+        return [self._candidate(worker, cached_blocks.get(worker.key, 0) * size, pace) for worker in chosen]
 
-    def candidate(self, worker: SimWorker, cached_tokens: int) -> Candidate:
-        account, load, estimates = worker.account, worker.load(), self._pace[worker.role]
+    def candidate(self, worker: SimWorker) -> Candidate:
+        """For a prompt of which it has nothing."""
+        return self._candidate(worker, 0, self._pace[worker.role].pace())
+
+    def _candidate(self, worker: SimWorker, cached_tokens: int, pace: Pace) -> Candidate:
+        account, load = worker.account, worker.load()
+        worker_id, epoch = worker.key
+        # By position: nothing is made more often, and by name it takes twice as long.
         return Candidate(
-            worker.key.worker_id,
-            worker.key.epoch,
+            worker_id,
+            epoch,
             cached_tokens,
-            dispatched_tokens=account.prefill_tokens,
-            outstanding_tokens=load.waiting_tokens + account.unreported_tokens,
-            running_requests=load.requests + account.unreported_requests,
-            free_blocks=max(0, load.available_blocks - account.unreported_blocks),
-            total_blocks=load.total_blocks,
-            pace=estimates.pace(),
-            transfer_to=estimates.transfer_to,
+            account.prefill_tokens,
+            load.waiting_tokens + account.unreported_tokens,
+            load.requests + account.unreported_requests,
+            max(0, load.available_blocks - account.unreported_blocks),
+            load.total_blocks,
+            None,
+            pace,
+            _NOWHERE,
         )
 
     def _take_from_pool(self, worker: SimWorker) -> None:

@@ -17,8 +17,9 @@ class HighestScore:
     """The most points; among equals the fewest running requests, then the first by name, so that it is repeatable."""
 
     def pick(self, candidates: Sequence[Candidate], points: Sequence[float]) -> Candidate:
-        ranked = zip(points, candidates, strict=True)
-        return min(ranked, key=lambda pair: (-pair[0], pair[1].running_requests, pair[1].worker_id))[1]
+        most = max(points)
+        equals = [each for each, its_points in zip(candidates, points, strict=True) if its_points == most]
+        return min(equals, key=lambda each: (each.running_requests, each.worker_id))
 
 
 @dataclass(frozen=True, slots=True)
