@@ -42,7 +42,8 @@ class Idlest:
         """False: nobody is left in the line."""
         looked_at = 0
         there: dict[str, None] = {}
-        for looked_at, worker_id in enumerate(line, start=1):
+        for worker_id in line:
+            looked_at += 1
             if self._load.get(worker_id) == load:
                 there[worker_id] = chosen[worker_id] = None
                 if len(chosen) >= most:
