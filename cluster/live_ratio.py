@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from cluster.pools import Action, ChangeRole, Leave, Member, Start, plan_change
+from cluster.pools import ChangeRole, Leave, Member, Start, plan_change
 from cluster.resolve import ResolvedModel
 from cluster.worker_slot import WorkerSlot, WorkerState
 from tandem.config import Role
-from tandem.errors import ConfigError, UnavailableError
+from tandem.errors import ConfigError, TandemError, UnavailableError
 from tandem.v1 import cluster_pb2
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
+STARTS_AT_ONCE = 4  # workers load their weights from the same disk, beside others that serve
 ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_DECODE}
 
 
@@ -44,8 +45,8 @@ class LiveRatio:
         """Returns what was done, in words. Nothing stops before what is to start serves.
 
         Raises:
-            ConfigError: the model, a number, or what the devices cannot hold.
-            UnavailableError: a new worker did not become ready in time.
+            ConfigError: the model, a number, or what the devices cannot hold; or a new worker cannot start.
+            UnavailableError: a new worker did not become ready in time. Those that did stay.
         """
         async with self._one_at_a_time:
             model = self._model(model_name)
@@ -58,10 +59,16 @@ class LiveRatio:
                 same_width=model.spec.prefill.tp == model.spec.decode.tp,
                 name_of=self._controller.name_prefix(model),
             )
-            await self._controller.check_room(model, [each.role for each in actions if isinstance(each, Start)])
-            for action in actions:
-                log.info("%s", action)
-                await self._do(model, action)
+            starts = [each for each in actions if isinstance(each, Start)]
+            await self._controller.check_room(model, [each.role for each in starts])
+            for changed in (each for each in actions if isinstance(each, ChangeRole)):
+                log.info("%s", changed)
+                self._controller.change_role(changed.worker_id, changed.role)
+            await self._start_all(model, starts)
+            for leaving in (each for each in actions if isinstance(each, Leave)):
+                log.info("%s", leaving)
+                await self._empty(self._controller.slots[leaving.worker_id], move=True)
+                await self._controller.remove_worker(leaving.worker_id)
             return tuple(str(action) for action in actions)
 
     async def drain(self, worker_id: str, *, restart: bool, move: bool) -> None:
@@ -89,20 +96,32 @@ class LiveRatio:
             else:
                 await self._controller.remove_worker(worker_id)
 
-    async def _do(self, model: ResolvedModel, action: Action) -> None:
-        match action:
-            case ChangeRole(worker_id, role):
-                self._controller.change_role(worker_id, role)
-            case Start(role, worker_id):
-                slot = await self._controller.add_worker(worker_id, role, model)
-                try:
-                    await self._until(lambda: slot.state is WorkerState.READY, f"{worker_id} to be ready", slot)
-                except BaseException:  # also when the caller went away: what never served leaves nothing behind
-                    await self._controller.remove_worker(worker_id)
-                    raise
-            case Leave(worker_id):
-                await self._empty(self._controller.slots[worker_id], move=True)
-                await self._controller.remove_worker(worker_id)
+    async def _start_all(self, model: ResolvedModel, starts: Sequence[Start]) -> None:
+        """Side by side. Those that start stay when others fail; the error that is raised then tells of each."""
+        room = asyncio.Semaphore(STARTS_AT_ONCE)
+
+        async def start(each: Start) -> None:
+            async with room:
+                log.info("%s", each)
+                await self._start(model, each)
+
+        results = await asyncio.gather(*(start(each) for each in starts), return_exceptions=True)
+        failures = [each for each in results if each is not None]
+        if not failures:
+            return
+        first = failures[0]
+        if isinstance(first, TandemError):
+            stay = ", ".join(each.worker_id for each, failure in zip(starts, results, strict=True) if failure is None)
+            first.message = "; ".join(map(str, failures)) + (f" (started and stays: {stay})" if stay else "")
+        raise first
+
+    async def _start(self, model: ResolvedModel, start: Start) -> None:
+        slot = await self._controller.add_worker(start.worker_id, start.role, model)
+        try:
+            await self._until(lambda: slot.state is WorkerState.READY, f"{start.worker_id} to be ready", slot)
+        except BaseException:  # also when the caller went away: what never served leaves nothing behind
+            await self._controller.remove_worker(start.worker_id)
+            raise
 
     async def _empty(self, slot: WorkerSlot, *, move: bool) -> None:
         """Takes nothing new from here on; returns when it has nothing left, or is not there any more. After

@@ -169,13 +169,16 @@ class RayBackend:
         bundles = [{"CPU": member.cpus} | ({"GPU": member.gpus} if member.gpus else {}) for member in members]
         placed = placement_group(bundles, strategy="STRICT_PACK", name=group)
         self._groups[group] = placed
-        if not await asyncio.to_thread(placed.wait, self._place_timeout_s):
+        try:
+            if not await asyncio.to_thread(placed.wait, self._place_timeout_s):
+                free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+                raise ConfigError(
+                    f"{group}: no Ray node has {bundles} free; Ray has {free}: add a node or ask for less",
+                    field="models",
+                )
+        except BaseException:  # also when whoever asked went away: else it would be placed later, for nobody
             await self.give_back(group)
-            free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
-            raise ConfigError(
-                f"{group}: no Ray node has {bundles} free; Ray has {free}: add a node or ask for less",
-                field="models",
-            )
+            raise
         return [
             self._actor(f"{group}.{index}", member, PlacementGroupSchedulingStrategy(placed, index))
             for index, member in enumerate(members)

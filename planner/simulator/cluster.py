@@ -226,7 +226,7 @@ class SimCluster:
         request.excluded |= {request.decode.key.worker_id}
         cached = self.cache.mirror.match(request.block_hashes)
         others = self._fitting(request, self.fleet.candidates(Role.DECODE, cached))
-        choice = self._policy.another_decode(self._ask(request), others, self.fleet.candidate(request.prefill, 0))
+        choice = self._policy.another_decode(self._ask(request), others, self.fleet.candidate(request.prefill))
         if choice is None:
             self.put_back(request, refusal)
             return

@@ -7,15 +7,17 @@ those with least to do, which are the ones that can win.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 
 from planner.simulator.events import EventLoop
+from planner.simulator.idlest import Idlest
 from planner.simulator.recorder import IntervalHistogram
 from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker, WorkerHost
 from router.policies.estimates import Estimates, WorkerEstimates
-from router.policies.types import Candidate
+from router.policies.pace import Pace
+from router.policies.types import Candidate, Life
 from router.prefix_index.mirror import WorkerKey
 from tandem.config import Role
 
@@ -23,6 +25,7 @@ MODEL = "model"
 WHOLE_POOL = 24  # a pool of so many is looked at whole
 SHORTLIST = 20  # of a larger one so many: simulated p90 of TTFT within 2 % of the whole
 HOLDERS = 12  # of these: who holds the longest prefixes
+_NOWHERE: Mapping[Life, float] = {}  # no pair of workers was measured by itself
 
 
 class SimFleet:
@@ -32,11 +35,7 @@ class SimFleet:
         self._pace: dict[Role, WorkerEstimates] = {role: self.estimates.worker(MODEL, role) for role in Role}
         self.workers: dict[str, SimWorker] = {}
         self._by_role: dict[Role, dict[str, SimWorker]] = {role: {} for role in Role}
-        # Heaps of (load, order, id); some entries are out of date.
-        self._idlest: dict[Role, list[tuple[int, int, str]]] = {role: [] for role in Role}
-        self._large = {role for role, pool in setup.pools() if pool.workers > WHOLE_POOL}
-        self._load: dict[str, int] = {}
-        self._pushed = 0
+        self._idlest = {role: Idlest() for role, pool in setup.pools() if pool.workers > WHOLE_POOL}
         self.gone: list[SimWorker] = []  # ended lives
         for role, pool in setup.pools():
             for number in range(pool.workers):
@@ -56,16 +55,16 @@ class SimFleet:
             wanted = prefill if role is Role.PREFILL else len(self.workers) - prefill
             idlest = sorted(self._by_role[other].values(), key=lambda worker: worker.running_requests)
             for worker in idlest[: max(0, wanted - self.count(role))]:
-                self._by_role[role][worker.key.worker_id] = self._by_role[other].pop(worker.key.worker_id)
+                self._take_from_pool(worker)
+                self._by_role[role][worker.key.worker_id] = worker
                 worker.role = role
-                self._load.pop(worker.key.worker_id, None)
                 self.note(worker)
 
     def lose(self, worker: SimWorker) -> None:
         worker.lose()
         self.gone.append(worker)
-        del self.workers[worker.key.worker_id], self._by_role[worker.role][worker.key.worker_id]
-        self._load.pop(worker.key.worker_id, None)
+        del self.workers[worker.key.worker_id]
+        self._take_from_pool(worker)
 
     def role(self, role: Role) -> Iterable[SimWorker]:
         return self._by_role[role].values()
@@ -78,49 +77,52 @@ class SimFleet:
 
     def note(self, worker: SimWorker) -> None:
         """Its load may have changed."""
-        if worker.role not in self._large or worker.lost:
-            return
-        load = worker.running_requests if worker.role is Role.DECODE else worker.outstanding_tokens
-        if self._load.get(worker.key.worker_id) != load:
-            self._load[worker.key.worker_id] = load
-            self._pushed += 1
-            heapq.heappush(self._idlest[worker.role], (load, self._pushed, worker.key.worker_id))
+        idlest = self._idlest.get(worker.role)
+        if idlest is not None and not worker.lost:
+            load = worker.running_requests if worker.role is Role.DECODE else worker.outstanding_tokens
+            idlest.note(worker.key.worker_id, load)
 
     def candidates(self, role: Role, cached_blocks: Mapping[WorkerKey, int]) -> list[Candidate]:
         pool = self._by_role[role]
-        chosen = self._shortlist(role, cached_blocks) if role in self._large else pool.values()
-        size = self._setup.block_tokens
-        return [self.candidate(worker, cached_blocks.get(worker.key, 0) * size) for worker in chosen]
+        chosen = self._shortlist(role, cached_blocks) if role in self._idlest else pool.values()
+        size, pace = self._setup.block_tokens, self._pace[role].pace()
+        return [self._candidate(worker, cached_blocks.get(worker.key, 0) * size, pace) for worker in chosen]
 
-    def candidate(self, worker: SimWorker, cached_tokens: int) -> Candidate:
+    def candidate(self, worker: SimWorker) -> Candidate:
+        """For a prompt of which it has nothing."""
+        return self._candidate(worker, 0, self._pace[worker.role].pace())
+
+    def _candidate(self, worker: SimWorker, cached_tokens: int, pace: Pace) -> Candidate:
         account, load = worker.account, worker.load()
+        worker_id, epoch = worker.key
+        # By position: nothing is made more often, and by name it takes twice as long.
         return Candidate(
-            worker_id=worker.key.worker_id,
-            epoch=worker.key.epoch,
-            cached_tokens=cached_tokens,
-            dispatched_tokens=account.prefill_tokens,
-            outstanding_tokens=load.waiting_tokens + account.unreported_tokens,
-            running_requests=load.requests + account.unreported_requests,
-            free_blocks=max(0, load.available_blocks - account.unreported_blocks),
-            total_blocks=load.total_blocks,
-            pace=self._pace[worker.role].pace(),
+            worker_id,
+            epoch,
+            cached_tokens,
+            account.prefill_tokens,
+            load.waiting_tokens + account.unreported_tokens,
+            load.requests + account.unreported_requests,
+            max(0, load.available_blocks - account.unreported_blocks),
+            load.total_blocks,
+            None,
+            pace,
+            _NOWHERE,
         )
 
+    def _take_from_pool(self, worker: SimWorker) -> None:
+        del self._by_role[worker.role][worker.key.worker_id]
+        if (idlest := self._idlest.get(worker.role)) is not None:
+            idlest.forget(worker.key.worker_id)
+
     def _shortlist(self, role: Role, cached_blocks: Mapping[WorkerKey, int]) -> list[SimWorker]:
-        pool, heap = self._by_role[role], self._idlest[role]
-        holders = (key for key in cached_blocks if (found := pool.get(key.worker_id)) is not None and found.key == key)
-        longest = heapq.nlargest(HOLDERS, holders, lambda key: cached_blocks[key])
-        chosen = {key.worker_id: pool[key.worker_id] for key in longest}
-        looked_at: list[tuple[int, int, str]] = []
-        seen: set[str] = set()
-        while heap and len(chosen) < SHORTLIST:
-            entry = heapq.heappop(heap)
-            load, _, worker_id = entry
-            if self._load.get(worker_id) != load or worker_id in seen or worker_id not in pool:
-                continue  # out of date
-            seen.add(worker_id)
-            looked_at.append(entry)
-            chosen[worker_id] = pool[worker_id]
-        for entry in looked_at:
-            heapq.heappush(heap, entry)
-        return list(chosen.values())
+        pool = self._by_role[role]
+        chosen: dict[str, None] = {}
+        for key, _ in sorted(cached_blocks.items(), key=itemgetter(1), reverse=True):
+            worker = pool.get(key.worker_id)
+            if worker is not None and worker.key == key:
+                chosen[key.worker_id] = None
+                if len(chosen) == HOLDERS:
+                    break
+        self._idlest[role].extend(chosen, SHORTLIST)
+        return [pool[worker_id] for worker_id in chosen]

@@ -85,8 +85,9 @@ def _hashes(names: NDArray[np.uint64]) -> list[BlockHash]:
     """One to one in the first half (SplitMix64), which is what the prefix index looks at."""
     mixed = (names ^ (names >> np.uint64(30))) * _MIX_1
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
-    mixed ^= mixed >> np.uint64(31)
-    raw = np.stack([mixed, names], axis=1).tobytes()
+    pairs = np.empty((len(names), 2), np.uint64)
+    pairs[:, 0], pairs[:, 1] = mixed ^ (mixed >> np.uint64(31)), names
+    raw = pairs.tobytes()
     return [raw[at : at + HASH_BYTES] for at in range(0, len(raw), HASH_BYTES)]
 
 

@@ -44,15 +44,3 @@ class LocalPrefill:
         if not decode.running_requests:
             return self.idle_room.keep(ask, decode)
         return decode.outstanding_tokens + decode.uncached_tokens(ask) <= self.busy_max_tokens
-
-
-def is_local(ask: Ask, decode: Candidate, local: LocalPrefill | None) -> bool:
-    """Whether this worker would prefill the request itself. `local` None: always handed off, if there is anybody."""
-    return ask.prefill_s is None or (local is not None and local.takes(ask, decode))
-
-
-def start_s(ask: Ask, decode: Candidate, local: LocalPrefill | None) -> float:
-    """Until the request decodes on this worker, prefilled where it would be."""
-    if ask.prefill_s is None or is_local(ask, decode, local):
-        return prefill_s(ask, decode)
-    return handoff_s(ask, decode, ask.prefill_s)

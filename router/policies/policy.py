@@ -17,8 +17,9 @@ class HighestScore:
     """The most points; among equals the fewest running requests, then the first by name, so that it is repeatable."""
 
     def pick(self, candidates: Sequence[Candidate], points: Sequence[float]) -> Candidate:
-        ranked = zip(points, candidates, strict=True)
-        return min(ranked, key=lambda pair: (-pair[0], pair[1].running_requests, pair[1].worker_id))[1]
+        most = max(points)
+        equals = [each for each, its_points in zip(candidates, points, strict=True) if its_points == most]
+        return min(equals, key=lambda each: (each.running_requests, each.worker_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,9 @@ class Policy:
     picker: Pick = HighestScore()
 
     def choose(self, ask: Ask, candidates: Sequence[Candidate]) -> Candidate | None:
-        kept = [c for c in candidates if all(each.keep(ask, c) for each in self.filters)]
+        kept = candidates
+        for each in self.filters:
+            kept = [candidate for candidate in kept if each.keep(ask, candidate)]
         if not kept:
             return None
         totals = [0.0] * len(kept)

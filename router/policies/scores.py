@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from router.policies.costs import decode_s, later_s, prefill_s, transfer_s
-from router.policies.local_prefill import LocalPrefill, is_local, start_s
+from router.policies.costs import decode_s, handoff_s, later_s, prefill_s, transfer_s
+from router.policies.local_prefill import LocalPrefill
 from router.policies.types import Ask, Candidate
 
 
@@ -28,14 +28,15 @@ class ExpectedTime:
     """For decode workers: 1 where the answer would be whole soonest, from the time until it decodes and the pace there.
     So a popular prefix draws requests only until its worker's batch costs them more than moving the prefix would."""
 
-    local: LocalPrefill | None
+    local: LocalPrefill | None  # None: always handed off, if there is anybody
 
     def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
         return _shortest_first([self._time_s(ask, each) for each in candidates])
 
     def _time_s(self, ask: Ask, worker: Candidate) -> float:
-        later = later_s(ask, worker) if is_local(ask, worker, self.local) else 0.0
-        return start_s(ask, worker, self.local) + decode_s(ask, worker) + later
+        if ask.prefill_s is None or (self.local is not None and self.local.takes(ask, worker)):
+            return prefill_s(ask, worker) + decode_s(ask, worker) + later_s(ask, worker)
+        return handoff_s(ask, worker, ask.prefill_s) + decode_s(ask, worker)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from tandem.blockhash import HASH_BYTES, BlockHash
 from tandem.prefix_events import PrefixEvent, PrefixSnapshot
 
 DEFAULT_MEMORY_BYTES = 64 << 20
+FEW_OWNERS = 16  # so many bits are faster found one by one; a popular prefix of a large pool has hundreds
 MATCH_BLOCKS = 512  # looked up first: most prompts whole, and a long one not far beyond where nobody holds it
 
 
@@ -43,7 +44,7 @@ class PrefixMirror:
     def __init__(self, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
         self._table = BlockTable(memory_bytes)
         self._slots: dict[WorkerKey, _Slot] = {}
-        self._by_owner: dict[int, WorkerKey] = {}
+        self._by_owner: dict[int, WorkerKey] = {}  # by the number of its bit
         self._everybody = 0
 
     def __len__(self) -> int:
@@ -77,7 +78,7 @@ class PrefixMirror:
         key = WorkerKey(worker_id, snapshot.epoch)
         slot = _Slot(~self._everybody & (self._everybody + 1), snapshot.seq)
         self._slots[key] = slot
-        self._by_owner[slot.owner] = key
+        self._by_owner[_number(slot.owner)] = key
         self._everybody |= slot.owner
         step = SLICE_BLOCKS * HASH_BYTES
         for start in range(0, len(snapshot.hashes), step):
@@ -112,7 +113,7 @@ class PrefixMirror:
         """Forgets a worker."""
         slot = self._slots.pop(worker, None)
         if slot is not None:
-            del self._by_owner[slot.owner]
+            del self._by_owner[_number(slot.owner)]
             self._everybody &= ~slot.owner
             self._table.drop(slot.owner)
 
@@ -135,10 +136,8 @@ class PrefixMirror:
         return found
 
     def _note(self, found: dict[WorkerKey, int], owners: int, depth: int) -> None:
-        while depth and owners:
-            owner = owners & -owners
-            found[self._by_owner[owner]] = depth
-            owners ^= owner
+        if depth:
+            found |= dict.fromkeys([self._by_owner[number] for number in _numbers(owners)], depth)
 
     def _change(self, events: Sequence[PrefixEvent], owner: int) -> None:
         """The net effect of a run of events, in one or two changes of the table."""
@@ -154,3 +153,21 @@ class PrefixMirror:
             holds = stored[::-1][where]
             self._table.discard(last[~holds], owner)
             self._table.add(last[holds], owner)
+
+
+def _number(owner: int) -> int:
+    return owner.bit_length() - 1
+
+
+def _numbers(owners: int) -> list[int]:
+    """Of the bits that are set, from the lowest."""
+    if owners.bit_count() > FEW_OWNERS:
+        raw = owners.to_bytes(-(-owners.bit_length() // 8), "little")
+        numbers: list[int] = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little").nonzero()[0].tolist()
+        return numbers
+    found = []
+    while owners:
+        owner = owners & -owners
+        found.append(_number(owner))
+        owners ^= owner
+    return found

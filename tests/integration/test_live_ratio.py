@@ -258,6 +258,22 @@ async def test_a_worker_that_does_not_start_leaves_nothing_behind(controller: Co
     assert await controller.live_ratio.scale("", 1, 1) == ()
 
 
+async def test_workers_start_side_by_side_and_one_that_fails_leaves_the_others(controller: Controller) -> None:
+    await controller.live_ratio.scale("", 1, 1)
+    before = set(controller.slots)
+    asked = asyncio.create_task(controller.live_ratio.scale("", 1, 3))
+    await until(lambda: len(controller.slots) == len(before) + 2)
+    first, second = (slot for name, slot in controller.slots.items() if name not in before)
+    assert (first.state, second.state) == (WorkerState.STARTING, WorkerState.STARTING)
+    first.refuse("it cannot work with the others")
+    said = f"{first.worker_id} cannot start: it cannot work with the others (started and stays: {second.worker_id})"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        await asked
+    assert set(controller.slots) == before | {second.worker_id}
+    assert second.state is WorkerState.READY
+    assert await controller.live_ratio.scale("", 1, 2) == ()
+
+
 async def test_a_changed_spec_is_applied_or_refused_by_the_field(controller: Controller) -> None:
     spec = tiny_spec(controller.models[0].spec.source)
     (model,) = spec["models"]
@@ -283,6 +299,7 @@ async def test_a_changed_spec_is_applied_or_refused_by_the_field(controller: Con
     assert controller.autoscaling.status().mode == "off"
 
 
+@pytest.mark.soak
 async def test_pools_change_under_load_without_a_lost_or_changed_answer(
     controller: Controller, expected: list[str]
 ) -> None:

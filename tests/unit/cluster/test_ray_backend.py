@@ -20,10 +20,13 @@ SCRIPT = textwrap.dedent(
     from cluster.ray_env import prepare_own_ray
     prepare_own_ray(None)
     from cluster.processes import MemberStart, ProcessSpec, Resources
-    from cluster.ray_backend import RayBackend
+    from cluster.ray_backend import RayBackend, ray
 
     def gone(pid):
         return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+    def groups(name):
+        return [each["state"] for each in ray.util.placement_group_table().values() if each["name"] == name]
 
     async def main(folder):
         backend = RayBackend(folder / "logs", folder / "ray", address=None, cpus=2, place_timeout_s=60.0)
@@ -50,6 +53,13 @@ SCRIPT = textwrap.dedent(
         assert (await two.processes())[0].pid == second.pid
         await one.stop()
         await two.stop()
+        waiting = asyncio.create_task(backend.place("worker-1", [Resources(cpus=1)]))
+        while not groups("worker-1"):
+            await asyncio.sleep(0.1)
+        waiting.cancel()  # who asked went away
+        await asyncio.gather(waiting, return_exceptions=True)
+        while groups("worker-1") != ["REMOVED"]:
+            await asyncio.sleep(0.1)
         await backend.close()
         for pid in (first.pid, second.pid, again.pid):
             assert gone(pid)

@@ -1,0 +1,143 @@
+"""A machine leaves a cluster of several: its Ray node is told to end, as the kubelet tells a pod that is deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tandem.testing import random_prompt, write_tiny_llama
+from tests.e2e.conftest import Cluster, free_ports
+
+pytestmark = pytest.mark.e2e
+VOCAB = 300
+ASKS = [(random_prompt(60 + 40 * n, VOCAB, n), {"temperature": 0.8, "seed": n}) for n in range(4)]
+HOST = "127.0.0.2"  # Ray turns 127.0.0.1 into the machine's own address, and would listen to others
+ENDS_WITHIN_S = 60.0  # at SIGTERM Ray itself drains the node first, for 30 s, in which its workers serve on
+RAY = str(Path(sys.executable).with_name("ray"))
+
+
+class RayNodes:
+    """A Ray cluster whose nodes are all on this machine, each with one CPU."""
+
+    def __init__(self, folder: Path) -> None:
+        (self._port,) = free_ports(1)
+        self._log = folder / "ray.log"
+        self._nodes: list[subprocess.Popen[bytes]] = []
+        self.address = f"{HOST}:{self._port}"
+        self._start("--head", f"--port={self._port}", "--include-dashboard=false", f"--temp-dir={folder}")
+        deadline = time.monotonic() + 60.0
+        while self._run("health-check", "--address", self.address).returncode:
+            assert time.monotonic() < deadline, self._log.read_text()
+
+    def add(self) -> subprocess.Popen[bytes]:
+        return self._start(f"--address={self.address}")
+
+    def close(self) -> None:
+        for node in reversed(self._nodes):
+            family = psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []
+            node.send_signal(signal.SIGINT)  # at once, where SIGTERM drains first
+            node.wait(ENDS_WITHIN_S)
+            for process in psutil.wait_procs(family, timeout=10)[1]:
+                process.kill()
+
+    def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        options = ("--num-cpus=1", "--object-store-memory=83886080", f"--node-ip-address={HOST}", "--block")
+        with self._log.open("ab") as log:
+            command = (RAY, "start", *options, *arguments)
+            self._nodes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+        return self._nodes[-1]
+
+    def _run(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run((RAY, *arguments), capture_output=True, check=False, timeout=60)
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayNodes]:
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    folder = Path(f"/tmp/ray-nodes-{os.getpid()}")  # short: Ray's unix sockets lie below it
+    folder.mkdir(mode=0o700)
+    running = RayNodes(folder)
+    yield running
+    running.close()
+    subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+async def answer(client: openai.AsyncOpenAI, prompt: list[int], sampling: dict[str, Any]) -> str:
+    parts = await client.completions.create(model="tiny", prompt=prompt, max_tokens=200, stream=True, **sampling)
+    return "".join([part.choices[0].text async for part in parts])
+
+
+@asynccontextmanager
+async def load(client: openai.AsyncOpenAI, expected: list[str]) -> AsyncIterator[list[int]]:
+    """One client for each ask, again and again; each answer must be the undisturbed one. Yields how many each had."""
+    answered, stop = [0] * len(ASKS), asyncio.Event()
+
+    async def ask_again(number: int) -> None:
+        while not stop.is_set():
+            assert await answer(client, *ASKS[number]) == expected[number]
+            answered[number] += 1
+
+    asking = [asyncio.create_task(ask_again(number)) for number in range(len(ASKS))]
+    try:
+        yield answered
+    finally:
+        stop.set()
+        await asyncio.gather(*asking)
+
+
+def retries(cluster: Cluster) -> float:
+    lines = httpx.get(f"{cluster.base_url}/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("tandem_retries_total{"))
+
+
+@pytest.mark.parametrize(
+    "told_by",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak_only)],  # SIGINT is the image's STOPSIGNAL
+    ids=["sigint", "sigterm"],
+)
+async def test_a_ray_node_that_is_told_to_end_costs_no_answer_and_another_takes_its_workers(
+    nodes: RayNodes, cluster_with: Callable[..., Cluster], tmp_path: Path, told_by: signal.Signals
+) -> None:
+    model = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1, scale=2.0)
+    leaving = nodes.add()
+    spec = {
+        "models": [
+            {"source": str(model), "prefill": {"workers": 0}, "decode": {"workers": 2}, "engine": {"kv_blocks": 400}}
+        ],
+        "control": {"ray_address": nodes.address},
+    }
+    cluster = await asyncio.to_thread(cluster_with, spec=spec)
+    on_node = {process.pid for process in psutil.Process(leaving.pid).children(recursive=True)}
+    (there,) = [
+        worker for worker in cluster.status()["workers"] if {each["pid"] for each in worker["processes"]} <= on_node
+    ]
+    async with cluster.async_client(timeout=120.0) as client:
+        expected = await asyncio.gather(*(answer(client, *ask) for ask in ASKS))
+        async with load(client, expected) as answered:
+            while min(answered) < 2:
+                await asyncio.sleep(0.1)
+            before = retries(cluster)
+            leaving.send_signal(told_by)
+            await asyncio.to_thread(leaving.wait, ENDS_WITHIN_S)
+            ended = list(answered)
+            while any(now < then + 3 for now, then in zip(answered, ended, strict=True)):
+                await asyncio.sleep(0.1)
+            assert retries(cluster) > before, "nothing was disturbed"
+            nodes.add()
+            await asyncio.to_thread(cluster.wait_ready)
+    after = next(each for each in cluster.status()["workers"] if each["id"] == there["id"])
+    assert (after["epoch"] != there["epoch"], after["restarts"]) == (True, there["restarts"] + 1)
+    cluster.assert_conserved()
