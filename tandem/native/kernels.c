@@ -33,8 +33,7 @@ INLINE float max8(__m256 v) {
 
 /* e^x to about one unit in the last place (Cephes); below -87 it is 0 or next to it. NaN stays NaN. */
 INLINE __m256 exp8(__m256 x) {
-  const __m256 in = x;
-  x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-87.3f)), _mm256_set1_ps(88.3f));
+  x = _mm256_min_ps(_mm256_set1_ps(88.3f), _mm256_max_ps(_mm256_set1_ps(-87.3f), x)); /* of NaN and another the second */
   __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
   r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
@@ -46,8 +45,7 @@ INLINE __m256 exp8(__m256 x) {
   p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(5.0000001201e-1f));
   p = _mm256_add_ps(_mm256_fmadd_ps(p, _mm256_mul_ps(r, r), r), _mm256_set1_ps(1.0f));
   __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  __m256 e = _mm256_mul_ps(p, _mm256_castsi256_ps(power));
-  return _mm256_blendv_ps(e, in, _mm256_cmp_ps(in, in, _CMP_UNORD_Q));
+  return _mm256_mul_ps(p, _mm256_castsi256_ps(power));
 }
 
 INLINE __m256 tanh8(__m256 x) { /* 1 - 2 / (e^2x + 1) */
@@ -414,8 +412,9 @@ typedef struct {
   float worth;      /* of what was added before the tile at hand */
 } query;
 
-/* Scores of the keys [start, count) of the tile that begins at `base`, multiples of 8 → weights. */
-INLINE void soften(query *own, float *scores, size base, size start, size count, float softcap) {
+/* Caps and hides scores of the keys [start, count) of the tile that begins at `base`, multiples of 8, and looks for the
+   largest. */
+INLINE void find_top(query *own, float *scores, size base, size start, size count, float softcap) {
   if (softcap > 0)
     for (size j = start; j < count; j += 8) {
       __m256 v = tanh8(_mm256_mul_ps(_mm256_loadu_ps(scores + j), _mm256_set1_ps(1.0f / softcap)));
@@ -423,13 +422,17 @@ INLINE void soften(query *own, float *scores, size base, size start, size count,
     }
   for (size j = start; j < count && base + j < own->first; j++) scores[j] = -INFINITY;
   for (size j = count; j > start && base + j - 1 > own->last; j--) scores[j - 1] = -INFINITY;
-  const __m256 none = _mm256_set1_ps(-INFINITY);
-  __m256 top = _mm256_set1_ps(own->top), sum = _mm256_setzero_ps();
+  __m256 top = _mm256_set1_ps(own->top);
   for (size j = start; j < count; j += 8) top = _mm256_max_ps(_mm256_loadu_ps(scores + j), top);
   const float highest = max8(top);
   own->worth = highest > own->top ? _mm256_cvtss_f32(exp8(_mm256_set1_ps(own->top - highest))) : 1.0f;
   own->top = highest;
-  top = _mm256_set1_ps(highest);
+}
+
+/* Scores → weights, in units of e^top. */
+INLINE void soften(query *own, float *scores, size start, size count) {
+  const __m256 none = _mm256_set1_ps(-INFINITY), top = _mm256_set1_ps(own->top);
+  __m256 sum = _mm256_setzero_ps();
   for (size j = start; j < count; j += 8) {
     const __m256 v = _mm256_loadu_ps(scores + j);
     const __m256 e = _mm256_andnot_ps(_mm256_cmp_ps(v, none, _CMP_EQ_OQ), exp8(_mm256_sub_ps(v, top)));
@@ -454,7 +457,8 @@ INLINE void meet(const int rows, query *own, const float *q, tile with, float *s
       _mm256_storeu_ps(scores + r * KEYS + j + 8, parts[r][1]);
     }
   }
-  for (int r = 0; r < rows; r++) soften(own + r, scores + r * KEYS, base, start, count, softcap);
+  for (int r = 0; r < rows; r++) find_top(own + r, scores + r * KEYS, base, start, count, softcap);
+  for (int r = 0; r < rows; r++) soften(own + r, scores + r * KEYS, start, count);
   for (size i = 0; i < width; i += PANEL) {
     __m256 parts[MOST_ROWS][2];
 #pragma GCC unroll 6
