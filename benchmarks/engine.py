@@ -110,6 +110,7 @@ MODES: Mapping[str, Mapping[str, object]] = {
     "fp32": {},
     "int8": {"weights": "int8"},
     "int8_kv8": {"weights": "int8", "kv_dtype": "int8"},
+    "int4": {"weights": "int4"},
 }
 
 

@@ -29,7 +29,7 @@ Jitter = Annotated[bool, typer.Option(help="Spread arrivals that the source roun
 ModelName = Annotated[str | None, typer.Option("--model", help="llama-3-70b, ..., or a checkpoint folder.")]
 Device = Annotated[str, typer.Option(help="a100, h100, h200, b200, cpu, or a YAML file.")]
 Cost = Annotated[
-    str | None, typer.Option(help="Measured step times: FILE.json, or a published table FILE:MODEL[/HARDWARE].")
+    str | None, typer.Option(help="Measured step times FILE.json, or a table FILE:MODEL or FILE:MODEL/HARDWARE.")
 ]
 ElementBytes = Annotated[float, typer.Option(help="Of weights and KV: 2 for bf16, 1 for fp8.")]
 Ttft = Annotated[float | None, typer.Option("--ttft", help="Objective for the time to first token, seconds.")]

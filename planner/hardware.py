@@ -73,15 +73,20 @@ def setup_of_spec(
     model = spec.models[0]
     engine = model.engine
 
-    def pool(wanted: PoolSpec) -> PoolSetup:
+    def pool(name: str, wanted: PoolSpec) -> PoolSetup:
+        if not hardware.model.fits_tp(wanted.tp):
+            fitting = ", ".join(str(tp) for tp in range(1, hardware.model.heads + 1) if hardware.model.fits_tp(tp))
+            raise ConfigError(
+                f"{name}.tp: expected one of {fitting} for {hardware.model.name}, got {wanted.tp}", field=f"{name}.tp"
+            )
         found = hardware.pool(wanted.workers, wanted.tp)
         own_tokens = None if engine.kv_blocks is None else engine.kv_blocks * engine.block_tokens
         return found if own_tokens is None else replace(found, kv_tokens=own_tokens)
 
     setup = make_setup(
         hardware,
-        pool(model.prefill) if model.prefill.workers else None,
-        pool(model.decode),
+        pool("prefill", model.prefill) if model.prefill.workers else None,
+        pool("decode", model.decode),
         router=spec.router,
         max_running_requests=engine.max_running_requests,
         max_step_tokens=engine.max_step_tokens,

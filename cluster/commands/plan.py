@@ -134,6 +134,9 @@ def _variants(plan: Plan, width: int) -> Table:
     rows: list[tuple[str | Text, ...]] = []
     for each in plan.variants:
         found = each.evaluation
+        if found is None:
+            rows.append((each.name, "–", "–", "–", Text("no service", "red")))
+            continue
         verdict = Text("holds", "green") if each.meets else Text("does not hold", "red")
         rows.append((each.name, f"{found.joint:.1%}", seconds(found.ttft_p90_s), seconds(found.tpot_p90_s), verdict))
     titles = ("what if", "met", "TTFT p90", "TPOT p90", "verdict")

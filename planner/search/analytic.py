@@ -5,9 +5,10 @@ A layout that fails here fails in every simulation. Those that pass are ranked b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 from planner.cost import CostModel
 from planner.hardware import Hardware
@@ -26,6 +27,19 @@ class Limit(StrEnum):
     DECODE_LOAD = "decode_load"  # more requests run than a worker takes
     KV_MEMORY = "kv_memory"  # their KV against the pool
     PROMPT_MEMORY = "prompt_memory"  # the longest prompt against one worker's pool
+
+
+MEANING: Mapping[Limit, str] = MappingProxyType(
+    {
+        Limit.PREFILL_TIME: "the prefill of a long prompt on an idle worker, beside the TTFT objective,",
+        Limit.PREFILL_LOAD: "the prefill of all prompts that come",
+        Limit.DECODE_STEP: "the mean decode step, beside the TPOT objective,",
+        Limit.DECODE_LOAD: "the number of requests that decode at a time",
+        Limit.KV_MEMORY: "the KV of the requests that run",
+        Limit.PROMPT_MEMORY: "the KV of the longest prompt",
+    }
+)
+"""What takes too much where a limit binds."""
 
 
 @dataclass(frozen=True, slots=True)

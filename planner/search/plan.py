@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from planner.hardware import Hardware
-from planner.search.analytic import Analysis, Bounds
+from planner.search.analytic import MEANING, Analysis, Bounds
 from planner.search.evaluate import Evaluation, Evaluator, Job, lost_worker
 from planner.search.halving import Effort, halve, rank, select
 from planner.search.layout import Layout, layouts
@@ -78,10 +79,10 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The plan under other circumstances."""
+    """The plan under other circumstances. `evaluation` None: without that worker there is no service."""
 
     name: str
-    evaluation: Evaluation
+    evaluation: Evaluation | None
     meets: bool
 
 
@@ -194,12 +195,14 @@ class _Search:
             "one prefill worker lost": lost_worker(base, prefill=True),
             "one decode worker lost": lost_worker(base, prefill=False),
         }
-        known = {name: job for name, job in jobs.items() if job is not None}
-        found = self._run("variants of the plan", list(known.values()))
-        share = self._goal.attainment
-        return [
-            Variant(name, each, each.joint >= share) for name, each in zip(known, found, strict=True)
-        ]
+        if chosen.layout.is_aggregated:
+            del jobs["one prefill worker lost"]
+        known = [job for job in jobs.values() if job is not None]
+        found = iter(self._run("variants of the plan", known))
+        return [self._variant(name, None if job is None else next(found)) for name, job in jobs.items()]
+
+    def _variant(self, name: str, found: Evaluation | None) -> Variant:
+        return Variant(name, found, found is not None and found.joint >= self._goal.attainment)
 
     def _next_round(self, jobs: Sequence[Job]) -> list[Evaluation]:
         self._round += 1
@@ -239,15 +242,28 @@ def _verdict(finalists: Sequence[Evaluation], goal: Goal) -> str:
         return f"disaggregation pays: {few} devices do what takes {many} aggregated"
     if few > many:
         return f"disaggregation does not pay: {many} devices aggregated do what takes {few} disaggregated"
+    both = f"{_figures('disaggregated', apart)}; {_figures('aggregated', together)}"
+    if abs(apart.joint - together.joint) <= _noise(apart.joint, together.joint, apart.job.requests):
+        return f"disaggregation makes no clear difference at the same price ({few} devices): {both}"
     if apart.joint > together.joint:
-        return (
-            f"disaggregation pays at the same price ({few} devices): {apart.joint:.1%} of requests within their "
-            f"objectives, {together.joint:.1%} aggregated"
-        )
-    return (
-        f"disaggregation does not pay at the same price ({few} devices): {apart.joint:.1%} of requests within their "
-        f"objectives, {together.joint:.1%} aggregated"
-    )
+        return f"disaggregation pays at the same price ({few} devices): {both}"
+    return f"disaggregation does not pay at the same price ({few} devices): {both}"
+
+
+def _figures(kind: str, found: Evaluation) -> str:
+    latencies = (("TTFT", found.ttft_p90_s), ("TPOT", found.tpot_p90_s))
+    p90 = ", ".join(f"{name} p90 {1000 * value:.0f} ms" for name, value in latencies if value is not None)
+    return f"{kind} {found.joint:.1%} of requests within their objectives" + (f" ({p90})" if p90 else "")
+
+
+def _noise(a: float, b: float, requests: int) -> float:
+    """What shares of so many requests may differ by chance: two standard deviations, and at least one request."""
+    mean = (a + b) / 2
+    return max(2 * math.sqrt(2 * mean * (1 - mean) / requests), 1 / requests)
+
+
+def _times(excess: float) -> str:
+    return f"{excess:.2f} times" if excess < 10 else f"{excess:.0f} times" if excess < 1000 else "over 1,000 times"
 
 
 def _miss(
@@ -262,8 +278,8 @@ def _miss(
             None,
             limit.value,
             excess,
-            f"no layout of {goal.max_devices} devices is possible; the closest ({least[1]}) needs {excess:.2f} x what "
-            f"its limit {limit.value} allows, before any queue",
+            f"no layout of {goal.max_devices} devices is possible: even in the closest ({least[1]}) {MEANING[limit]} "
+            f"takes {_times(excess)} what is allowed, before any queue",
         )
     closest = finalists[0]
     slo = goal.slo

@@ -128,7 +128,8 @@ def _ttft_tpot(plan: Plan) -> go.Figure:
 
 def _variants(plan: Plan) -> go.Figure:
     names = ["the plan", *(each.name for each in plan.variants)]
-    shares = [plan.chosen.joint if plan.chosen else 0.0, *(each.evaluation.joint for each in plan.variants)]
+    found = [plan.chosen, *(each.evaluation for each in plan.variants)]
+    shares = [0.0 if each is None else each.joint for each in found]
     colors = [CHOSEN if share >= plan.goal.attainment else "#cf222e" for share in shares]
     figure = go.Figure(go.Bar(x=names, y=[100 * share for share in shares], marker={"color": colors}))
     figure.add_hline(y=100 * plan.goal.attainment, line_dash="dot", annotation_text="wanted")

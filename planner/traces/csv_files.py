@@ -49,13 +49,21 @@ def read_azure(path: Path) -> Trace:
     return builder.build()
 
 
-def read_lengths(path: Path, arrivals: ArrivalProcess, seed: int) -> Trace:
-    """Lengths in the order of the file, at arrivals of `arrivals`. Raises InputError as above."""
+def read_lengths(path: Path, arrivals: ArrivalProcess | None, seed: int) -> Trace:
+    """Lengths in the order of the file, at arrivals of `arrivals`, which only such files need. Raises InputError as
+    above."""
     header = header_of(path)
+    if not any(header):
+        raise InputError(f"{path.name}: expected a trace, got an empty file", field="trace")
     names = next((pair for pair in LENGTHS if set(pair) <= set(header)), None)
     if names is None:
-        expected = " or ".join(f"{prompt},{output}" for prompt, output in LENGTHS)
-        raise InputError(f"{path.name}, line 1: expected columns {expected}, got {','.join(header)[:80]}", field="row")
+        expected = " or ".join(map(",".join, (AZURE, *LENGTHS)))
+        got = ascii(",".join(header)[:80])
+        raise InputError(f"{path.name}, line 1: expected JSON lines or columns {expected}, got {got}", field="row")
+    if arrivals is None:
+        raise InputError(
+            f"{path.name} has lengths and no arrivals: expected --arrivals, such as poisson:2", field="arrivals"
+        )
     unknown = sorted(set(header) - set(names) - _DERIVED)
     builder = TraceBuilder(path.name)
     if unknown:

@@ -44,8 +44,6 @@ def _read(path: Path, arrivals: ArrivalProcess | None, seed: int) -> Trace:
         return read_mooncake(path) if "hash_ids" in keys_of_first_line(path) else read_request_log(path)
     if header_of(path) == AZURE:
         return read_azure(path)
-    if arrivals is None:
-        raise InputError(f"{path.name} says no arrivals: expected --rate (requests per second)", field="rate")
     return read_lengths(path, arrivals, seed)
 
 

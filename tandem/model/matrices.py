@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import ConfigError
-from tandem.native.library import Kernels, PackedFloat32, PackedInt8
+from tandem.native.library import GROUP, Kernels, PackedFloat32, PackedInt4, PackedInt8
 
 
 class Weights(StrEnum):
-    """How projections and the vocabulary's matrix are kept. Embeddings and norms stay as they are."""
+    """How projections are kept. Embeddings and norms stay as they are."""
 
     DENSE = "dense"  # in the engine's dtype
     INT8 = "int8"  # one scale for each output
+    INT4 = "int4"  # a scale and a least value for each group of inputs of an output; the vocabulary's matrix is int8
 
 
 class Matrix(Protocol):
@@ -63,6 +64,18 @@ class NativeInt8:
 
 
 @dataclass(frozen=True, slots=True)
+class NativeInt4:
+    """The same, with a sum of integers for each group of inputs, which are added in one order."""
+
+    kernels: Kernels
+    matrix: PackedInt4
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.kernels.linear_int4(x, self.matrix, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
 class MatrixMaker:
     """Args: `kernels` None: torch's own products. `batch_invariant`: a row's result is the same in any batch."""
 
@@ -73,6 +86,11 @@ class MatrixMaker:
     @property
     def quantises(self) -> bool:
         return self.weights is not Weights.DENSE
+
+    @property
+    def of_vocabulary(self) -> MatrixMaker:
+        """For the vocabulary's matrix, of which nothing corrects an error any more."""
+        return replace(self, weights=Weights.INT8) if self.weights is Weights.INT4 else self
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None, largest: Tensor | None = None) -> Matrix:
         """weight [out, in], bias [out]. `largest` [out]: the largest magnitude of each whole row, of which `weight` may
@@ -86,6 +104,8 @@ class MatrixMaker:
         padded = None if bias is None else self.kernels.padded_bias(bias)
         if not self.quantises:
             return NativeFloat32(self.kernels, self.kernels.pack_float32(weight), padded)
+        if self.weights is Weights.INT4:
+            return NativeInt4(self.kernels, self.kernels.pack_int4(*quantised_int4(weight)), padded)
         values, scales = quantised_int8(weight, largest)
         return NativeInt8(self.kernels, self.kernels.pack_int8(values, scales), padded)
 
@@ -95,3 +115,19 @@ def quantised_int8(weight: Tensor, largest: Tensor | None = None) -> tuple[Tenso
     most = weight.abs().amax(dim=1) if largest is None else largest
     scales = (most / 127).clamp_min(torch.finfo(torch.float32).tiny)
     return (weight / scales.unsqueeze(1)).round().to(torch.int8), scales
+
+
+def quantised_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """weight fp32 [out, in] → values uint8 of 0 to 15 [out, in], scales and least values fp16 [out, groups of GROUP
+    inputs]: from a group's least to its largest weight. Weights that were Q4_1 in a GGUF file come out as they were."""
+    outputs, inputs = weight.shape
+    groups = -(-inputs // GROUP)
+    padded = weight
+    if inputs % GROUP:  # by the last column, which widens no group
+        padded = torch.cat((weight, weight[:, -1:].expand(-1, groups * GROUP - inputs)), dim=1)
+    grouped = padded.view(outputs, groups, GROUP)
+    least = grouped.amin(dim=2).half()
+    scales = ((grouped.amax(dim=2) - least) / 15).half()
+    step = scales.float().clamp_min(torch.finfo(torch.float16).tiny).unsqueeze(2)
+    values = ((grouped - least.float().unsqueeze(2)) / step).round().clamp(0, 15).to(torch.uint8)
+    return values.view(outputs, -1)[:, :inputs], scales, least

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, ConfigError
 from tandem.model.checkpoint import Checkpoint
 from tandem.model.decoder import Attention, Ends
 from tandem.model.experts import SparseMlp
@@ -17,6 +17,7 @@ from tandem.model.matrices import Matrix, MatrixMaker, Weights
 from tandem.model.ops import Ops
 from tandem.model.parallel import TensorParallel
 from tandem.model_config import ModelConfig
+from tandem.native.library import GROUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class WeightReader:
         return Ends(
             VocabEmbedding(embedding, self._vocab_sharded, self.tp),
             self.norm("model.norm"),
-            LmHead(self.matrix(head), self._vocab_sharded, self.tp),
+            LmHead(self.matrix.of_vocabulary(head), self._vocab_sharded, self.tp),
         )
 
     def norm(self, name: str, width: int | None = None) -> RmsNorm:
@@ -163,11 +164,21 @@ class WeightReader:
     def _rows(self, name: str, width: int, own: slice, bias: bool) -> RowParallelLinear:
         hidden, read = self.config.hidden_size, self.checkpoint.read
         weight = self._placed([read(f"{name}.weight", [hidden, width], columns=own)])
+        self._check_groups(name, width, own)
         largest = None
-        if self.matrix.quantises and self.tp.size > 1:  # by whole rows, so that every width has the same weights
+        if self.matrix.weights is Weights.INT8 and self.tp.size > 1:  # of whole rows: every tp has the same weights
             largest = read(f"{name}.weight", [hidden, width]).float().abs().amax(dim=1)
         matrix = self.matrix(weight, largest=largest)
         return RowParallelLinear(matrix, self._placed([read(f"{name}.bias", [hidden])]) if bias else None, self.tp)
+
+    def _check_groups(self, name: str, width: int, own: slice) -> None:
+        is_part = own.stop - own.start < width
+        if self.matrix.weights is Weights.INT4 and is_part and (own.start % GROUP or own.stop % GROUP):
+            raise ConfigError(
+                f"engine.weights: int4 takes {GROUP} inputs together, and tp {self.tp.size} cuts the {width} of {name} in "
+                "between: set another tp, or int8",
+                field="engine.weights",
+            )
 
     @property
     def _vocab_sharded(self) -> bool:

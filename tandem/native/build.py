@@ -14,10 +14,10 @@ from typing import Final
 from tandem.cache import cache_dir
 from tandem.errors import ConfigError
 
-_FLAGS: Final = ("-O3", "-mavx2", "-mfma", "-std=gnu11", "-shared", "-fPIC")
+_FLAGS: Final = ("-O3", "-mavx2", "-mfma", "-mf16c", "-std=gnu11", "-shared", "-fPIC")
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _TIMEOUT_S: Final = 120
-_CPU_FEATURES: Final = ("avx2", "fma")
+_CPU_FEATURES: Final = ("avx2", "fma", "f16c")
 
 
 def library_path(source: Path, *flags: str) -> Path:
@@ -46,7 +46,7 @@ def _check_processor() -> None:
     flags = next((line.split() for line in lines if line.startswith("flags")), [])
     missing = [name for name in _CPU_FEATURES if name not in flags]
     if missing:
-        raise _unavailable(f"a processor with {' and '.join(missing)}")
+        raise _unavailable(f"a processor with {', '.join(missing)}")
 
 
 def _build(compile_with: list[str], source: Path, target: Path) -> None:

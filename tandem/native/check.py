@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import ConfigError
-from tandem.native.library import Cells, Kernels
+from tandem.native.library import GROUP, Cells, Kernels
 
 _TOLERANCE = 2e-3  # of values around 1: int8 keys and rows of 13 bits stay far below it
 
@@ -48,6 +48,11 @@ def trials(kernels: Kernels) -> Iterator[Trial]:
     padded = kernels.padded_bias(bias)
     exact = F.linear(x.double(), values.double() * scales.double()[:, None], bias.double()).float()
     yield Trial("linear_i8", kernels.linear_int8(x, kernels.pack_int8(values, scales), padded), exact)
+    fours = torch.randint(0, 16, (37, 53), generator=draw, dtype=torch.uint8)
+    of_groups = (random(37, 2).half() / 16, random(37, 2).half())
+    step, least = (each.double().repeat_interleave(GROUP, dim=1)[:, :53] for each in of_groups)
+    exact = F.linear(x.double(), least + fours * step, bias.double()).float()
+    yield Trial("linear_i4", kernels.linear_int4(x, kernels.pack_int4(fours, *of_groups), padded), exact)
     product = kernels.linear_float32(x, kernels.pack_float32(weight), padded)
     yield Trial("linear_f32", product, F.linear(x, weight, bias))
     norm = random(53)

@@ -11,6 +11,7 @@
 
 #define PANEL 16          /* outputs that lie side by side in a packed matrix: two vectors */
 #define MOST_ROWS 6       /* rows at a time: 12 sums stay in registers */
+#define GROUP 32          /* inputs of an int4 matrix that share a scale and a least value */
 #define ROW_BYTES 163840  /* of rows that are multiplied by all panels before the next ones: they stay in L2 */
 #define AT_ONCE(panels) ((panels) / (8 * threads) + 1) /* in small parts: a thread may have to wait for a core */
 #define INLINE static inline __attribute__((always_inline))
@@ -65,14 +66,40 @@ void tandem_pack_i8(const int8_t *w, int8_t *packed, size outputs, size k) {
     for (size i = 0; i < k; i++) packed[(o / PANEL * (k / 2) + i / 2) * 2 * PANEL + o % PANEL * 2 + i % 2] = w[o * k + i];
 }
 
+/* A panel's weights for a group of inputs, each worth least + scale * (0 to 15). A byte of `pairs` holds what output
+   number / 2 (low) and 8 + number / 2 (high) do with input number % 2 of its pair. */
+typedef struct {
+  uint16_t scale[PANEL], least[PANEL]; /* fp16 */
+  uint8_t pairs[GROUP / 2][PANEL];
+} GroupI4;
+
+/* w uint8 [outputs, k] of 0 to 15, scale and least fp16 [outputs, k / GROUP] → [outputs / PANEL][k / GROUP] of GroupI4;
+   k a multiple of GROUP, outputs of PANEL. */
+void tandem_pack_i4(const uint8_t *w, const uint16_t *scale, const uint16_t *least, GroupI4 *packed, size outputs,
+                    size k) {
+  const size groups = k / GROUP;
+  for (size p = 0; p < outputs / PANEL; p++)
+    for (size g = 0; g < groups; g++, packed++) {
+      for (size o = 0; o < PANEL; o++) {
+        packed->scale[o] = scale[(p * PANEL + o) * groups + g];
+        packed->least[o] = least[(p * PANEL + o) * groups + g];
+      }
+      for (size i = 0; i < GROUP / 2; i++)
+        for (size b = 0; b < PANEL; b++) {
+          const uint8_t *low = w + (p * PANEL + b / 2) * k + g * GROUP + 2 * i + b % 2;
+          packed->pairs[i][b] = (uint8_t)(low[0] | low[PANEL / 2 * k] << 4);
+        }
+    }
+}
+
 /* w [outputs, k] in rows → [outputs / PANEL][k][PANEL]. */
 void tandem_pack_f32(const float *w, float *packed, size outputs, size k) {
   for (size o = 0; o < outputs; o++)
     for (size i = 0; i < k; i++) packed[(o / PANEL * k + i) * PANEL + o % PANEL] = w[o * k + i];
 }
 
-/* One row as int16 within ±most, padded to an even length; returns what one unit is worth. */
-static float quantise_row(const float *x, int16_t *q, size k, float most) {
+/* One row as int16 within ±most, padded to `wide`; returns what one unit is worth. */
+static float quantise_row(const float *x, int16_t *q, size k, size wide, float most) {
   __m256 top = _mm256_setzero_ps(), odd = _mm256_setzero_ps();
   const __m256 sign = _mm256_set1_ps(-0.0f);
   size i = 0;
@@ -90,7 +117,7 @@ static float quantise_row(const float *x, int16_t *q, size k, float most) {
     _mm_storeu_si128((__m128i *)(q + i), _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)));
   }
   for (; i < k; i++) q[i] = (int16_t)lrintf(x[i] * factor);
-  if (k & 1) q[k] = 0;
+  memset(q + k, 0, (wide - k) * sizeof *q);
   return isfinite(largest) ? largest / most : NAN; /* what is no number stays visible */
 }
 
@@ -126,29 +153,94 @@ INLINE void tile_i8(const int rows, const int16_t *x, const float *x_scale, cons
   }
 }
 
-/* out [m, n] = x [m, k] times a packed int8 matrix, whose rows are worth w_scale each, plus bias. Rows of x are
-   quantised one by one to ±most, so that no sum can overflow. scratch int16 [m, k rounded up to even], x_scale [m];
-   w_scale and bias are padded to whole panels. */
-void tandem_linear_i8(const float *x, size m, size k, const int8_t *w, const float *w_scale, const float *bias,
-                      float *out, size n, int16_t *scratch, float *x_scale, float most, int threads) {
-  const size even = (k + 1) / 2 * 2, panels = (n + PANEL - 1) / PANEL;
-  size block = ROW_BYTES / (2 * even) / MOST_ROWS * MOST_ROWS;
+static void sum_groups(const int16_t *q, float *sums, size groups) {
+  for (size g = 0; g < groups; g++, q += GROUP) {
+    int32_t sum = 0;
+    for (size i = 0; i < GROUP; i++) sum += q[i];
+    sums[g] = (float)sum; /* exact: below 2^24 */
+  }
+}
+
+/* x_sums [rows, groups]: of each group of x. */
+INLINE void tile_i4(const int rows, const int16_t *x, const float *x_scale, const float *x_sums, const GroupI4 *w,
+                    const float *bias, float *out, size k, size stride, size columns) {
+  const size groups = k / GROUP;
+  const __m256i low = _mm256_set1_epi16(15);
+  __m256 sums[MOST_ROWS][2];
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm256_setzero_ps();
+  for (size g = 0; g < groups; g++, w++) {
+    __m256i parts[MOST_ROWS][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) parts[r][0] = parts[r][1] = _mm256_setzero_si256();
+    for (size i = 0; i < GROUP / 2; i++) {
+      const __m256i both = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)w->pairs[i]));
+      const __m256i w0 = _mm256_and_si256(both, low), w1 = _mm256_srli_epi16(both, 4);
+#pragma GCC unroll 6
+      for (int r = 0; r < rows; r++) {
+        int32_t pair;
+        memcpy(&pair, x + r * k + g * GROUP + 2 * i, 4);
+        const __m256i wide = _mm256_set1_epi32(pair);
+        const __m256i part0 = _mm256_madd_epi16(wide, w0), part1 = _mm256_madd_epi16(wide, w1);
+        __asm__("vpaddd %1, %0, %0" : "+x"(parts[r][0]) : "x"(part0)); /* as in tile_i8 */
+        __asm__("vpaddd %1, %0, %0" : "+x"(parts[r][1]) : "x"(part1));
+      }
+    }
+    for (int half = 0; half < 2; half++) {
+      const __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(w->scale + 8 * half)));
+      const __m256 least = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(w->least + 8 * half)));
+#pragma GCC unroll 6
+      for (int r = 0; r < rows; r++) {
+        sums[r][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(parts[r][half]), scale, sums[r][half]);
+        sums[r][half] = _mm256_fmadd_ps(_mm256_broadcast_ss(x_sums + r * groups + g), least, sums[r][half]);
+      }
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++) {
+    float values[PANEL];
+    for (int half = 0; half < 2; half++) {
+      __m256 value = _mm256_mul_ps(sums[r][half], _mm256_set1_ps(x_scale[r]));
+      if (bias) value = _mm256_add_ps(value, _mm256_loadu_ps(bias + 8 * half));
+      _mm256_storeu_ps(values + 8 * half, value);
+    }
+    memcpy(out + r * stride, values, columns * sizeof(float));
+  }
+}
+
+/* out [m, n] = x [m, k] times a packed int8 or int4 matrix, plus bias. Rows of x are quantised one by one to ±most, so
+   that no sum can overflow. Of an int8 matrix outputs are worth w_scale each; of an int4 matrix (x_sums not null) a group
+   has its own. `wide`: k padded to even or to whole groups. scratch int16 [m, wide], x_scale [m], x_sums [m, wide /
+   GROUP] or null; w_scale and bias are padded to whole panels. */
+void tandem_linear_quantised(const float *x, size m, size k, size wide, const void *w, const float *w_scale,
+                             const float *bias, float *out, size n, int16_t *scratch, float *x_scale, float *x_sums,
+                             float most, int threads) {
+  const size panels = (n + PANEL - 1) / PANEL, groups = wide / GROUP;
+  size block = ROW_BYTES / (2 * wide) / MOST_ROWS * MOST_ROWS;
   if (block < MOST_ROWS) block = MOST_ROWS;
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(static)
-    for (size r = 0; r < m; r++) x_scale[r] = quantise_row(x + r * k, scratch + r * even, k, most);
+    for (size r = 0; r < m; r++) {
+      x_scale[r] = quantise_row(x + r * k, scratch + r * wide, k, wide, most);
+      if (x_sums) sum_groups(scratch + r * wide, x_sums + r * groups, groups);
+    }
     for (size first = 0; first < m; first += block) {
       const size rows = m - first < block ? m - first : block, tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
 #pragma omp for schedule(dynamic, AT_ONCE(panels)) nowait
       for (size p = 0; p < panels; p++) {
         const size columns = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
+        const float *panel_bias = bias ? bias + p * PANEL : 0;
         for (size t = 0, r = 0; t < tiles; t++) {
           const size end = tile_end(rows, tiles, t), at = first + r;
 #define TILE(count)                                                                                              \
   case count:                                                                                                    \
-    tile_i8(count, scratch + at * even, x_scale + at, w + p * PANEL * even, w_scale + p * PANEL,                  \
-            bias ? bias + p * PANEL : 0, out + at * n + p * PANEL, even, n, columns);                             \
+    if (x_sums)                                                                                                  \
+      tile_i4(count, scratch + at * wide, x_scale + at, x_sums + at * groups, (const GroupI4 *)w + p * groups,    \
+              panel_bias, out + at * n + p * PANEL, wide, n, columns);                                            \
+    else                                                                                                         \
+      tile_i8(count, scratch + at * wide, x_scale + at, (const int8_t *)w + p * PANEL * wide, w_scale + p * PANEL, \
+              panel_bias, out + at * n + p * PANEL, wide, n, columns);                                            \
     break;
           switch (end - r) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
 #undef TILE

@@ -16,6 +16,7 @@ from tandem.native.build import library_path
 
 SOURCE: Final = Path(__file__).with_name("kernels.c")
 PANEL: Final = 16  # outputs that lie side by side in a packed matrix
+GROUP: Final = 32  # inputs of an int4 matrix that share a scale and a least value
 LANES: Final = 8  # fp32 numbers of a vector
 _QUERIES: Final = 96  # of one KV head, for which keys are read once
 _KEYS: Final = 64  # that they meet at a time
@@ -23,10 +24,12 @@ _QUERY_FLOATS: Final = 8  # what the kernel notes of a query
 _ROWS: Final = 6  # of queries whose scores are held
 _INT32_MAX: Final = 2**31 - 1
 _INT16_MAX: Final = 2**15 - 1
+_GROUP_BYTES: Final = PANEL * (2 + 2 + GROUP // 2)  # of a panel
 _SIGNATURES: Final = {
     "pack_i8": "ppii",
+    "pack_i4": "ppppii",
     "pack_f32": "ppii",
-    "linear_i8": "piippppippft",
+    "linear_quantised": "piiippppipppft",
     "linear_f32": "piipppit",
     "rms_norm": "pippiift",
     "gated": "ppiitt",
@@ -51,6 +54,15 @@ class PackedInt8:
     @property
     def size_bytes(self) -> int:
         return self.packed.numel() + 4 * self.scales.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInt4:
+    """A matrix [outputs, inputs] in the kernels' order, each group of inputs with its own scales."""
+
+    packed: Tensor
+    outputs: int
+    inputs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +103,7 @@ class Kernels:
         self._threads = threads
         self._ints = torch.empty(0, dtype=torch.int16)
         self._scales = torch.empty(0)
+        self._sums = torch.empty(0)
         self._scratch = torch.empty(0)
 
     # --- matrices ----------------------------------------------------------------------------------------------
@@ -105,6 +118,21 @@ class Kernels:
         most = min(_INT16_MAX, _INT32_MAX // (127 * padded.shape[1]))
         return PackedInt8(packed, _padded(scales), outputs, inputs, float(most))
 
+    def pack_int4(self, values: Tensor, scales: Tensor, least: Tensor) -> PackedInt4:
+        """values uint8 [outputs, inputs] of 0 to 15; scales, least fp16 [outputs, groups of inputs, the last may be
+        short]: a weight is least + value · scale."""
+        outputs, inputs = values.shape
+        padded = torch.zeros(_up(outputs, PANEL), _up(inputs, GROUP), dtype=torch.uint8)
+        padded[:outputs, :inputs] = values
+        groups = padded.shape[1] // GROUP
+        per_group = torch.zeros(2, padded.shape[0], groups, dtype=torch.float16)
+        per_group[:, :outputs] = torch.stack((scales, least))
+        packed = torch.empty(padded.shape[0] // PANEL * groups * _GROUP_BYTES, dtype=torch.uint8)
+        self._c.tandem_pack_i4(
+            padded.data_ptr(), per_group[0].data_ptr(), per_group[1].data_ptr(), packed.data_ptr(), *padded.shape
+        )
+        return PackedInt4(packed, outputs, inputs)
+
     def pack_float32(self, weight: Tensor) -> PackedFloat32:
         """weight fp32 [outputs, inputs]"""
         outputs, inputs = weight.shape
@@ -116,17 +144,36 @@ class Kernels:
 
     def linear_int8(self, x: Tensor, matrix: PackedInt8, bias: Tensor | None) -> Tensor:
         """x fp32 [rows, inputs] → [rows, outputs]; bias [outputs padded to whole panels] (`padded_bias`)."""
+        return self._linear_quantised(x, matrix, _up(matrix.inputs, 2), matrix.scales, bias, None, matrix.most)
+
+    def linear_int4(self, x: Tensor, matrix: PackedInt4, bias: Tensor | None) -> Tensor:
+        """The same with an int4 matrix."""
+        wide = _up(matrix.inputs, GROUP)
+        if self._sums.numel() < x.shape[0] * wide // GROUP:
+            self._sums = torch.empty(x.shape[0] * wide // GROUP)
+        return self._linear_quantised(x, matrix, wide, None, bias, self._sums, float(_INT16_MAX))
+
+    def _linear_quantised(
+        self,
+        x: Tensor,
+        matrix: PackedInt8 | PackedInt4,
+        wide: int,
+        scales: Tensor | None,
+        bias: Tensor | None,
+        sums: Tensor | None,
+        most: float,
+    ) -> Tensor:
         x = _floats(x, matrix.inputs)
         rows = x.shape[0]
-        if self._ints.numel() < rows * (matrix.inputs + 1):
-            self._ints = torch.empty(rows * (matrix.inputs + 1), dtype=torch.int16)
+        if self._ints.numel() < rows * wide:
+            self._ints = torch.empty(rows * wide, dtype=torch.int16)
         if self._scales.numel() < rows:
             self._scales = torch.empty(rows)
         out = torch.empty(rows, matrix.outputs)
-        self._c.tandem_linear_i8(
-            x.data_ptr(), rows, matrix.inputs, matrix.packed.data_ptr(), matrix.scales.data_ptr(),
-            None if bias is None else bias.data_ptr(), out.data_ptr(), matrix.outputs,
-            self._ints.data_ptr(), self._scales.data_ptr(), matrix.most, self._threads,
+        self._c.tandem_linear_quantised(
+            x.data_ptr(), rows, matrix.inputs, wide, matrix.packed.data_ptr(), _address(scales), _address(bias),
+            out.data_ptr(), matrix.outputs, self._ints.data_ptr(), self._scales.data_ptr(), _address(sums), most,
+            self._threads,
         )  # fmt: skip
         return out
 
@@ -136,7 +183,7 @@ class Kernels:
         out = torch.empty(x.shape[0], matrix.outputs)
         self._c.tandem_linear_f32(
             x.data_ptr(), x.shape[0], matrix.inputs, matrix.packed.data_ptr(),
-            None if bias is None else bias.data_ptr(), out.data_ptr(), matrix.outputs, self._threads,
+            _address(bias), out.data_ptr(), matrix.outputs, self._threads,
         )  # fmt: skip
         return out
 
@@ -232,6 +279,10 @@ def _floats(x: Tensor, width: int) -> Tensor:
     if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != width:
         raise InternalError(f"expected fp32 rows of {width}, got {x.dtype} {tuple(x.shape)}")
     return x.contiguous()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _padded(row: Tensor) -> Tensor:

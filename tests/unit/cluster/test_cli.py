@@ -7,11 +7,16 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
 
 from cluster.certificates import create
+from cluster.cli import app
 from tandem.testing import write_tiny_llama
 
 HEAVY = ("torch", "ray", "grpc", "pydantic", "transformers")
@@ -34,6 +39,20 @@ def test_help_lists_the_commands(tmp_path: Path) -> None:
     assert done.returncode == 0
     for command in ("up", "demo", "chat", "status", "trace", "pull", "doctor"):
         assert command in done.stdout
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*path, name))
+
+
+@pytest.mark.parametrize("path", [*commands(get_command(app))], ids=" ".join)
+def test_every_command_helps(path: tuple[str, ...]) -> None:
+    """A bracket in a help text may be markup, and then ends in a traceback."""
+    found = CliRunner().invoke(app, [*path, "--help"])
+    assert found.exit_code == 0, found.exception
+    assert "Usage:" in found.output
 
 
 @pytest.mark.parametrize(

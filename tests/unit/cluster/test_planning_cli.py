@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from cluster.cli import app
 from cluster.commands.planning import parse_arrivals
 from tandem.config import ClusterSpec
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import ConfigError, InputError, TandemError
 
 TRAFFIC = ["synthetic", "--arrivals", "poisson:4", "--lengths", "600:30", "--requests", "60"]
 MODEL = ["--model", "llama-3-8b", "--device", "h100"]
@@ -101,3 +101,26 @@ def test_what_cannot_be_is_one_line_that_says_what_was_expected(arguments: list[
 def test_arrivals_of_no_known_form_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="poisson:RATE"):
         parse_arrivals(text)
+
+
+def test_a_width_that_the_model_cannot_be_cut_into_is_refused_by_its_field() -> None:
+    widths = ["--prefill-tp", "4", "--decode-tp", "3"]
+    result = run("simulate", *TRAFFIC, "--model", "llama-3-70b", "--device", "h100", *widths)
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.field == "decode.tp"
+    assert "expected one of 1, 2, 4, 8, 16, 32, 64 for llama-3-70b, got 3" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "got an empty file"),
+        ("name,age\n", "expected JSON lines or columns TIMESTAMP,ContextTokens,GeneratedTokens or"),
+        ("prompt_tokens,output_tokens\n9,9\n", "expected --arrivals, such as poisson:2"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_told_from_one_without_arrivals(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    result = run("simulate", str(tmp_path / "t.csv"), *MODEL)
+    assert isinstance(result.exception, InputError)
+    assert said in str(result.exception)

@@ -1,10 +1,12 @@
-"""Quantised weights and KV, and the batch-invariant mode: the same tokens alone, in batches, in chunks, handed over."""
+"""Quantised weights and KV, and the batch-invariant mode: the same tokens alone, in batches, in chunks, handed over and
+migrated."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,12 @@ from tandem.engine.step import SequenceStep
 from tandem.engine.testing import EngineDriver, make_request, single_rank
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
-from tandem.model.matrices import MatrixMaker, Weights, quantised_int8
+from tandem.model.matrices import MatrixMaker, Weights, quantised_int4, quantised_int8
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
 from tandem.model_config import ModelConfig
 from tandem.native.check import checked_kernels
+from tandem.native.library import GROUP
 from tandem.request import SamplingParams
 from tandem.testing import random_prompt, write_tiny_llama
 
@@ -36,6 +39,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=12)
 MODES = {
     "int8 weights": {"weights": "int8"},
+    "int4 weights": {"weights": "int4"},
     "int8 KV": {"kv_dtype": "int8"},
     "both": {"weights": "int8", "kv_dtype": "int8"},
     "fp32": {"batch_invariant": True},
@@ -78,7 +82,7 @@ def alone(rank: Rank, prompt: list[int], sampling: SamplingParams) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_family_answers_the_same_in_a_batch_in_chunks_and_handed_over(
+def test_every_family_answers_the_same_in_a_batch_in_chunks_handed_over_and_migrated(
     family_dir: Path, tmp_path: Path, mode: str
 ) -> None:
     invariant = {"batch_invariant": True} | MODES[mode]
@@ -102,12 +106,26 @@ def test_every_family_answers_the_same_in_a_batch_in_chunks_and_handed_over(
         decode.engine.join(name, prefill.tokens[name][0])
     decode.run()
     assert {name: [*prefill.tokens[name], *decode.tokens[name]] for name in prompts} == expected
+
+    said = 5  # before its worker was lost: now part of the prompt
+    rest = replace(SEEDED, max_tokens=SEEDED.max_tokens - said)
+    for name, prompt in prompts.items():
+        prefill.add(f"{name} again", [*prompt, *expected[name][:said]], rest, answered_tokens=said)
+    prefill.run()
+    assert {name: prefill.tokens[f"{name} again"] for name in prompts} == {
+        name: tokens[said:] for name, tokens in expected.items()
+    }
     assert prefill.at_rest()
     assert decode.at_rest()
 
 
 @pytest.mark.parametrize(
-    "mode", ["fp32", "both", *(pytest.param(f"int8 {what}", marks=pytest.mark.soak_only) for what in ("weights", "KV"))]
+    "mode",
+    [
+        "fp32",
+        "both",
+        *(pytest.param(mode, marks=pytest.mark.soak_only) for mode in ("int8 weights", "int4 weights", "int8 KV")),
+    ],
 )
 def test_200_prompts_answer_the_same_alone_in_batches_and_shuffled(tmp_path: Path, mode: str) -> None:
     """Wider than a tiny model usually is, so that products have tiles, panels and remainders."""
@@ -136,17 +154,18 @@ def logits(folder: Path, tp: TensorParallel, weights: Weights) -> Tensor:
         return model.forward(torch.tensor(prompt), torch.arange(60), torch.arange(60), attend)
 
 
-def test_int8_weights_are_the_same_whole_and_split_over_two_ranks(family_dir: Path) -> None:
+@pytest.mark.parametrize("weights", [Weights.INT8, Weights.INT4])
+def test_quantised_weights_are_the_same_whole_and_split_over_two_ranks(family_dir: Path, weights: Weights) -> None:
     store = dist.HashStore()
 
     def rank(number: int) -> Tensor:
         group = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=20))
-        return logits(family_dir, TensorParallel(number, 2, group), Weights.INT8)  # type: ignore[arg-type]
+        return logits(family_dir, TensorParallel(number, 2, group), weights)  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(rank, range(2)))
 
-    whole = logits(family_dir, TensorParallel(), Weights.INT8)
+    whole = logits(family_dir, TensorParallel(), weights)
     assert not torch.equal(whole, logits(family_dir, TensorParallel(), Weights.DENSE))
     for each in both:
         torch.testing.assert_close(each, whole, atol=5e-2, rtol=2e-3)
@@ -162,6 +181,36 @@ def test_an_int8_product_is_that_of_the_widened_weights() -> None:
     torch.testing.assert_close(got, x @ (values * scales[:, None]).T + bias, atol=2e-3, rtol=1e-3)
 
 
+def test_an_int4_product_is_that_of_the_widened_weights() -> None:
+    weight, bias = torch.randn(70, 300), torch.randn(70)
+    widened = widened_int4(weight)
+    grouped = torch.cat((weight, weight[:, -1:].expand(-1, 20)), dim=1).view(70, -1, GROUP)
+    steps = (grouped.amax(dim=2) - grouped.amin(dim=2)) / 15
+    assert ((weight - widened).abs() <= 0.51 * steps.repeat_interleave(GROUP, dim=1)[:, :300]).all()
+    x = torch.randn(9, 300)
+    got = MatrixMaker(Weights.INT4, checked_kernels(1))(weight, bias)(x)
+    torch.testing.assert_close(got, x @ widened.T + bias, atol=2e-3, rtol=1e-3)
+    assert torch.equal(widened_int4(widened), widened)  # as the weights of a Q4_1 file
+
+
+def test_weights_that_are_all_the_same_are_exact_in_int4() -> None:
+    weight = torch.full((16, 64), 0.25)
+    assert torch.equal(widened_int4(weight), weight)
+
+
+def widened_int4(weight: Tensor) -> Tensor:
+    values, scales, least = quantised_int4(weight)
+    scales, least = (each.float().repeat_interleave(GROUP, dim=1)[:, : weight.shape[1]] for each in (scales, least))
+    return least + values * scales
+
+
+def test_ranks_that_cut_through_groups_of_int4_weights_are_refused(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "m", intermediate=96)
+    with pytest.raises(ConfigError, match=r"tp 2 cuts the 96 of .*down_proj") as refused:
+        logits(folder, TensorParallel(0, 2), Weights.INT4)
+    assert refused.value.field == "engine.weights"
+
+
 @pytest.mark.parametrize(
     ("options", "field", "said"),
     [
@@ -171,9 +220,7 @@ def test_an_int8_product_is_that_of_the_widened_weights() -> None:
         ({"kernels": "native", "dtype": "float16"}, "engine.kernels", "dtype float32"),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_field(
-    tmp_path: Path, options: dict[str, Any], field: str, said: str
-) -> None:
+def test_what_cannot_be_is_refused_by_its_field(tmp_path: Path, options: dict[str, Any], field: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
         single_rank(write_tiny_llama(tmp_path / "m"), tmp_path / "r", **options)
     assert refused.value.field == field

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from planner.hardware import Hardware
 from planner.models import find_model
 from planner.search.analytic import Analysis, Limit
 from planner.search.evaluate import Evaluation, Evaluator, Job
-from planner.search.halving import Effort
+from planner.search.halving import RUNGS, Effort, halve, select
 from planner.search.layout import Layout, layouts
 from planner.search.plan import Goal, Means, Plan, make_plan
 from planner.search.report import html_report
@@ -75,10 +77,56 @@ class TestSearch:
     def test_it_is_tried_under_other_load_lengths_and_with_a_worker_lost(self) -> None:
         found = {each.name: each.evaluation for each in plan().variants}
         assert {"load -25 %", "load +25 %", "prompts +25 %", "answers +25 %"} <= found.keys()
-        assert found["load -25 %"].joint >= found["load +25 %"].joint
+        less, more = found["load -25 %"], found["load +25 %"]
+        assert less is not None
+        assert more is not None
+        assert less.joint >= more.joint
 
     def test_the_verdict_says_whether_disaggregation_pays(self) -> None:
-        assert re.search("disaggregation (pays|does not pay)", plan().verdict)
+        assert re.search("disaggregation (pays|does not pay|makes no clear difference)", plan().verdict)
+
+    def test_the_best_of_each_kind_is_compared_to_the_end_at_every_price(self) -> None:
+        """Where all finalists of a price would be of one kind, nothing could be said about the other."""
+        ranked = [(0.1 * number, Layout(0, 1, 2, 1, tokens)) for number, tokens in enumerate((512, 1024, 2048, 4096))]
+        ranked.append((0.9, Layout(1, 1, 1, 1, 2048)))
+        chosen = select(ranked, per_price=2)
+        assert [each.is_aggregated for each in chosen] == [True, True, False]
+        evaluator = Evaluator(busiest(traffic(4.0), 100), hardware(), GOAL.slo)
+
+        def run(jobs: Sequence[Job]) -> list[Evaluation]:
+            return [evaluator.evaluate(each) for each in jobs]
+
+        everything = [layout for _, layout in ranked]
+        last = halve(everything, Effort(requests=100, finalists=1), 0.9, run)
+        assert {each.layout.is_aggregated for each in last} == {True, False}
+
+    def test_dearer_layouts_are_looked_at_again_when_what_seemed_to_do_does_not(self) -> None:
+        """A first round's few requests may say that little is enough."""
+        few, many = Layout(0, 1, 1, 1, 2048), Layout(0, 1, 2, 1, 2048)
+        evaluator = Evaluator(busiest(traffic(4.0), 100), hardware(), GOAL.slo)
+        real = evaluator.evaluate(Job(many, 100))
+        rounds: list[list[Layout]] = []
+
+        def run(jobs: Sequence[Job]) -> list[Evaluation]:
+            rounds.append([each.layout for each in jobs])
+            last = len(rounds) >= len(RUNGS)
+            return [replace(real, job=each, joint=0.5 if last and each.layout == few else 1.0) for each in jobs]
+
+        found = halve([few, many], Effort(requests=100), 0.9, run)
+        assert rounds == [[few, many], [few], [few], [many]]
+        assert [(each.layout, each.joint) for each in found] == [(few, 0.5), (many, 1.0)]
+
+    def test_the_loss_of_the_only_decode_worker_is_no_service(self) -> None:
+        chosen = plan().chosen
+        assert chosen is not None
+        lost = {each.name: each for each in plan().variants}["one decode worker lost"]
+        assert (lost.evaluation is None) == (chosen.layout.decode_workers == 1)
+        assert "one decode worker lost" in html_report(plan(), "roofline")
+        small = make_plan(traffic(3.0), hardware(), GOAL, Means(effort=EFFORT))
+        assert small.chosen is not None
+        assert small.chosen.layout.decode_workers == 1
+        lost = {each.name: each for each in small.variants}["one decode worker lost"]
+        assert (lost.evaluation, lost.meets) == (None, False)
 
     def test_more_money_buys_more_along_the_frontier(self) -> None:
         frontier = plan().frontier()

@@ -62,7 +62,7 @@ class TestFormats:
         trace = read_trace(path, arrivals=Gamma(2.0))
         assert trace.prompt_tokens.tolist() == [3772, 2015]
         assert "Poisson at 2 requests/s" in trace.notes[0]
-        with pytest.raises(InputError, match="--rate"):
+        with pytest.raises(InputError, match="--arrivals"):
             read_trace(path)
 
     def test_a_servegen_client_draws_its_rates_and_lengths(self, tmp_path: Path) -> None:
