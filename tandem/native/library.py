@@ -255,8 +255,9 @@ class Kernels:
         softcap: float | None,
     ) -> Tensor:
         """q fp32 [tokens, heads, head_dim] → contiguous [tokens, heads · head_dim]: each token over the keys of its own
-        table (tables int64 [requests, width], table_of int64 [tokens]) up to its position. `items` int64: where each run
-        of at most `tokens_at_once` consecutive tokens of one request begins, and the end."""
+        table (tables int64 [requests, width], table_of int64 [tokens]) up to its position (positions int64 [tokens]).
+        `items` int64: where each run of at most `tokens_at_once` consecutive tokens of one request begins, and the end.
+        """
         tokens, heads, head_dim = q.shape
         if q.stride(2) != 1 or q.stride(1) != head_dim:
             q = q.contiguous()
