@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from tandem.model_config import ModelConfig
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(msgspec.Struct, frozen=True):  # made for each chunk of a step
     """What one step computed. `attended_tokens`: over all computed tokens, how many each one attended to. `kv_tokens`:
     tokens whose KV was read or written. `sampled_tokens`: those whose logits were needed."""
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from tandem.blockhash import HashKey
 from tandem.errors import TandemError
 from tandem.kvcache.block_pool import BlockCounts, CacheEvent
@@ -55,8 +57,7 @@ class KvExporter(Protocol):
     def layer_done(self, layer: int) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOut:
+class TokenOut(msgspec.Struct, frozen=True):  # made for each token, a tenth of a dataclass's time
     """One sampled token. `logprob` and `top` only when asked for. `cached_tokens` on a request's first token."""
 
     request_id: str

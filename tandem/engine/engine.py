@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,9 +126,8 @@ class Engine:
             logits, scores = self._run(plan)
             self._scheduler.advance(plan)
             sampling = [chunk for chunk in plan.chunks if chunk.samples]
-            best = logits.argmax(axis=1).tolist() if sampling else []  # of all rows at once
-            for row, first, chunk in zip(logits, best, sampling, strict=True):
-                self._choose(chunk, row, first, tokens, ended)
+            for chunk, row, best in zip(sampling, logits, _best(logits), strict=True):
+                self._choose(chunk, row, best, tokens, ended)
         return StepResult(tuple(tokens), tuple(ended), tuple(scores), _work(plan), plan.began)
 
     def _run(self, plan: StepPlan) -> tuple[Logits, list[PromptScores]]:
@@ -146,11 +144,13 @@ class Engine:
         logits: Logits = output.logits.numpy()
         return logits, scores
 
-    def _choose(self, chunk: Chunk, row: Logits, best: int, tokens: list[TokenOut], ended: list[RequestEnd]) -> None:
-        """`best`: where the row is largest; numpy takes what is no number for the largest."""
+    def _choose(
+        self, chunk: Chunk, row: Logits, best: int | None, tokens: list[TokenOut], ended: list[RequestEnd]
+    ) -> None:
+        """`best`: where the row is largest, None where something is no number."""
         sequence = chunk.sequence
         try:
-            if not isfinite(row[best]):
+            if best is None:
                 raise InternalError("the model gave logits that are no numbers")
             history = sequence.history() if sequence.sampling.changes_logits else None
             choice = choose(row, sequence.sampling, len(sequence.tokens), history, best)
@@ -213,6 +213,15 @@ class Engine:
 
     def take_cache_events(self) -> list[CacheEvent]:
         return self._scheduler.pool.take_events()
+
+
+def _best(logits: Logits) -> list[int | None]:
+    """Of all rows at once. numpy takes what is no number for the largest."""
+    if not len(logits):
+        return []
+    best = logits.argmax(axis=1)
+    finite = np.isfinite(logits[np.arange(len(best)), best])
+    return [place if able else None for place, able in zip(best.tolist(), finite.tolist(), strict=True)]
 
 
 def _work(plan: StepPlan) -> StepWork:

@@ -38,17 +38,20 @@ class NativeStepAttention:
         self._pool = pool  # kept: the kernels know its address alone
         counts = np.array([len(sequence.token_ids) for sequence in sequences])
         starts = np.array([sequence.start for sequence in sequences])
+        ends = np.cumsum(counts)
         tables = np.zeros((len(sequences), max(len(sequence.blocks) for sequence in sequences)), dtype=np.int64)
         for row, sequence in zip(tables, sequences, strict=True):
             row[: len(sequence.blocks)] = sequence.blocks
         table_of = np.repeat(np.arange(len(sequences)), counts)
-        within = np.arange(len(table_of)) - np.repeat(np.cumsum(counts) - counts, counts)
+        within = np.arange(len(table_of)) - np.repeat(ends - counts, counts)
         positions = starts[table_of] + within
         blocks = tables[table_of, positions // layout.block_tokens]
         self._tables, self._table_of = torch.from_numpy(tables), torch.from_numpy(table_of)
         self._positions, self._blocks = torch.from_numpy(positions), torch.from_numpy(blocks)
         self._offsets = torch.from_numpy(positions % layout.block_tokens)
-        self._longest = int(positions.max())
+        at_once = kernels.tokens_at_once(terms.heads // layout.kv_heads)
+        begins = [np.arange(end - count, end, at_once) for count, end in zip(counts, ends, strict=True)]
+        self._items = torch.from_numpy(np.concatenate([*begins, ends[-1:]]))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
@@ -59,6 +62,6 @@ class NativeStepAttention:
         )  # fmt: skip
         self._kernels.store_kv(cells, k, v, self._blocks, self._offsets)
         return self._kernels.attend(
-            cells, q, self._tables, self._table_of, self._positions, self._longest,
+            cells, q, self._tables, self._table_of, self._positions, self._items,
             terms.windows[layer], terms.scale, terms.softcap,
         )  # fmt: skip

@@ -88,7 +88,7 @@ def _attention(
     kernels.store_kv(cells, k, v, table[0][places // size], places % size)
     asked = places[-5:]
     got = kernels.attend(
-        cells, q, table, torch.zeros(5, dtype=torch.int64), asked, tokens - 1, window, 0.2, softcap
+        cells, q, table, torch.zeros(5, dtype=torch.int64), asked, torch.tensor([0, 5]), window, 0.2, softcap
     )
     k, v = (_as_stored(each) if int8 else each for each in (k, v))
     scores = torch.einsum("qgd,kgd->gqk", q, k.repeat_interleave(2, dim=1)) * 0.2

@@ -34,8 +34,7 @@ INLINE float max8(__m256 v) {
 
 /* e^x to about one unit in the last place (Cephes); below -87 it is 0 or next to it. NaN stays NaN. */
 INLINE __m256 exp8(__m256 x) {
-  const __m256 in = x;
-  x = _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-87.3f)), _mm256_set1_ps(88.3f));
+  x = _mm256_min_ps(_mm256_set1_ps(88.3f), _mm256_max_ps(_mm256_set1_ps(-87.3f), x)); /* of NaN and another the second */
   __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
   r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
@@ -47,8 +46,7 @@ INLINE __m256 exp8(__m256 x) {
   p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(5.0000001201e-1f));
   p = _mm256_add_ps(_mm256_fmadd_ps(p, _mm256_mul_ps(r, r), r), _mm256_set1_ps(1.0f));
   __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  __m256 e = _mm256_mul_ps(p, _mm256_castsi256_ps(power));
-  return _mm256_blendv_ps(e, in, _mm256_cmp_ps(in, in, _CMP_UNORD_Q));
+  return _mm256_mul_ps(p, _mm256_castsi256_ps(power));
 }
 
 INLINE __m256 tanh8(__m256 x) { /* 1 - 2 / (e^2x + 1) */
@@ -253,6 +251,20 @@ void tandem_linear_quantised(const float *x, size m, size k, size wide, const vo
   }
 }
 
+/* sums += x · w over [from, to) of both: x [rows], x_stride apart; w a panel. Each sum in one order. */
+INLINE void add_products(const int rows, __m256 sums[][2], const float *x, size x_stride, const float *w, size from,
+                         size to) {
+  for (size i = from; i < to; i++) {
+    const __m256 w0 = _mm256_loadu_ps(w + i * PANEL), w1 = _mm256_loadu_ps(w + i * PANEL + 8);
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+      const __m256 value = _mm256_broadcast_ss(x + r * x_stride + i);
+      sums[r][0] = _mm256_fmadd_ps(value, w0, sums[r][0]);
+      sums[r][1] = _mm256_fmadd_ps(value, w1, sums[r][1]);
+    }
+  }
+}
+
 INLINE void tile_f32(const int rows, const float *x, const float *w, const float *bias, float *out, size k, size from,
                      size to, size stride, size columns) {
   __m256 sums[MOST_ROWS][2];
@@ -267,15 +279,7 @@ INLINE void tile_f32(const int rows, const float *x, const float *w, const float
       sums[r][0] = sums[r][1] = _mm256_setzero_ps();
     }
   }
-  for (size i = from; i < to; i++) {
-    const __m256 w0 = _mm256_loadu_ps(w + i * PANEL), w1 = _mm256_loadu_ps(w + i * PANEL + 8);
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++) {
-      const __m256 value = _mm256_broadcast_ss(x + r * k + i);
-      sums[r][0] = _mm256_fmadd_ps(value, w0, sums[r][0]);
-      sums[r][1] = _mm256_fmadd_ps(value, w1, sums[r][1]);
-    }
-  }
+  add_products(rows, sums, x, k, w, from, to);
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++) {
     for (int half = 0; half < 2; half++) {
@@ -423,158 +427,212 @@ INLINE float cell_scale(const uint8_t *cell, size dim) {
   return scale;
 }
 
-/* scores[0..8) of one query with eight keys side by side. */
-INLINE void dot8(const float *q, const uint8_t *keys, size dim, float scale, float *scores, const int int8) {
-  const size cell = cell_bytes(dim, int8);
-  __m256 sums[8];
-#pragma GCC unroll 8
-  for (int j = 0; j < 8; j++) sums[j] = _mm256_setzero_ps();
-  for (size i = 0; i < dim; i += 8) {
-    const __m256 part = _mm256_loadu_ps(q + i);
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) sums[j] = _mm256_fmadd_ps(part, cell8(keys + j * cell, i, int8), sums[j]);
-  }
-  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(sums[0], sums[1]), _mm256_hadd_ps(sums[2], sums[3]));
-  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(sums[4], sums[5]), _mm256_hadd_ps(sums[6], sums[7]));
-  __m256 all = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-  all = _mm256_mul_ps(all, _mm256_set1_ps(scale));
-  if (int8) {
-    float scales[8];
-    for (int j = 0; j < 8; j++) scales[j] = cell_scale(keys + j * cell, dim);
-    all = _mm256_mul_ps(all, _mm256_loadu_ps(scales));
-  }
-  _mm256_storeu_ps(scores, all);
-}
+enum { KEYS = 64 }; /* of a tile, from a multiple of KEYS on, so that a query meets the same ones in any batch */
 
-/* sums [dim] += weights[j] · values[j], for `count` values side by side; 64 of dim at a time stay in registers. */
-INLINE void add_values(float *sums, const float *weights, const uint8_t *values, size count, size dim, const int int8) {
-  const size cell = cell_bytes(dim, int8);
-  for (size from = 0; from < dim; from += 64) {
-    const size parts = (dim - from < 64 ? dim - from : 64) / 8;
-    __m256 own[8];
-    for (size c = 0; c < parts; c++) own[c] = _mm256_loadu_ps(sums + from + 8 * c);
-    for (size j = 0; j < count; j++) {
-      const float weight = int8 ? weights[j] * cell_scale(values + j * cell, dim) : weights[j];
-      const __m256 by = _mm256_set1_ps(weight);
-      if (parts == 8) {
-#pragma GCC unroll 8
-        for (size c = 0; c < 8; c++)
-          own[c] = _mm256_fmadd_ps(by, cell8(values + j * cell, from + 8 * c, int8), own[c]);
-      } else {
-        for (size c = 0; c < parts; c++)
-          own[c] = _mm256_fmadd_ps(by, cell8(values + j * cell, from + 8 * c, int8), own[c]);
-      }
-    }
-    for (size c = 0; c < parts; c++) _mm256_storeu_ps(sums + from + 8 * c, own[c]);
+INLINE void transpose8(__m256 rows[8]) {
+  __m256 pairs[8], fours[8];
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    pairs[2 * j] = _mm256_unpacklo_ps(rows[2 * j], rows[2 * j + 1]);
+    pairs[2 * j + 1] = _mm256_unpackhi_ps(rows[2 * j], rows[2 * j + 1]);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    const __m256 a = pairs[j / 2 * 4 + j % 2], b = pairs[j / 2 * 4 + j % 2 + 2];
+    fours[j / 2 * 4 + j % 2 * 2] = _mm256_shuffle_ps(a, b, 0x44);
+    fours[j / 2 * 4 + j % 2 * 2 + 1] = _mm256_shuffle_ps(a, b, 0xEE);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    rows[j] = _mm256_permute2f128_ps(fours[j], fours[j + 4], 0x20);
+    rows[j + 4] = _mm256_permute2f128_ps(fours[j], fours[j + 4], 0x31);
   }
 }
 
-enum { QUERIES = 16 }; /* that go over a block of keys while it is in L1 */
-
+/* A head's keys and values as panels for products: keys [KEYS / PANEL][dim][PANEL], values [dim / PANEL][KEYS][PANEL]. */
 typedef struct {
-  const float *q;
-  float *scores, *out;
+  float *keys, *values;
+} tile;
+
+/* Eight keys side by side, which become the tile's from `at` on. */
+INLINE void pack_keys(const uint8_t *cells, float *keys, size at, size dim, const int int8) {
+  const size cell = cell_bytes(dim, int8);
+  float *to = keys + at / PANEL * dim * PANEL + at % PANEL, scales[8];
+  for (int j = 0; int8 && j < 8; j++) scales[j] = cell_scale(cells + j * cell, dim);
+  for (size i = 0; i < dim; i += 8) {
+    __m256 rows[8];
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) rows[j] = cell8(cells + j * cell, i, int8);
+    transpose8(rows);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++)
+      _mm256_storeu_ps(to + (i + j) * PANEL, int8 ? _mm256_mul_ps(rows[j], _mm256_loadu_ps(scales)) : rows[j]);
+  }
+}
+
+/* One value, which becomes the tile's number `at`. */
+INLINE void pack_value(const uint8_t *cell, float *values, size at, size dim, const int int8) {
+  const __m256 scale = _mm256_set1_ps(int8 ? cell_scale(cell, dim) : 1.0f);
+  for (size i = 0; i < dim; i += 8) {
+    const __m256 part = cell8(cell, i, int8);
+    _mm256_storeu_ps(values + (i / PANEL * KEYS + at) * PANEL + i % PANEL, int8 ? _mm256_mul_ps(part, scale) : part);
+  }
+}
+
+/* The keys and values [first, end) of the tile that begins at `base`. Others count as zero: nobody sees them, and what
+   lies there may be no number. `keys`: of this head in block 0; values lie v_offset behind. */
+INLINE void fill_tile(tile to, const uint8_t *keys, size block_bytes, size v_offset, const int64_t *table,
+                      size block_tokens, size dim, size base, size first, size end, const int int8) {
+  const size cell = cell_bytes(dim, int8);
+  for (size j = first / 8 * 8; j < end; j += 8) {
+    const uint8_t *cells = keys + table[j / block_tokens] * block_bytes + j % block_tokens * cell;
+    pack_keys(cells, to.keys, j - base, dim, int8);
+    for (size i = j; i < j + 8; i++) {
+      if (i >= first && i < end)
+        pack_value(cells + v_offset + (i - j) * cell, to.values, i - base, dim, int8);
+      else
+        for (size c = 0; c < dim; c += 8)
+          _mm256_storeu_ps(to.values + (c / PANEL * KEYS + i - base) * PANEL + c % PANEL, _mm256_setzero_ps());
+    }
+  }
+}
+
+/* A query's way through its keys (online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867). */
+typedef struct {
   size first, last; /* keys it sees */
+  float top, sum;   /* largest score so far, and what the weights sum up to */
+  float worth;      /* of what was added before the tile at hand */
 } query;
 
-/* Softmax over scores [base, ..) in whole blocks, of which [first, last] count; returns what the weights sum up to. */
-INLINE float soften(float *scores, size before, size seen, size count, float softcap) {
+/* Caps and hides scores of the keys [start, count) of the tile that begins at `base`, multiples of 8, and looks for the
+   largest. */
+INLINE void find_top(query *own, float *scores, size base, size start, size count, float softcap) {
   if (softcap > 0)
-    for (size j = 0; j < count; j += 8) {
+    for (size j = start; j < count; j += 8) {
       __m256 v = tanh8(_mm256_mul_ps(_mm256_loadu_ps(scores + j), _mm256_set1_ps(1.0f / softcap)));
       _mm256_storeu_ps(scores + j, _mm256_mul_ps(v, _mm256_set1_ps(softcap)));
     }
-  for (size j = 0; j < before; j++) scores[j] = -INFINITY;
-  for (size j = before + seen; j < count; j++) scores[j] = -INFINITY;
-  __m256 top = _mm256_set1_ps(-INFINITY), sum = _mm256_setzero_ps();
-  for (size j = 0; j < count; j += 8) top = _mm256_max_ps(_mm256_loadu_ps(scores + j), top);
-  top = _mm256_set1_ps(max8(top));
-  for (size j = 0; j < count; j += 8) {
+  for (size j = start; j < count && base + j < own->first; j++) scores[j] = -INFINITY;
+  for (size j = count; j > start && base + j - 1 > own->last; j--) scores[j - 1] = -INFINITY;
+  __m256 top = _mm256_set1_ps(own->top);
+  for (size j = start; j < count; j += 8) top = _mm256_max_ps(_mm256_loadu_ps(scores + j), top);
+  const float highest = max8(top);
+  own->worth = highest > own->top ? _mm256_cvtss_f32(exp8(_mm256_set1_ps(own->top - highest))) : 1.0f;
+  own->top = highest;
+}
+
+/* Scores → weights, in units of e^top. */
+INLINE void soften(query *own, float *scores, size start, size count) {
+  const __m256 none = _mm256_set1_ps(-INFINITY), top = _mm256_set1_ps(own->top);
+  __m256 sum = _mm256_setzero_ps();
+  for (size j = start; j < count; j += 8) {
     const __m256 v = _mm256_loadu_ps(scores + j);
-    __m256 e = exp8(_mm256_sub_ps(v, top));
-    e = _mm256_andnot_ps(_mm256_cmp_ps(v, _mm256_set1_ps(-INFINITY), _CMP_EQ_OQ), e);
+    const __m256 e = _mm256_andnot_ps(_mm256_cmp_ps(v, none, _CMP_EQ_OQ), exp8(_mm256_sub_ps(v, top)));
     sum = _mm256_add_ps(sum, e);
     _mm256_storeu_ps(scores + j, e);
   }
-  return sum8(sum);
+  own->sum = own->sum * own->worth + sum8(sum);
 }
 
-/* Some queries of one request and one KV head: each over its keys, block by block in order. `keys`: of this head in
-   block 0 of the layer; values lie v_offset behind. */
-INLINE void attend_some(const query *all, int queries, const uint8_t *keys, size block_bytes, size v_offset,
-                        const int64_t *table, size block_tokens, size dim, float scale, float softcap, const int int8) {
-  const size cell = cell_bytes(dim, int8);
-  size from = all[0].first, to = all[0].last;
-  for (int n = 1; n < queries; n++) {
-    if (all[n].first < from) from = all[n].first;
-    if (all[n].last > to) to = all[n].last;
-  }
-  for (size b = from / block_tokens; b <= to / block_tokens; b++)
-    for (int n = 0; n < queries; n++) {
-      const size begin = all[n].first / block_tokens;
-      if (b < begin || b > all[n].last / block_tokens) continue;
-      for (size j = 0; j < block_tokens; j += 8)
-        dot8(all[n].q, keys + table[b] * block_bytes + j * cell, dim, scale,
-             all[n].scores + (b - begin) * block_tokens + j, int8);
+/* Some queries over a tile's keys up to `count`; values before `start` are not there. q [rows, dim], scores
+   [rows, KEYS], sums [rows, width]. */
+INLINE void meet(const int rows, query *own, const float *q, tile with, float *scores, float *sums, size base,
+                 size start, size count, size dim, size width, float softcap) {
+  for (size j = start / PANEL * PANEL; j < count; j += PANEL) {
+    __m256 parts[MOST_ROWS][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) parts[r][0] = parts[r][1] = _mm256_setzero_ps();
+    add_products(rows, parts, q, dim, with.keys + j * dim, 0, dim);
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+      _mm256_storeu_ps(scores + r * KEYS + j, parts[r][0]);
+      _mm256_storeu_ps(scores + r * KEYS + j + 8, parts[r][1]);
     }
-  float sums[QUERIES];
-  for (int n = 0; n < queries; n++) {
-    const size base = all[n].first / block_tokens * block_tokens;
-    const size count = (all[n].last / block_tokens + 1) * block_tokens - base;
-    sums[n] = soften(all[n].scores, all[n].first - base, all[n].last - all[n].first + 1, count, softcap);
-    memset(all[n].out, 0, dim * sizeof(float));
   }
-  for (size b = from / block_tokens; b <= to / block_tokens; b++)
-    for (int n = 0; n < queries; n++) {
-      const size begin = all[n].first / block_tokens, end = all[n].last / block_tokens;
-      if (b < begin || b > end) continue;
-      const size skip = b == begin ? all[n].first % block_tokens : 0;
-      const size stop = b == end ? all[n].last % block_tokens + 1 : block_tokens;
-      add_values(all[n].out, all[n].scores + (b - begin) * block_tokens + skip,
-                 keys + table[b] * block_bytes + v_offset + skip * cell, stop - skip, dim, int8);
+  for (int r = 0; r < rows; r++) find_top(own + r, scores + r * KEYS, base, start, count, softcap);
+  for (int r = 0; r < rows; r++) soften(own + r, scores + r * KEYS, start, count);
+  for (size i = 0; i < width; i += PANEL) {
+    __m256 parts[MOST_ROWS][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+      const __m256 worth = _mm256_set1_ps(own[r].worth);
+      parts[r][0] = _mm256_mul_ps(_mm256_loadu_ps(sums + r * width + i), worth);
+      parts[r][1] = _mm256_mul_ps(_mm256_loadu_ps(sums + r * width + i + 8), worth);
     }
-  for (int n = 0; n < queries; n++) {
-    const __m256 by = _mm256_set1_ps(1.0f / sums[n]);
-    for (size i = 0; i < dim; i += 8)
-      _mm256_storeu_ps(all[n].out + i, _mm256_mul_ps(_mm256_loadu_ps(all[n].out + i), by));
+    add_products(rows, parts, scores, KEYS, with.values + i * KEYS, start, count);
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+      _mm256_storeu_ps(sums + r * width + i, parts[r][0]);
+      _mm256_storeu_ps(sums + r * width + i + 8, parts[r][1]);
+    }
+  }
+}
+
+/* All `rows` queries of one item over the keys [from, end) of a tile. Queries that see none of them are left out. */
+static void meet_all(query *own, size rows, const float *q, tile with, float *scores, float *sums, size base, size from,
+                     size end, size dim, size width, float softcap) {
+  const size groups = (rows + MOST_ROWS - 1) / MOST_ROWS, start = (from - base) / 8 * 8;
+  for (size g = 0, r = 0; g < groups; g++) {
+    const size next = tile_end(rows, groups, g);
+    const size seen = own[next - 1].last + 1 < end ? own[next - 1].last + 1 : end; /* later queries see later keys */
+    if (seen > from && own[r].first < end) {
+      const size count = (seen - base + 7) / 8 * 8;
+#define MEET(some)                                                                                               \
+  case some:                                                                                                     \
+    meet(some, own + r, q + r * dim, with, scores, sums + r * width, base, start, count, dim, width, softcap);   \
+    break;
+      switch (next - r) { MEET(1) MEET(2) MEET(3) MEET(4) MEET(5) MEET(6) }
+#undef MEET
+    }
+    r = next;
   }
 }
 
 /* out [tokens, heads, dim]: each token's queries over its request's keys up to its own position, read where they lie.
 
-   q [tokens, heads, dim], tokens q_stride apart; tables [.., width] block numbers; table_of, positions [tokens]; window
-   0: none; scratch [threads, QUERIES, longest], where `longest` whole blocks hold the keys of any token. dim and
-   block_tokens are multiples of 8. */
+   q [tokens, heads, dim], tokens q_stride apart; tables [.., width] block numbers; table_of, positions [tokens]; items
+   [item_count + 1]: where each run of tokens of one request begins that is worked on at once, and the end; window 0:
+   none; scratch [threads, room], as much as tandem/native/library.py says. dim and block_tokens are multiples of 8. */
 void tandem_attend(const uint8_t *layer, size block_bytes, const float *q, size q_stride, const int64_t *tables,
-                   size width, const int64_t *table_of, const int64_t *positions, size tokens, size heads,
-                   size kv_heads, size block_tokens, size dim, size window, float scale, float softcap, int int8,
-                   float *scratch, size longest, float *out, int threads) {
+                   size width, const int64_t *table_of, const int64_t *positions, const int64_t *items,
+                   size item_count, size heads, size kv_heads, size block_tokens, size dim, size window, float scale,
+                   float softcap, int int8, float *scratch, size room, float *out, int threads) {
   const size per_kv = heads / kv_heads, head_bytes = block_tokens * cell_bytes(dim, int8);
-  const size tile = per_kv >= QUERIES ? 1 : QUERIES / per_kv, tiles = (tokens + tile - 1) / tile;
+  const size wide = (dim + PANEL - 1) / PANEL * PANEL;
 #pragma omp parallel num_threads(threads)
   {
-    float *scores = scratch + omp_get_thread_num() * QUERIES * longest;
-    query some[QUERIES];
+    float *own = scratch + omp_get_thread_num() * room;
+    const tile with = {own, own + KEYS * wide};
+    float *scores = with.values + KEYS * wide;
+    memset(with.values, 0, KEYS * wide * sizeof(float)); /* what pads a panel */
 #pragma omp for schedule(dynamic, 1)
-    for (size item = 0; item < tiles * kv_heads; item++) {
-      const size h = item / tiles, end = (item % tiles + 1) * tile < tokens ? (item % tiles + 1) * tile : tokens;
+    for (size item = 0; item < item_count * kv_heads; item++) {
+      const size h = item / item_count, begin = items[item % item_count], tokens = items[item % item_count + 1] - begin;
+      const size rows = tokens * per_kv, low = positions[begin], high = positions[begin + tokens - 1];
+      const size first = window && low + 1 > window ? low + 1 - window : 0;
+      const int64_t *table = tables + table_of[begin] * width;
       const uint8_t *keys = layer + h * head_bytes;
-      int held = 0;
-      for (size t = item % tiles * tile; t < end; t++) {
-        const int64_t *table = tables + table_of[t] * width;
-        for (size g = h * per_kv; g < (h + 1) * per_kv; g++) {
-          some[held] = (query){q + t * q_stride + g * dim, scores + held * longest, out + (t * heads + g) * dim,
-                               window && positions[t] + 1 > window ? positions[t] + 1 - window : 0, positions[t]};
-          held++;
-          const int last_of_request = g + 1 == (h + 1) * per_kv && (t + 1 == end || table_of[t + 1] != table_of[t]);
-          if (held == QUERIES || last_of_request) {
-            if (int8)
-              attend_some(some, held, keys, block_bytes, kv_heads * head_bytes, table, block_tokens, dim, scale, softcap, 1);
-            else
-              attend_some(some, held, keys, block_bytes, kv_heads * head_bytes, table, block_tokens, dim, scale, softcap, 0);
-            held = 0;
-          }
-        }
+      float *sums = scores + MOST_ROWS * KEYS, *asked = sums + rows * wide;
+      query *each = (query *)(asked + rows * dim);
+      memset(sums, 0, rows * wide * sizeof(float));
+      for (size r = 0; r < rows; r++) {
+        const size t = begin + r / per_kv, at = positions[t];
+        each[r] = (query){window && at + 1 > window ? at + 1 - window : 0, at, -INFINITY, 0.0f, 1.0f};
+        for (size i = 0; i < dim; i++) asked[r * dim + i] = q[t * q_stride + (h * per_kv + r % per_kv) * dim + i] * scale;
+      }
+      for (size base = first / KEYS * KEYS; base <= high; base += KEYS) {
+        const size from = first > base ? first : base, end = high + 1 < base + KEYS ? high + 1 : base + KEYS;
+        if (int8)
+          fill_tile(with, keys, block_bytes, kv_heads * head_bytes, table, block_tokens, dim, base, from, end, 1);
+        else
+          fill_tile(with, keys, block_bytes, kv_heads * head_bytes, table, block_tokens, dim, base, from, end, 0);
+        meet_all(each, rows, asked, with, scores, sums, base, from, end, dim, wide, softcap);
+      }
+      for (size r = 0; r < rows; r++) {
+        float *to = out + ((begin + r / per_kv) * heads + h * per_kv + r % per_kv) * dim;
+        const __m256 by = _mm256_set1_ps(1.0f / each[r].sum);
+        for (size i = 0; i < dim; i += 8)
+          _mm256_storeu_ps(to + i, _mm256_mul_ps(_mm256_loadu_ps(sums + r * wide + i), by));
       }
     }
   }

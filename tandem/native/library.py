@@ -18,7 +18,10 @@ SOURCE: Final = Path(__file__).with_name("kernels.c")
 PANEL: Final = 16  # outputs that lie side by side in a packed matrix
 GROUP: Final = 32  # inputs of an int4 matrix that share a scale and a least value
 LANES: Final = 8  # fp32 numbers of a vector
-_QUERIES: Final = 16  # whose scores a thread holds at a time
+_QUERIES: Final = 96  # of one KV head, for which keys are read once
+_KEYS: Final = 64  # that they meet at a time
+_QUERY_FLOATS: Final = 8  # what the kernel notes of a query
+_ROWS: Final = 6  # of queries whose scores are held
 _INT32_MAX: Final = 2**31 - 1
 _INT16_MAX: Final = 2**15 - 1
 _GROUP_BYTES: Final = PANEL * (2 + 2 + GROUP // 2)  # of a panel
@@ -32,7 +35,7 @@ _SIGNATURES: Final = {
     "gated": "ppiitt",
     "rotate": "pippiiiit",
     "store_kv": "pippippiiiitt",
-    "attend": "pipipippiiiiiifftpipt",
+    "attend": "pipipipppiiiiiifftpipt",
 }
 _TYPES: Final = {"p": c_void_p, "i": c_int64, "f": c_float, "t": c_int}
 
@@ -101,7 +104,7 @@ class Kernels:
         self._ints = torch.empty(0, dtype=torch.int16)
         self._scales = torch.empty(0)
         self._sums = torch.empty(0)
-        self._scores = torch.empty(0)
+        self._scratch = torch.empty(0)
 
     # --- matrices ----------------------------------------------------------------------------------------------
 
@@ -234,6 +237,11 @@ class Kernels:
             self._threads,
         )  # fmt: skip
 
+    @staticmethod
+    def tokens_at_once(per_kv: int) -> int:
+        """How many tokens of one request are best attended at once, where `per_kv` query heads share a KV head."""
+        return max(1, _QUERIES // per_kv)
+
     def attend(
         self,
         cells: Cells,
@@ -241,25 +249,29 @@ class Kernels:
         tables: Tensor,
         table_of: Tensor,
         positions: Tensor,
-        longest: int,
+        items: Tensor,
         window: int | None,
         scale: float,
         softcap: float | None,
     ) -> Tensor:
         """q fp32 [tokens, heads, head_dim] → contiguous [tokens, heads · head_dim]: each token over the keys of its own
-        table (tables int64 [requests, width], table_of int64 [tokens]) up to its position; `longest` is the last."""
+        table (tables int64 [requests, width], table_of int64 [tokens]) up to its position (positions int64 [tokens]).
+        `items` int64: where each run of at most `tokens_at_once` consecutive tokens of one request begins, and the end.
+        """
         tokens, heads, head_dim = q.shape
         if q.stride(2) != 1 or q.stride(1) != head_dim:
             q = q.contiguous()
-        room = _up(longest + 1, cells.block_tokens)
-        if self._scores.numel() < room * _QUERIES * self._threads:
-            self._scores = torch.empty(2 * room * _QUERIES * self._threads)
+        per_kv, width = heads // cells.kv_heads, _up(head_dim, PANEL)
+        rows = self.tokens_at_once(per_kv) * per_kv
+        room = _up(2 * _KEYS * width + _ROWS * _KEYS + rows * (width + head_dim + _QUERY_FLOATS), PANEL)
+        if self._scratch.numel() < room * self._threads:
+            self._scratch = torch.empty(room * self._threads)
         out = torch.empty(tokens, heads * head_dim)
         self._c.tandem_attend(
             cells.address, cells.block_bytes, q.data_ptr(), q.stride(0), tables.data_ptr(), tables.shape[1],
-            table_of.data_ptr(), positions.data_ptr(), tokens, heads, cells.kv_heads, cells.block_tokens, head_dim,
-            window or 0, scale, softcap or 0.0, int(cells.int8),
-            self._scores.data_ptr(), room, out.data_ptr(), self._threads,
+            table_of.data_ptr(), positions.data_ptr(), items.data_ptr(), items.shape[0] - 1, heads, cells.kv_heads,
+            cells.block_tokens, head_dim, window or 0, scale, softcap or 0.0, int(cells.int8),
+            self._scratch.data_ptr(), room, out.data_ptr(), self._threads,
         )  # fmt: skip
         return out
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tandem.errors import ContextExceeded, InputError, InternalError, KvExhausted, TandemError
 from tandem.kvcache.block_pool import BlockPool, Hold
 from tandem.kvcache.layout import blocks_for
@@ -30,8 +32,7 @@ class ExportRange:
     is_last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):  # as in engine/api.py: made for each token
     """`count` tokens of `sequence` from position `start` on. It samples when that reaches the last token."""
 
     sequence: Sequence
@@ -54,6 +55,11 @@ class StepPlan:
     exports: tuple[ExportRange, ...]
     failed: tuple[tuple[str, TandemError], ...] = ()
     began: tuple[str, ...] = ()
+
+
+def _turn(sequence: Sequence) -> tuple[bool, int, int]:
+    """Decodes first; by last step, so that all have their turn when there are more of them than the budget."""
+    return sequence.pending_tokens > 1, sequence.last_step, sequence.arrival
 
 
 @dataclass(slots=True)
@@ -244,11 +250,9 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         self._steps += 1
         self._short_of_blocks = False
-        running = sorted(self._running, key=lambda sequence: (sequence.last_step, sequence.arrival))
         budget = self.max_step_tokens
         chunks: list[Chunk] = []
-        # Decodes first; by last step, so that all have their turn when there are more of them than the budget.
-        for sequence in sorted(running, key=lambda sequence: sequence.pending_tokens > 1):
+        for sequence in sorted(self._running, key=_turn):
             count = min(sequence.pending_tokens, budget)
             if sequence.stage is Stage.RUNNING and count:  # else preempted for an older one in this very step
                 count = self._find_room(sequence, count)
