@@ -9,7 +9,7 @@ from typing import Any, cast
 from router.answers import Answers, Arrival, Submitted
 from router.openai_format import AnswerFormat, ChatFormat, TextEvents
 from router.output import Final, OutToken, Piece, ResponseStream, Usage
-from router.sse import SCOPE_KEY, SseResponse
+from router.sse import SCOPE_KEY, SseResponse, Turns
 from tandem.errors import WorkerLost
 from tandem.request import FinishReason
 
@@ -69,7 +69,7 @@ class Stream:
     async def begin(self, first: str) -> None:
         self.source.put(piece(first))
         watch = asyncio.create_task(asyncio.sleep(60))
-        response = SseResponse(self.answers, cast(AnswerFormat, Texts()), await self.answers.next(), watch)
+        response = SseResponse(self.answers, cast(AnswerFormat, Texts()), await self.answers.next(), watch, Turns())
         scope = {"type": "http", SCOPE_KEY: self.reader}
         self.task = asyncio.create_task(response(scope, cast(Any, None), _send))
         await self.turn()
