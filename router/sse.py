@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from starlette.responses import Response
@@ -20,8 +21,9 @@ from router.openai_format import AnswerFormat
 from tandem.errors import ErrorCode, TandemError
 
 SCOPE_KEY = "tandem.connection"
-REST = 4  # times what a turn took: writing takes no more than a fifth of the event loop's time
-LEAST_REST_S, MOST_REST_S = 0.001, 0.025  # timers know no less
+LOOK_S = 0.1  # so often it is seen whether the router is busy
+BUSY_SHARE = 0.7  # of the time: there is no core left to catch up with
+REST_S = 0.025  # between two turns of a busy router
 
 
 class Connection(Protocol):
@@ -42,29 +44,38 @@ class Connection(Protocol):
 
 
 class Turns:
-    """When streams write: all that have something, one after the other. A busy router writes less often, and more at a
-    time, so that what it is behind with becomes less."""
+    """When streams write: all that have something, one after the other, at once. A busy router does so less often: what
+    came for a stream meanwhile is one write, so that it falls behind less."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: Callable[[], float] = time.monotonic, busy_s: Callable[[], float] = time.thread_time):
+        """`busy_s`: seconds for which the event loop's thread has worked."""
+        self._now_s = now_s
+        self._busy_s = busy_s
         self._due: list[_Pump] = []
+        self._looked_s, self._had_worked_s = now_s(), busy_s()
+        self._is_busy = False
         self._rests_until_s = 0.0
 
     def add(self, pump: _Pump) -> None:
+        """It has something to write."""
         if not self._due:
-            loop, rest_s = asyncio.get_running_loop(), self._rests_until_s - time.monotonic()
-            if rest_s < LEAST_REST_S:
-                loop.call_soon(self._turn)
-            else:
+            loop = asyncio.get_running_loop()
+            if self._is_busy and (rest_s := self._rests_until_s - self._now_s()) > 0:
                 loop.call_later(rest_s, self._turn)
+            else:
+                loop.call_soon(self._turn)
         self._due.append(pump)
 
     def _turn(self) -> None:
         due, self._due = self._due, []
-        began_s = time.monotonic()
         for pump in due:
             pump.turn()
-        ended_s = time.monotonic()
-        self._rests_until_s = ended_s + min(REST * (ended_s - began_s), MOST_REST_S)
+        now_s = self._now_s()
+        self._rests_until_s = now_s + REST_S
+        if now_s - self._looked_s >= LOOK_S:
+            worked_s = self._busy_s()
+            self._is_busy = worked_s - self._had_worked_s >= BUSY_SHARE * (now_s - self._looked_s)
+            self._looked_s, self._had_worked_s = now_s, worked_s
 
 
 class SseResponse(Response):
