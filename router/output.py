@@ -17,7 +17,7 @@ from tandem.v1 import inference_pb2, worker_pb2
 MAX_UNREAD_PIECES = 1024
 
 
-class OutToken(msgspec.Struct, frozen=True, gc=False):  # made for every token: several times as fast as a frozen dataclass
+class OutToken(msgspec.Struct, frozen=True, gc=False):  # made for every token: far faster than a frozen dataclass
     """One generated token. `logprob` None: not asked for. `is_stop`: a stop token, which has no text."""
 
     token_id: int

@@ -1,8 +1,8 @@
 """Server-sent events, from answers straight into their connection.
 
 A streamed answer writes once for every token, so what a write costs is most of what a request costs. Events go past the
-layers of ASGI's `send`, and are pushed by a callback: no task is woken for a token. What comes for any stream before the
-next turn of `Turns` is one write.
+layers of ASGI's `send`, and are pushed by a callback: no task is woken for a token. What comes for a stream before the
+next of its `Turns` is one write.
 """
 
 from __future__ import annotations
