@@ -20,7 +20,7 @@ class Submitted:
     stream: ResponseStream
 
 
-class Arrival(msgspec.Struct, frozen=True):
+class Arrival(msgspec.Struct, frozen=True, gc=False):
     """What came of the answer `index`; `final` set: it was the last."""
 
     index: int

@@ -96,7 +96,6 @@ class Dispatcher:
             model.tokenizer, request.prompt, request.stop, request.sampling.stop_token_ids
         )
         run = RequestRun(request, assembler, terms, self._clock, self, self._max_migrations)
-        run.on_gap = self._metrics.gap_observer(request.model)
         run.lifecycle.admit()
         self.demand.came(run)
         try:
@@ -322,8 +321,9 @@ class Dispatcher:
     def paced(self, run: RequestRun, seconds: float) -> None:
         observe_decode(run, seconds)
 
-    def next_token(self, gap_s: float, now_s: float) -> None:
-        self._feed.next_token(gap_s, now_s)
+    def gaps(self, run: RequestRun, gaps_s: Sequence[float], now_s: float) -> None:
+        self._feed.next_tokens(gaps_s, now_s)
+        self._metrics.gaps(run.request.model, gaps_s)
 
     def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None:
         self._metrics.handoff_failed(run.request.model, fault.cause)

@@ -33,6 +33,7 @@ from router.request_ids import RequestIds
 from router.responses_format import ResponsesFormat
 from router.responses_schema import ResponsesRequest
 from router.service import RouterService
+from router.sse import Turns
 from router.tokenize_schema import DetokenizeRequest, TokenizeRequest
 from tandem.errors import InputError, InternalError, PayloadTooLarge, PortInUse, RequestCancelled, TandemError
 
@@ -53,6 +54,7 @@ class HttpEdge:
         self._service = service
         self._max_body_bytes = max_body_bytes
         self._more_routes = more_routes
+        self._turns = Turns()
 
     def routes(self) -> list[Route]:
         return [
@@ -90,7 +92,7 @@ class HttpEdge:
         raw = self._counted(parsed.model, parsed.parse)
         answers = await self._service.submit_all([raw], parsed.n or 1, request.scope["request_id"], terms)
         form = ChatFormat(answers, include_usage=parsed.include_usage, logprobs=bool(parsed.logprobs))
-        return await answer(request, answers, form, stream=bool(parsed.stream))
+        return await answer(request, answers, form, self._turns if parsed.stream else None)
 
     async def completions(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
@@ -103,14 +105,14 @@ class HttpEdge:
             echo=_prompt_texts(raws, answers) if parsed.echo else None,
             prompt_only=parsed.is_prompt_only,
         )
-        return await answer(request, answers, form, stream=bool(parsed.stream))
+        return await answer(request, answers, form, self._turns if parsed.stream else None)
 
     async def responses(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed = await self._body(request, lambda body: parse_body(ResponsesRequest, body))
         raw = self._counted(parsed.model, parsed.parse)
         answers = await self._service.submit_all([raw], 1, request.scope["request_id"], terms)
-        return await answer(request, answers, ResponsesFormat(answers, parsed), stream=bool(parsed.stream))
+        return await answer(request, answers, ResponsesFormat(answers, parsed), self._turns if parsed.stream else None)
 
     async def tokenize(self, request: Request) -> Response:
         parsed = await self._body(request, lambda body: parse_body(TokenizeRequest, body))

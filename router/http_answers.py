@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from router.answers import Answers
 from router.openai_format import AnswerFormat, error_body
-from router.sse import SseResponse
+from router.sse import SseResponse, Turns
 from tandem.errors import TandemError
 from tandem.grpc_errors import retry_after_s
 
@@ -32,15 +32,16 @@ def error_response(error: TandemError, more_headers: Mapping[str, str] | None = 
     return JsonResponse(error_body(error), status_code=error.wire.http_status, headers=headers)
 
 
-async def answer(request: Request, answers: Answers, form: AnswerFormat, *, stream: bool) -> Response:
-    """Waits for the first words, so that what fails before them has its own HTTP status."""
+async def answer(request: Request, answers: Answers, form: AnswerFormat, turns: Turns | None) -> Response:
+    """Waits for the first words, so that what fails before them has its own HTTP status. `turns` None: all at once, at
+    the end."""
     watch = asyncio.create_task(_cancel_on_disconnect(request, answers))
     handed_over = False
     try:
         first = await answers.next()
-        if stream:
+        if turns is not None:
             handed_over = True
-            return SseResponse(answers, form, first, watch)
+            return SseResponse(answers, form, first, watch, turns)
         arrivals = list(first)
         while not answers.ended:
             arrivals.extend(await answers.next())

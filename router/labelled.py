@@ -47,6 +47,12 @@ class Buckets:
         self.counts[bisect_left(self._bounds, value)] += 1
         self.total += value
 
+    def observe_all(self, values: Sequence[float]) -> None:
+        bounds, counts = self._bounds, self.counts
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+        self.total += sum(values)
+
 
 class _Family(Collector, Generic[Child]):
     def __init__(self, name: str, text: str, labelnames: Sequence[str] = (), *, registry: CollectorRegistry) -> None:

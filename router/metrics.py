@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -157,9 +157,9 @@ class RouterMetrics:
         if objectives is not None and (outcome := slo_outcome(objectives, final, state, code)) is not None:
             self._slo.labels(self._label(model), priority, outcome.value).inc()
 
-    def gap_observer(self, model: str) -> Callable[[float], None] | None:
-        """What to call with the seconds between two tokens of an answer; None: nobody counts them."""
-        return self._itl.labels(self._label(model)).observe
+    def gaps(self, model: str, gaps_s: Sequence[float]) -> None:
+        """Seconds between tokens of one answer."""
+        self._itl.labels(self._label(model)).observe_all(gaps_s)
 
     def ended(self, model: str, state: RequestState, code: ErrorCode | None) -> None:
         self._requests.labels(self._label(model), state.value, "" if code is None else code.value).inc()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvtransfer.causes import HandoffCause
@@ -38,8 +38,7 @@ class NoMetrics(RouterMetrics):
         self, model: str, priority: str, final: Final | None, state: RequestState, code: ErrorCode | None
     ) -> None: ...
 
-    def gap_observer(self, model: str) -> Callable[[float], None] | None:
-        return None
+    def gaps(self, model: str, gaps_s: Sequence[float]) -> None: ...
 
     def ended(self, model: str, state: RequestState, code: ErrorCode | None) -> None: ...
 

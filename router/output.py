@@ -17,7 +17,7 @@ from tandem.v1 import inference_pb2, worker_pb2
 MAX_UNREAD_PIECES = 1024
 
 
-class OutToken(msgspec.Struct, frozen=True):  # made for every token: several times as fast as a frozen dataclass
+class OutToken(msgspec.Struct, frozen=True, gc=False):  # made for every token: far faster than a frozen dataclass
     """One generated token. `logprob` None: not asked for. `is_stop`: a stop token, which has no text."""
 
     token_id: int
@@ -26,7 +26,7 @@ class OutToken(msgspec.Struct, frozen=True):  # made for every token: several ti
     is_stop: bool
 
 
-class Piece(msgspec.Struct, frozen=True):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """`text` may be empty while a character is incomplete or a stop string may be forming."""
 
     text: str
@@ -80,11 +80,12 @@ class OutputAssembler:
 
     def push(self, message: worker_pb2.StepToken) -> Piece:
         self.tokens += 1
-        is_stop = message.token_id in self._stop_token_ids
-        token = _out_token(message, is_stop)
+        token_id = message.token_id
+        is_stop = token_id in self._stop_token_ids
+        token = _scored(message, is_stop) if message.HasField("logprobs") else OutToken(token_id, None, (), is_stop)
         if is_stop:
             return Piece("", (token,))
-        text = self._detokenizer.push(message.token_id)
+        text = self._detokenizer.push(token_id)
         if self._has_stops:
             result = self._stops.push(text)
             text, self.stopped = result.text, result.stopped
@@ -98,9 +99,7 @@ class OutputAssembler:
         return Piece(text, ()) if text else None
 
 
-def _out_token(message: worker_pb2.StepToken, is_stop: bool) -> OutToken:
-    if not message.HasField("logprobs"):
-        return OutToken(message.token_id, None, (), is_stop)
+def _scored(message: worker_pb2.StepToken, is_stop: bool) -> OutToken:
     top = tuple(TokenLogprob(each.token_id, each.logprob) for each in message.logprobs.top)
     return OutToken(message.token_id, message.logprobs.logprob, top, is_stop)
 

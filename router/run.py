@@ -11,7 +11,7 @@ Every way out cancels the request on each worker that may still know it, and end
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvtransfer.causes import HandoffFault
 from router import frames
@@ -35,6 +35,7 @@ from tandem.request import FinishReason, Lifecycle, RequestState
 from tandem.v1 import inference_pb2, worker_pb2
 from worker.wire import FINISH_REASONS, parse_error
 
+GAPS_AT_ONCE = 8  # that many tokens late the metrics may be
 _REASONS = {number: reason for reason, number in FINISH_REASONS.items()}
 
 
@@ -50,7 +51,6 @@ class RequestRun:
         self.excluded: frozenset[str] = frozenset()
         self.waiting_since_s = clock.now_s()
         self.trace = Trace.of(request, terms, self.waiting_since_s)
-        self.on_gap: Callable[[float], None] | None = None  # hears the seconds between two tokens
         self.decode: Worker | None = None
         self.prefill: Worker | None = None  # None: local prefill
         self.waiting_for: WaitReason | None = None
@@ -66,6 +66,7 @@ class RequestRun:
         self._clock = clock
         self._host = host
         self._meter = PaceMeter()
+        self._gaps: list[float] = []  # seconds between tokens, not told yet
         self._wire_id = ""
         self._names = WireNames(self)
         self._asked: worker_pb2.Work | None = None  # of the decode worker; the prefill worker is asked for the same
@@ -209,25 +210,32 @@ class RequestRun:
             worker = link.key.worker_id
             self._fail_or_retry(InternalError(f"worker {worker} left out logprobs of the prompt"))
             return
-        before_s, now_s = self._account.last_token_s, self._clock.now_s()
-        self._account.last_token_s = now_s
+        account, now_s = self._account, self._clock.now_s()
         if self._answer:
-            self._host.next_token(now_s - before_s, now_s)
-            if self.on_gap is not None:
-                self.on_gap(now_s - before_s)
-        if not self._has_first_token:
-            self._on_first_token(token, now_s)
-        elif self.lifecycle.state is RequestState.HANDOFF and self._is_decode(link):
-            self._joined()
-        if self.lifecycle.state is RequestState.DECODING and (seconds := self._meter.token(now_s)) is not None:
+            self._gaps.append(now_s - account.last_token_s)
+            if len(self._gaps) == GAPS_AT_ONCE:
+                self._tell_gaps()
+        account.last_token_s = now_s
+        if self.lifecycle.state is not RequestState.DECODING:
+            self._before_decoding(link, token, now_s)
+        elif (seconds := self._meter.token(now_s)) is not None:
             self._host.paced(self, seconds)
-        self._answer.append(token.token_id)
+        token_id = token.token_id
+        self._answer.append(token_id)
         if not self.stream.put(self._assembler.push(token)):
             self._end_cancelled(RequestCancelled("the client left too much of the answer unread"))
         elif self._assembler.stopped:
             self._finish(FinishReason.STOP)
         elif self.lifecycle.state is RequestState.PREFILLING:
-            self._after_first_token(token.token_id)
+            self._after_first_token(token_id)
+
+    def _before_decoding(self, link: WorkerLink, token: worker_pb2.StepToken, now_s: float) -> None:
+        """A token of an attempt that is not known to decode: its first, or the one that shows that it joined."""
+        if not self._has_first_token:
+            self._on_first_token(token, now_s)
+        elif self.lifecycle.state is RequestState.HANDOFF and self._is_decode(link):
+            self._joined()
+            self._meter.token(now_s)
 
     def on_ended(self, link: WorkerLink, ended: worker_pb2.Ended) -> None:
         self._names.detach(link)
@@ -349,6 +357,7 @@ class RequestRun:
             self.stream.put(last)
         self.lifecycle.finish()
         reason = FinishReason.STOP if self._assembler.stopped else reason
+        self._tell_gaps()
         self.stream.finish(self._account.final(reason, self._usage(), self.decode, self._clock.now_s()))
         self._end_trace(None)
         self.leave_workers()
@@ -386,11 +395,17 @@ class RequestRun:
         self._end(error)
 
     def _end(self, error: TandemError) -> None:
+        self._tell_gaps()
         self.stream.fail(error)
         self.trace.failed(error, self._clock.now_s())
         self._end_trace(error)
         self.leave_workers()
         self._host.ended(self, error)
+
+    def _tell_gaps(self) -> None:
+        if self._gaps:
+            self._host.gaps(self, self._gaps, self._account.last_token_s)
+            self._gaps = []
 
     def _end_trace(self, error: TandemError | None) -> None:
         self.trace.cached_tokens_prefill = self._account.cached_prefill

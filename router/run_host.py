@@ -31,8 +31,8 @@ class RunHost(Protocol):
     def paced(self, run: RequestRun, seconds: float) -> None:
         """Its last PACE_TOKENS tokens in the decode batch took so long."""
 
-    def next_token(self, gap_s: float, now_s: float) -> None:
-        """A token of an answer came so long after the one before it."""
+    def gaps(self, run: RequestRun, gaps_s: Sequence[float], now_s: float) -> None:
+        """Tokens of the answer came, each so long after the one before it."""
 
     def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
         """A worker reported its side of a handoff; the prefill worker perhaps after the request's end."""

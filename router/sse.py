@@ -1,14 +1,16 @@
 """Server-sent events, from answers straight into their connection.
 
 A streamed answer writes once for every token, so what a write costs is most of what a request costs. Events go past the
-layers of ASGI's `send`, and are pushed by a callback: no task is woken for a token. All that comes within one turn of
-the event loop is one write.
+layers of ASGI's `send`, and are pushed by a callback: no task is woken for a token. What comes for a stream before the
+next of its `Turns` is one write.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 from starlette.responses import Response
@@ -19,6 +21,9 @@ from router.openai_format import AnswerFormat
 from tandem.errors import ErrorCode, TandemError
 
 SCOPE_KEY = "tandem.connection"
+LOOK_S = 0.1  # so often it is seen whether the router is busy
+BUSY_SHARE = 0.7  # of the time: there is no core left to catch up with
+REST_S = 0.025  # between two turns of a busy router
 
 
 class Connection(Protocol):
@@ -38,11 +43,46 @@ class Connection(Protocol):
         ...
 
 
+class Turns:
+    """When streams write: all that have something, one after the other, at once. A busy router does so less often: what
+    came for a stream meanwhile is one write, so that it falls behind less."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic, busy_s: Callable[[], float] = time.thread_time):
+        """`busy_s`: seconds for which the event loop's thread has worked."""
+        self._now_s = now_s
+        self._busy_s = busy_s
+        self._due: list[_Pump] = []
+        self._looked_s, self._had_worked_s = now_s(), busy_s()
+        self._is_busy = False
+        self._rests_until_s = 0.0
+
+    def add(self, pump: _Pump) -> None:
+        """It has something to write."""
+        if not self._due:
+            loop = asyncio.get_running_loop()
+            if self._is_busy and (rest_s := self._rests_until_s - self._now_s()) > 0:
+                loop.call_later(rest_s, self._turn)
+            else:
+                loop.call_soon(self._turn)
+        self._due.append(pump)
+
+    def _turn(self) -> None:
+        due, self._due = self._due, []
+        for pump in due:
+            pump.turn()
+        now_s = self._now_s()
+        self._rests_until_s = now_s + REST_S
+        if now_s - self._looked_s >= LOOK_S:
+            worked_s = self._busy_s()
+            self._is_busy = worked_s - self._had_worked_s >= BUSY_SHARE * (now_s - self._looked_s)
+            self._looked_s, self._had_worked_s = now_s, worked_s
+
+
 class SseResponse(Response):
     """Its first words are there already, so that what failed before them had its own HTTP status."""
 
     def __init__(
-        self, answers: Answers, form: AnswerFormat, first: list[Arrival], watch: asyncio.Task[None]
+        self, answers: Answers, form: AnswerFormat, first: list[Arrival], watch: asyncio.Task[None], turns: Turns
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache"}, media_type="text/event-stream")
         del self.headers["content-length"]
@@ -50,11 +90,12 @@ class SseResponse(Response):
         self._form = form
         self._first = first
         self._watch = watch
+        self._turns = turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            pump = _Pump(self._answers, self._form, scope[SCOPE_KEY])
+            pump = _Pump(self._answers, self._form, scope[SCOPE_KEY], self._turns)
             try:
                 pump.start(self._first)
                 await pump.ended
@@ -69,12 +110,12 @@ class SseResponse(Response):
 class _Pump:
     """`ended` is set when nothing more will be written."""
 
-    def __init__(self, answers: Answers, form: AnswerFormat, connection: Connection) -> None:
+    def __init__(self, answers: Answers, form: AnswerFormat, connection: Connection, turns: Turns) -> None:
         self._answers = answers
         self._form = form
         self._connection = connection
-        self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._turns = turns
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._due = False
         self._draining: asyncio.Task[None] | None = None
 
@@ -96,9 +137,10 @@ class _Pump:
     def _wake(self) -> None:
         if not self._due:
             self._due = True
-            self._loop.call_soon(self._turn)
+            self._turns.add(self)
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """Writes what has come."""
         self._due = False
         if self.ended.done():
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,13 +76,14 @@ class Feed:
         ):
             self.slices.add(count, number, now_s)
 
-    def next_token(self, gap_s: float, now_s: float) -> None:
-        """Called for every token."""
+    def next_tokens(self, gaps_s: Sequence[float], now_s: float) -> None:
+        """Tokens of one answer came, each so long after the one before it."""
         now = self.slices.at(now_s)
-        now.buckets[_ITL][bucket_of(gap_s)] += 1
-        if gap_s > now.longest_s[_ITL]:
-            now.longest_s[_ITL] = gap_s
-        now.counts[_OUTPUT_TOKENS] += 1
+        buckets = now.buckets[_ITL]
+        for gap_s in gaps_s:
+            buckets[bucket_of(gap_s)] += 1
+        now.longest_s[_ITL] = max(now.longest_s[_ITL], *gaps_s)
+        now.counts[_OUTPUT_TOKENS] += len(gaps_s)
 
     def handed_off(self, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
         """By the decode worker's report; the prefill worker's is about the same bytes."""

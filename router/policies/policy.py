@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from router.policies.costs import prefill_s
 from router.policies.filters import HasPrefillRoom
@@ -36,8 +38,7 @@ class Policy:
             return None
         totals = [0.0] * len(kept)
         for score, weight in self.scores:
-            for index, points in enumerate(score.points(ask, kept)):
-                totals[index] += weight * points
+            totals = [total + weight * points for total, points in zip(totals, score.points(ask, kept), strict=True)]
         return self.picker.pick(kept, totals)
 
 

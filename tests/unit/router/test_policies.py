@@ -2,6 +2,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from router.policies.costs import ttft_s
 from router.policies.pace import START_PACE, Pace
@@ -77,8 +78,8 @@ def test_decode_worker(decode: list[Candidate], chosen: str) -> None:
         ([worker("p", outstanding=500, cached=96), worker("q", outstanding=100)], "q"),
         ([worker("p", pace=SLOW), worker("q", outstanding=250)], "q"),
         ([worker("p", pace=SLOW), worker("q", outstanding=950)], "p"),
-        ([worker("p"), replace(worker("q"), transfer_to={("d", 1): 1e-6})], "q"),
-        ([worker("p"), replace(worker("q"), transfer_to={("d", 2): 1e-6})], "p"),
+        ([worker("p"), structs.replace(worker("q"), transfer_to={("d", 1): 1e-6})], "q"),
+        ([worker("p"), structs.replace(worker("q"), transfer_to={("d", 2): 1e-6})], "p"),
     ],
     ids=[
         "least outstanding",
@@ -165,8 +166,8 @@ def test_prompt_cached_whole_still_computes_its_last_token() -> None:
 
 def test_a_prefill_worker_without_a_link_to_the_decode_worker_is_not_chosen() -> None:
     decode = worker("decode-0")
-    unlinked = replace(worker("prefill-0"), reaches=frozenset({("decode-0", 99)}))
-    linked = replace(worker("prefill-1", outstanding=500), reaches=frozenset({("decode-0", decode.epoch)}))
+    unlinked = structs.replace(worker("prefill-0"), reaches=frozenset({("decode-0", 99)}))
+    linked = structs.replace(worker("prefill-1", outstanding=500), reaches=frozenset({("decode-0", decode.epoch)}))
     assert place(Ask(100), [decode], [unlinked, linked]).prefill == linked
     placed = place(Ask(100), [decode], [unlinked])
     assert placed.prefill is None
@@ -193,12 +194,12 @@ def test_a_prefill_worker_without_a_link_to_the_decode_worker_is_not_chosen() ->
     ],
 )
 def test_room_for_prompt_tokens_is_shared_by_all_routers(own: int, all_routers: int, tokens: int, room: bool) -> None:
-    busy = replace(worker("p"), dispatched_tokens=own, outstanding_tokens=all_routers)
+    busy = structs.replace(worker("p"), dispatched_tokens=own, outstanding_tokens=all_routers)
     assert isinstance(policy().place(Ask(tokens), [worker("d")], [busy]), Placement) is room
 
 
 def test_another_decode_worker_is_one_that_the_prefill_worker_reaches() -> None:
-    prefill = replace(worker("p"), reaches=frozenset({("b", 1), ("c", 1)}))
+    prefill = structs.replace(worker("p"), reaches=frozenset({("b", 1), ("c", 1)}))
     decode = [worker("a"), worker("b", running=5), worker("c", running=1), worker("d")]
     ask = Ask(100, frozenset({"d"}), answer_tokens=50)
     assert policy().another_decode(ask, decode, prefill) == decode[2]
@@ -227,7 +228,7 @@ class TestSession:
 
     def test_is_given_up_for_a_worker_that_is_much_sooner(self) -> None:
         home = self.home(1, EIGHT)
-        loaded = [replace(each, running_requests=20) if each.worker_id == home else each for each in EIGHT]
+        loaded = [structs.replace(each, running_requests=20) if each.worker_id == home else each for each in EIGHT]
         assert self.home(1, loaded) != home
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from router.policies.costs import decode_s, handoff_s, later_s, prefill_s, transfer_s, ttft_s
 from router.policies.pace import BATCH_SIZES, START_PACE
@@ -85,7 +86,7 @@ def test_decode_workers_times_and_points() -> None:
             f"{points:.3f}",
             f"{points + 0.2 * each.free_blocks / 100:.3f}",
         ]
-    asked = replace(ASK, prefill_s=soonest_s)
+    asked = structs.replace(ASK, prefill_s=soonest_s)
     totals = [sum(w * s.points(asked, DECODE)[n] for s, w in POLICY.decode.scores) for n in (0, 1)]
     assert [f"{total:.3f}" for total in totals] == [row["with free blocks"] for row in DECODE_OUT]
 
@@ -97,7 +98,7 @@ def test_prefill_workers_times_and_points() -> None:
     for row, each, parts in zip(PREFILL_OUT, PREFILL, parts_s, strict=True):
         points = f"{shortest_s / sum(parts):.3f}"
         assert list(row.values()) == [each.worker_id, f"{ms(*parts)} = {ms(sum(parts))}", points]
-    totals = POLICY.prefill.scores[0][0].points(replace(ASK, decode=decode), PREFILL)
+    totals = POLICY.prefill.scores[0][0].points(structs.replace(ASK, decode=decode), PREFILL)
     assert [f"{total:.3f}" for total in totals] == [row["points"] for row in PREFILL_OUT]
 
 
@@ -120,7 +121,7 @@ def test_decision(row: Row) -> None:
         if worker.worker_id != name:
             return worker
         pace = worker.pace if tpot_s is None else replace(worker.pace, tpot_s=(tpot_s,) * len(BATCH_SIZES))
-        return replace(worker, pace=pace, **fields)  # type: ignore[arg-type]
+        return structs.replace(worker, pace=pace, **fields)  # type: ignore[arg-type]
 
     placed = POLICY.place(ASK, [changed(each) for each in DECODE], [changed(each) for each in PREFILL])
     assert isinstance(placed, Placement)

@@ -9,7 +9,7 @@ from typing import Any, cast
 from router.answers import Answers, Arrival, Submitted
 from router.openai_format import AnswerFormat, ChatFormat, TextEvents
 from router.output import Final, OutToken, Piece, ResponseStream, Usage
-from router.sse import SCOPE_KEY, SseResponse
+from router.sse import LOOK_S, REST_S, SCOPE_KEY, SseResponse, Turns
 from tandem.errors import WorkerLost
 from tandem.request import FinishReason
 
@@ -60,7 +60,8 @@ def final() -> Final:
 class Stream:
     """An answer that is being streamed. `turn` lets what was put go out."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns | None = None) -> None:
+        self.turns = turns or Turns()
         self.source = ResponseStream("r", lambda: None)
         self.reader = Reader()
         self.answers = Answers("r", [Submitted(cast(Any, None), cast(Any, None), self.source)], 1)
@@ -69,7 +70,7 @@ class Stream:
     async def begin(self, first: str) -> None:
         self.source.put(piece(first))
         watch = asyncio.create_task(asyncio.sleep(60))
-        response = SseResponse(self.answers, cast(AnswerFormat, Texts()), await self.answers.next(), watch)
+        response = SseResponse(self.answers, cast(AnswerFormat, Texts()), await self.answers.next(), watch, self.turns)
         scope = {"type": "http", SCOPE_KEY: self.reader}
         self.task = asyncio.create_task(response(scope, cast(Any, None), _send))
         await self.turn()
@@ -93,6 +94,29 @@ async def test_what_comes_at_once_is_one_write() -> None:
     stream.source.finish(final())
     await stream.task
     assert stream.reader.writes == [b"begin a", b"bc", b"d end"]
+
+
+async def test_a_busy_router_writes_less_often_until_it_is_no_longer_busy() -> None:
+    now_s, busy_s = 0.0, 0.0
+    stream = Stream(Turns(lambda: now_s, lambda: busy_s))
+    await stream.begin("a")
+    now_s = busy_s = LOOK_S  # not idle for a moment
+    stream.source.put(piece("b"))
+    await stream.turn()
+    stream.source.put(piece("c"))
+    await stream.turn()
+    stream.source.put(piece("d"))
+    await stream.turn()
+    assert stream.reader.writes == [b"begin a", b"b"]
+    await asyncio.sleep(2 * REST_S)
+    assert stream.reader.writes == [b"begin a", b"b", b"cd"]
+    now_s = 2 * LOOK_S  # idle all the time
+    for text in "ef":
+        stream.source.put(piece(text))
+        await stream.turn()
+    assert stream.reader.writes[3:] == [b"e", b"f"]
+    stream.source.finish(final())
+    await stream.task
 
 
 async def test_nothing_is_written_while_the_client_does_not_read_and_nothing_is_lost() -> None:
