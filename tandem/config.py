@@ -42,8 +42,8 @@ class EngineSpec(Frozen):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     weights: Literal["dense", "int8", "int4"] = Field(
         "dense",
-        description="Projections in `dtype`; in int8 with one scale for each output; or in int4 with a scale and a least "
-        "value for each 32 inputs, and the vocabulary's matrix in int8 (CPU, float32).",
+        description="Projections in `dtype`; in int8 with one scale for each output; or in int4 with a scale and a "
+        "least value for each 32 inputs, and the vocabulary's matrix in int8 (CPU, float32).",
     )
     kv_dtype: Literal["auto", "int8"] = Field(
         "auto", description="Of the KV cache: `dtype`, or int8 with a scale for each token and head (CPU, float32)."

@@ -175,8 +175,8 @@ class WeightReader:
         is_part = own.stop - own.start < width
         if self.matrix.weights is Weights.INT4 and is_part and (own.start % GROUP or own.stop % GROUP):
             raise ConfigError(
-                f"engine.weights: int4 takes {GROUP} inputs together, and tp {self.tp.size} cuts the {width} of {name} in "
-                "between: set another tp, or int8",
+                f"engine.weights: int4 takes {GROUP} inputs together, and tp {self.tp.size} cuts the {width} of {name} "
+                "in between: set another tp, or int8",
                 field="engine.weights",
             )
 
