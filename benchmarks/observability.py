@@ -1,8 +1,10 @@
-"""What metrics and tracing cost the router: the work of router_cost on two routers in turn, one that observes nothing
-and one that counts everything and exports traces at the default sampling, to a receiver in this process."""
+"""What metrics and tracing cost the router: the work of router_cost on two routers, one that observes nothing and one
+that counts everything and exports traces at the default sampling, to a receiver in this process. Both work at the same
+time on the same core, so that a slow spell of the machine is both's."""
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from router.testing_otlp import OtlpReceiver, otlp_receiver
 from tandem.config_observability import MetricsSpec, ObservabilitySpec, TracingSpec
 from tandem.tokenizer import Tokenizer
 
-SIZES = CostSizes(http_streams=100, seconds=2.5, rounds=11)
+SIZES = CostSizes(http_streams=50, seconds=2.5, rounds=16)
 QUICK = COST_QUICK
 OFF = ObservabilitySpec(metrics=MetricsSpec(enabled=False))
 
@@ -40,13 +42,13 @@ async def _overhead(sizes: CostSizes, model_dir: Path, receiver: OtlpReceiver) -
         for _, client in pairs:  # warms up, not counted
             await closed_loop(client, prompts, 8, min(2.0, sizes.seconds))
         shares: list[float] = []
-        for number in range(sizes.rounds):
-            cpu_ms: dict[int, float] = {}
-            for which in (0, 1) if number % 2 else (1, 0):
-                bench, client = pairs[which]
-                load = closed_loop(client, prompts, sizes.http_streams, sizes.seconds)
-                cpu_ms[which] = (await measured(bench, load)).cpu_ms
-            shares.append(cpu_ms[1] / cpu_ms[0] - 1)
+        for _ in range(sizes.rounds):
+            loads = (
+                measured(bench, closed_loop(client, prompts, sizes.http_streams, sizes.seconds))
+                for bench, client in pairs
+            )
+            nothing, everything = await asyncio.gather(*loads)
+            shares.append(everything.cpu_ms / nothing.cpu_ms - 1)
         for _, client in pairs:
             await client.close()
     return Figure("obs.overhead_share", round(statistics.median(shares), 4) + 0.0, "share")  # + 0.0: no -0.0
