@@ -264,8 +264,8 @@ class OutLink:
                     if not self._is_moving():
                         self._watch.moved()
                     self._meter.pushed(ticket_id, piece.seq, piece.payload_bytes)
+                    self.moved_bytes += piece.payload_bytes  # before it may be acknowledged, and the ticket be over
                     await sender.push(stream, ticket_id, piece, span)
-                    self.moved_bytes += piece.payload_bytes
 
     async def _read(self, stream: FrameStream) -> None:
         async for header, body in stream.frames():
