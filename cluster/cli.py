@@ -83,7 +83,7 @@ def chat(
     question: Annotated[str | None, typer.Argument(help="Ask once; otherwise read from the terminal or stdin.")] = None,
     model: Model = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy; higher is more varied.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer; unset: what the context leaves.")] = None,
     address: GrpcAddress = None,
     cluster: ClusterName = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue each text as it is, for models without a chat.")] = False,

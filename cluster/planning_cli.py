@@ -31,7 +31,9 @@ Device = Annotated[str, typer.Option(help="a100, h100, h200, b200, cpu, or a YAM
 Cost = Annotated[
     str | None, typer.Option(help="Measured step times FILE.json, or a table FILE:MODEL or FILE:MODEL/HARDWARE.")
 ]
-ElementBytes = Annotated[float, typer.Option(help="Of weights and KV: 2 for bf16, 1 for fp8.")]
+ElementBytes = Annotated[
+    float | None, typer.Option(help="Of weights and KV: 2 for bf16, 4 for fp32; unset: what the device file says.")
+]
 Ttft = Annotated[float | None, typer.Option("--ttft", help="Objective for the time to first token, seconds.")]
 Tpot = Annotated[float | None, typer.Option("--tpot", help="Objective for the time per output token, seconds.")]
 
@@ -42,7 +44,7 @@ def simulate(
     model: ModelName = None,
     device: Device = "cpu",
     cost: Cost = None,
-    element_bytes: ElementBytes = 2.0,
+    element_bytes: ElementBytes = None,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0: aggregated.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
     prefill_tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks of a prefill worker.")] = None,
@@ -92,7 +94,7 @@ def plan(
     attainment: Annotated[float, typer.Option(help="Share of requests that shall meet both objectives.")] = 0.95,
     price: Annotated[float | None, typer.Option(help="Dollars per device and hour.")] = None,
     cost: Cost = None,
-    element_bytes: ElementBytes = 2.0,
+    element_bytes: ElementBytes = None,
     step_tokens: Annotated[list[int] | None, typer.Option(help="Chunk budgets to try.", min=16)] = None,
     running: Annotated[int, typer.Option(help="Most requests that a worker runs.", min=1, max=4096)] = 256,
     source: Annotated[str | None, typer.Option(help="What the values file serves: ORG/NAME, or a folder.")] = None,

@@ -25,7 +25,7 @@ class Ask:
 
     model: str
     temperature: float
-    max_tokens: int
+    max_tokens: int | None
     raw: bool = False
 
     def request(self, messages: list[inference_pb2.ChatMessage]) -> inference_pb2.GenerateRequest:

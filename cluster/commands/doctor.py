@@ -16,6 +16,7 @@ from cluster.run_dirs import run_base
 from cluster.spec_loader import load_spec
 from tandem.config import ClusterSpec
 from tandem.errors import ConfigError, TandemError
+from tandem.tokenizer import Tokenizer
 
 
 class Unchecked(Exception):
@@ -102,6 +103,12 @@ def _redis(spec: ClusterSpec) -> str:
 
 def _model(spec: ClusterSpec) -> str:
     models = resolve_models(spec, progress=lambda what: None, fetch=False)
+    from tandem.model.checkpoint import Checkpoint  # noqa: PLC0415 - torch, which the other checks can do without
+
+    for model in models:
+        Tokenizer.load(model.folder)
+        with Checkpoint.open(model.folder):  # each file's head, and whether the file is as long as that says
+            pass
     return ", ".join(f"{model.spec.served_name} in {model.folder}" for model in models)
 
 

@@ -11,7 +11,7 @@ from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 
 def chat_request(
-    messages: list[inference_pb2.ChatMessage], *, model: str, temperature: float, max_tokens: int
+    messages: list[inference_pb2.ChatMessage], *, model: str, temperature: float, max_tokens: int | None
 ) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(
         model=model,

@@ -48,7 +48,7 @@ class HardwareFlags:
     device: str
     cost: str | None = None
     price: float | None = None
-    element_bytes: float = 2.0
+    element_bytes: float | None = None  # None: the device's
 
 
 def load_traffic(flags: TrafficFlags) -> Trace:
@@ -128,7 +128,8 @@ def load_hardware(flags: HardwareFlags) -> Hardware:
         if not flags.price >= 0:
             raise ConfigError(f"--price: expected at least 0, got {flags.price:g}", field="--price")
         device = device.model_copy(update={"price_per_hour": flags.price})
-    hardware = Hardware(find_model(flags.model, element_bytes=flags.element_bytes), device)
+    element_bytes = device.element_bytes if flags.element_bytes is None else flags.element_bytes
+    hardware = Hardware(find_model(flags.model, element_bytes=element_bytes), device)
     return hardware if flags.cost is None else replace(hardware, measured=_costs(flags.cost, device))
 
 

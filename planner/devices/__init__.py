@@ -34,6 +34,7 @@ class DeviceSpec(Frozen):
     flops_per_s: Positive = Field(description="Dense, in the precision that is served.")
     memory_bytes_per_s: Positive
     memory_bytes: Positive
+    element_bytes: Positive = Field(2.0, description="Of weights and KV, unless told otherwise.")
     mfu: Share = Field(1.0, description="Share of flops_per_s that prefill reaches.")
     mbu: Share = Field(1.0, description="Share of memory_bytes_per_s that decode reaches.")
     step_overhead_s: Annotated[float, Field(ge=0)] = 0.0

@@ -17,6 +17,7 @@ from planner.search.plan import Plan
 from tandem.config import DEMO_MODEL
 from tandem.errors import InputError
 
+MODEL_VOLUME = "/models"  # of the chart
 REDIS_SECRET = "tandem-valkey"
 HUB_SECRET = "tandem-hub-token"
 HUB_MARGIN = 1.1  # of the weights: the other files of a checkpoint, and the volume's own
@@ -31,6 +32,11 @@ GIB = 1 << 30
 def checked_source(source: str | None, model: str) -> str:
     """What the values file serves. Raises InputError when that is only the name of a shape."""
     found = source or model
+    if found.startswith("/") and not found.startswith(f"{MODEL_VOLUME}/"):
+        raise InputError(
+            f"--source: expected a folder below {MODEL_VOLUME}, where the chart mounts the volume, got {found}",
+            field="--source",
+        )
     if "/" in found or found == DEMO_MODEL:
         return found
     raise InputError(

@@ -51,6 +51,9 @@
 {{- $volume := or .Values.models.existingClaim .Values.models.hostPath -}}
 {{- range $index, $model := .Values.cluster.models -}}
 {{- $source := default "smollm2-135m" $model.source -}}
+{{- if and (hasPrefix "/" $source) (not (hasPrefix "/models/" $source)) -}}
+{{- fail (printf "cluster.models[%d].source: expected a folder below /models, where models.existingClaim or models.hostPath is mounted, or a hub name, got %s" $index $source) -}}
+{{- end -}}
 {{- if and (hasPrefix "/models/" $source) (not $volume) -}}
 {{- fail (printf "models.existingClaim: expected a claim (or models.hostPath) that holds %s, the source of cluster.models[%d]: without them the volume at /models begins empty" $source $index) -}}
 {{- end -}}

@@ -121,6 +121,18 @@ def test_doctor_names_the_fix_of_what_is_wrong(tmp_path: Path) -> None:
     assert re.search(r"✓ memory: about \d+ MiB needed .*, \d+ MiB available", done.stdout)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
+def test_doctor_names_a_damaged_file_of_the_checkpoint(tmp_path: Path, name: str) -> None:
+    model = write_tiny_llama(tmp_path / "model")
+    damaged = model / name
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    done = tandem(tmp_path, "doctor", "--model", str(model))
+    assert done.returncode == 1
+    (said,) = [line for line in done.stdout.splitlines() if "model:" in line]
+    assert said.startswith("✗")
+    assert str(damaged) in said
+
+
 def test_doctor_reports_a_missing_model_once(tmp_path: Path) -> None:
     done = tandem(tmp_path, "doctor", "--model", str(tmp_path / "nowhere"))
     assert done.returncode == 1

@@ -124,3 +124,12 @@ def test_a_file_that_is_no_trace_is_told_from_one_without_arrivals(tmp_path: Pat
     result = run("simulate", str(tmp_path / "t.csv"), *MODEL)
     assert isinstance(result.exception, InputError)
     assert said in str(result.exception)
+
+
+def test_a_cpu_serves_fp32_unless_told_otherwise() -> None:
+    def kv_bytes(*more: str) -> float:
+        result = run("simulate", *TRAFFIC, "--model", "smollm2-135m", "--device", "cpu", "--json", *more)
+        assert result.exit_code == 0, result.output
+        return float(json.loads(result.stdout)["kv_bytes_moved"])
+
+    assert kv_bytes() == kv_bytes("--element-bytes", "4") == 2 * kv_bytes("--element-bytes", "2")

@@ -310,6 +310,7 @@ def test_a_changed_spec_changes_the_head_pod(render: Render) -> None:
         ("gateway.enabled=true", "gateway.parentRefs: expected at least one"),
         ("ingress.enabled=true", "ingress.host: expected a host name"),
         ("cluster.models[0].source=/models/x", "models.existingClaim: expected a claim"),
+        ("cluster.models[0].source=/data/x", "cluster.models[0].source: expected a folder below /models"),
         ("models.pull=false", "models.pull: expected true, or models.existingClaim"),
         ("models.hostPath=models", "/models/hostPath"),
         ("disruption.head.maxUnavailable=2", "/disruption/head/maxUnavailable"),

@@ -120,4 +120,6 @@ def test_the_name_of_a_shape_is_no_checkpoint() -> None:
     with pytest.raises(InputError, match=r"--source: expected with --values the checkpoint .* 'llama-3-70b' is only"):
         checked_source(None, "llama-3-70b")
     assert checked_source(None, "smollm2-135m") == "smollm2-135m"
+    with pytest.raises(InputError, match="below /models"):
+        checked_source(None, "/data/llama")
     assert checked_source(None, "meta-llama/Llama-3-70B") == "meta-llama/Llama-3-70B"
