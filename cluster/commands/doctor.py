@@ -103,12 +103,11 @@ def _redis(spec: ClusterSpec) -> str:
 
 def _model(spec: ClusterSpec) -> str:
     models = resolve_models(spec, progress=lambda what: None, fetch=False)
-    from tandem.model.checkpoint import Checkpoint  # noqa: PLC0415 - torch, which the other checks can do without
+    from tandem.engine.factory import check_checkpoint  # noqa: PLC0415 - torch, which the other checks do without
 
     for model in models:
         Tokenizer.load(model.folder)
-        with Checkpoint.open(model.folder):  # each file's head, and whether the file is as long as that says
-            pass
+        check_checkpoint(model.folder)
     return ", ".join(f"{model.spec.served_name} in {model.folder}" for model in models)
 
 

@@ -17,6 +17,7 @@ from tandem.engine.tp_group import TpGroup
 from tandem.errors import ConfigError
 from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.layout import KvPoolLayout
+from tandem.model.checkpoint import Checkpoint
 from tandem.model.matrices import MatrixMaker, Weights
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
@@ -49,6 +50,12 @@ class Rank:
         for step in self.group.steps():
             if step.sequences or step.exports:
                 self.runner.execute(step)
+
+
+def check_checkpoint(model_dir: Path) -> None:
+    """Looks at the heads of the weights' files. Raises CheckpointError naming one that is missing or not whole."""
+    with Checkpoint.open(model_dir):
+        pass
 
 
 def build_rank(
