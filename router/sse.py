@@ -140,7 +140,7 @@ class _Pump:
             self._turns.add(self)
 
     def turn(self) -> None:
-        """Writes what has come."""
+        """Writes what has come. Never raises: others write in the same turn."""
         self._due = False
         if self.ended.done():
             return
@@ -155,18 +155,21 @@ class _Pump:
     def _move(self) -> None:
         """All that has come, and the end when that has come too: an error is told only after what came before it."""
         events: list[bytes] = []
+        is_last = False
         try:
             events += self._form.events(self._answers.take())
             if self._answers.has_failed:
                 self._answers.take()
             if self._answers.ended:
                 events += self._form.end()
-                self.ended.set_result(None)
+                is_last = True
         except TandemError as error:
             if error.code is not ErrorCode.CANCELLED:
                 events += self._form.failed(error)
-            self.ended.set_result(None)
+            is_last = True
         self._write(events)
+        if is_last:
+            self.ended.set_result(None)
 
     def _write(self, events: list[bytes]) -> None:
         if events:

@@ -6,6 +6,8 @@ import asyncio
 import json
 from typing import Any, cast
 
+import pytest
+
 from router.answers import Answers, Arrival, Submitted
 from router.openai_format import AnswerFormat, ChatFormat, TextEvents
 from router.output import Final, OutToken, Piece, ResponseStream, Usage
@@ -94,6 +96,25 @@ async def test_what_comes_at_once_is_one_write() -> None:
     stream.source.finish(final())
     await stream.task
     assert stream.reader.writes == [b"begin a", b"bc", b"d end"]
+
+
+async def test_a_last_write_that_fails_ends_its_own_stream_and_no_other() -> None:
+    turns = Turns()
+    broken, whole = Stream(turns), Stream(turns)
+    await broken.begin("a")
+    await whole.begin("a")
+
+    def fail(data: bytes) -> None:
+        raise OSError("the connection is gone")
+
+    broken.reader.write_chunk = fail  # type: ignore[method-assign]
+    broken.source.fail(WorkerLost("gone"))
+    whole.source.put(piece("b"))
+    await whole.turn()
+    assert whole.reader.writes[-1] == b"b"
+    with pytest.raises(OSError, match="the connection is gone"):
+        await broken.task
+    whole.task.cancel()
 
 
 async def test_a_busy_router_writes_less_often_until_it_is_no_longer_busy() -> None:
