@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import ConfigError
-from tandem.native.library import GROUP, Kernels, PackedFloat32, PackedInt4, PackedInt8
+from tandem.native.library import GROUP, Kernels
+
+Packed = TypeVar("Packed")
 
 
 class Weights(StrEnum):
@@ -40,39 +43,16 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
-class NativeFloat32:
-    """Every output is one sum in one order, whatever the batch."""
+class Native(Generic[Packed]):
+    """Every output is made in one order, whatever the batch: one sum in fp32; or, of rows quantised one by one, sums of
+    integers (int8: one; int4: one for each group of inputs, which are then added)."""
 
-    kernels: Kernels
-    matrix: PackedFloat32
+    multiply: Callable[[Tensor, Packed, Tensor | None], Tensor]
+    matrix: Packed
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.kernels.linear_float32(x, self.matrix, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class NativeInt8:
-    """Sums of integers, rows quantised one by one: exact in any batch."""
-
-    kernels: Kernels
-    matrix: PackedInt8
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.kernels.linear_int8(x, self.matrix, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class NativeInt4:
-    """The same, with a sum of integers for each group of inputs, which are added in one order."""
-
-    kernels: Kernels
-    matrix: PackedInt4
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.kernels.linear_int4(x, self.matrix, self.bias)
+        return self.multiply(x, self.matrix, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +83,11 @@ class MatrixMaker:
             return Dense(weight, bias)
         padded = None if bias is None else self.kernels.padded_bias(bias)
         if not self.quantises:
-            return NativeFloat32(self.kernels, self.kernels.pack_float32(weight), padded)
+            return Native(self.kernels.linear_float32, self.kernels.pack_float32(weight), padded)
         if self.weights is Weights.INT4:
-            return NativeInt4(self.kernels, self.kernels.pack_int4(*quantised_int4(weight)), padded)
+            return Native(self.kernels.linear_int4, self.kernels.pack_int4(*quantised_int4(weight)), padded)
         values, scales = quantised_int8(weight, largest)
-        return NativeInt8(self.kernels, self.kernels.pack_int8(values, scales), padded)
+        return Native(self.kernels.linear_int8, self.kernels.pack_int8(values, scales), padded)
 
 
 def quantised_int8(weight: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
