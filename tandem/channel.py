@@ -7,7 +7,9 @@ the limit is refused before memory is allocated.
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
+import threading
 from collections.abc import AsyncIterator
 from typing import Any, Generic, TypeVar
 
@@ -65,3 +67,51 @@ class Channel(Generic[T]):
 
     def close(self) -> None:
         self._writer.close()
+
+
+class ThreadSender:
+    """Sends on a connection from another thread than its loop's, at once: the loop's thread would have to wait for the
+    interpreter, which a thread that computes holds. Only what the socket does not take is left to the loop.
+
+    Args:
+        writer: of the connection, on whose loop this is made; nobody else writes to it.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket = writer.get_extra_info("socket").dup()
+        self._lock = threading.Lock()
+        self._left = bytearray()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Never waits. A closed connection drops it: the reading side reports the end."""
+        data = encode(message)
+        with self._lock:
+            if self._left:
+                self._left += data
+                return
+            sent = self._write(data)
+            if sent < len(data):
+                self._left += data[sent:]
+                self._loop.call_soon_threadsafe(self._loop.add_writer, self._socket, self._go_on)
+
+    def close(self) -> None:
+        """On the loop."""
+        with self._lock:
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+
+    def _write(self, data: bytes | bytearray) -> int:
+        """How much of it is dealt with."""
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return len(data)
+
+    def _go_on(self) -> None:
+        with self._lock:
+            del self._left[: self._write(self._left)]
+            if not self._left:
+                self._loop.remove_writer(self._socket)
