@@ -126,16 +126,12 @@ class RankExporter:
 
     def __init__(self, client: AgentClient) -> None:
         self._client = client
-        self._layers_matter = False
 
     def begin_step(self, ranges: Sequence[ExportRange]) -> None:
-        self._layers_matter = any(not each.in_cache for each in ranges)
-        if ranges:
-            self._client.send(BeginStep(tuple(_on_the_wire(each) for each in ranges)))
+        self._client.send(BeginStep(tuple(_on_the_wire(each) for each in ranges)))
 
     def layer_done(self, layer: int) -> None:
-        if self._layers_matter:
-            self._client.send(LayerDone(layer))
+        self._client.send(LayerDone(layer))
 
 
 def _on_the_wire(each: ExportRange) -> Range:

@@ -81,37 +81,41 @@ class ThreadSender:
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket = writer.get_extra_info("socket").dup()
         self._lock = threading.Lock()
-        self._left = bytearray()
+        self._unsent = bytearray()
 
-    def send(self, message: msgspec.Struct) -> None:
-        """Never waits. A closed connection drops it: the reading side reports the end."""
-        data = encode(message)
+    def send(self, *messages: msgspec.Struct) -> None:
+        """Never waits. A closed connection drops them: the reading side reports the end."""
+        data = b"".join(encode(message) for message in messages)
         with self._lock:
-            if self._left:
-                self._left += data
-                return
-            sent = self._write(data)
-            if sent < len(data):
-                self._left += data[sent:]
-                self._loop.call_soon_threadsafe(self._loop.add_writer, self._socket, self._go_on)
+            loop_sends = bool(self._unsent)
+            self._unsent += data
+            if not loop_sends:
+                self._write()
+                if self._unsent:
+                    self._loop.call_soon_threadsafe(self._watch)
 
     def close(self) -> None:
         """On the loop."""
         with self._lock:
+            self._unsent.clear()
             self._loop.remove_writer(self._socket)
             self._socket.close()
 
-    def _write(self, data: bytes | bytearray) -> int:
-        """How much of it is dealt with."""
-        try:
-            return self._socket.send(data)
-        except BlockingIOError:
-            return 0
-        except OSError:
-            return len(data)
+    def _watch(self) -> None:
+        with self._lock:
+            if self._unsent:
+                self._loop.add_writer(self._socket, self._go_on)
 
     def _go_on(self) -> None:
         with self._lock:
-            del self._left[: self._write(self._left)]
-            if not self._left:
+            self._write()
+            if not self._unsent:
                 self._loop.remove_writer(self._socket)
+
+    def _write(self) -> None:
+        try:
+            del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._unsent.clear()

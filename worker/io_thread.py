@@ -40,6 +40,7 @@ class ServiceLink:
         self._io = io
         self._inbox = inbox
         self._sender: ThreadSender | None = None
+        self._waiting: list[msgspec.Struct] = []
 
     def listen(self, path: Path, ready: LeaderReady) -> None:
         """Accepts exactly one service, and greets it with `ready`."""
@@ -61,8 +62,13 @@ class ServiceLink:
         self._io.submit(_listen(accept, path)).result()
 
     def send(self, message: msgspec.Struct) -> None:
-        if self._sender is not None:
-            self._sender.send(message)
+        """Leaves with the next `flush`."""
+        self._waiting.append(message)
+
+    def flush(self) -> None:
+        if self._waiting and self._sender is not None:
+            self._sender.send(*self._waiting)
+        self._waiting.clear()
 
     def send_frame(self, session: int, frame: bytes) -> None:
         self.send(ToRouter(session, frame))

@@ -118,6 +118,7 @@ class Leader:
         requests.outbox.flush(
             self._engine.load(), self._steps, self._agents.reach(), requests.sessions, requests.busy_sessions
         )
+        self._service.flush()
 
     def _handle(self, event: Event) -> None:
         match event:

@@ -52,9 +52,14 @@ class Reservation:
 class KvExporter(Protocol):
     """Called by every rank's runner inside a step, for its own shard. Must not block."""
 
-    def begin_step(self, ranges: Sequence[ExportRange]) -> None: ...
+    def begin_step(self, ranges: Sequence[ExportRange]) -> None:
+        """There are some."""
+        ...
 
-    def layer_done(self, layer: int) -> None: ...
+    def layer_done(self, layer: int) -> None:
+        """This layer of the ranges that are not in the cache is in the pool, with all before it. Told of the last layer,
+        and of others where enough was written since."""
+        ...
 
 
 class TokenOut(msgspec.Struct, frozen=True):  # made for each token, a tenth of a dataclass's time
