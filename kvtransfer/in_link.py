@@ -194,6 +194,7 @@ class InLink:
         task = asyncio.create_task(placing)
         task.add_done_callback(self._placed)
         self._placing.append(task)
+        await asyncio.sleep(0)  # it begins before the next frame is looked at
         await self._settle(left=PLACES_AHEAD)
 
     def _digest_of(self, ticket_id: str, piece: Piece) -> asyncio.Future[int]:
