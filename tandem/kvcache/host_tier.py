@@ -64,7 +64,7 @@ class HostTier:
         return block_hash in self._slots or block_hash in self._claimed
 
     def keep(self, block_hash: BlockHash, block: int) -> BlockHash | None:
-        """`block` leaves the pool. Returns the hash that leaves the tier for it: its own where every slot is claimed."""
+        """`block` leaves the pool. Returns the hash that leaves the tier for it: its own if all slots are claimed."""
         if block_hash in self._claimed:  # it leaves again before it was copied in
             del self._ins[block_hash]
             self._slots[block_hash] = self._claimed.pop(block_hash)

@@ -96,8 +96,8 @@ class Scheduler:
         self._stalled = False
 
     def reserve(self, sequence: Sequence) -> int:
-        """Leases blocks for the whole prompt; returns how many leading ones are cached here. The pool's copies are to be
-        done before anybody writes to the others.
+        """Leases blocks for the whole prompt; returns how many leading ones are cached here. The pool's copies are to
+        be done before anybody writes to the others.
 
         Raises:
             KvExhausted: there is no room now, or it belongs to those who wait for it; nothing is changed.

@@ -1,4 +1,4 @@
-"""What leaves the pool is found in the host tier and comes back with its content, whatever was overwritten meanwhile."""
+"""What leaves the pool is found in the host tier and comes back with its content, whatever is overwritten meanwhile."""
 
 from __future__ import annotations
 
