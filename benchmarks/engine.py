@@ -72,8 +72,8 @@ class Bench:
         return self._ranks[mode]
 
     def new_rank(self, mode: str, **options: object) -> Rank:
-        settings = {"threads_per_rank": self.threads, "max_step_tokens": 2048} | MODES[mode] | options
-        spec = EngineSpec.model_validate(settings)
+        own = {"threads_per_rank": self.threads, "max_step_tokens": 2048}
+        spec = EngineSpec.model_validate({**own, **MODES[mode], **options})
         return build_rank(self.folder, spec, rank=0, size=1, rendezvous_file=self.scratch / mode, exporter=NoExport())
 
     def new_prompt(self, length: int) -> list[int]:

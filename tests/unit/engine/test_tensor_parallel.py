@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -139,6 +141,23 @@ def test_every_rank_keeps_its_part_of_evicted_blocks(tmp_path: Path, reference_f
         assert driver.tokens["0"] == expected["0"]
         leader.engine.close()
         assert [process.wait(120) for process in started] == [0]
+
+
+def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
+    said: list[str] = []
+    with ThreadPoolExecutor(2) as pool:
+        device = torch.device("cpu")
+        leader, follower = pool.map(lambda rank: TpGroup(tmp_path / "r", rank, 2, device), range(2))
+
+        def come_late() -> None:
+            time.sleep(0.2)
+            said.append("late")
+            follower.meet()
+
+        late = pool.submit(come_late)
+        leader.meet()
+        assert said == ["late"]
+        late.result()
 
 
 def test_a_follower_ends_when_its_leader_dies(tmp_path: Path) -> None:
