@@ -144,7 +144,7 @@ class BlockPool:
             raise InternalError(f"block {block} is committed and nobody holds it")
         if self._hash[block] is not None or block_hash in self._by_hash:
             return
-        self._name(block, block_hash)
+        self._hash[block], self._by_hash[block_hash] = block_hash, block
         if self._tier is None or block_hash not in self._tier:
             self._tell(True, block_hash)
 
@@ -182,13 +182,9 @@ class BlockPool:
         new = self._take(count, hold)
         for block_hash, block in zip(below, new, strict=False):
             tier.restore(block_hash, block)
-            self._name(block, block_hash)
+            self._hash[block], self._by_hash[block_hash] = block_hash, block
         rest = iter(new)
         return [each if isinstance(each, int) else next(rest) for each in found] + list(rest)
-
-    def _name(self, block: int, block_hash: BlockHash) -> None:
-        self._hash[block] = block_hash
-        self._by_hash[block_hash] = block
 
     def _vacate(self) -> int:
         """A block nobody holds and nobody can find."""
