@@ -105,7 +105,7 @@ class Leader:
                     os.kill(pid, signal.SIGKILL)
 
     def _tell_meters(self) -> None:
-        meters = self._meters.frame(self._engine.preemptions, self._agents.links())
+        meters = self._meters.frame(self._engine.preemptions, self._engine.load().host, self._agents.links())
         if meters != self._told_meters:
             self._told_meters = meters
             for session in self._requests.sessions:

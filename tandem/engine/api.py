@@ -17,6 +17,7 @@ import msgspec
 from tandem.blockhash import HashKey
 from tandem.errors import TandemError
 from tandem.kvcache.block_pool import BlockCounts, CacheEvent
+from tandem.kvcache.host_tier import NO_TIER, TierCounts
 from tandem.request import FinishReason, SamplingParams
 from tandem.sampling.sampler import TokenLogprob
 from tandem.scheduler.scheduler import ExportRange
@@ -107,6 +108,7 @@ class EngineLoad:
     waiting_tokens: int
     blocks: BlockCounts
     reserved_requests: int = 0  # neither waiting nor running: somebody else fills their blocks
+    host: TierCounts = NO_TIER
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,7 @@ __all__ = [
     "ScoredToken",
     "StepResult",
     "StepWork",
+    "TierCounts",
     "TokenLogprob",
     "TokenOut",
 ]

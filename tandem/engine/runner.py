@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tandem.engine.api import KvExporter, ScoredToken
 from tandem.engine.attention import StepAttention
+from tandem.engine.host_pool import HostPool
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.native_attention import NativeStepAttention
 from tandem.engine.scores import score
@@ -33,12 +34,22 @@ class StepOutput:
 
 
 class ModelRunner:
-    """Args: `kernels` attend; None: torch does."""
+    """Args: `kernels` attend; None: torch does. `meet` returns when every rank of the worker has called it; None: there
+    is one."""
 
     def __init__(
-        self, model: Decoder, pool: KvPool, exporter: KvExporter, device: torch.device, kernels: Kernels | None = None
+        self,
+        model: Decoder,
+        pool: KvPool,
+        exporter: KvExporter,
+        device: torch.device,
+        kernels: Kernels | None = None,
+        host: HostPool | None = None,
+        meet: Callable[[], None] | None = None,
     ) -> None:
         self._kernels = kernels
+        self._host = host
+        self._meet = meet
         self._model = model
         self._pool = pool
         self._exporter = exporter
@@ -46,6 +57,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput:
+        """On the leader it returns when every rank has done the step's copies."""
+        if step.copies is not None:
+            assert self._host is not None  # copies come of a tier
+            self._host.copy(step.copies)
+            if self._meet is not None and not step.sequences:  # else the ranks meet in the model
+                self._meet()
         if step.exports:
             self._exporter.begin_step(step.exports)
         if not step.sequences:  # held requests are exported while nothing runs
