@@ -82,7 +82,7 @@ class DecodeGraphs:
         self._inputs = _Inputs(pool, self._sizes[-1], most_tokens)
         self._logits = torch.empty(self._sizes[-1], model.config.vocab_size, dtype=torch.float32, device=pool.device)
         self._best = torch.empty(self._sizes[-1], dtype=torch.int64, device=pool.device)
-        self._replays: dict[int, Callable[[], None]] = {}
+        self.replays: dict[int, Callable[[], None]] = {}
 
     def takes(self, step: StepInput) -> bool:
         """Whether it only decodes, and nothing of it is wanted but logits."""
@@ -97,9 +97,9 @@ class DecodeGraphs:
         count = len(sequences)
         size = next(each for each in self._sizes if each >= count)
         self._inputs.lay(sequences, size)
-        if size not in self._replays:
-            self._replays[size] = self._recorder.record(partial(self._decode, size))
-        self._replays[size]()
+        if size not in self.replays:
+            self.replays[size] = self._recorder.record(partial(self._decode, size))
+        self.replays[size]()
         return self._logits[:count], self._best[:count]
 
     @torch.inference_mode()
@@ -107,7 +107,7 @@ class DecodeGraphs:
         """So that no request waits for a recording. The largest first: the others fit into its memory."""
         for size in reversed(self._sizes):
             self._inputs.lay([], size)
-            self._replays[size] = self._recorder.record(partial(self._decode, size))
+            self.replays[size] = self._recorder.record(partial(self._decode, size))
 
     def _decode(self, size: int) -> None:
         inputs = self._inputs

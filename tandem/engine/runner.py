@@ -33,7 +33,7 @@ class ModelRunner:
     ) -> None:
         self._kernels = kernels
         self._paged = paged
-        self._graphs = graphs
+        self.graphs = graphs
         self._model = model
         self._pool = pool
         self._exporter = exporter
@@ -45,8 +45,8 @@ class ModelRunner:
             self._exporter.begin_step(step.exports)
         if not step.sequences:  # held requests are exported while nothing runs
             return StepOutput([], [], [])
-        if self._graphs is not None and self._graphs.takes(step):
-            return step_output(step.sequences, *self._graphs.run(step.sequences), [])
+        if self.graphs is not None and self.graphs.takes(step):
+            return step_output(step.sequences, *self.graphs.run(step.sequences), [])
         token_ids = [token for sequence in step.sequences for token in sequence.token_ids]
         positions = [s.start + offset for s in step.sequences for offset in range(len(s.token_ids))]
         rows: list[int] = []

@@ -53,19 +53,20 @@ class TritonAttention:
         if splits > 1:
             parts = torch.empty(tokens, heads, splits, head_dim, dtype=torch.float32, device=query.device)
             edges = torch.empty(2, tokens, heads, splits, dtype=torch.float32, device=query.device)
-        _attend[(tiles, kv_heads, splits)](
-            query, key, value, out, parts, edges, cu_seq_q, seqused_k, block_table,
-            sequences, tokens, (scale or head_dim**-0.5) * _LOG2_E, query.stride(0), query.stride(1),
-            key.stride(0), key.stride(1), key.stride(2), block_table.stride(0),
-            left=window_size[0], heads=heads // kv_heads, group=group, all_heads=heads, dims=head_dim,
-            dims_padded=triton.next_power_of_2(head_dim), page=page, rows=rows, tile=tile, splits=splits,
-            one_query=one_query, num_warps=4 if one_query else 8, num_stages=2,
-        )  # fmt: skip
-        if splits > 1:
-            _join[(tokens, heads)](
-                out, parts, edges, tokens, all_heads=heads, dims=head_dim,
-                dims_padded=triton.next_power_of_2(head_dim), splits=splits,
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+            _attend[(tiles, kv_heads, splits)](
+                query, key, value, out, parts, edges, cu_seq_q, seqused_k, block_table,
+                sequences, tokens, (scale or head_dim**-0.5) * _LOG2_E, query.stride(0), query.stride(1),
+                key.stride(0), key.stride(1), key.stride(2), block_table.stride(0),
+                left=window_size[0], heads=heads // kv_heads, group=group, all_heads=heads, dims=head_dim,
+                dims_padded=triton.next_power_of_2(head_dim), page=page, rows=rows, tile=tile, splits=splits,
+                one_query=one_query, num_warps=4 if one_query else 8, num_stages=2,
             )  # fmt: skip
+            if splits > 1:
+                _join[(tokens, heads)](
+                    out, parts, edges, tokens, all_heads=heads, dims=head_dim,
+                    dims_padded=triton.next_power_of_2(head_dim), splits=splits,
+                )  # fmt: skip
         return out
 
     def _splits(self, programs: int, most_tiles: int) -> int:
@@ -74,7 +75,8 @@ class TritonAttention:
         return 1 << max(0, wanted.bit_length() - 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Not for numbers that change with every step: a kernel would be compiled for 1, for multiples of 16 and for the rest.
+@triton.jit(do_not_specialize=["sequences", "tokens", "table_stride"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     query, keys, values, out, parts, edges, starts, lengths, tables,
     sequences, tokens, scale, query_stride, head_stride,
@@ -160,7 +162,7 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(edges + tokens.to(tl.int64) * all_heads * splits + part, total, mask=known)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
     out, parts, edges, tokens,
     all_heads: tl.constexpr, dims: tl.constexpr, dims_padded: tl.constexpr, splits: tl.constexpr,
