@@ -13,7 +13,7 @@ from tandem.model.decoder import AttentionTerms
 
 # (queries, keys) of each sequence: steps that decode, few and many, with keys for every split; and chunks among them.
 _BATCHES: Final = ([(1, 1500)], [(1, 1 + 75 * n) for n in range(12)], [(1, 9), (70, 70), (40, 150), (1, 1), (129, 200)])
-_TOLERANCE: Final = 0.03  # of answers around 1 in half precision
+_TOLERANCE: Final = 0.05  # of a head's answer; rounding in half precision makes less than half of it
 
 
 def fault(
@@ -21,14 +21,15 @@ def fault(
 ) -> str | None:
     """What is wrong with `kernel` for pools of this layout (only its shape counts); None when all is well."""
     try:
-        worst = max(
+        differences = [
             _difference(kernel, layout, terms.heads, window, batch, dtype, device)
             for window in {None, *terms.windows}
             for batch in _BATCHES
-        )
+        ]
     except Exception as error:  # no compiler, no room for its tiles, an old driver: it cannot be had here
         return f"{type(error).__name__}: {error}"
-    return None if worst < _TOLERANCE else f"its answers differ from the right ones by {worst:.3g}"
+    worst = float(torch.stack(differences).max())  # which is NaN where one is
+    return None if worst < _TOLERANCE else f"its answers differ from the right ones by {worst:.3g} of their size"
 
 
 def _difference(
@@ -39,8 +40,8 @@ def _difference(
     batch: list[tuple[int, int]],
     dtype: torch.dtype,
     device: torch.device,
-) -> float:
-    """The largest; NaN where something is no number."""
+) -> Tensor:
+    """Of a token's head the largest, beside the size of what is right there."""
     generator = torch.Generator(device).manual_seed(0)
     width = max(blocks_for(keys, layout.block_tokens) for _, keys in batch)
     shape = (len(batch) * width, 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
@@ -59,7 +60,9 @@ def _difference(
             enable_gqa=True, seqused_k=lengths, block_table=tables,
         ).float()  # fmt: skip
 
-    return float((answer(kernel) - answer(plain_attention)).abs().max())
+    right = answer(plain_attention)
+    worst: Tensor = ((answer(kernel) - right).norm(dim=-1) / right.norm(dim=-1)).max()
+    return worst
 
 
 def plain_attention(

@@ -16,6 +16,8 @@ from tandem.engine.paged_kernels import PagedPath, _kernels
 from tandem.engine.testing import EngineDriver, single_rank
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import AttentionTerms
+from tandem.model.device_ops import choose_ops
+from tandem.model.ops import TORCH_OPS
 from tandem.request import SamplingParams
 from tandem.testing import random_prompt, write_tiny_llama
 
@@ -65,6 +67,11 @@ def test_every_kernel_there_is_computes_what_it_should(
     found = {name: fault(kernel, layout, terms, dtype, CUDA) for name, kernel in _kernels(CUDA)}
     assert found
     assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_element_wise_work_is_tritons_for_it_is_right(dtype: torch.dtype) -> None:
+    assert choose_ops(None, CUDA, dtype) is not TORCH_OPS
 
 
 @pytest.mark.parametrize("count", [1, 3, 11])
