@@ -16,7 +16,6 @@ from typing import cast
 
 import torch
 from torch.nn import attention
-from torch.nn.attention.varlen import varlen_attn
 
 from tandem.engine.decode_graphs import CudaRecorder, Recorder
 from tandem.engine.kv_pool import DTYPES
@@ -89,7 +88,8 @@ def _kernels(device: torch.device) -> Iterator[tuple[str, PagedKernel]]:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version >= _FIRST_WITH_PAGES and generation == _HOPPER and importlib.util.find_spec(_FA3_MODULE) is not None:
         attention.activate_flash_attention_impl("FA3")
-        yield "FlashAttention 3", cast(PagedKernel, varlen_attn)
+        varlen = importlib.import_module("torch.nn.attention.varlen")  # takes more than a second, for nothing on a CPU
+        yield "FlashAttention 3", cast(PagedKernel, varlen.varlen_attn)
     if generation >= _AMPERE and importlib.util.find_spec("triton") is not None:
         ours = importlib.import_module("tandem.engine.triton_attention")  # imports Triton, which a CPU has none of
         processors = torch.cuda.get_device_properties(device).multi_processor_count
