@@ -31,18 +31,17 @@ class StepOutput:
 
 def best_of(logits: Tensor) -> Tensor:
     """[rows, vocab_size] → [rows] int64 for `step_output`. Of equals the lowest; no number counts as the largest."""
-    return _checked(logits, logits.argmax(dim=1))
+    best = logits.argmax(dim=1)
+    return best.where(logits.gather(1, best.unsqueeze(1)).squeeze(1).isfinite(), _NO_NUMBER)
 
 
 def best_of_any(logits: Tensor) -> Tensor:
     """As `best_of`, where nothing is recorded: on the CPU by numpy, ten times as fast."""
     if logits.device.type != "cpu":
         return best_of(logits)
-    return _checked(logits, torch.from_numpy(logits.numpy().argmax(axis=1)))
-
-
-def _checked(logits: Tensor, best: Tensor) -> Tensor:
-    return best.where(logits.gather(1, best.unsqueeze(1)).squeeze(1).isfinite(), _NO_NUMBER)
+    values = logits.numpy()
+    best = values.argmax(axis=1)
+    return torch.from_numpy(np.where(np.isfinite(values[np.arange(len(best)), best]), best, _NO_NUMBER))
 
 
 def step_output(

@@ -60,7 +60,7 @@ def _checked_kernel(model: Decoder, layout: KvPoolLayout, device: torch.device) 
     reason = refusal(model, layout)
     if reason is None:
         reason = "there is no paged kernel for this GPU: expected Triton or FlashAttention 3"
-        for name, kernel in _kernels(device):
+        for name, kernel in kernels_there(device):
             wrong = fault(kernel, layout, model.attention, DTYPES[layout.dtype], device)
             if wrong is None:
                 logger.info("attention by %s", name)

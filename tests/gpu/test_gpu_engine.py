@@ -12,7 +12,7 @@ import torch
 from tandem.engine.decode_graphs import CudaRecorder
 from tandem.engine.factory import Rank
 from tandem.engine.paged_check import fault, plain_attention
-from tandem.engine.paged_kernels import PagedPath, _kernels
+from tandem.engine.paged_kernels import PagedPath, kernels_there
 from tandem.engine.testing import EngineDriver, single_rank
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import AttentionTerms
@@ -64,7 +64,7 @@ def test_every_kernel_there_is_computes_what_it_should(
 ) -> None:
     layout = KvPoolLayout(1, 1, kv_heads, page, head_dim, "bfloat16")
     terms = AttentionTerms(heads, head_dim**-0.5, None, (None, 24, 1000))
-    found = {name: fault(kernel, layout, terms, dtype, CUDA) for name, kernel in _kernels(CUDA)}
+    found = {name: fault(kernel, layout, terms, dtype, CUDA) for name, kernel in kernels_there(CUDA)}
     assert found
     assert not any(found.values()), found
 
