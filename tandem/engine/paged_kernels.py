@@ -82,7 +82,7 @@ def refusal(model: Decoder, layout: KvPoolLayout) -> str | None:
     return None
 
 
-def _kernels(device: torch.device) -> Iterator[tuple[str, PagedKernel]]:
+def kernels_there(device: torch.device) -> Iterator[tuple[str, PagedKernel]]:
     """Those that are there, the best first. All take blocks of any size and split long sequences."""
     generation, _ = torch.cuda.get_device_capability(device)
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from tandem.engine.factory import Rank
 from tandem.engine.paged_check import fault, plain_attention
@@ -43,6 +45,17 @@ def test_the_plain_way_is_right_by_definition_and_wrong_ones_are_found() -> None
     assert "differ" in str(fault(forgets_the_window, LAYOUT, TERMS, torch.float32, CPU))
     assert "differ" in str(fault(leaves_a_row_out, LAYOUT, TERMS, torch.float32, CPU))
     assert fault(cannot, LAYOUT, TERMS, torch.float32, CPU) == "RuntimeError: out of shared memory"
+
+
+def test_kernels_are_called_as_torchs_own_is() -> None:
+    theirs = inspect.signature(varlen_attn).parameters
+    if "block_table" not in theirs:
+        pytest.skip("pages came with torch 2.12")
+    ours = inspect.signature(plain_attention).parameters
+    assert [*ours] == [name for name in theirs if name in ours]
+    assert all(ours[name].kind == theirs[name].kind for name in ours)
+    required = {name for name, each in theirs.items() if each.default is inspect.Parameter.empty}
+    assert required <= ours.keys()
 
 
 INTERPRETED = """
