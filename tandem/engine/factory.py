@@ -11,13 +11,16 @@ from tandem.config import EngineSpec
 from tandem.engine.api import KvExporter
 from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.engine import Engine
+from tandem.engine.host_pool import HostPool, host_slots
 from tandem.engine.kernels import choose_kernels
 from tandem.engine.kv_pool import DTYPES, KvPool, pool_layout
 from tandem.engine.paged_kernels import PagedPath, choose_paged_path
 from tandem.engine.runner import ModelRunner
+from tandem.engine.step import HEARTBEAT
 from tandem.engine.tp_group import TpGroup
 from tandem.errors import ConfigError
 from tandem.kvcache.block_pool import BlockPool
+from tandem.kvcache.host_tier import HostTier
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.checkpoint import Checkpoint
 from tandem.model.matrices import MatrixMaker, Weights
@@ -50,7 +53,7 @@ class Rank:
         if self.group is None:
             raise ConfigError("a worker of one rank has nobody to follow", field="rank")
         for step in self.group.steps():
-            if step.sequences or step.exports:
+            if step != HEARTBEAT:
                 self.runner.execute(step)
 
 
@@ -79,6 +82,7 @@ def build_rank(
     layout = pool_layout(
         spec, layers=config.layers, kv_heads=config.rank_kv_heads(size), head_dim=config.head_dim
     )
+    slots = host_slots(spec, layout)
     kernels = choose_kernels(spec, layout, size)
     group = TpGroup(rendezvous_file, rank, size, device) if size > 1 else None
     tp = TensorParallel(rank, size, group.collectives if group else None)
@@ -88,6 +92,7 @@ def build_rank(
     )
     paged = paged or choose_paged_path(model, layout, device)
     pool = KvPool(layout, device, spare=paged is not None)
+    host = HostPool(slots, pool) if slots else None
     graphs = None
     if paged is not None and paged.recorder is not None:
         graphs = DecodeGraphs(
@@ -95,11 +100,14 @@ def build_rank(
             most_requests=spec.max_running_requests, most_tokens=max_model_tokens,
         )  # fmt: skip
         graphs.record_all()
-    runner = ModelRunner(model, pool, exporter, device, kernels, paged.kernel if paged else None, graphs)
+    runner = ModelRunner(
+        model, pool, exporter, device, kernels, host, group.meet if group else None,
+        paged=paged.kernel if paged else None, graphs=graphs,
+    )  # fmt: skip
     leader = None
     if rank == 0:
         scheduler = Scheduler(
-            BlockPool(layout.num_blocks),
+            BlockPool(layout.num_blocks, HostTier(slots) if slots else None),
             block_tokens=spec.block_tokens,
             max_running_requests=spec.max_running_requests,
             max_step_tokens=spec.max_step_tokens,
