@@ -8,22 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, RequestEnd, Reservation, StepResult, TokenOut
-from tandem.engine.runner import ModelRunner, StepOutput
+from tandem.engine.output import Row, StepOutput
+from tandem.engine.runner import ModelRunner
 from tandem.engine.step import HEARTBEAT, STOP, SequenceStep, StepInput
 from tandem.errors import InputError, InternalError, TandemError, WorkerLost
 from tandem.kvcache.block_pool import CacheEvent
 from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason
-from tandem.sampling.sampler import choose
+from tandem.sampling.sampler import Choice, choose, wants_best_alone
 from tandem.scheduler.scheduler import Chunk, Scheduler, StepPlan
 from tandem.scheduler.sequence import Sequence
 from tandem.step_work import StepWork
-
-Logits = NDArray[np.float32]
 
 
 class Engine:
@@ -125,14 +121,14 @@ class Engine:
         scores: list[PromptScores] = []
         ended = [RequestEnd(request_id, error=error) for request_id, error in plan.failed]
         if plan.chunks or plan.exports or plan.copies:
-            logits, scores = self._run(plan)
+            output, scores = self._run(plan)
             self._scheduler.advance(plan)
             sampling = [chunk for chunk in plan.chunks if chunk.samples]
-            for chunk, row, best in zip(sampling, logits, _best(logits), strict=True):
+            for chunk, row, best in zip(sampling, output.logits, output.best, strict=True):
                 self._choose(chunk, row, best, tokens, ended)
         return StepResult(tuple(tokens), tuple(ended), tuple(scores), _work(plan), plan.began)
 
-    def _run(self, plan: StepPlan) -> tuple[Logits, list[PromptScores]]:
+    def _run(self, plan: StepPlan) -> tuple[StepOutput, list[PromptScores]]:
         sequences = [_sequence_step(chunk, self._scheduler.block_tokens) for chunk in plan.chunks]
         output = self._execute(StepInput(sequences, [*plan.exports], copies=plan.copies))
         scored = [chunk.sequence for chunk, told in zip(plan.chunks, sequences, strict=True) if told.scored]
@@ -140,8 +136,7 @@ class Engine:
         for sequence, tokens in zip(scored, output.scores, strict=True):
             scores.append(PromptScores(sequence.request_id, sequence.scored_tokens, tokens))
             sequence.scored_tokens += len(tokens)
-        logits: Logits = output.logits.numpy()
-        return logits, scores
+        return output, scores
 
     def _execute(self, step: StepInput) -> StepOutput:
         if self._tell_followers is not None:
@@ -149,15 +144,18 @@ class Engine:
         return self._runner.execute(step)
 
     def _choose(
-        self, chunk: Chunk, row: Logits, best: int | None, tokens: list[TokenOut], ended: list[RequestEnd]
+        self, chunk: Chunk, row: Row | None, best: int | None, tokens: list[TokenOut], ended: list[RequestEnd]
     ) -> None:
-        """`best`: where the row is largest, None where something is no number."""
+        """`row` and `best` as in StepOutput."""
         sequence = chunk.sequence
         try:
             if best is None:
                 raise InternalError("the model gave logits that are no numbers")
-            history = sequence.history() if sequence.sampling.changes_logits else None
-            choice = choose(row, sequence.sampling, len(sequence.tokens), history, best)
+            if row is None:
+                choice = Choice(best)
+            else:
+                history = sequence.history() if sequence.sampling.changes_logits else None
+                choice = choose(row, sequence.sampling, len(sequence.tokens), history, best)
         except (TandemError, ValueError, ArithmeticError) as error:
             typed = error if isinstance(error, TandemError) else InternalError(f"sampling failed: {error}")
             self._scheduler.cancel(sequence.request_id)
@@ -220,15 +218,6 @@ class Engine:
         return self._scheduler.pool.take_events()
 
 
-def _best(logits: Logits) -> list[int | None]:
-    """Of all rows at once. numpy takes what is no number for the largest."""
-    if not len(logits):
-        return []
-    best = logits.argmax(axis=1)
-    finite = np.isfinite(logits[np.arange(len(best)), best])
-    return [place if able else None for place, able in zip(best.tolist(), finite.tolist(), strict=True)]
-
-
 def _work(plan: StepPlan) -> StepWork:
     work = StepWork()
     for chunk in plan.chunks:
@@ -251,4 +240,5 @@ def _sequence_step(chunk: Chunk, block_tokens: int) -> SequenceStep:
         scored=scored,
         scored_from=max(0, first - 1 - chunk.start),
         top=top or 0,
+        greedy=wants_best_alone(sequence.sampling),
     )

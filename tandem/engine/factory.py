@@ -9,10 +9,12 @@ import torch
 
 from tandem.config import EngineSpec
 from tandem.engine.api import KvExporter
+from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.engine import Engine
 from tandem.engine.host_pool import HostPool, host_slots
 from tandem.engine.kernels import choose_kernels
 from tandem.engine.kv_pool import DTYPES, KvPool, pool_layout
+from tandem.engine.paged_kernels import PagedPath, choose_paged_path
 from tandem.engine.runner import ModelRunner
 from tandem.engine.step import HEARTBEAT
 from tandem.engine.tp_group import TpGroup
@@ -62,9 +64,16 @@ def check_checkpoint(model_dir: Path) -> None:
 
 
 def build_rank(
-    model_dir: Path, spec: EngineSpec, *, rank: int, size: int, rendezvous_file: Path, exporter: KvExporter
+    model_dir: Path,
+    spec: EngineSpec,
+    *,
+    rank: int,
+    size: int,
+    rendezvous_file: Path,
+    exporter: KvExporter,
+    paged: PagedPath | None = None,
 ) -> Rank:
-    """Raises CheckpointError, ConfigError, InsufficientMemory."""
+    """`paged` None: what the device has. Raises CheckpointError, ConfigError, InsufficientMemory."""
     torch.set_num_threads(spec.threads_per_rank)
     device = torch.device(spec.device)
     config = ModelConfig.load(model_dir)
@@ -81,9 +90,20 @@ def build_rank(
     model = load_model(
         model_dir, config, tp, device, DTYPES[spec.dtype], max_tokens=max_model_tokens, matrix=matrix
     )
-    pool = KvPool(layout, device)
+    paged = paged or choose_paged_path(model, layout, device)
+    pool = KvPool(layout, device, spare=paged is not None)
     host = HostPool(slots, pool) if slots else None
-    runner = ModelRunner(model, pool, exporter, device, kernels, host, group.meet if group else None)
+    graphs = None
+    if paged is not None and paged.recorder is not None:
+        graphs = DecodeGraphs(
+            model, pool.with_spare, paged.kernel, paged.recorder,
+            most_requests=spec.max_running_requests, most_tokens=max_model_tokens,
+        )  # fmt: skip
+        graphs.record_all()
+    runner = ModelRunner(
+        model, pool, exporter, device, kernels, host, group.meet if group else None,
+        paged=paged.kernel if paged else None, graphs=graphs,
+    )  # fmt: skip
     leader = None
     if rank == 0:
         scheduler = Scheduler(

@@ -21,21 +21,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class KvPool:
     """On CPU a memfd, sealed against resizing, so that no process that maps it can be tripped by a shrunken file, and
     nothing stays behind when every holder is gone. On a GPU torch's own memory, without a descriptor. `tensor` has
-    `layout.shape`."""
+    `layout.shape`; `with_spare` is the same memory and, where `spare` asks for it, one more block that is nobody's."""
 
-    def __init__(self, layout: KvPoolLayout, device: torch.device) -> None:
+    def __init__(self, layout: KvPoolLayout, device: torch.device, *, spare: bool = False) -> None:
         self.layout = layout
         self.fd: int | None = None
+        shape = (layout.num_blocks + spare, *layout.shape[1:])
         if device.type == "cpu":
-            self.fd = _sealed_memfd(layout.pool_bytes)
+            size_bytes = shape[0] * layout.block_bytes
+            self.fd = _sealed_memfd(size_bytes)
             weakref.finalize(self, os.close, self.fd)
-            self._map = mmap.mmap(self.fd, layout.pool_bytes)
-            flat = torch.frombuffer(self._map, dtype=DTYPES[layout.dtype])
-            self.tensor: Tensor = flat.view(layout.shape)
-            self.tensor.zero_()  # touches every page now, not in the first request
+            self._map = mmap.mmap(self.fd, size_bytes)
+            self.with_spare: Tensor = torch.frombuffer(self._map, dtype=DTYPES[layout.dtype]).view(shape)
+            self.with_spare.zero_()  # touches every page now, not in the first request
         else:
-            self.tensor = torch.zeros(layout.shape, dtype=DTYPES[layout.dtype], device=device)
+            self.with_spare = torch.zeros(shape, dtype=DTYPES[layout.dtype], device=device)
             torch.cuda.synchronize(device)  # its transfer agent may write to it as soon as it has it
+        self.tensor: Tensor = self.with_spare[: layout.num_blocks]
 
 
 def _sealed_memfd(size_bytes: int) -> int:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from tandem.engine.api import KvExporter, ScoredToken
+from tandem.engine.api import KvExporter
 from tandem.engine.attention import StepAttention
+from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.host_pool import HostPool
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.native_attention import NativeStepAttention
+from tandem.engine.output import StepOutput, best_of_any, step_output
 from tandem.engine.scores import score
 from tandem.engine.step import SequenceStep, StepInput
+from tandem.engine.varlen_attention import PagedBatch, PagedKernel, VarlenAttention, to_device
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import Attend, Decoder
 from tandem.native.library import Kernels
@@ -24,18 +26,9 @@ from tandem.scheduler.scheduler import ExportRange
 TOLD_BYTES = 1 << 20  # of KV, before its layers are told of: to tell takes time from the step, and wakes the agent
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """`logits` [samples, vocab_size], float32, on the CPU, in order of the sequences that sample; `scores` for each
-    sequence with scored tokens, in their order."""
-
-    logits: Tensor
-    scores: list[tuple[ScoredToken, ...]]
-
-
 class ModelRunner:
-    """Args: `kernels` attend; None: torch does. `meet` returns when every rank of the worker has called it; None: there
-    is one."""
+    """Args: `paged` attends, else `kernels`, else torch over gathered blocks. `graphs` take the steps that they can.
+    `meet` returns when every rank of the worker has called it; None: there is one."""
 
     def __init__(
         self,
@@ -46,10 +39,14 @@ class ModelRunner:
         kernels: Kernels | None = None,
         host: HostPool | None = None,
         meet: Callable[[], None] | None = None,
+        paged: PagedKernel | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._kernels = kernels
         self._host = host
         self._meet = meet
+        self._paged = paged
+        self.graphs = graphs
         self._model = model
         self._pool = pool
         self._exporter = exporter
@@ -66,7 +63,9 @@ class ModelRunner:
         if step.exports:
             self._exporter.begin_step(step.exports)
         if not step.sequences:  # held requests are exported while nothing runs
-            return StepOutput(torch.empty(0, self._model.config.vocab_size), [])
+            return StepOutput([], [], [])
+        if self.graphs is not None and self.graphs.takes(step):
+            return step_output(step.sequences, *self.graphs.run(step.sequences), [])
         token_ids = [token for sequence in step.sequences for token in sequence.token_ids]
         positions = [s.start + offset for s in step.sequences for offset in range(len(s.token_ids))]
         rows: list[int] = []
@@ -80,20 +79,23 @@ class ModelRunner:
                 rows.append(end - 1)
         told = layers_told(step.exports, self._pool.layout)
         hidden = self._model.hidden(
-            torch.tensor(token_ids, dtype=torch.int64, device=self._device),
-            torch.tensor(positions, dtype=torch.int64, device=self._device),
+            to_device(np.array(token_ids, dtype=np.int64), self._device),
+            to_device(np.array(positions, dtype=np.int64), self._device),
             self._attention(step.sequences),
             partial(self._layer_done, told) if told else None,
         )
-        logits = self._model.logits(hidden[torch.tensor(rows, dtype=torch.int64, device=self._device)])
+        logits = self._model.logits(hidden[to_device(np.array(rows, dtype=np.int64), self._device)])
         scores = [
             score(self._model.logits, hidden[first : first + len(sequence.scored)], sequence.scored, sequence.top)
             for sequence, first in scored
         ]
-        return StepOutput(logits.cpu(), scores)
+        return step_output(step.sequences, logits, best_of_any(logits), scores)
 
     def _attention(self, sequences: list[SequenceStep]) -> Attend:
         pool, terms = self._pool, self._model.attention
+        if self._paged is not None:
+            batch = PagedBatch.of(sequences, pool.layout.block_tokens, self._device)
+            return VarlenAttention(self._paged, pool.tensor, batch, terms)
         if self._kernels is None:
             return StepAttention(pool.tensor, pool.layout, sequences, terms)
         return NativeStepAttention(self._kernels, pool.tensor, pool.layout, sequences, terms)

@@ -12,7 +12,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """`token_ids` of one request, from position `start` on, with its block table up to the last of them.
 
     `scored`: prompt tokens whose logprobs are wanted, with the `top` likeliest; the first of them comes after
-    `token_ids[scored_from]`.
+    `token_ids[scored_from]`. `greedy`: of what it samples, the likeliest token is all that is wanted.
     """
 
     token_ids: list[int]
@@ -22,6 +22,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     scored: list[int] = []
     scored_from: int = 0
     top: int = 0
+    greedy: bool = False
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True):

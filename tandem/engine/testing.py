@@ -11,6 +11,7 @@ from tandem.config import EngineSpec
 from tandem.engine.api import EngineRequest, ExportRange, KvExporter, ScoredToken, StepResult
 from tandem.engine.engine import Engine
 from tandem.engine.factory import Rank, build_rank
+from tandem.engine.paged_kernels import PagedPath
 from tandem.errors import InternalError, TandemError
 from tandem.request import FinishReason, SamplingParams
 
@@ -69,10 +70,16 @@ def make_request(name: str, prompt: Sequence[int], sampling: SamplingParams, **o
     return EngineRequest(name, tuple(prompt), sampling, HashKey("model"), **options)  # type: ignore[arg-type]
 
 
-def single_rank(model_dir: Path, rendezvous: Path, exporter: KvExporter | None = None, **spec: object) -> Rank:
+def single_rank(
+    model_dir: Path,
+    rendezvous: Path,
+    exporter: KvExporter | None = None,
+    paged: PagedPath | None = None,
+    **spec: object,
+) -> Rank:
     """One rank with its engine, of a worker of one."""
     settings = {"kv_blocks": 128} | spec
     engine = EngineSpec.model_validate(settings)
     return build_rank(
-        model_dir, engine, rank=0, size=1, rendezvous_file=rendezvous, exporter=exporter or NoExport()
+        model_dir, engine, rank=0, size=1, rendezvous_file=rendezvous, exporter=exporter or NoExport(), paged=paged
     )

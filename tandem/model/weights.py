@@ -10,9 +10,9 @@ import torch
 from tandem.errors import CheckpointError
 from tandem.model.checkpoint import Checkpoint
 from tandem.model.decoder import Decoder
+from tandem.model.device_ops import choose_ops
 from tandem.model.families import LAYERS
 from tandem.model.matrices import MatrixMaker
-from tandem.model.ops import TORCH_OPS, NativeOps
 from tandem.model.parallel import TensorParallel
 from tandem.model.reader import WeightReader
 from tandem.model.rope import Rope
@@ -46,7 +46,7 @@ def load_model(
     traits = config.traits
     with Checkpoint.open(model_dir) as checkpoint, torch.inference_mode():
         matrix = matrix or MatrixMaker()
-        ops = TORCH_OPS if matrix.kernels is None else NativeOps(matrix.kernels)
+        ops = choose_ops(matrix.kernels, device, dtype)
         reader = WeightReader(checkpoint, config, tp, device, dtype, ops, matrix)
         ends = reader.ends()
         layers = [LAYERS[config.architecture](reader, number) for number in range(config.layers)]

@@ -45,6 +45,11 @@ class Choice(msgspec.Struct, frozen=True):  # as in engine/api.py: made for each
     top: tuple[TokenLogprob, ...] = ()
 
 
+def wants_best_alone(params: SamplingParams) -> bool:
+    """Whether a token is chosen by where the logits are largest, and nothing else of them is asked for."""
+    return params.temperature < COLDEST and not params.changes_logits and params.logprobs is None
+
+
 def choose(
     logits: Row, params: SamplingParams, position: int, history: TokenHistory | None = None, best: int | None = None
 ) -> Choice:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.engine.engine import Engine
-from tandem.engine.runner import StepOutput
+from tandem.engine.output import StepOutput, best_of, step_output
 from tandem.engine.step import HEARTBEAT, STOP, SequenceStep, StepInput, decode_step, encode_step
 from tandem.engine.testing import EngineDriver, make_request
 from tandem.errors import InternalError, WorkerLost
@@ -29,7 +29,7 @@ class BrokenFor:
             row[5] = 1.0
             if sequence.token_ids[0] == 13:
                 row.fill_(torch.nan)
-        return StepOutput(logits, [])
+        return step_output(step.sequences, logits, best_of(logits), [])
 
 
 def make_engine(told: list[StepInput] | None = None) -> Engine:
@@ -68,7 +68,7 @@ def test_followers_are_told_of_every_step_of_idleness_and_of_the_end() -> None:
     engine.step()
     engine.close()
     assert told[0] == HEARTBEAT
-    assert told[1].sequences == [SequenceStep([1, 2, 3], 0, [0], True)]
+    assert told[1].sequences == [SequenceStep([1, 2, 3], 0, [0], True, greedy=True)]
     assert told[2] == STOP
 
 

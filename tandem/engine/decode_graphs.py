@@ -1,0 +1,175 @@
+"""Decode steps recorded once and replayed: launching hundreds of operations takes longer than a small step runs.
+
+A recording has fixed shapes and addresses. So there is one for each of a few batch sizes, over tensors that stay, and
+a step takes the next larger size. Slots nobody is in hold a sequence of one token in the pool's spare block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.engine.output import best_of
+from tandem.engine.step import SequenceStep, StepInput
+from tandem.engine.varlen_attention import PagedBatch, PagedKernel, VarlenAttention
+from tandem.kvcache.layout import blocks_for
+from tandem.model.decoder import Decoder
+
+
+class Recorder(Protocol):
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What does `work` again, on the same tensors. `work` may run any number of times for that, also none."""
+        ...
+
+
+class Again:
+    """Records nothing: the work is done again. For devices without graphs."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        return work
+
+
+class CudaRecorder:
+    """CUDA graphs, all with one pool of memory: no two of them run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        with torch.cuda.device(self._device):
+            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                work()  # libraries allocate and choose when first used, which cannot be recorded
+            torch.cuda.current_stream().wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads (NCCL's watchdog) may ask the device for things meanwhile.
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                work()
+        return graph.replay
+
+
+def batch_sizes(most: int) -> list[int]:
+    """1, 2, 4, 8 and on in steps of 8, so that few slots stay empty; the last has room for `most`."""
+    sizes = [1, 2, 4, *range(8, most + 8, 8)]
+    return [size for size, smaller in zip(sizes, [0, *sizes], strict=False) if smaller < most]
+
+
+class DecodeGraphs:
+    """Args: `pool` with its spare block at the end; `most_requests` in a step; `most_tokens` of a request."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        pool: Tensor,
+        kernel: PagedKernel,
+        recorder: Recorder,
+        *,
+        most_requests: int,
+        most_tokens: int,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._kernel = kernel
+        self._recorder = recorder
+        self._sizes = batch_sizes(most_requests)
+        self._inputs = _Inputs(pool, self._sizes[-1], most_tokens)
+        self._logits = torch.empty(self._sizes[-1], model.config.vocab_size, dtype=torch.float32, device=pool.device)
+        self._best = torch.empty(self._sizes[-1], dtype=torch.int64, device=pool.device)
+        self.replays: dict[int, Callable[[], None]] = {}
+
+    def takes(self, step: StepInput) -> bool:
+        """Whether it only decodes, and nothing of it is wanted but logits."""
+        return (
+            not step.exports
+            and len(step.sequences) <= self._sizes[-1]
+            and all(each.samples and len(each.token_ids) == 1 and not each.scored for each in step.sequences)
+        )
+
+    def run(self, sequences: list[SequenceStep]) -> tuple[Tensor, Tensor]:
+        """Logits [sequences, vocab_size] and `best_of` them, there until the next run."""
+        count = len(sequences)
+        size = next(each for each in self._sizes if each >= count)
+        self._inputs.lay(sequences, size)
+        if size not in self.replays:
+            self.replays[size] = self._recorder.record(partial(self._decode, size))
+        self.replays[size]()
+        return self._logits[:count], self._best[:count]
+
+    @torch.inference_mode()
+    def record_all(self) -> None:
+        """So that no request waits for a recording. The largest first: the others fit into its memory."""
+        for size in reversed(self._sizes):
+            self._inputs.lay([], size)
+            self.replays[size] = self._recorder.record(partial(self._decode, size))
+
+    def _decode(self, size: int) -> None:
+        inputs = self._inputs
+        attend = VarlenAttention(self._kernel, self._pool, inputs.batch(size), self._model.attention)
+        hidden = self._model.hidden(inputs.tokens[:size], inputs.positions[:size], attend)
+        logits = self._logits[:size].copy_(self._model.logits(hidden))
+        self._best[:size] = best_of(logits)
+
+
+class _Inputs:
+    """What recordings read. Written on the host and copied as a whole; the host waits for each step before the next, so
+    no copy is under way when it writes."""
+
+    def __init__(self, pool: Tensor, slots: int, most_tokens: int) -> None:
+        on_gpu = pool.device.type == "cuda"
+        self._block_tokens = pool.shape[4]
+        self._spare = pool.shape[0] - 1
+        self._most_tokens = most_tokens
+        self._rows: list[list[int]] = [[] for _ in range(slots)]  # what `tables` holds in front, by slot
+        width = blocks_for(most_tokens, self._block_tokens)
+        self._host_words = torch.zeros(4, slots, dtype=torch.int64, pin_memory=on_gpu)
+        self._host_lengths = torch.ones(slots, dtype=torch.int32, pin_memory=on_gpu)
+        self._host_tables = torch.full((slots, width), self._spare, dtype=torch.int32, pin_memory=on_gpu)
+        self._words, self._lengths, self._tables = (
+            each.to(pool.device, copy=True) for each in (self._host_words, self._host_lengths, self._host_tables)
+        )
+        self.tokens, self.positions, self._blocks, self._offsets = self._words
+        self._starts = torch.arange(slots + 1, dtype=torch.int32, device=pool.device)
+
+    def batch(self, size: int) -> PagedBatch:
+        return PagedBatch(
+            self._tables[:size],
+            self._lengths[:size],
+            self._starts[: size + 1],
+            self._blocks[:size],
+            self._offsets[:size],
+            most_queries=1,
+            most_keys=self._most_tokens,
+        )
+
+    def lay(self, sequences: list[SequenceStep], size: int) -> None:
+        """The last token of each of `sequences` into the first slots, nobody's into the others up to `size`."""
+        count = len(sequences)
+        words, lengths = self._host_words.numpy(), self._host_lengths.numpy()
+        starts = np.array([sequence.start for sequence in sequences], dtype=np.int64)
+        words[0, :count] = [sequence.token_ids[0] for sequence in sequences]
+        words[1, :count] = starts
+        words[2, :count] = [sequence.blocks[-1] for sequence in sequences]
+        words[3, :count] = starts % self._block_tokens
+        words[:, count:size] = np.array([[0], [0], [self._spare], [0]])
+        lengths[:count], lengths[count:size] = starts + 1, 1
+        nobodys = [[self._spare]] * (size - count)
+        rows = [self._lay_row(slot, row) for slot, row in enumerate([*(s.blocks for s in sequences), *nobodys])]
+        self._words.copy_(self._host_words, non_blocking=True)
+        self._lengths.copy_(self._host_lengths, non_blocking=True)
+        if any(rows):
+            self._tables.copy_(self._host_tables, non_blocking=True)
+
+    def _lay_row(self, slot: int, blocks: list[int]) -> bool:
+        """False: they are there already, as in most steps."""
+        if self._rows[slot] == blocks:
+            return False
+        self._host_tables.numpy()[slot, : len(blocks)] = blocks
+        self._rows[slot] = blocks
+        return True

@@ -1,0 +1,119 @@
+"""Paged attention by a kernel that reads keys and values where they lie in the pool, by block tables.
+
+The kernel is a parameter with the signature of `torch.nn.attention.varlen.varlen_attn`; `paged_kernels.py` chooses it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.engine.step import SequenceStep
+from tandem.model.decoder import AttentionTerms
+
+
+class PagedKernel(Protocol):
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: None,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+        seqused_k: Tensor,
+        block_table: Tensor,
+    ) -> Tensor:
+        """query [tokens, heads, head_dim]; key, value [pages, page tokens, kv_heads, head_dim], strided; the rest as in
+        `PagedBatch`. A sequence's last query stands at its last key, and sees `window_size[0]` keys before its own, all
+        of them where that is -1, and none behind. Returns the shape of `query`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """Where a step's tokens are and what they see, on the pool's device.
+
+    Args:
+        tables: [sequences, any width] int32, the blocks of each sequence.
+        lengths: [sequences] int32, tokens it has in the cache, this step's included.
+        starts: [sequences + 1] int32, its first token in the step's flat row; the last is their number.
+        blocks, offsets: [tokens] int64, the cell of each token.
+        most_queries, most_keys: of one sequence; limits that a kernel plans by.
+    """
+
+    tables: Tensor
+    lengths: Tensor
+    starts: Tensor
+    blocks: Tensor
+    offsets: Tensor
+    most_queries: int
+    most_keys: int
+
+    @classmethod
+    def of(cls, sequences: list[SequenceStep], block_tokens: int, device: torch.device) -> PagedBatch:
+        counts = np.array([len(sequence.token_ids) for sequence in sequences])
+        ends = np.array([sequence.start for sequence in sequences]) + counts
+        tables = np.zeros((len(sequences), max(len(sequence.blocks) for sequence in sequences)), dtype=np.int32)
+        for row, sequence in zip(tables, sequences, strict=True):
+            row[: len(sequence.blocks)] = sequence.blocks
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        own = np.repeat(np.arange(len(sequences)), counts)
+        positions = np.arange(starts[-1]) + (ends - starts[1:])[own]
+        return cls(
+            tables=to_device(tables, device),
+            lengths=to_device(ends.astype(np.int32), device),
+            starts=to_device(starts.astype(np.int32), device),
+            blocks=to_device(tables[own, positions // block_tokens].astype(np.int64), device),
+            offsets=to_device(positions % block_tokens, device),
+            most_queries=int(counts.max()),
+            most_keys=int(ends.max()),
+        )
+
+
+class VarlenAttention:
+    """`Attend` for one step: writes the step's K and V into the pool, then attends."""
+
+    def __init__(self, kernel: PagedKernel, pool: Tensor, batch: PagedBatch, terms: AttentionTerms) -> None:
+        self._kernel = kernel
+        self._pool = pool
+        self._batch = batch
+        self._terms = terms
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
+        batch, window = self._batch, self._terms.windows[layer]
+        keys, values = self._pool[:, layer, 0], self._pool[:, layer, 1]  # [blocks, kv_heads, block_tokens, head_dim]
+        keys[batch.blocks, :, batch.offsets] = k
+        values[batch.blocks, :, batch.offsets] = v
+        attended = self._kernel(
+            q,
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            batch.starts,
+            None,
+            batch.most_queries,
+            batch.most_keys,
+            scale=self._terms.scale,
+            window_size=(-1 if window is None else window - 1, 0),  # ours counts the token itself
+            enable_gqa=True,
+            seqused_k=batch.lengths,
+            block_table=batch.tables,
+        )
+        return attended.flatten(1)
+
+
+def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """A copy that a GPU takes over in its own time: from pinned memory, which torch keeps until it was read."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

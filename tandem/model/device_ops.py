@@ -1,0 +1,62 @@
+"""Who does a model's element-wise work: native kernels on a CPU, Triton's on a GPU where they are right, else torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+
+import torch
+
+from tandem.model.ops import TORCH_OPS, NativeOps, Ops
+from tandem.native.library import Kernels
+
+_AMPERE = 8
+_TOLERANCE = 0.02  # of the largest value; a few roundings in half precision make less than half of it
+
+logger = logging.getLogger(__name__)
+
+
+def choose_ops(kernels: Kernels | None, device: torch.device, dtype: torch.dtype) -> Ops:
+    if kernels is not None:
+        return NativeOps(kernels)
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return TORCH_OPS
+    if torch.cuda.get_device_capability(device)[0] < _AMPERE:
+        return TORCH_OPS
+    module = importlib.import_module("tandem.model.triton_ops")  # imports Triton, which a CPU has none of
+    ops: Ops = module.TritonOps()
+    wrong = fault(ops, device, dtype)
+    if wrong is None:
+        return ops
+    logger.warning("torch's own operations are used, more slowly: Triton: %s", wrong)
+    return TORCH_OPS
+
+
+def fault(ops: Ops, device: torch.device, dtype: torch.dtype) -> str | None:
+    """How `ops` differ from torch's, on what is strided and of odd sizes as well; None when they do not."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def some(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=of)
+
+    x, heads, gate_up = some(5, 1544), some(5, 9, 96)[:, 2:7], some(3, 2 * 1500)
+    turns = [(some(5, 1, dims), some(5, 1, dims)) for dims in (96, 32)]
+    weights = [some(1544), some(1544, of=torch.float32)]
+    weight = some(96)
+    try:
+        made = [
+            *((ops.rms_norm(x, each, 1e-5), TORCH_OPS.rms_norm(x, each, 1e-5)) for each in weights),
+            (ops.rms_norm(heads, weight, 1e-5), TORCH_OPS.rms_norm(heads, weight, 1e-5)),
+            *((ops.rotate(heads.clone(), each), TORCH_OPS.rotate(heads, each)) for each in turns),
+            (ops.gated(gate_up, "silu"), TORCH_OPS.gated(gate_up, "silu")),
+            (ops.gated(gate_up, "gelu_tanh"), TORCH_OPS.gated(gate_up, "gelu_tanh")),
+        ]
+        worst = float(torch.stack([_difference(ours.float(), theirs.float()) for ours, theirs in made]).max())
+    except Exception as error:  # no compiler, an old driver: they cannot be had here
+        return f"{type(error).__name__}: {error}"
+    return None if worst < _TOLERANCE else f"results differ by {worst:.3g} of the largest"  # or by NaN
+
+
+def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    return (ours - theirs).abs().max() / theirs.abs().max()

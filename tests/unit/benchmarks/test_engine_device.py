@@ -1,0 +1,15 @@
+"""The benchmark of GPUs runs, tiny and on the CPU, through the code that it measures there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def test_every_figure_is_one_line(figures: Callable[..., dict[str, dict[str, Any]]]) -> None:
+    lines = figures("benchmarks.engine_device")
+    decodes = {f"engine.gpu_{name}_b{batch}" for name in ("mbu", "decode") for batch in (1, 3)}
+    assert lines.keys() == decodes | {"engine.gpu_mfu_8k"}  # gaps are a device's own
+    for line in lines.values():
+        assert line["value"] > 0
+        assert line["reference"] > 0
