@@ -144,7 +144,9 @@ class PacedWorker(WorkerServicer):
         self._sessions.add(session)
         reader = asyncio.create_task(self._read(session, request_iterator))
         try:
-            hello = worker_pb2.WorkerHello(worker_id=self.worker_id, epoch=1, protocol=PROTOCOL_VERSION)
+            hello = worker_pb2.WorkerHello(
+                worker_id=self.worker_id, epoch=1, protocol=PROTOCOL_VERSION, takes_more=True
+            )
             yield worker_pb2.WorkerFrame(hello=hello, load=self._load())
             while True:
                 frame = await session.out.get()
@@ -183,20 +185,24 @@ class PacedWorker(WorkerServicer):
         self._flush(frames)
 
     async def _read(self, session: _Session, frames: AsyncIterator[worker_pb2.RouterFrame]) -> None:
-        async for frame in frames:
-            match frame.WhichOneof("frame"):
-                case "reserve":
-                    self._on_reserve(session, frame.reserve.work)
-                case "prefill":
-                    self._begin(session, frame.prefill.work)
-                case "generate":
-                    self._begin(session, frame.generate.work)
-                case "join":
-                    self._on_join(session, frame.join.request_id)
-                case "cancel":
-                    self._on_cancel(session, frame.cancel.request_id)
-                case _:
-                    pass
+        async for message in frames:
+            for frame in (message, *message.more):
+                self._on_frame(session, frame)
+
+    def _on_frame(self, session: _Session, frame: worker_pb2.RouterFrame) -> None:
+        match frame.WhichOneof("frame"):
+            case "reserve":
+                self._on_reserve(session, frame.reserve.work)
+            case "prefill":
+                self._begin(session, frame.prefill.work)
+            case "generate":
+                self._begin(session, frame.generate.work)
+            case "join":
+                self._on_join(session, frame.join.request_id)
+            case "cancel":
+                self._on_cancel(session, frame.cancel.request_id)
+            case _:
+                pass
 
     def _on_reserve(self, session: _Session, work: worker_pb2.Work) -> None:
         session.reserved[work.request_id] = work
