@@ -1,4 +1,4 @@
-"""How a router's frames go to a worker: those that wait for each other in one message, where the worker takes them so."""
+"""How a router's frames go to a worker: what waits goes in one message, where the worker takes it so."""
 
 from __future__ import annotations
 
@@ -61,4 +61,4 @@ async def test_a_message_of_several_frames_stays_small_and_a_long_frame_goes_alo
             link.send(cancel(each))
         await until(lambda: len(worker.received) == 6)
         assert worker.frames("cancel") == ids
-        assert worker.messages == HELLO + 4  # two and two of a third of it, which are somewhat longer; one; and the last
+        assert worker.messages == HELLO + 4  # two thirds, two thirds, the whole of it, and the last
