@@ -32,6 +32,7 @@ from tandem.config import DEMO_MODEL, EngineSpec
 from tandem.engine.factory import Rank, build_rank
 from tandem.engine.peaks import DevicePeaks, device_peaks
 from tandem.engine.testing import EngineDriver, NoExport, make_request
+from tandem.errors import InternalError
 from tandem.model_store import pull
 from tandem.request import SamplingParams
 from tandem.testing import random_prompt, write_tiny_llama
@@ -67,14 +68,13 @@ class Bench:
 
     def rank(self, mode: str) -> Rank:
         if mode not in self._ranks:
-            spec = EngineSpec.model_validate(
-                dict(MODES[mode])
-                | {"threads_per_rank": self.threads, "kv_blocks": self.sizes.kv_blocks, "max_step_tokens": 2048}
-            )
-            self._ranks[mode] = build_rank(
-                self.folder, spec, rank=0, size=1, rendezvous_file=self.scratch / mode, exporter=NoExport()
-            )
+            self._ranks[mode] = self.new_rank(mode, kv_blocks=self.sizes.kv_blocks)
         return self._ranks[mode]
+
+    def new_rank(self, mode: str, **options: object) -> Rank:
+        own = {"threads_per_rank": self.threads, "max_step_tokens": 2048}
+        spec = EngineSpec.model_validate({**own, **MODES[mode], **options})
+        return build_rank(self.folder, spec, rank=0, size=1, rendezvous_file=self.scratch / mode, exporter=NoExport())
 
     def new_prompt(self, length: int) -> list[int]:
         """Nobody finds it in a cache."""
@@ -163,7 +163,7 @@ def prefill(bench: Bench) -> Iterator[Figure]:
         limit: list[float] = []
         for _ in range(bench.sizes.rounds):
             for mode in ("fp32", "int8"):
-                ours[mode].append(length / _prefill_s(bench, mode, length))
+                ours[mode].append(length / _prefill_s(bench.rank(mode), bench.new_prompt(length)))
                 limit.append(length * bench.peaks().flops_per_s / bench.prompt_flops(length))
             if bench.peer is not None:
                 theirs.append(length / bench.peer.generate([bench.new_prompt(length)], 1).first_s)
@@ -174,13 +174,31 @@ def prefill(bench: Bench) -> Iterator[Figure]:
         )
 
 
-def _prefill_s(bench: Bench, mode: str, length: int) -> float:
-    engine = bench.rank(mode).engine
-    engine.add(make_request("r", bench.new_prompt(length), SamplingParams(temperature=0.0, max_tokens=1)))
+def _prefill_s(rank: Rank, prompt: list[int]) -> float:
+    engine = rank.engine
+    engine.add(make_request("r", prompt, SamplingParams(temperature=0.0, max_tokens=1)))
     began = time.perf_counter()
     while engine.has_work:
         engine.step()
     return time.perf_counter() - began
+
+
+def restore(bench: Bench) -> Iterator[Figure]:
+    """Until the first token of a prompt whose prefix another one drove out of the pool: found in the host tier, and for
+    reference computed. What it drives out itself is copied in the same time."""
+    length = bench.sizes.prefills[-1]
+    blocks = length // 16 + 8
+    rank = bench.new_rank("int8", kv_blocks=blocks, host_kv_memory_bytes=1 << 29)
+    computed, found = [], []
+    for _ in range(bench.sizes.rounds):
+        first, second = bench.new_prompt(length + 1), bench.new_prompt(length + 1)
+        computed += [_prefill_s(rank, first), _prefill_s(rank, second)]
+        before = rank.engine.load().host.blocks_in
+        found.append(_prefill_s(rank, first))
+        if rank.engine.load().host.blocks_in - before < length // 16 - 8:
+            raise InternalError("expected the prompt in the host tier")
+    took, instead = (1e3 * statistics.median(each) for each in (found, computed))
+    yield _figure(f"engine.restore_{length}_ms", took, "ms", instead)
 
 
 def overhead(bench: Bench) -> Iterator[Figure]:
@@ -240,6 +258,7 @@ def _figure(name: str, value: float, unit: str, reference: float | None) -> Figu
 FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     "decode": decode,
     "prefill": prefill,
+    "restore": restore,
     "overhead": overhead,
     "perplexity": perplexity,
 }

@@ -163,12 +163,16 @@ def free_ports(*hosts: str) -> list[int]:
 
 
 def needed_bytes(model: ResolvedModel) -> int:
-    """Host memory that the model's workers take on CPU: weights in their dtype, pools and processes."""
-    total = 0
-    for pool in model.pools:
-        ranks = pool.workers * pool.tp
-        total += pool.workers * _weight_bytes(model) + ranks * (_pool_bytes(model, pool.tp) + PROCESS_BYTES)
-    return total
+    """Host memory that the model's workers take: on CPU weights in their dtype, pools, host tiers and processes; of
+    workers on GPUs the tiers alone are counted."""
+    if model.spec.engine.device != "cpu":
+        return sum(pool.workers * pool.tp for pool in model.pools) * model.spec.engine.host_kv_memory_bytes
+    return sum(pool.workers * _worker_bytes(model, pool.tp) for pool in model.pools)
+
+
+def _worker_bytes(model: ResolvedModel, tp: int) -> int:
+    rank_bytes = _pool_bytes(model, tp) + model.spec.engine.host_kv_memory_bytes + PROCESS_BYTES
+    return _weight_bytes(model) + tp * rank_bytes
 
 
 def _weight_bytes(model: ResolvedModel) -> int:
@@ -182,11 +186,11 @@ def check_memory_for(model: ResolvedModel, roles: Sequence[Role]) -> None:
     needed = 0
     for role in roles:
         pool = model.spec.prefill if role is Role.PREFILL else model.spec.decode
-        needed += _weight_bytes(model) + pool.tp * (_pool_bytes(model, pool.tp) + PROCESS_BYTES)
+        needed += _worker_bytes(model, pool.tp)
     if needed > (available := available_bytes()):
         raise InsufficientMemory(
             f"{len(roles)} more workers need about {needed >> 20} MiB and {available >> 20} MiB are available: ask for "
-            "fewer, or lower engine.kv_memory_bytes",
+            f"fewer, or lower {_kv_fields(model)}",
             field="workers",
         )
 
@@ -197,6 +201,12 @@ def _pool_bytes(model: ResolvedModel, tp: int) -> int:
         return engine.kv_memory_bytes
     cell_bytes = cell_width(config.head_dim, engine.pool_dtype) * DTYPE_BYTES[engine.pool_dtype]
     return engine.kv_blocks * engine.block_tokens * 2 * config.layers * config.rank_kv_heads(tp) * cell_bytes
+
+
+def _kv_fields(*models: ResolvedModel) -> str:
+    """What can be lowered."""
+    tiers = any(model.spec.engine.host_kv_memory_bytes for model in models)
+    return "engine.kv_memory_bytes or engine.host_kv_memory_bytes" if tiers else "engine.kv_memory_bytes"
 
 
 def _stored_element_bytes(model: ResolvedModel) -> int:
@@ -211,12 +221,12 @@ def _stored_element_bytes(model: ResolvedModel) -> int:
 
 def check_memory(models: tuple[ResolvedModel, ...]) -> int:
     """Bytes that are needed. Raises InsufficientMemory with that and what there is."""
-    needed = sum(needed_bytes(model) for model in models if model.spec.engine.device == "cpu")
+    needed = sum(map(needed_bytes, models))
     available = available_bytes()
     if needed > available:
         raise InsufficientMemory(
             f"engine.kv_memory_bytes: about {needed >> 20} MiB are needed for weights, KV pools and processes and "
-            f"{available >> 20} MiB are available: lower engine.kv_memory_bytes, or the number of workers",
+            f"{available >> 20} MiB are available: lower {_kv_fields(*models)}, or the number of workers",
             field="engine.kv_memory_bytes",
         )
     return needed

@@ -14,7 +14,7 @@ import msgspec
 
 from kvtransfer.control import Attached, AttachPool, BeginStep, FromAgent, LayerDone, Lead, Range
 from kvtransfer.sockets import connect_unix, peer_pid, send_first
-from tandem.channel import Channel, ChannelError, encode
+from tandem.channel import Channel, ChannelError, ThreadSender, encode
 from tandem.engine.api import ExportRange
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class AgentClient:
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop or _start_loop()
-        self._channel: Channel[FromAgent] | None = None
+        self._sender: ThreadSender | None = None
         self._pid: int | None = None
         self._running: Future[None] | None = None
 
@@ -72,44 +72,42 @@ class AgentClient:
 
     def send(self, message: msgspec.Struct) -> None:
         """From any thread; never blocks. Without a connection the message is dropped: `on_lost` told so."""
-        self._loop.call_soon_threadsafe(self._send, message)
+        if (sender := self._sender) is not None:
+            sender.send(message)
 
     def close(self) -> None:
         """No callback comes after this has taken effect on the loop."""
         if self._running is not None:
             self._running.cancel()
 
-    def _send(self, message: msgspec.Struct) -> None:
-        if self._channel is not None:
-            self._channel.send(message)
-
     async def _run(self, connection: _Connection) -> None:
         retry_s = FIRST_RETRY_S
         while True:
             try:
-                channel = await self._open(connection)
+                reader, writer = await self._open(connection)
             except OSError:
                 await asyncio.sleep(retry_s)  # it is being started
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
                 continue
             retry_s = FIRST_RETRY_S
-            self._channel = channel
+            self._sender = sender = ThreadSender(writer)
             try:
-                await self._listen(channel, connection)
+                await self._listen(Channel(reader, writer, FromAgent), connection)
             except ChannelError as error:
                 log.warning("the transfer agent sent nonsense: %s", error)
             finally:
-                self._channel = self._pid = None
-                channel.close()
+                self._sender = self._pid = None
+                sender.close()
+                writer.close()
             connection.on_lost()
             await asyncio.sleep(retry_s)
 
-    async def _open(self, connection: _Connection) -> Channel[FromAgent]:
+    async def _open(self, connection: _Connection) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         raw = await connect_unix(str(connection.socket_path))
         try:
             self._pid = peer_pid(raw)
             await send_first(raw, encode(connection.first), [] if connection.fd is None else [connection.fd])
-            return Channel(*await asyncio.open_unix_connection(sock=raw), FromAgent)
+            return await asyncio.open_unix_connection(sock=raw)
         except BaseException:
             raw.close()
             raise
@@ -128,16 +126,12 @@ class RankExporter:
 
     def __init__(self, client: AgentClient) -> None:
         self._client = client
-        self._layers_matter = False
 
     def begin_step(self, ranges: Sequence[ExportRange]) -> None:
-        self._layers_matter = any(not each.in_cache for each in ranges)
-        if ranges:
-            self._client.send(BeginStep(tuple(_on_the_wire(each) for each in ranges)))
+        self._client.send(BeginStep(tuple(_on_the_wire(each) for each in ranges)))
 
     def layer_done(self, layer: int) -> None:
-        if self._layers_matter:
-            self._client.send(LayerDone(layer))
+        self._client.send(LayerDone(layer))
 
 
 def _on_the_wire(each: ExportRange) -> Range:

@@ -158,7 +158,7 @@ class BeginStep(msgspec.Struct, frozen=True, tag=True):
 
 
 class LayerDone(msgspec.Struct, frozen=True, tag=True):
-    """This layer of the current step's ranges is in the pool."""
+    """This layer of the current step's ranges is in the pool, with all before it."""
 
     layer: int
 

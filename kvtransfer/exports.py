@@ -48,6 +48,7 @@ class Exports:
         self._clock = clock
         self._ttl_s = ttl_s
         self._step: tuple[Range, ...] = ()
+        self._layers_done = 0  # of the step
         self._open: set[str] = set()
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._closed: OrderedDict[str, None] = OrderedDict()
@@ -55,14 +56,17 @@ class Exports:
     def begin_step(self, ranges: Sequence[Range]) -> list[tuple[str, Ready]]:
         """What may go at once: ranges whose KV was there before."""
         self._step = tuple(item for item in ranges if item.block_ids and not item.in_cache)
+        self._layers_done = 0
         cached = (item for item in ranges if item.block_ids and item.in_cache)
         return self._give((item.export_id, _ready(item, 0, self._layers)) for item in cached)
 
     def layer_done(self, layer: int) -> list[tuple[str, Ready]]:
-        """What this layer of the current step makes ready."""
-        if not 0 <= layer < self._layers:
+        """What this layer of the current step, and those before it, make ready."""
+        first, end = self._layers_done, layer + 1
+        if not first < end <= self._layers:
             return []
-        return self._give((item.export_id, _ready(item, layer, 1)) for item in self._step)
+        self._layers_done = end
+        return self._give((item.export_id, _ready(item, first, end - first)) for item in self._step)
 
     def open(self, export_id: str) -> list[Ready]:
         """From now on given out at once; returns what was held."""

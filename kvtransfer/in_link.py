@@ -72,6 +72,7 @@ class InLink:
     is_taking: bool = False
     watch: LinkWatch = field(init=False)
     _placing: deque[asyncio.Task[None]] = field(default_factory=deque)
+    _following: deque[tuple[str, int, asyncio.Future[int]]] = field(default_factory=deque)  # digests that must come
     _placed_at_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -85,6 +86,7 @@ class InLink:
 
     def close(self) -> None:
         """The running loop ends after the write that is under way; one that never ends is the agent's end."""
+        self._no_digest_comes()
         self.stream.close()
         self.receiver.close()
         self.thread.close()
@@ -102,6 +104,7 @@ class InLink:
                 await self._take(events, header, body)
                 await self.stream.drain()  # who does not read our answers may not make us keep them
                 self.watch.heard()
+            self._no_digest_comes()
             await self._settle()
         except HandoffFault as fault:
             cause, reason = fault.cause, fault.message
@@ -112,6 +115,7 @@ class InLink:
             if watching.done() and not watching.cancelled():
                 cause, reason = HandoffCause.PEER_LOST, watching.result()
             watching.cancel()
+            self._no_digest_comes()
             await asyncio.gather(*self._placing, return_exceptions=True)  # each has told its session
             events.link_down(self, cause, reason)
 
@@ -130,7 +134,7 @@ class InLink:
             await self._placing.popleft()
 
     async def _take(self, events: InLinkEvents, header: Header, body: bytes) -> None:
-        if header.type not in (FrameType.PIECE, FrameType.BEAT):
+        if header.type not in (FrameType.PIECE, FrameType.DIGEST, FrameType.BEAT):
             await self._settle()  # an answer to an abort says that nothing is read any more
         match header.type:
             case FrameType.PIECE if header.piece is not None:
@@ -140,6 +144,8 @@ class InLink:
                     await self._take_piece(events, header.ticket_id, header.piece, body)
                 finally:
                     self.is_taking = False
+            case FrameType.DIGEST:
+                self._take_digest(header)
             case FrameType.OPEN:
                 events.link_open(self, header.ticket_id, body)
             case FrameType.FINISH:
@@ -166,6 +172,7 @@ class InLink:
         ):
             raise protocol_fault(f"piece {piece.seq} has heads that are not this link's")
         arrival = await self.receiver.fetch(piece, body)
+        followed = self._digest_of(ticket_id, piece) if arrival.digest_follows else None
         wire_bytes, piece = piece.payload_bytes, as_in_pool(piece, self.own.layout)
         session = events.link_session(self, ticket_id)
         if session is None:
@@ -180,22 +187,50 @@ class InLink:
             events.link_fault(self, ticket_id, fault, writing=False)
             await arrival.discard()
             return
-        placing = self._place(events, ticket_id, piece, wire_bytes, arrival.place(span))
+        placing = self._place(events, ticket_id, piece, wire_bytes, arrival.place(span), followed)
         if not self.receiver.places_ahead or wire_bytes <= INLINE_BYTES:
             await placing
             return
         task = asyncio.create_task(placing)
         task.add_done_callback(self._placed)
         self._placing.append(task)
+        await asyncio.sleep(0)  # it begins before the next frame is looked at
         await self._settle(left=PLACES_AHEAD)
 
+    def _digest_of(self, ticket_id: str, piece: Piece) -> asyncio.Future[int]:
+        followed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._following.append((ticket_id, piece.seq, followed))
+        return followed
+
+    def _take_digest(self, header: Header) -> None:
+        if not self._following or header.digest is None or self._following[0][:2] != (header.ticket_id, header.seq):
+            raise protocol_fault(f"expected no digest of piece {header.seq} here")
+        *_, followed = self._following.popleft()
+        followed.set_result(header.digest)
+
+    def _no_digest_comes(self) -> None:
+        for *_, followed in self._following:
+            if not followed.done():
+                lost = HandoffFault(HandoffCause.PEER_LOST, "the connection ended before the digest of a piece came")
+                followed.set_exception(lost)
+                followed.exception()  # nobody waits for that of a piece which was refused
+        self._following.clear()
+
     async def _place(
-        self, events: InLinkEvents, ticket_id: str, piece: Piece, wire_bytes: int, placing: Coroutine[None, None, int]
+        self,
+        events: InLinkEvents,
+        ticket_id: str,
+        piece: Piece,
+        wire_bytes: int,
+        placing: Coroutine[None, None, int],
+        followed: asyncio.Future[int] | None,
     ) -> None:
         """One write that its session waits for, to its end, however it ends. Raises HandoffFault: so must the link."""
         started_s = time.perf_counter()
         try:
             digest = await placing
+            if followed is not None:
+                digest ^= await followed
         except HandoffFault as fault:
             events.link_fault(self, ticket_id, fault, writing=True)
             raise

@@ -45,6 +45,7 @@ class FrameType(IntEnum):
     FINISH = 3  # every piece was acknowledged and the blocks still belong to the ticket; seq: number of pieces
     ABORT = 4
     PROBE = 5
+    DIGEST = 6  # xor the number that was announced; of pieces whose digest follows, in their order
     # receiver to sender
     ACCEPT = 16
     ACK = 17

@@ -35,7 +35,7 @@ from kvtransfer.reshard import Link
 from kvtransfer.stream import FrameStream
 from kvtransfer.tls import Wire
 from kvtransfer.transports.factory import Transports
-from kvtransfer.transports.protocol import Arrival, KvReceiver, KvSender, LinkThread, Terms
+from kvtransfer.transports.protocol import INLINE_BYTES, Arrival, KvReceiver, KvSender, LinkThread, Terms
 from tandem.testing import Fault, FaultKind, FaultPlan, FaultSettings
 
 HANG_S: Final = 3600.0
@@ -139,7 +139,8 @@ class FaultyStream(FrameStream):
     def _before_piece(self, header: Header, piece: Piece, body: bytes) -> tuple[Header, bytes]:
         if piece.digest is not None and (fault := self._plan.next("digest", (FaultKind.FLIP,))):
             header = replace(header, piece=replace(piece, digest=piece.digest ^ 1 << fault.number % 64))
-        if body and self.memory and (fault := self._plan.next("memory", (FaultKind.FLIP,))):
+        copied_first = piece.payload_bytes > INLINE_BYTES  # both ends would find the same wrong bytes
+        if body and self.memory and not copied_first and (fault := self._plan.next("memory", (FaultKind.FLIP,))):
             flip_in_pool(*self.memory, fault.number)
         if body and self._plan.next("blocks", (FaultKind.MISADDRESS,)):
             body = b"\x00\x00\x00\x7f" * (len(body) // 4)
@@ -250,6 +251,10 @@ class FaultyArrival:
         self._own = own
         self._thread = thread
         self._plan = plan
+
+    @property
+    def digest_follows(self) -> bool:
+        return self._inner.digest_follows
 
     async def place(self, span: Span) -> int:
         fault = self._plan.next("place", (*_OPERATION, FaultKind.DROP, FaultKind.FLIP))

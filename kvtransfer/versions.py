@@ -4,7 +4,7 @@ worker by worker; a pair of workers uses the newest that both speak.
     1  the digest of a piece covers its bytes
     2  links may carry int8; the digest covers the header too, so that a piece that names the wrong blocks, layers or
        ticket is found out; both ends beat, and a receiver answers any number of probes; `process_group` sends a
-       piece as several messages; pieces of `mapped` may be larger
+       piece as several messages; pieces of `mapped` may be larger, and digests of large ones follow them
 
 Fields that came later have defaults that mean what was meant before: digests are xxh3, pools are in host memory.
 """
@@ -23,6 +23,7 @@ _MANY_PROBES = 2
 _STRIPED_GROUPS = 2
 _INT8 = 2
 _LARGE_PIECES = 2
+_MAPPED_DIGESTS_FOLLOW = 2
 
 
 class Speaks(Protocol):
@@ -68,3 +69,7 @@ def knows_int8(version: int) -> bool:
 
 def takes_large_pieces(version: int) -> bool:
     return version >= _LARGE_PIECES
+
+
+def mapped_digests_follow(version: int) -> bool:
+    return version >= _MAPPED_DIGESTS_FOLLOW

@@ -91,6 +91,7 @@ class StubWorker(WorkerServicer):
         self.model = model
         self.epoch = epoch
         self.total_blocks = total_blocks
+        self.host_blocks = worker_pb2.HostBlocks()
         self.behaviour = StubBehaviour()
         self.received: list[tuple[str, str]] = []  # (frame, wire id)
         self.works: dict[str, worker_pb2.Work] = {}
@@ -121,6 +122,7 @@ class StubWorker(WorkerServicer):
             role=role,
             address=f"127.0.0.1:{self._port}",
             total_blocks=self.total_blocks,
+            layout=cluster_pb2.KvLayout(block_tokens=16),
         )
 
     def frames(self, kind: str) -> list[str]:
@@ -366,7 +368,9 @@ class StubWorker(WorkerServicer):
         free = self.total_blocks - len(self.known)
         blocks = worker_pb2.BlockCounts(free=free, in_use=len(self.known), total=self.total_blocks)
         steps = self.steps if self.behaviour.reports_steps else None
-        return worker_pb2.WorkerLoad(running_requests=len(self.known), blocks=blocks, steps=steps)
+        return worker_pb2.WorkerLoad(
+            running_requests=len(self.known), blocks=blocks, steps=steps, host_blocks=self.host_blocks
+        )
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

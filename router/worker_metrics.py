@@ -61,6 +61,7 @@ class WorkerCollector(Collector):
         told = [(_labels(each), meters) for each, meters in metered if meters is not None]
         yield from _steps(told)
         yield from _work(told)
+        yield from _host_tiers(reporting)
         yield from _use(reporting)
         yield from _links(told)
 
@@ -131,6 +132,26 @@ def _work(told: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters]]) 
         peak_flops.add_metric(labels, meters.peak_flops_per_s)
         peak_memory.add_metric(labels, meters.peak_memory_bytes_per_s)
     yield from (tokens, preemptions, flops, memory, peak_flops, peak_memory)
+
+
+def _host_tiers(workers: Sequence[Worker]) -> Iterator[Metric]:
+    """Of those that have one."""
+    blocks = GaugeMetricFamily("tandem_worker_host_blocks", "Slots of the host tier.", labels=(*WORKER, "state"))
+    moved = CounterMetricFamily(
+        "tandem_worker_host_moved_blocks", "KV blocks that went there, or back.", labels=(*WORKER, "direction")
+    )
+    hits = CounterMetricFamily("tandem_worker_host_hit_tokens", "Tokens found in the host tier.", labels=WORKER)
+    for worker in workers:
+        load, meters, labels = worker.link.load, worker.link.meters.latest, _labels(worker)
+        if load is None or not load.host_blocks.total:
+            continue
+        blocks.add_metric((*labels, "free"), load.host_blocks.free)
+        blocks.add_metric((*labels, "used"), load.host_blocks.used)
+        if meters is not None:
+            moved.add_metric((*labels, "out"), meters.host_blocks_out)
+            moved.add_metric((*labels, "in"), meters.host_blocks_in)
+            hits.add_metric(labels, meters.host_blocks_in * worker.link.info.layout.block_tokens)
+    yield from (blocks, moved, hits)
 
 
 def _use(workers: Sequence[Worker]) -> Iterator[Metric]:

@@ -7,7 +7,9 @@ the limit is refused before memory is allocated.
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
+import threading
 from collections.abc import AsyncIterator
 from typing import Any, Generic, TypeVar
 
@@ -65,3 +67,55 @@ class Channel(Generic[T]):
 
     def close(self) -> None:
         self._writer.close()
+
+
+class ThreadSender:
+    """Sends on a connection from another thread than its loop's, at once: the loop's thread would have to wait for the
+    interpreter, which a thread that computes holds. Only what the socket does not take is left to the loop.
+
+    Args:
+        writer: of the connection, on whose loop this is made; nobody else writes to it.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket = writer.get_extra_info("socket").dup()
+        self._lock = threading.Lock()
+        self._unsent = bytearray()
+
+    def send(self, *messages: msgspec.Struct) -> None:
+        """Never waits. A closed connection drops them: the reading side reports the end."""
+        data = b"".join(encode(message) for message in messages)
+        with self._lock:
+            loop_sends = bool(self._unsent)
+            self._unsent += data
+            if not loop_sends:
+                self._write()
+                if self._unsent:
+                    self._loop.call_soon_threadsafe(self._watch)
+
+    def close(self) -> None:
+        """On the loop."""
+        with self._lock:
+            self._unsent.clear()
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+
+    def _watch(self) -> None:
+        with self._lock:
+            if self._unsent:
+                self._loop.add_writer(self._socket, self._go_on)
+
+    def _go_on(self) -> None:
+        with self._lock:
+            self._write()
+            if not self._unsent:
+                self._loop.remove_writer(self._socket)
+
+    def _write(self) -> None:
+        try:
+            del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._unsent.clear()

@@ -60,6 +60,9 @@ class EngineSpec(Frozen):
         None, description="KV blocks of each rank's pool; unset: as many as kv_memory_bytes holds."
     )
     kv_memory_bytes: Annotated[int, Field(ge=1 << 20)] = 512 << 20
+    host_kv_memory_bytes: Annotated[int, Field(ge=0)] = Field(
+        0, description="Host memory of each rank for KV blocks that its pool has no room for any more; 0: none."
+    )
     max_running_requests: PositiveCount = 64
     max_step_tokens: Annotated[int, Field(ge=16, le=1 << 20)] = Field(
         512, description="Token budget of one engine step: decode tokens first, then prefill chunks."

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tandem.channel import Channel, ChannelError
+from tandem.channel import Channel, ChannelError, ThreadSender
 from worker.inbox import Inbox, Stop
 from worker.messages import LeaderReady, ToLeader, ToRouter
 
@@ -39,18 +39,19 @@ class ServiceLink:
     def __init__(self, io: IoThread, inbox: Inbox) -> None:
         self._io = io
         self._inbox = inbox
-        self._channel: Channel[ToLeader] | None = None
+        self._sender: ThreadSender | None = None
+        self._waiting: list[msgspec.Struct] = []
 
     def listen(self, path: Path, ready: LeaderReady) -> None:
         """Accepts exactly one service, and greets it with `ready`."""
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if self._channel is not None:
+            if self._sender is not None:
                 writer.close()
                 return
+            self._sender = ThreadSender(writer)
+            self._sender.send(ready)
             channel: Channel[ToLeader] = Channel(reader, writer, ToLeader)
-            self._channel = channel
-            channel.send(ready)
             try:
                 async for message in channel:
                     self._inbox.put(message)
@@ -61,8 +62,13 @@ class ServiceLink:
         self._io.submit(_listen(accept, path)).result()
 
     def send(self, message: msgspec.Struct) -> None:
-        if self._channel is not None:
-            self._io.call(self._channel.send, message)
+        """Leaves with the next `flush`."""
+        self._waiting.append(message)
+
+    def flush(self) -> None:
+        if self._waiting and self._sender is not None:
+            self._sender.send(*self._waiting)
+        self._waiting.clear()
 
     def send_frame(self, session: int, frame: bytes) -> None:
         self.send(ToRouter(session, frame))

@@ -105,7 +105,7 @@ class Leader:
                     os.kill(pid, signal.SIGKILL)
 
     def _tell_meters(self) -> None:
-        meters = self._meters.frame(self._engine.preemptions, self._agents.links())
+        meters = self._meters.frame(self._engine.preemptions, self._engine.load().host, self._agents.links())
         if meters != self._told_meters:
             self._told_meters = meters
             for session in self._requests.sessions:
@@ -118,6 +118,7 @@ class Leader:
         requests.outbox.flush(
             self._engine.load(), self._steps, self._agents.reach(), requests.sessions, requests.busy_sessions
         )
+        self._service.flush()
 
     def _handle(self, event: Event) -> None:
         match event:

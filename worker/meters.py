@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tandem.kvcache.host_tier import TierCounts
 from tandem.step_work import StepWork, WorkShape
 from tandem.v1 import worker_pb2
 
@@ -56,9 +57,13 @@ class StepMeters:
         told.flops += self._shape.flops(work)
         told.memory_bytes += self._shape.memory_bytes(work)
 
-    def frame(self, preemptions: int, links: Iterable[worker_pb2.LinkState]) -> worker_pb2.WorkerMeters:
+    def frame(
+        self, preemptions: int, host: TierCounts, links: Iterable[worker_pb2.LinkState]
+    ) -> worker_pb2.WorkerMeters:
         """All of it, as routers are told."""
-        frame = worker_pb2.WorkerMeters(preemptions=preemptions, links=links)
+        frame = worker_pb2.WorkerMeters(
+            preemptions=preemptions, host_blocks_out=host.blocks_out, host_blocks_in=host.blocks_in, links=links
+        )
         frame.MergeFrom(self._told)
         for kind, histogram in self._steps.items():
             if any(histogram.counts):

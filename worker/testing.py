@@ -246,10 +246,12 @@ async def assert_conserved(*sessions: WorkerSession, timeout_s: float = 5.0) -> 
     deadline = asyncio.get_running_loop().time() + timeout_s
     for session in sessions:
         while True:
-            blocks = (await session.state()).load.blocks
+            load = (await session.state()).load
+            blocks, host = load.blocks, load.host_blocks
             conserved = blocks.free + blocks.cached + blocks.leased + blocks.in_use == blocks.total
+            conserved = conserved and host.free + host.used == host.total
             if conserved and blocks.leased == blocks.in_use == 0:
                 break
             if asyncio.get_running_loop().time() > deadline:
-                raise TandemError(f"blocks of {session.hello.worker_id} leaked or never came to rest: {blocks}")
+                raise TandemError(f"blocks of {session.hello.worker_id} leaked or never came to rest: {load}")
             await asyncio.sleep(0.05)

@@ -132,6 +132,7 @@ def load_frame(load: EngineLoad, steps: int) -> worker_pb2.WorkerLoad:
             total=blocks.total,
         ),
         steps=steps,
+        host_blocks=worker_pb2.HostBlocks(free=load.host.free, used=load.host.used, total=load.host.total),
     )
 
 

@@ -146,6 +146,11 @@ def _worker(worker: cluster_pb2.WorkerStatus, health: Health) -> dict[str, Any]:
             "in_use": blocks.in_use,
             "total": blocks.total,
         },
+        "host_blocks": {
+            "free": load.host_blocks.free,
+            "used": load.host_blocks.used,
+            "total": load.host_blocks.total,
+        },
         "requests": {"waiting": load.waiting_requests, "running": load.running_requests},
         "steps": worker.live.steps,
         "ends": dict(worker.live.request_ends),

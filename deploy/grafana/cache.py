@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.grafana.panels import Dashboard, Row, lines, number, stack
-from deploy.grafana.promql import increase, of, rate, ratio, worker_gauge
+from deploy.grafana.promql import increase, of, rate, ratio, worker_gauge, worker_rate
 
 HIT_RATE = ratio(
     rate("tandem_tokens_total", 'kind="cached"', model=True), rate("tandem_tokens_total", 'kind="prompt"', model=True)
@@ -92,6 +92,29 @@ CACHE = Dashboard(
                     "Blocks of ended requests that later ones may find.",
                     "none",
                     (worker_gauge("tandem_worker_blocks", 'state="cached"', by="worker"), "{{worker}}"),
+                ),
+            ),
+        ),
+        Row(
+            "Host tier",
+            (
+                stack(
+                    "Slots",
+                    "Of workers with engine.host_kv_memory_bytes.",
+                    "none",
+                    (worker_gauge("tandem_worker_host_blocks", by="role, state"), "{{role}} {{state}}"),
+                ),
+                lines(
+                    "Blocks moved",
+                    "Per second. Many out and few in: what comes back was overwritten before; the tier is too small.",
+                    "none",
+                    (worker_rate("tandem_worker_host_moved_blocks_total", by="direction"), "{{direction}}"),
+                ),
+                lines(
+                    "Tokens found",
+                    "Per second, instead of computed.",
+                    "none",
+                    (worker_rate("tandem_worker_host_hit_tokens_total", by="role"), "{{role}}"),
                 ),
             ),
         ),

@@ -92,7 +92,7 @@ CAPACITY = Dashboard(
                 ),
                 lines(
                     "Preemptions",
-                    "Requests that lost their blocks to others and were computed again: decode blocks are full.",
+                    "Requests that lost their blocks to others: decode blocks are full.",
                     "none",
                     (worker_rate("tandem_worker_preemptions_total", by="role"), "{{role}}"),
                 ),

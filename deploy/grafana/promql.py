@@ -9,6 +9,8 @@ MODEL = f'{CLUSTER},model=~"$model"'
 OF_A_WORKER = ("namespace", "job", "model", "role", "worker")
 OWN_LABELS = {
     "tandem_worker_blocks": ("state",),
+    "tandem_worker_host_blocks": ("state",),
+    "tandem_worker_host_moved_blocks_total": ("direction",),
     "tandem_worker_requests": ("state",),
     "tandem_worker_tokens_total": ("kind",),
     "tandem_worker_step_seconds_bucket": ("kind", "le"),

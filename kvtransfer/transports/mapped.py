@@ -4,6 +4,9 @@ Host memory: the sender passes a read-only descriptor of its pool with the hello
 CUDA IPC handle, the copy is the device's own work, and so are the digests, with a key that the receiver made for this
 link. Nothing late can land in the receiver's pool, because nobody but the receiver writes there.
 
+A large piece is announced at once, with a random number in the place of its digest, and copied while its sender makes
+that: the digest xor that number follows in a frame of its own, as over `tcp` behind the bytes.
+
 No event crosses processes with a piece. The engine waits for its stream before it says that a layer is done
 (ModelRunner), so what a piece names is in memory when its announcement is sent; the receiver waits for its own stream
 before it acknowledges.
@@ -29,6 +32,7 @@ from kvtransfer.pools import Pool, open_pool
 from kvtransfer.reshard import Link
 from kvtransfer.stream import FrameStream
 from kvtransfer.transports.protocol import INLINE_BYTES, PROBE_BYTES, LinkThread, Terms
+from kvtransfer.versions import mapped_digests_follow
 
 if TYPE_CHECKING:
     from kvtransfer.device_digest import DigestKeys
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 DIGESTS_AHEAD = 2  # that wait for the link's thread behind the one it makes: it never idles
+_DIGEST_BITS = 64
 _ID_BYTES = 4
 _KEY_BITS = 63
 
@@ -101,12 +106,14 @@ def make_access(own: Pool, source: Pool | None, kind: str, key: int) -> Access:
 
 
 class MappedSender:
+    digests_follow = True  # where they are large and the receiver's version knows it
+
     def __init__(self, own: Own, thread: LinkThread) -> None:
         self._own = own
         self._thread = thread
         self._probe = secrets.token_bytes(PROBE_BYTES)
         self._digests = True
-        self._announcing: deque[asyncio.Task[None]] = deque()
+        self._following: deque[asyncio.Task[None]] = deque()
         self._access: Access | None = None
 
     def hello_fds(self) -> list[int]:
@@ -126,28 +133,31 @@ class MappedSender:
         return digest_of_bytes(self._probe)
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
-        """A large piece is announced when its digest is there; meanwhile the next may be pushed."""
-        announcing = self._announce(stream, ticket_id, piece, span)
-        if not self._digests or piece.payload_bytes <= INLINE_BYTES:
-            await self.settle()
-            await announcing
-            return
-        task = asyncio.create_task(announcing)
-        task.add_done_callback(lambda task: _announced(task, stream))
-        self._announcing.append(task)
+        """The digest of a large piece may still be on its way afterwards."""
+        follows = self._digests and self.digests_follow and _digest_follows(stream.version, piece)
+        if follows:
+            piece = replace(piece, digest=secrets.randbits(_DIGEST_BITS))
+        elif self._digests:
+            piece = replace(piece, digest=await self._digest(piece, span))
+        stream.send(Header(FrameType.PIECE, ticket_id, piece=piece), _pack_ids(span.block_ids))
+        if follows:
+            task = asyncio.create_task(self._follow(stream, ticket_id, piece, span))
+            task.add_done_callback(lambda task: _followed(task, stream))
+            self._following.append(task)
+        await stream.drain()
         await self.settle(left=DIGESTS_AHEAD)
 
     async def settle(self, left: int = 0) -> None:
-        while len(self._announcing) > left:
-            await self._announcing.popleft()
+        while len(self._following) > left:
+            await self._following.popleft()
 
-    async def _announce(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
-        if self._digests:
-            access = _required(self._access)
-            digest = await _run(self._thread, access, piece.payload_bytes, access.digest, span)
-            piece = replace(piece, digest=digest)
-        stream.send(Header(FrameType.PIECE, ticket_id, piece=piece), _pack_ids(span.block_ids))
-        await stream.drain()
+    async def _follow(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
+        value = await self._digest(piece, span) ^ _required(piece.digest)
+        stream.send(Header(FrameType.DIGEST, ticket_id, piece.seq, digest=value))
+
+    async def _digest(self, piece: Piece, span: Span) -> int:
+        access = _required(self._access)
+        return await _run(self._thread, access, piece.payload_bytes, access.digest, span)
 
     def close(self) -> None:
         """The receiver's mapping ends with its link."""
@@ -199,7 +209,8 @@ class MappedReceiver:
             piece.head_count,
         )
         check_span(self._layout, read)
-        return MappedArrival(_required(self._access), read, piece.payload_bytes, self._thread, self._digests)
+        follows = self._digests and _digest_follows(self._hello.protocol, piece)
+        return MappedArrival(_required(self._access), read, piece.payload_bytes, self._thread, self._digests, follows)
 
     def close(self) -> None:
         self._access = None
@@ -212,6 +223,7 @@ class MappedArrival:
     size_bytes: int
     thread: LinkThread
     digests: bool
+    digest_follows: bool
 
     async def place(self, span: Span) -> int:
         return await _run(self.thread, self.access, self.size_bytes, self._copy, span)
@@ -233,7 +245,11 @@ def _required(part: T | None) -> T:
     return part
 
 
-def _announced(task: asyncio.Task[None], stream: FrameStream) -> None:
+def _digest_follows(version: int, piece: Piece) -> bool:
+    return piece.payload_bytes > INLINE_BYTES and mapped_digests_follow(version)
+
+
+def _followed(task: asyncio.Task[None], stream: FrameStream) -> None:
     if not task.cancelled() and task.exception() is not None:
         stream.close()  # the link must hear of it, even when nothing else is pushed
 

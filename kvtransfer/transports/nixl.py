@@ -151,8 +151,9 @@ _abandoned: list[tuple[Any, ...]] = []
 
 
 class NixlSender(MappedSender):
-    """Announces like `mapped`: digest first, then our physical blocks."""
+    """Announces like `mapped`, with our physical blocks; all digests are there before."""
 
+    digests_follow = False
     def __init__(self, own: Own, thread: LinkThread, peer_address: str) -> None:
         super().__init__(own, thread)
         self._host, _ = split_address(peer_address)
@@ -264,6 +265,8 @@ class NixlReceiver:
 
 @dataclass(frozen=True, slots=True)
 class NixlArrival:
+    digest_follows = False
+
     pool: Pool
     data: Bytes
     thread: LinkThread

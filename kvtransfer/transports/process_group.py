@@ -289,6 +289,8 @@ class GroupReceiver:
 class GroupArrival:
     """A piece that was announced; its messages are on their way and must be taken off the group, used or not."""
 
+    digest_follows = False  # in a frame; it comes behind the bytes
+
     arriving: _Arriving
     thread: LinkThread
 

@@ -102,12 +102,13 @@ class KvSender(Protocol):
         ...
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
-        """Announces a piece with its digest, and sends it where the transport does; our blocks are read until it is
-        acknowledged. Raises HandoffFault (transport) when the data path broke: then the link must end."""
+        """Announces a piece and sends it where the transport does; our blocks are read until it is acknowledged. Its
+        digest goes with the announcement; or it follows, xor a number that is announced in its place. Raises HandoffFault
+        (transport) when the data path broke: then the link must end."""
         ...
 
     async def settle(self) -> None:
-        """Returns when all that was pushed is announced; frames that must come behind wait for it."""
+        """Returns when all digests of what was pushed are sent; frames that must come behind wait for it."""
         ...
 
     def close(self) -> None: ...
@@ -115,6 +116,11 @@ class KvSender(Protocol):
 
 class Arrival(Protocol):
     """A piece that is ready to be written. Nothing was written to our pool yet."""
+
+    @property
+    def digest_follows(self) -> bool:
+        """In a DIGEST frame, xor the number that was announced."""
+        ...
 
     async def place(self, span: Span) -> int:
         """Writes the piece into our blocks; returns the digest of the bytes that were written. Raises HandoffFault

@@ -145,6 +145,8 @@ class TcpReceiver:
 class TcpArrival:
     """A piece that was announced; its bytes are on their way and must be taken off the connection, used or not."""
 
+    digest_follows = False  # in a frame; it comes behind the bytes
+
     arriving: _Arriving
     thread: LinkThread
     size_bytes: int

@@ -17,6 +17,7 @@ import msgspec
 from tandem.blockhash import HashKey
 from tandem.errors import TandemError
 from tandem.kvcache.block_pool import BlockCounts, CacheEvent
+from tandem.kvcache.host_tier import NO_TIER, TierCounts
 from tandem.request import FinishReason, SamplingParams
 from tandem.sampling.sampler import TokenLogprob
 from tandem.scheduler.scheduler import ExportRange
@@ -52,9 +53,14 @@ class Reservation:
 class KvExporter(Protocol):
     """Called by every rank's runner inside a step, for its own shard. Must not block."""
 
-    def begin_step(self, ranges: Sequence[ExportRange]) -> None: ...
+    def begin_step(self, ranges: Sequence[ExportRange]) -> None:
+        """There are some."""
+        ...
 
-    def layer_done(self, layer: int) -> None: ...
+    def layer_done(self, layer: int) -> None:
+        """This layer of the ranges that are not in the cache is in the pool, with all before it. Told of the last layer,
+        and of others where enough was written since."""
+        ...
 
 
 class TokenOut(msgspec.Struct, frozen=True):  # made for each token, a tenth of a dataclass's time
@@ -102,6 +108,7 @@ class EngineLoad:
     waiting_tokens: int
     blocks: BlockCounts
     reserved_requests: int = 0  # neither waiting nor running: somebody else fills their blocks
+    host: TierCounts = NO_TIER
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +135,7 @@ __all__ = [
     "ScoredToken",
     "StepResult",
     "StepWork",
+    "TierCounts",
     "TokenLogprob",
     "TokenOut",
 ]

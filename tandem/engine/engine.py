@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, RequestEnd, Reservation, StepResult, TokenOut
-from tandem.engine.runner import ModelRunner
+from tandem.engine.runner import ModelRunner, StepOutput
 from tandem.engine.step import HEARTBEAT, STOP, SequenceStep, StepInput
 from tandem.errors import InputError, InternalError, TandemError, WorkerLost
 from tandem.kvcache.block_pool import CacheEvent
@@ -52,6 +52,8 @@ class Engine:
         """Leases blocks for a prompt whose KV will be imported. Raises KvExhausted when there is no room now."""
         sequence = self._sequence(request)
         cached_blocks = self._scheduler.reserve(sequence)
+        if (copies := self._scheduler.pool.take_copies()) is not None:
+            self._execute(StepInput([], [], copies=copies))  # now: others may write to the blocks from here on
         return Reservation(
             request_id=request.request_id,
             block_ids=tuple(sequence.blocks),
@@ -122,7 +124,7 @@ class Engine:
         tokens: list[TokenOut] = []
         scores: list[PromptScores] = []
         ended = [RequestEnd(request_id, error=error) for request_id, error in plan.failed]
-        if plan.chunks or plan.exports:
+        if plan.chunks or plan.exports or plan.copies:
             logits, scores = self._run(plan)
             self._scheduler.advance(plan)
             sampling = [chunk for chunk in plan.chunks if chunk.samples]
@@ -132,10 +134,7 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> tuple[Logits, list[PromptScores]]:
         sequences = [_sequence_step(chunk, self._scheduler.block_tokens) for chunk in plan.chunks]
-        step = StepInput(sequences, [*plan.exports])
-        if self._tell_followers is not None:
-            self._tell_followers(step)
-        output = self._runner.execute(step)
+        output = self._execute(StepInput(sequences, [*plan.exports], copies=plan.copies))
         scored = [chunk.sequence for chunk, told in zip(plan.chunks, sequences, strict=True) if told.scored]
         scores: list[PromptScores] = []
         for sequence, tokens in zip(scored, output.scores, strict=True):
@@ -143,6 +142,11 @@ class Engine:
             sequence.scored_tokens += len(tokens)
         logits: Logits = output.logits.numpy()
         return logits, scores
+
+    def _execute(self, step: StepInput) -> StepOutput:
+        if self._tell_followers is not None:
+            self._tell_followers(step)
+        return self._runner.execute(step)
 
     def _choose(
         self, chunk: Chunk, row: Logits, best: int | None, tokens: list[TokenOut], ended: list[RequestEnd]
@@ -204,11 +208,12 @@ class Engine:
             scheduler.waiting_tokens,
             scheduler.pool.counts(),
             scheduler.reserved,
+            scheduler.pool.tier_counts(),
         )
 
     @property
     def preemptions(self) -> int:
-        """So far: requests whose blocks others needed more, and which were computed again."""
+        """So far: requests whose blocks others needed more."""
         return self._scheduler.preemptions
 
     def take_cache_events(self) -> list[CacheEvent]:

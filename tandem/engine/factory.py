@@ -10,12 +10,15 @@ import torch
 from tandem.config import EngineSpec
 from tandem.engine.api import KvExporter
 from tandem.engine.engine import Engine
+from tandem.engine.host_pool import HostPool, host_slots
 from tandem.engine.kernels import choose_kernels
 from tandem.engine.kv_pool import DTYPES, KvPool, pool_layout
 from tandem.engine.runner import ModelRunner
+from tandem.engine.step import HEARTBEAT
 from tandem.engine.tp_group import TpGroup
 from tandem.errors import ConfigError
 from tandem.kvcache.block_pool import BlockPool
+from tandem.kvcache.host_tier import HostTier
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.checkpoint import Checkpoint
 from tandem.model.matrices import MatrixMaker, Weights
@@ -48,7 +51,7 @@ class Rank:
         if self.group is None:
             raise ConfigError("a worker of one rank has nobody to follow", field="rank")
         for step in self.group.steps():
-            if step.sequences or step.exports:
+            if step != HEARTBEAT:
                 self.runner.execute(step)
 
 
@@ -70,6 +73,7 @@ def build_rank(
     layout = pool_layout(
         spec, layers=config.layers, kv_heads=config.rank_kv_heads(size), head_dim=config.head_dim
     )
+    slots = host_slots(spec, layout)
     kernels = choose_kernels(spec, layout, size)
     group = TpGroup(rendezvous_file, rank, size, device) if size > 1 else None
     tp = TensorParallel(rank, size, group.collectives if group else None)
@@ -78,11 +82,12 @@ def build_rank(
         model_dir, config, tp, device, DTYPES[spec.dtype], max_tokens=max_model_tokens, matrix=matrix
     )
     pool = KvPool(layout, device)
-    runner = ModelRunner(model, pool, exporter, device, kernels)
+    host = HostPool(slots, pool) if slots else None
+    runner = ModelRunner(model, pool, exporter, device, kernels, host, group.meet if group else None)
     leader = None
     if rank == 0:
         scheduler = Scheduler(
-            BlockPool(layout.num_blocks),
+            BlockPool(layout.num_blocks, HostTier(slots) if slots else None),
             block_tokens=spec.block_tokens,
             max_running_requests=spec.max_running_requests,
             max_step_tokens=spec.max_step_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.kvcache.host_tier import BlockCopies
 from tandem.scheduler.scheduler import ExportRange
 
 
@@ -24,11 +25,13 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True):
-    """One forward pass. No sequences and not `stop`: a sign of life from an idle leader."""
+    """Copies, then announcements, then one forward pass, each if there is any. Nothing and not `stop`: a sign of life
+    from an idle leader."""
 
     sequences: list[SequenceStep]
     exports: list[ExportRange]
     stop: bool = False
+    copies: BlockCopies | None = None
 
 
 HEARTBEAT = StepInput([], [])

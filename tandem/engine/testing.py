@@ -61,8 +61,8 @@ class EngineDriver:
 
     def at_rest(self) -> bool:
         """Nothing leased or in use, every block accounted for."""
-        blocks = self.engine.load().blocks
-        return blocks.conserved and blocks.leased == 0 and blocks.in_use == 0
+        load = self.engine.load()
+        return load.host.conserved and load.blocks.conserved and load.blocks.leased == 0 and load.blocks.in_use == 0
 
 
 def make_request(name: str, prompt: Sequence[int], sampling: SamplingParams, **options: object) -> EngineRequest:

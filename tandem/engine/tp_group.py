@@ -57,6 +57,13 @@ class TpGroup:
         self._broadcast(torch.tensor([len(raw)], dtype=torch.int64), STEP_TIMEOUT)
         self._broadcast(torch.frombuffer(bytearray(raw), dtype=torch.uint8), STEP_TIMEOUT)
 
+    def meet(self) -> None:
+        """Returns when every rank has called it. Raises WorkerLost when one is gone or hangs."""
+        try:
+            self._steps.allreduce([torch.zeros(1)]).wait()
+        except RuntimeError as error:
+            raise _lost(error) from error
+
     def steps(self) -> Iterator[StepInput]:
         """What the leader sends, until it says stop. Raises WorkerLost when the leader is gone or silent."""
         timeout = START_TIMEOUT
@@ -78,7 +85,11 @@ class TpGroup:
         try:
             self._steps.broadcast([tensor], options).wait()
         except RuntimeError as error:
-            raise WorkerLost(f"a rank of this worker is gone or hangs: {str(error).splitlines()[0]}") from error
+            raise _lost(error) from error
+
+
+def _lost(error: RuntimeError) -> WorkerLost:
+    return WorkerLost(f"a rank of this worker is gone or hangs: {str(error).splitlines()[0]}")
 
 
 # torch's stubs neither know Gloo's options nor that a backend by itself has a group's collectives: hence Any.

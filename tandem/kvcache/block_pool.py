@@ -6,6 +6,8 @@ Every block is in exactly one state, derived from three facts and never stored:
     leased   else: a handoff holds it
     cached   else: it can be found by its hash, and may be evicted, the longest unused first
     free     else
+
+With a host tier, what is evicted goes there, can be found as before, and gets a block again when it is acquired.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from enum import StrEnum
 
 from tandem.blockhash import BlockHash
 from tandem.errors import InternalError, KvExhausted
+from tandem.kvcache.host_tier import NO_TIER, BlockCopies, HostTier, TierCounts
+
+Found = int | BlockHash  # a cached block, or the hash of one that only the host tier has
 
 
 class Hold(StrEnum):
@@ -58,7 +63,8 @@ class CacheEvent:
 class BlockPool:
     """All blocks of one rank group (the ranks of a worker use the same block numbers)."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, tier: HostTier | None = None) -> None:
+        self._tier = tier
         self._total = num_blocks
         self._uses, self._leases = [0] * num_blocks, [0] * num_blocks  # how many holds there are of each block
         self._hash: list[BlockHash | None] = [None] * num_blocks
@@ -79,35 +85,45 @@ class BlockPool:
         """Blocks that could be allocated now."""
         return self._num_free() + len(self._evictable)
 
-    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The blocks of the longest cached prefix of a chain. Holds nothing."""
-        found: list[int] = []
+    def tier_counts(self) -> TierCounts:
+        return NO_TIER if self._tier is None else self._tier.counts()
+
+    def match(self, hashes: Sequence[BlockHash]) -> list[Found]:
+        """The longest cached prefix of a chain. Holds nothing."""
+        found: list[Found] = []
         for block_hash in hashes:
             block = self._by_hash.get(block_hash)
-            if block is None:
+            if block is not None:
+                found.append(block)
+            elif self._tier is not None and block_hash in self._tier:
+                found.append(block_hash)
+            else:
                 break
-            found.append(block)
         return found
 
-    def acquire(self, cached: Sequence[int], fresh: int, hold: Hold, *, spare: int = 0) -> list[int]:
-        """Holds the `cached` blocks (from `match`) and `fresh` new ones; returns the new ones.
+    def acquire(self, found: Sequence[Found], fresh: int, hold: Hold, *, spare: int = 0) -> list[int]:
+        """Holds what `match` found and `fresh` new blocks; returns all of them, in this order. What `take_copies` gives
+        is to be done before any of them is read or written.
 
         Raises:
-            KvExhausted: fewer than `fresh` can be had, or `spare` would not be left after that; nothing is changed.
+            KvExhausted: fewer can be had, or `spare` would not be left after that; nothing is changed.
         """
+        cached = [each for each in found if isinstance(each, int)]
+        needed = len(found) - len(cached) + fresh
         available = self.available() - sum(block in self._evictable for block in cached)
-        if fresh + spare > available:
+        if needed + spare > available:
             raise KvExhausted(
-                f"{fresh + spare} KV blocks are needed and {available} of {self._total} can be had: "
+                f"{needed + spare} KV blocks are needed and {available} of {self._total} can be had: "
                 "retry when running requests have ended"
             )
         self._hold(cached, hold)
-        new = [self._take() for _ in range(fresh)]
-        held, _ = self._held(hold)
-        for block in new:
-            held[block] = 1
-        self._count(hold, fresh)
-        return new
+        if needed == fresh:
+            return cached + self._take(fresh, hold)
+        return self._restore(found, needed, hold)
+
+    def take_copies(self) -> BlockCopies | None:
+        """Between pool and host tier, as `HostTier.take_copies`."""
+        return None if self._tier is None else self._tier.take_copies()
 
     def release(self, blocks: Iterable[int], hold: Hold) -> None:
         """Gives up one hold of each block. Given in table order: the tail of a chain is evicted first."""
@@ -128,12 +144,12 @@ class BlockPool:
             raise InternalError(f"block {block} is committed and nobody holds it")
         if self._hash[block] is not None or block_hash in self._by_hash:
             return
-        self._hash[block] = block_hash
-        self._by_hash[block_hash] = block
-        self._tell(True, block_hash)
+        self._hash[block], self._by_hash[block_hash] = block_hash, block
+        if self._tier is None or block_hash not in self._tier:
+            self._tell(True, block_hash)
 
     def take_events(self) -> list[CacheEvent]:
-        """What became findable or was evicted since the last call, neighbours of one kind merged."""
+        """What became findable or no longer is since the last call, neighbours of one kind merged."""
         events = [CacheEvent(stored, tuple(hashes)) for stored, hashes in self._events]
         self._events = []
         return events
@@ -147,7 +163,30 @@ class BlockPool:
 
     # --- where a block changes; kept short, since the simulator does nothing more often -------------------------
 
-    def _take(self) -> int:
+    def _take(self, count: int, hold: Hold) -> list[int]:
+        """So many blocks, held, that nobody can find."""
+        new = [self._vacate() for _ in range(count)]
+        held, _ = self._held(hold)
+        for block in new:
+            held[block] = 1
+        self._count(hold, count)
+        return new
+
+    def _restore(self, found: Sequence[Found], count: int, hold: Hold) -> list[int]:
+        """Takes `count` blocks, and of these gives one to each that only the host tier has."""
+        tier = self._tier
+        assert tier is not None  # else nothing else could have found them
+        below = [each for each in found if not isinstance(each, int)]
+        for block_hash in below:  # before what is evicted now looks for a slot
+            tier.claim(block_hash)
+        new = self._take(count, hold)
+        for block_hash, block in zip(below, new, strict=False):
+            tier.restore(block_hash, block)
+            self._hash[block], self._by_hash[block_hash] = block_hash, block
+        rest = iter(new)
+        return [each if isinstance(each, int) else next(rest) for each in found] + list(rest)
+
+    def _vacate(self) -> int:
         """A block nobody holds and nobody can find."""
         if self._untouched < self._total:
             self._untouched += 1
@@ -160,7 +199,9 @@ class BlockPool:
             raise InternalError(f"block {block} is evictable and has no hash")
         del self._by_hash[evicted]
         self._hash[block] = None
-        self._tell(False, evicted)
+        lost = evicted if self._tier is None else self._tier.keep(evicted, block)
+        if lost is not None and lost not in self._by_hash:
+            self._tell(False, lost)
         return block
 
     def _hold(self, blocks: Iterable[int], hold: Hold) -> None:

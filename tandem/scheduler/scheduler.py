@@ -2,7 +2,8 @@
 
 Continuous batching with chunked prefill under a token budget (Sarathi-Serve, OSDI'24): requests that decode go
 first, one token each; what is left of the budget goes to prompts, first come first served. When a decode needs a block
-and none can be had, the youngest running request is preempted: its blocks go, and it is computed again later.
+and none can be had, the youngest running request is preempted: its blocks go, and later it is computed again, but for
+what the pool or its host tier still has.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tandem.errors import ContextExceeded, InputError, InternalError, KvExhausted, TandemError
-from tandem.kvcache.block_pool import BlockPool, Hold
+from tandem.kvcache.block_pool import BlockPool, Found, Hold
+from tandem.kvcache.host_tier import BlockCopies
 from tandem.kvcache.layout import blocks_for
 from tandem.scheduler.sequence import Sequence, Stage
 
@@ -48,13 +50,14 @@ class Chunk(msgspec.Struct, frozen=True):  # as in engine/api.py: made for each 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """`failed`: requests that left because they can never have the blocks they need. `began`: those whose prompt is
-    computed for the first time."""
+    """`copies` come before all else. `failed`: requests that left because they can never have the blocks they need.
+    `began`: those whose prompt is computed for the first time."""
 
     chunks: tuple[Chunk, ...]
     exports: tuple[ExportRange, ...]
     failed: tuple[tuple[str, TandemError], ...] = ()
     began: tuple[str, ...] = ()
+    copies: BlockCopies | None = None
 
 
 def _turn(sequence: Sequence) -> tuple[bool, int, int]:
@@ -93,7 +96,8 @@ class Scheduler:
         self._stalled = False
 
     def reserve(self, sequence: Sequence) -> int:
-        """Leases blocks for the whole prompt; returns how many leading ones are cached here.
+        """Leases blocks for the whole prompt; returns how many leading ones are cached here. The pool's copies are to
+        be done before anybody writes to the others.
 
         Raises:
             KvExhausted: there is no room now, or it belongs to those who wait for it; nothing is changed.
@@ -106,8 +110,7 @@ class Scheduler:
         full = sequence.prompt_tokens // self.block_tokens
         cached = self.pool.match(sequence.hashes(full)) if sequence.use_prefix_cache else []
         needed = blocks_for(sequence.prompt_tokens, self.block_tokens)
-        fresh = self.pool.acquire(cached, needed - len(cached), Hold.LEASE)
-        sequence.blocks = cached + fresh
+        sequence.blocks = self.pool.acquire(cached, needed - len(cached), Hold.LEASE)
         sequence.committed = len(cached)
         sequence.cached_tokens = len(cached) * self.block_tokens
         sequence.hold, sequence.stage = Hold.LEASE, Stage.RESERVED
@@ -269,7 +272,7 @@ class Scheduler:
             self._unblock()
         failed, self._failed = tuple(self._failed), []
         began, self._began = tuple(self._began), []
-        return StepPlan(tuple(chunks), tuple(exports), failed, began)
+        return StepPlan(tuple(chunks), tuple(exports), failed, began, self.pool.take_copies())
 
     def advance(self, plan: StepPlan) -> None:
         """The plan was carried out: its tokens' KV is in the pool."""
@@ -321,7 +324,7 @@ class Scheduler:
         computed = len(cached) * self.block_tokens
         fresh = blocks_for(min(len(sequence.tokens), computed + budget), self.block_tokens) - len(cached)
         try:
-            sequence.blocks = cached + self.pool.acquire(cached, fresh, Hold.USE, spare=len(self._running))
+            sequence.blocks = self.pool.acquire(cached, fresh, Hold.USE, spare=len(self._running))
         except KvExhausted:
             return False
         self._waiting.popleft()
@@ -333,7 +336,7 @@ class Scheduler:
             self._began.append(sequence.request_id)
         return True
 
-    def _match(self, sequence: Sequence) -> list[int]:
+    def _match(self, sequence: Sequence) -> list[Found]:
         """Cached blocks that its tokens begin with."""
         # At least one token is always computed: its logits choose the next.
         matchable = (len(sequence.tokens) - 1) // self.block_tokens

@@ -1005,6 +1005,7 @@ class WorkerLoad(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     RESERVED_REQUESTS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     running_requests: _builtins.int
     waiting_tokens: _builtins.int
@@ -1017,6 +1018,8 @@ class WorkerLoad(_message.Message):
     """
     @_builtins.property
     def blocks(self) -> Global___BlockCounts: ...
+    @_builtins.property
+    def host_blocks(self) -> Global___HostBlocks: ...
     def __init__(
         self,
         *,
@@ -1026,16 +1029,44 @@ class WorkerLoad(_message.Message):
         blocks: Global___BlockCounts | None = ...,
         reserved_requests: _builtins.int = ...,
         steps: _builtins.int | None = ...,
+        host_blocks: Global___HostBlocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "blocks", b"blocks", "steps", b"steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "blocks", b"blocks", "host_blocks", b"host_blocks", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "blocks", b"blocks", "reserved_requests", b"reserved_requests", "running_requests", b"running_requests", "steps", b"steps", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "blocks", b"blocks", "host_blocks", b"host_blocks", "reserved_requests", b"reserved_requests", "running_requests", b"running_requests", "steps", b"steps", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
     _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class HostBlocks(_message.Message):
+    """Slots of the host tier (engine.host_kv_memory_bytes)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FREE_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    free: _builtins.int
+    used: _builtins.int
+    total: _builtins.int
+    def __init__(
+        self,
+        *,
+        free: _builtins.int = ...,
+        used: _builtins.int = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free", b"free", "total", b"total", "used", b"used"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostBlocks: _TypeAlias = HostBlocks  # noqa: Y015
 
 @_typing.final
 class BlockCounts(_message.Message):
@@ -1084,6 +1115,8 @@ class WorkerMeters(_message.Message):
     PEAK_FLOPS_PER_S_FIELD_NUMBER: _builtins.int
     PEAK_MEMORY_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_OUT_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_IN_FIELD_NUMBER: _builtins.int
     prefill_tokens: _builtins.int
     """computed"""
     decode_tokens: _builtins.int
@@ -1095,6 +1128,10 @@ class WorkerMeters(_message.Message):
     peak_flops_per_s: _builtins.float
     """as configured, or measured at start"""
     peak_memory_bytes_per_s: _builtins.float
+    host_blocks_out: _builtins.int
+    """KV blocks copied from the pool to the host tier"""
+    host_blocks_in: _builtins.int
+    """and back: found there by requests"""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepMeter]:
         """by kind"""
@@ -1114,10 +1151,12 @@ class WorkerMeters(_message.Message):
         peak_flops_per_s: _builtins.float = ...,
         peak_memory_bytes_per_s: _builtins.float = ...,
         links: _abc.Iterable[Global___LinkState] | None = ...,
+        host_blocks_out: _builtins.int = ...,
+        host_blocks_in: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "flops", b"flops", "links", b"links", "memory_bytes", b"memory_bytes", "peak_flops_per_s", b"peak_flops_per_s", "peak_memory_bytes_per_s", b"peak_memory_bytes_per_s", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "sampled_tokens", b"sampled_tokens", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_tokens", b"decode_tokens", "flops", b"flops", "host_blocks_in", b"host_blocks_in", "host_blocks_out", b"host_blocks_out", "links", b"links", "memory_bytes", b"memory_bytes", "peak_flops_per_s", b"peak_flops_per_s", "peak_memory_bytes_per_s", b"peak_memory_bytes_per_s", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "sampled_tokens", b"sampled_tokens", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -109,12 +109,13 @@ class Cluster:
         """Every worker at rest: nothing leased or in use, every block accounted for."""
         deadline = time.monotonic() + within_s
         while True:
-            blocks = [worker["blocks"] for worker in self.status()["workers"]]
+            workers = self.status()["workers"]
+            blocks, host = ([worker[key] for worker in workers] for key in ("blocks", "host_blocks"))
             at_rest = all(
                 found["free"] + found["cached"] + found["leased"] + found["in_use"] == found["total"]
                 and found["leased"] == found["in_use"] == 0
                 for found in blocks
-            )
+            ) and all(found["free"] + found["used"] == found["total"] for found in host)
             if at_rest:
                 return
             assert time.monotonic() < deadline, f"blocks leaked or never came to rest: {blocks}"

@@ -34,6 +34,7 @@ LOAD_S = 12.0
 # What a cluster in which nothing fails does not have.
 MAY_BE_EMPTY = {"tandem_retries_total"}
 
+ENGINE = {"kv_blocks": 512, "host_kv_memory_bytes": 1 << 20}
 SPEC: dict[str, Any] = {
     "control": {"backend": "subprocess"},
     "observability": {
@@ -146,7 +147,7 @@ def prometheus(
     tmp_path: Path, cluster_with: Callable[..., Cluster], start_prometheus: Callable[[str], Prometheus]
 ) -> Iterator[Prometheus]:
     """It has seen a cluster at work."""
-    model = {"source": str(write_tiny_llama(tmp_path / "model")), "name": "tiny", "engine": {"kv_blocks": 512}}
+    model = {"source": str(write_tiny_llama(tmp_path / "model")), "name": "tiny", "engine": ENGINE}
     cluster = cluster_with("--name", "watched", spec=SPEC | {"models": [model]})
     prometheus = start_prometheus(f"127.0.0.1:{cluster.http_port}")
     prometheus.wait("tandem_workers")

@@ -5,6 +5,7 @@ Live processes on every path: ranks, transfer agents, services.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -97,6 +98,30 @@ async def test_quantised_weights_and_kv_through_a_handoff(
             answer = await hand.handoff(live.prefill, live.decode, prompt(length), SEEDED)
             assert answer.tokens == alone.tokens[str(length)], length
             assert answer.kv_bytes == length * 2 * 2 * 2 * 20  # layers, K and V, KV heads
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "transport"),
+    [(1, 2, MAPPED), pytest.param(2, 1, TCP, marks=pytest.mark.soak_only)],
+)
+async def test_prompts_that_the_pools_have_no_room_for_come_from_host_tiers_on_both_sides(
+    pair: Any, tiny: Path, reference: Any, prefill_tp: int, decode_tp: int, transport: TransportKind
+) -> None:
+    hand = HandRouter()
+    engine = ENGINE.model_copy(update={"kv_blocks": 32, "host_kv_memory_bytes": 4 << 20})
+    prompts = [prompt(100, seed) for seed in range(40, 52)]
+    expected = [reference.answer(each, GREEDY) for each in prompts]
+    async with pair(tiny, prefill_tp=prefill_tp, decode_tp=decode_tp, transport=transport, engine=engine) as live:
+        for turn in range(4):
+            for n in range(0, len(prompts), 2):
+                first, second = await asyncio.gather(
+                    hand.handoff(live.prefill, live.decode, prompts[n], GREEDY),
+                    hand.handoff(live.prefill, live.decode, prompts[n + 1], GREEDY, use_decode_cache=False),
+                )
+                assert [first.tokens, second.tokens] == expected[n : n + 2]
+                assert (first.cached_tokens_decode, second.cached_tokens_prefill) == ((96, 96) if turn else (0, 0))
+        for session in (live.prefill, live.decode):
+            assert (await session.state()).load.host_blocks.used > 0
 
 
 async def cache_on_prefill_only(hand: HandRouter, prefill: WorkerSession, decode: WorkerSession, tokens: Any) -> None:

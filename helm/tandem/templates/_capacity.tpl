@@ -62,7 +62,7 @@ they are memory files of their own, or GPU memory. */ -}}
 {{- $memory := include "tandem.quantity" . | float64 -}}
 {{- $shared := include "tandem.quantity" (include "tandem.sharedMemory" $) | float64 -}}
 {{- if lt (mulf $memory (float64 $nodes)) (addf $need.pools (mulf $shared (float64 $nodes))) -}}
-{{- fail (printf "node.resources.limits.memory: expected more than %.0fMi over %v nodes for KV pools (engine.kv_memory_bytes of each rank) and /dev/shm, got %s each" (divf (addf $need.pools (mulf $shared (float64 $nodes))) 1048576) $nodes .) -}}
+{{- fail (printf "node.resources.limits.memory: expected more than %.0fMi over %v nodes for KV pools (engine.kv_memory_bytes of each rank), host tiers and /dev/shm, got %s each" (divf (addf $need.pools (mulf $shared (float64 $nodes))) 1048576) $nodes .) -}}
 {{- end -}}
 {{- end -}}
 {{- if and (include "tandem.internalSecret" (list . "head")) (eq .Values.redis.mode "valkey") (not .Values.redis.valkey.tls.existingSecret) -}}
@@ -92,5 +92,6 @@ they are memory files of their own, or GPU memory. */ -}}
 {{- else if not $engine.kv_blocks -}}
 {{- $_ := set $need "pools" (addf $need.pools (mulf (float64 $ranks) (float64 (default 536870912 $engine.kv_memory_bytes)))) -}}
 {{- end -}}
+{{- $_ := set $need "pools" (addf $need.pools (mulf (float64 $ranks) (float64 (default 0 $engine.host_kv_memory_bytes)))) -}}
 {{- end -}}
 {{- end -}}

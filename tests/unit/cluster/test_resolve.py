@@ -67,6 +67,14 @@ def test_memory_that_is_not_there_is_refused_with_numbers(make_spec: MakeSpec) -
         resolve(make_spec(engine={"kv_memory_bytes": 1 << 50}), quiet)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_host_tiers_count_beside_pools_and_alone_where_those_are_in_gpu_memory(
+    make_spec: MakeSpec, device: str
+) -> None:
+    with pytest.raises(InsufficientMemory, match=r"lower .* or engine\.host_kv_memory_bytes"):
+        resolve(make_spec(engine={"host_kv_memory_bytes": 1 << 50, "device": device}), quiet)
+
+
 def test_a_context_beyond_the_models_is_refused(make_spec: MakeSpec) -> None:
     with pytest.raises(ConfigError, match="2048"):
         resolve(make_spec(engine={"max_model_tokens": 4096}), quiet)

@@ -321,6 +321,7 @@ def test_a_changed_spec_changes_the_head_pod(render: Render) -> None:
         ("cluster.transfer.bind_host=0.0.0.0", "cluster.transfer.bind_host"),
         ("node.sharedMemory=64Mi", "node.sharedMemory: expected at least 256Mi"),
         ("cluster.models[0].engine.kv_memory_bytes=34359738368", "node.resources.limits.memory"),
+        ("cluster.models[0].engine.host_kv_memory_bytes=34359738368", "node.resources.limits.memory"),
         ("cluster.models[0].engine.threads_per_rank=8", "node.resources.requests.cpu"),
         ("cluster.models[0].engine.device=cuda", "cluster.models[0].prefill.tp: expected at most node.gpus"),
         ("node.replicas=1", "redis.mode: expected valkey or external"),

@@ -10,8 +10,10 @@ import pytest
 
 from tandem.engine.api import ExportRange
 from tandem.engine.factory import Rank
+from tandem.engine.runner import layers_told
 from tandem.engine.testing import EngineDriver, make_request
 from tandem.errors import ContextExceeded, InputError, KvExhausted
+from tandem.kvcache.layout import KvPoolLayout
 from tandem.request import FinishReason, SamplingParams
 from tandem.testing import random_prompt
 
@@ -222,6 +224,37 @@ def test_exported_blocks_decode_to_the_same_tokens_elsewhere(
     assert [first, *d.tokens["r"]] == reference.answer(prompt(length), GREEDY)
     assert p.at_rest()
     assert d.at_rest()
+
+
+@pytest.mark.parametrize(("told_bytes", "told"), [(1, [0, 1]), (1 << 20, [1])])
+def test_layers_are_told_of_once_enough_was_written_and_at_the_end(
+    make: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, told_bytes: int, told: list[int]
+) -> None:
+    monkeypatch.setattr("tandem.engine.runner.TOLD_BYTES", told_bytes)
+    exporter = CopyExporter()
+    sender = make(exporter=exporter)
+    driver = EngineDriver(sender.engine)
+    driver.add("r", prompt(40), GREEDY, export_from_block=0)
+    driver.run()
+    assert exporter.layers == told
+    driver.add("cached", prompt(33), GREEDY, export_from_block=0)
+    driver.run()
+    assert len(exporter.layers) == 2 * len(told)  # its last block was computed
+    driver.engine.release_export("r")
+    driver.engine.release_export("cached")
+    assert driver.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("layers", "blocks", "told"),
+    [(8, 1, {3, 7}), (6, 1, {3, 5}), (2, 1, {1}), (8, 3, {1, 3, 5, 7}), (8, 4, set(range(8))), (8, 99, set(range(8)))],
+)
+def test_the_more_blocks_the_more_often_layers_are_told_of(layers: int, blocks: int, told: set[int]) -> None:
+    layout = KvPoolLayout(128, layers, 4, 16, 512, "float32")  # a quarter of a MiB for a block and layer
+    export = ExportRange("r", 0, tuple(range(blocks)), 16, in_cache=False, is_last=True)
+    cached = replace(export, block_ids=tuple(range(100, 120)), in_cache=True)
+    assert layers_told([cached, export], layout) == told
+    assert layers_told([cached], layout) == set()
 
 
 def test_an_exported_answer_that_ends_at_its_first_token_says_so(make: Callable[..., Rank], reference: Any) -> None:

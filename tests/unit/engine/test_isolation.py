@@ -11,6 +11,7 @@ from tandem.engine.step import HEARTBEAT, STOP, SequenceStep, StepInput, decode_
 from tandem.engine.testing import EngineDriver, make_request
 from tandem.errors import InternalError, WorkerLost
 from tandem.kvcache.block_pool import BlockPool
+from tandem.kvcache.host_tier import BlockCopies
 from tandem.request import FinishReason, SamplingParams
 from tandem.scheduler.scheduler import ExportRange, Scheduler
 
@@ -87,5 +88,6 @@ def test_a_step_crosses_processes_unchanged() -> None:
         [SequenceStep([1, 2], 14, [7, 3], False), SequenceStep([9], 40, [1, 2, 4], True)],
         [ExportRange("r", 2, (7, 3), 5, in_cache=True, is_last=False)],
     )
-    for each in (step, HEARTBEAT, STOP):
+    copying = StepInput([], [], copies=BlockCopies([3], [0], [1, 2], [3, 4]))
+    for each in (step, copying, HEARTBEAT, STOP):
         assert decode_step(encode_step(each)) == each

@@ -16,15 +16,21 @@ from tandem.testing import random_prompt, write_tiny_llama
 
 VOCAB = 300
 STEPS = 600_000 if os.environ.get("TANDEM_SOAK") else 600  # eight hours of 50 ms each
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # layers, K and V, heads, tokens, head size, fp32
 GROWTH_BYTES = 24 << 20
 # A request is overtaken only by older ones; those in the engine at a time need at most so many steps together.
 PATIENCE_STEPS = 1_500
 
 
 @pytest.mark.soak
-def test_random_loads_leak_nothing_and_starve_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slots", [0, 100])
+def test_random_loads_leak_nothing_and_starve_nobody(tmp_path: Path, slots: int) -> None:
     rank = single_rank(
-        write_tiny_llama(tmp_path / "m", vocab=VOCAB), tmp_path / "r", kv_blocks=24, max_step_tokens=48
+        write_tiny_llama(tmp_path / "m", vocab=VOCAB),
+        tmp_path / "r",
+        kv_blocks=24,
+        max_step_tokens=48,
+        host_kv_memory_bytes=slots * BLOCK_BYTES,
     )
     engine, driver, draw = rank.engine, EngineDriver(rank.engine), random.Random(3)
     process, alive, count = psutil.Process(), dict[str, int](), 0
@@ -42,8 +48,9 @@ def test_random_loads_leak_nothing_and_starve_nobody(tmp_path: Path) -> None:
             del alive[gone]
         for name in driver.ends:
             alive.pop(name, None)
-        blocks = engine.load().blocks
-        assert blocks.conserved
+        load = engine.load()
+        assert load.blocks.conserved
+        assert load.host.conserved
         assert all(step - began < PATIENCE_STEPS for began in alive.values())
         for kept in (driver.tokens, driver.ends, driver.cached):
             kept.clear()
@@ -55,6 +62,8 @@ def test_random_loads_leak_nothing_and_starve_nobody(tmp_path: Path) -> None:
     gc.collect()
     assert driver.at_rest()
     assert engine.preemptions > STEPS / 100
+    assert engine.load().host.total == slots
+    assert (engine.load().host.blocks_in > STEPS / 40) is (slots > 0)
     assert warm is not None
     assert process.memory_info().rss - warm[0] < GROWTH_BYTES
     assert process.num_fds() <= warm[1]

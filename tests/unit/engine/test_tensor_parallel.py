@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +20,7 @@ import torch
 from tandem.config import EngineSpec
 from tandem.engine.factory import build_rank
 from tandem.engine.step import HEARTBEAT
-from tandem.engine.testing import EngineDriver, NoExport
+from tandem.engine.testing import EngineDriver, NoExport, make_request
 from tandem.engine.tp_group import TpGroup
 from tandem.errors import ConfigError, WorkerLost
 from tandem.request import SamplingParams
@@ -66,8 +68,10 @@ def start(script: str, *arguments: object) -> subprocess.Popen[bytes]:
 
 
 @contextmanager
-def followers(model_dir: Path, rendezvous: Path, size: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    started = [start(FOLLOW, model_dir, rendezvous, rank, size, SPEC.model_dump_json()) for rank in range(1, size)]
+def followers(
+    model_dir: Path, rendezvous: Path, size: int, spec: EngineSpec = SPEC
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    started = [start(FOLLOW, model_dir, rendezvous, rank, size, spec.model_dump_json()) for rank in range(1, size)]
     try:
         yield started
     finally:
@@ -111,6 +115,49 @@ def test_ranks_together_equal_the_reference(
         assert driver.at_rest()
         assert leader.layout.kv_heads == max(1, kv_heads // tp)
         assert [process.wait(120) for process in started] == [0] * (tp - 1)
+
+
+def test_every_rank_keeps_its_part_of_evicted_blocks(tmp_path: Path, reference_for: Callable[[Path], Any]) -> None:
+    model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB, heads=4, kv_heads=2, head_dim=8, seed=2)
+    spec = EngineSpec(kv_blocks=12, max_step_tokens=48, host_kv_memory_bytes=1 << 20)
+    prompts = {str(seed): random_prompt(70, VOCAB, seed) for seed in range(5)}
+    expected = {name: reference_for(model_dir).answer(prompt, GREEDY) for name, prompt in prompts.items()}
+    with followers(model_dir, tmp_path / "r", 2, spec) as started:
+        leader = build_rank(model_dir, spec, rank=0, size=2, rendezvous_file=tmp_path / "r", exporter=NoExport())
+        driver = EngineDriver(leader.engine)
+        for _ in range(2):
+            driver.tokens.clear()
+            for name, prompt in prompts.items():
+                driver.add(name, prompt, GREEDY)
+                driver.run()
+            assert driver.tokens == expected
+        assert driver.cached == dict.fromkeys(prompts, 64)
+        reserved = driver.engine.reserve(make_request("r", prompts["0"], GREEDY))  # copies without a forward pass
+        assert reserved.cached_tokens == 64
+        driver.engine.cancel("r")
+        driver.tokens.clear()
+        driver.add("0", prompts["0"], GREEDY)
+        driver.run()
+        assert driver.tokens["0"] == expected["0"]
+        leader.engine.close()
+        assert [process.wait(120) for process in started] == [0]
+
+
+def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
+    said: list[str] = []
+    with ThreadPoolExecutor(2) as pool:
+        device = torch.device("cpu")
+        leader, follower = pool.map(lambda rank: TpGroup(tmp_path / "r", rank, 2, device), range(2))
+
+        def come_late() -> None:
+            time.sleep(0.2)
+            said.append("late")
+            follower.meet()
+
+        late = pool.submit(come_late)
+        leader.meet()
+        assert said == ["late"]
+        late.result()
 
 
 def test_a_follower_ends_when_its_leader_dies(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_a_block_is_in_use_before_leased_before_cached_before_free() -> None:
     (block,) = pool.acquire([], 1, Hold.LEASE)
     assert pool.state_of(block) is BlockState.LEASED
     pool.commit(block, A)
-    pool.acquire([block], 0, Hold.USE)
+    assert pool.acquire([block], 0, Hold.USE) == [block]
     assert pool.state_of(block) is BlockState.IN_USE
     pool.release([block], Hold.USE)
     assert pool.state_of(block) is BlockState.LEASED
@@ -134,17 +134,18 @@ class PoolMachine(RuleBasedStateMachine):
         before, available = self.pool.counts(), self.pool.available()
         taken = {block for blocks, _ in self.held for block in blocks}
         try:
-            fresh = self.pool.acquire(cached, length - len(cached), hold)
+            blocks = self.pool.acquire(cached, length - len(cached), hold)
         except KvExhausted:
             assert self.pool.counts() == before
             assert self.pool.match(hashes) == cached
             assert length - len(cached) > available - sum(block not in taken for block in cached)
             return
+        fresh = blocks[len(cached) :]
+        assert blocks[: len(cached)] == cached
         assert not taken & set(fresh)
-        assert len(set(fresh)) == len(fresh)
-        assert not set(cached) & set(fresh)
-        self.held.append((cached + fresh, hold))
-        for block, block_hash in zip(cached + fresh, hashes, strict=True):
+        assert len(set(blocks)) == length
+        self.held.append((blocks, hold))
+        for block, block_hash in zip(blocks, hashes, strict=True):
             self.pool.commit(block, block_hash)
 
     @rule(count=st.integers(1, 4))

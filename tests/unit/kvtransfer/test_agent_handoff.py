@@ -65,6 +65,24 @@ async def test_blocks_arrive_for_any_pair_of_widths(
     assert all(each.blocks == handoff.kv.blocks for each in received)
 
 
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "protocol"), [(2, 1, PROTOCOL_VERSION), (1, 1, PROTOCOL_VERSION - 1)]
+)
+async def test_large_pieces_arrive_before_or_behind_their_digests(
+    make_worker: MakeWorker, prefill_tp: int, decode_tp: int, protocol: int
+) -> None:
+    model = FakeModel(head_dim=1024, block_tokens=8)
+    prefill, decode = await pair(
+        make_worker, model, prefill_tp=prefill_tp, decode_tp=decode_tp, protocol=protocol
+    )
+    handoff = Handoff.make(prefill, decode, tokens=75)
+    handoff.open_receive()
+    handoff.open_send()
+    handoff.export_cached(0, 4)
+    handoff.compute(4, handoff.kv.blocks)
+    await complete(handoff)
+
+
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [pytest.param(1, 1, marks=pytest.mark.soak_only), (2, 1)])
 async def test_blocks_arrive_over_a_process_group(make_worker: MakeWorker, prefill_tp: int, decode_tp: int) -> None:
     prefill, decode = await pair(

@@ -21,7 +21,8 @@ def test_a_layer_is_ready_when_it_is_done() -> None:
     exports.open("a")
     assert exports.begin_step([make_range("a")]) == []
     assert exports.layer_done(0) == [("a", Ready(0, (7, 8), 4, 0, 1))]
-    assert exports.layer_done(2) == [("a", Ready(0, (7, 8), 4, 2, 1))]
+    assert exports.layer_done(0) == []
+    assert exports.layer_done(2) == [("a", Ready(0, (7, 8), 4, 1, 2))]
     assert exports.layer_done(3) == []
 
 

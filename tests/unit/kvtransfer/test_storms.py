@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvtransfer.testing import FakeModel
 from kvtransfer.testing_agent import faults_of
 from kvtransfer.testing_cluster import FakeCluster
 from kvtransfer.testing_member import Member
@@ -22,6 +23,7 @@ CANCELLED = 1 << 40  # seeds of handoffs that are cancelled
 # everything but the probe: what fails it refuses the link for as long as both ends live
 TO_BEGIN = ("hello", "connect", "prepare", "join", "open", "accept")
 TO_END = ("finish", "abort", "aborted", "fail")
+LARGE = FakeModel(head_dim=1024, block_tokens=8)  # 256 KiB for a block and layer: digests follow their pieces
 
 
 def faulty(settings: FaultSettings) -> dict[str, Any]:
@@ -117,6 +119,28 @@ async def test_broken_pieces_are_found_and_never_accepted(cluster: FakeCluster, 
         number += CONCURRENT
     assert cluster.tally.failures
     await cluster.check_conservation()
+
+
+@pytest.mark.parametrize("points", [("digest",), ("piece", "digest")])
+async def test_digests_that_follow_their_pieces_may_be_lost_late_or_wrong(
+    tmp_path_factory: pytest.TempPathFactory, soak: Soak, points: tuple[str, ...]
+) -> None:
+    count = soak(300, 15)
+    cluster = FakeCluster(tmp_path_factory.mktemp("c"), model=LARGE)
+    try:
+        kinds = ("fail", "drop", "delay", "duplicate", "reorder", "truncate", "flip", "misaddress")
+        settings = FaultSettings(seed=11, every=9, kinds=kinds, points=points)
+        prefill, _ = await pair(cluster, prefill=faulty(settings))
+        noted = faults_of(prefill.worker.ranks[0].socket_path)
+        number = 0
+        while not noted.exists() or noted.read_text().count("\n") < count:
+            await run_all(cluster.request("prefill-0", "decode-0", number + more) for more in range(CONCURRENT))
+            number += CONCURRENT
+        assert {line.split()[0] for line in noted.read_text().splitlines()} == {*points}
+        assert cluster.tally.failures
+        await cluster.check_conservation()
+    finally:
+        await cluster.stop()
 
 
 @pytest.mark.parametrize("transport", ["mapped", pytest.param("process_group", marks=pytest.mark.soak_only), "tcp"])

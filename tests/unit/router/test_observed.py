@@ -66,6 +66,17 @@ async def test_workers_are_shown_as_they_report_and_as_they_should_be(bare: Any)
     assert metric("tandem_worker_preemptions_total") == 0  # of a worker that is gone nothing stays
 
 
+async def test_host_tiers_are_shown_of_workers_that_have_one(bare: Any) -> None:
+    bare.decode.host_blocks = worker_pb2.HostBlocks(free=3, used=5, total=8)
+    bare.decode.meters = meters(host_blocks_out=20, host_blocks_in=12)
+    await bare.list_workers(bare.prefill, bare.decode)
+    assert bare.metric('tandem_worker_host_blocks{model="tiny",role="decode",state="used",worker="d0"}') == 5
+    assert bare.metric(f'tandem_worker_host_moved_blocks_total{{direction="out",{DECODE}}}') == 20
+    assert bare.metric(f"tandem_worker_host_hit_tokens_total{{{DECODE}}}") == 12 * 16
+    lines = bare.app.metrics.render().decode().splitlines()
+    assert not [line for line in lines if line.startswith("tandem_worker_host") and 'worker="d0"' not in line]
+
+
 async def test_clients_cannot_make_the_metrics_grow(cluster: Any) -> None:
     cluster.says("Hello")
 

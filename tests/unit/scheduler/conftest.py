@@ -10,6 +10,7 @@ import pytest
 from tandem.blockhash import HashKey
 from tandem.errors import KvExhausted, TandemError
 from tandem.kvcache.block_pool import BlockPool
+from tandem.kvcache.host_tier import BlockCopies, HostTier
 from tandem.request import SamplingParams
 from tandem.scheduler.scheduler import ExportRange, Scheduler, StepPlan
 from tandem.scheduler.sequence import Sequence
@@ -24,6 +25,7 @@ class World:
     blocks: int = 16
     budget: int = 16
     max_running: int = 4
+    slots: int = 0
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
     memory: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -31,10 +33,12 @@ class World:
     read_by_others: dict[str, Sequence] = field(default_factory=dict)
     answers: dict[str, list[int]] = field(default_factory=dict)
     failed: dict[str, TandemError] = field(default_factory=dict)
+    host_memory: dict[tuple[int, int], int] = field(default_factory=dict)
+    computed_tokens: int = 0
     arrivals: int = 0
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(self.blocks)
+        self.pool = BlockPool(self.blocks, HostTier(self.slots) if self.slots else None)
         self.scheduler = Scheduler(
             self.pool,
             block_tokens=BLOCK,
@@ -64,10 +68,12 @@ class World:
     def reserve(self, name: str, prompt: list[int], max_tokens: int = 3) -> Sequence:
         sequence = self.sequence(name, prompt, max_tokens)
         self.scheduler.reserve(sequence)
+        self._copy(self.pool.take_copies())
         return sequence
 
     def fill(self, sequence: Sequence, first_token: int = 1) -> None:
         """The import: blocks that were not cached get their content; then the request joins."""
+        self.check_content(sequence, sequence.committed * BLOCK)
         for position in range(sequence.committed * BLOCK, sequence.prompt_tokens):
             self._write(sequence, position)
         self.scheduler.join(sequence.request_id, first_token)
@@ -75,6 +81,7 @@ class World:
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule()
         self._check(plan)
+        self._copy(plan.copies)
         for exported in plan.exports:
             self.ranges.setdefault(exported.request_id, []).append(exported)
         for chunk in plan.chunks:
@@ -84,6 +91,7 @@ class World:
             for position in range(chunk.start, chunk.start + chunk.count):
                 self._write(chunk.sequence, position)
             self.check_content(chunk.sequence, chunk.start + chunk.count)
+            self.computed_tokens += chunk.count
         self.scheduler.advance(plan)
         for chunk in plan.chunks:
             if chunk.samples:
@@ -103,7 +111,7 @@ class World:
 
     def at_rest(self) -> bool:
         counts = self.pool.counts()
-        return counts.conserved and counts.in_use == counts.leased == 0
+        return counts.conserved and self.pool.tier_counts().conserved and counts.in_use == counts.leased == 0
 
     def _check(self, plan: StepPlan) -> None:
         assert sum(chunk.count for chunk in plan.chunks) <= self.budget
@@ -115,6 +123,14 @@ class World:
             assert chunk.start == chunk.sequence.computed
             assert len(chunk.sequence.blocks) * BLOCK >= chunk.start + chunk.count
         assert all(isinstance(error, KvExhausted) for _, error in plan.failed)
+
+    def _copy(self, copies: BlockCopies | None) -> None:
+        if copies is None:
+            return
+        for block, slot in zip(copies.out_blocks, copies.out_slots, strict=True):
+            self.host_memory |= {(slot, offset): self.memory[block, offset] for offset in range(BLOCK)}
+        for slot, block in zip(copies.in_slots, copies.in_blocks, strict=True):
+            self.memory |= {(block, offset): self.host_memory[slot, offset] for offset in range(BLOCK)}
 
     def _write(self, sequence: Sequence, position: int) -> None:
         self.memory[sequence.blocks[position // BLOCK], position % BLOCK] = sequence.tokens[position]

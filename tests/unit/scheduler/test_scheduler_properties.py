@@ -73,6 +73,7 @@ class Story:
     def step(self) -> None:
         self.world.step()
         assert self.world.pool.counts().conserved
+        assert self.world.pool.tier_counts().conserved
         for name, sequence in list(self.alive.items()):
             done = not sequence.is_exporting and sequence.generated >= sequence.sampling.max_tokens
             if name in self.world.failed or done:
@@ -110,11 +111,17 @@ class Story:
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(actions=ACTIONS, blocks=st.integers(4, 20), budget=st.integers(1, 20), max_running=st.integers(1, 5))
+@given(
+    actions=ACTIONS,
+    blocks=st.integers(4, 20),
+    budget=st.integers(1, 20),
+    max_running=st.integers(1, 5),
+    slots=st.sampled_from([0, 0, 1, 3, 10, 40]),
+)
 def test_every_request_ends_with_the_right_content_and_nothing_is_left_behind(
-    make_world: Any, actions: list[tuple[Any, ...]], blocks: int, budget: int, max_running: int
+    make_world: Any, actions: list[tuple[Any, ...]], blocks: int, budget: int, max_running: int, slots: int
 ) -> None:
-    story = Story(make_world(blocks=blocks, budget=budget, max_running=max_running))
+    story = Story(make_world(blocks=blocks, budget=budget, max_running=max_running, slots=slots))
     for action in actions:
         story.play(action)
     story.finish()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tandem.kvcache.host_tier import TierCounts
 from tandem.step_work import StepWork, WorkShape
 from tandem.v1 import worker_pb2
 from worker.meters import STEP_BOUNDS_S, StepKind, StepMeters, kind_of
@@ -29,12 +30,14 @@ def test_steps_are_counted_by_kind_and_how_long_they_took() -> None:
     meters.stepped(token, 0.0011)
     meters.stepped(token, 1e6)
     meters.stepped(StepWork(), 0.5)  # it ended a request and computed nothing
-    frame = meters.frame(2, [worker_pb2.LinkState(peer_worker="d0")])
+    host = TierCounts(free=1, used=2, total=3, blocks_out=5, blocks_in=4)
+    frame = meters.frame(2, host, [worker_pb2.LinkState(peer_worker="d0")])
     prefill, decode = (list(next(s.counts for s in frame.steps if s.kind == kind)) for kind in ("prefill", "decode"))
     assert (prefill[0], sum(prefill)) == (1, 1)
     assert (decode[1], decode[-1], sum(decode)) == (1, 1, 2)
     assert len(decode) == len(STEP_BOUNDS_S) + 1
     assert (frame.prefill_tokens, frame.decode_tokens, frame.sampled_tokens, frame.preemptions) == (4, 2, 3, 2)
+    assert (frame.host_blocks_out, frame.host_blocks_in) == (5, 4)
     assert frame.flops == SHAPE.flops(prompt) + 2 * SHAPE.flops(token)
     assert frame.memory_bytes == 3 * 1000 + 8 * (4 + 5 + 5)
     assert (frame.peak_flops_per_s, frame.links[0].peer_worker) == (5.0, "d0")
