@@ -144,7 +144,9 @@ class PacedWorker(WorkerServicer):
         self._sessions.add(session)
         reader = asyncio.create_task(self._read(session, request_iterator))
         try:
-            hello = worker_pb2.WorkerHello(worker_id=self.worker_id, epoch=1, protocol=PROTOCOL_VERSION)
+            hello = worker_pb2.WorkerHello(
+                worker_id=self.worker_id, epoch=1, protocol=PROTOCOL_VERSION, takes_more=True
+            )
             yield worker_pb2.WorkerFrame(hello=hello, load=self._load())
             while True:
                 frame = await session.out.get()
@@ -183,26 +185,33 @@ class PacedWorker(WorkerServicer):
         self._flush(frames)
 
     async def _read(self, session: _Session, frames: AsyncIterator[worker_pb2.RouterFrame]) -> None:
-        async for frame in frames:
-            match frame.WhichOneof("frame"):
-                case "reserve":
-                    self._on_reserve(session, frame.reserve.work)
-                case "prefill":
-                    self._begin(session, frame.prefill.work)
-                case "generate":
-                    self._begin(session, frame.generate.work)
-                case "join":
-                    self._on_join(session, frame.join.request_id)
-                case "cancel":
-                    self._on_cancel(session, frame.cancel.request_id)
-                case _:
-                    pass
+        async for message in frames:
+            answer = worker_pb2.WorkerFrame()
+            for frame in (message, *message.more):
+                self._on_frame(session, frame, answer)
+            self._flush({session: answer} if answer.ByteSize() else {})
 
-    def _on_reserve(self, session: _Session, work: worker_pb2.Work) -> None:
+    def _on_frame(
+        self, session: _Session, frame: worker_pb2.RouterFrame, answer: worker_pb2.WorkerFrame
+    ) -> None:
+        match frame.WhichOneof("frame"):
+            case "reserve":
+                self._on_reserve(session, frame.reserve.work, answer)
+            case "prefill":
+                self._begin(session, frame.prefill.work)
+            case "generate":
+                self._begin(session, frame.generate.work)
+            case "join":
+                self._on_join(session, frame.join.request_id, answer)
+            case "cancel":
+                self._on_cancel(session, frame.cancel.request_id, answer)
+            case _:
+                pass
+
+    def _on_reserve(self, session: _Session, work: worker_pb2.Work, answer: worker_pb2.WorkerFrame) -> None:
         session.reserved[work.request_id] = work
         ticket = worker_pb2.HandoffTicket(signed=bytes(96), decode_worker=self.worker_id, decode_epoch=1)
-        reserved = worker_pb2.Reserved(request_id=work.request_id, ticket=ticket)
-        self._flush({session: worker_pb2.WorkerFrame(reserved=[reserved])})
+        answer.reserved.add(request_id=work.request_id, ticket=ticket)
 
     def _begin(self, session: _Session, work: worker_pb2.Work) -> None:
         now_s = time.monotonic()
@@ -216,7 +225,6 @@ class PacedWorker(WorkerServicer):
         loop = asyncio.get_running_loop()
         timer = loop.call_later(done_s - now_s, self._prefilled, session, work, fresh)
         self._prefilling[work.request_id] = timer
-        self._flush({})
 
     def _prefilled(self, session: _Session, work: worker_pb2.Work, fresh: Sequence[BlockHash]) -> None:
         wire_id = work.request_id
@@ -241,24 +249,22 @@ class PacedWorker(WorkerServicer):
             frame.ended.add(request_id=wire_id, finish_reason=inference_pb2.FINISH_REASON_LENGTH)
         self._flush({session: frame})
 
-    def _on_join(self, session: _Session, wire_id: str) -> None:
+    def _on_join(self, session: _Session, wire_id: str, answer: worker_pb2.WorkerFrame) -> None:
         work = session.reserved.pop(wire_id, None)
         if work is None:
             return
         self.sent[wire_id] = Sent(time.monotonic())
         self._running[wire_id] = _Running(session, work, 1, len(work.prompt))
-        done = self._done(work, worker_pb2.HandoffDone(received=RECEIVED))
-        self._flush({session: worker_pb2.WorkerFrame(handoffs=[done])})
+        answer.handoffs.append(self._done(work, worker_pb2.HandoffDone(received=RECEIVED)))
 
-    def _on_cancel(self, session: _Session, wire_id: str) -> None:
+    def _on_cancel(self, session: _Session, wire_id: str, answer: worker_pb2.WorkerFrame) -> None:
         timer, run = self._prefilling.pop(wire_id, None), self._running.pop(wire_id, None)
         if timer is not None:
             timer.cancel()
         if timer is None and run is None and session.reserved.pop(wire_id, None) is None:
             return
         error = worker_pb2.WorkerError(code="cancelled", message="cancelled")
-        ended = worker_pb2.Ended(request_id=wire_id, error=error)
-        self._flush({session: worker_pb2.WorkerFrame(ended=[ended])})
+        answer.ended.add(request_id=wire_id, error=error)
 
     def _done(self, work: worker_pb2.Work, done: worker_pb2.HandoffDone) -> worker_pb2.HandoffDone:
         done.request_id = work.request_id

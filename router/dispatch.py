@@ -164,9 +164,9 @@ class Dispatcher:
     # ---- placing
 
     def _place(self, run: RequestRun) -> bool:
-        if self._too_long(run):
-            return True
         placement = self.decide(run)
+        if isinstance(placement, WaitReason) and self._too_long(run):
+            return True
         if isinstance(placement, WaitReason) and run.excluded:
             # Nobody else can take it: decode workers that failed or refused are asked again,
             run.excluded -= {worker.key.worker_id for worker in self.fleet.ready(run.request.model, Role.DECODE)}

@@ -1,4 +1,7 @@
-"""The frames a router asks workers with, for requests under way. Each goes to the end of its link's queue."""
+"""The frames a router asks workers with, for requests under way. Each goes to the end of its link's queue.
+
+A message that is given to the constructor of another is copied; what holds a prompt is filled in place.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,26 @@ if TYPE_CHECKING:
 
 def generate(worker: Worker, work: worker_pb2.Work) -> None:
     """Prefill locally and decode."""
-    worker.link.send(worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=work)))
+    frame = worker_pb2.RouterFrame()
+    frame.generate.work.CopyFrom(work)
+    worker.link.send(frame)
 
 
 def reserve(worker: Worker, work: worker_pb2.Work, sender: Worker) -> None:
     """Room for the KV cache that `sender` will push."""
-    asked = worker_pb2.Reserve(
-        work=work, prefill_worker=sender.key.worker_id, prefill_epoch=sender.key.epoch, use_prefix_cache=True
-    )
-    worker.link.send(worker_pb2.RouterFrame(reserve=asked))
+    frame = worker_pb2.RouterFrame()
+    asked = frame.reserve
+    asked.work.CopyFrom(work)
+    asked.prefill_worker, asked.prefill_epoch = sender.key.worker_id, sender.key.epoch
+    asked.use_prefix_cache = True
+    worker.link.send(frame)
 
 
 def prefill(worker: Worker, work: worker_pb2.Work, ticket: worker_pb2.HandoffTicket) -> None:
-    worker.link.send(worker_pb2.RouterFrame(prefill=worker_pb2.Prefill(work=work, ticket=ticket)))
+    frame = worker_pb2.RouterFrame()
+    frame.prefill.work.CopyFrom(work)
+    frame.prefill.ticket.CopyFrom(ticket)
+    worker.link.send(frame)
 
 
 def join(worker: Worker, wire_id: str, first_token: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping
 
@@ -12,7 +11,7 @@ from starlette.responses import Response
 
 from router.answers import Answers
 from router.openai_format import AnswerFormat, error_body
-from router.sse import SseResponse, Turns
+from router.sse import SCOPE_KEY, Connection, SseResponse, Turns
 from tandem.errors import TandemError
 from tandem.grpc_errors import retry_after_s
 
@@ -35,13 +34,14 @@ def error_response(error: TandemError, more_headers: Mapping[str, str] | None = 
 async def answer(request: Request, answers: Answers, form: AnswerFormat, turns: Turns | None) -> Response:
     """Waits for the first words, so that what fails before them has its own HTTP status. `turns` None: all at once, at
     the end."""
-    watch = asyncio.create_task(_cancel_on_disconnect(request, answers))
+    connection: Connection = request.scope[SCOPE_KEY]
+    connection.when_lost(answers.cancel)
     handed_over = False
     try:
         first = await answers.next()
         if turns is not None:
             handed_over = True
-            return SseResponse(answers, form, first, watch, turns)
+            return SseResponse(answers, form, first, turns)
         arrivals = list(first)
         while not answers.ended:
             arrivals.extend(await answers.next())
@@ -49,10 +49,4 @@ async def answer(request: Request, answers: Answers, form: AnswerFormat, turns: 
     finally:
         if not handed_over:
             answers.cancel()
-            watch.cancel()
-
-
-async def _cancel_on_disconnect(request: Request, answers: Answers) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    answers.cancel()
+            connection.when_lost(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -9,15 +10,24 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from router.sse import SCOPE_KEY
 
 
-def attach_body(cycle: RequestResponseCycle) -> None:
-    """Puts it where the request's handler finds it. Head and end of the answer still go through `send`."""
-    cast(dict[str, object], cycle.scope)[SCOPE_KEY] = _Body(cycle)
+class Body:
+    """Puts itself where the request's handler finds it. Head and end of the answer still go through `send`."""
 
-
-class _Body:
     def __init__(self, cycle: RequestResponseCycle) -> None:
+        cast(dict[str, object], cycle.scope)[SCOPE_KEY] = self
         self._cycle = cycle
         self._write = cycle.transport.write
+        self._on_lost: Callable[[], None] | None = None
+
+    def when_lost(self, call: Callable[[], None] | None) -> None:
+        self._on_lost = call
+        if self._cycle.disconnected:
+            self.lost()
+
+    def lost(self) -> None:
+        """The connection is gone."""
+        if self._on_lost is not None:
+            self._on_lost()
 
     @property
     def write_paused(self) -> bool:

@@ -216,7 +216,8 @@ class RequestRun:
             if len(self._gaps) == GAPS_AT_ONCE:
                 self._tell_gaps()
         account.last_token_s = now_s
-        if self.lifecycle.state is not RequestState.DECODING:
+        decodes = self.lifecycle.state is RequestState.DECODING
+        if not decodes:
             self._before_decoding(link, token, now_s)
         elif (seconds := self._meter.token(now_s)) is not None:
             self._host.paced(self, seconds)
@@ -226,7 +227,7 @@ class RequestRun:
             self._end_cancelled(RequestCancelled("the client left too much of the answer unread"))
         elif self._assembler.stopped:
             self._finish(FinishReason.STOP)
-        elif self.lifecycle.state is RequestState.PREFILLING:
+        elif not decodes and self.lifecycle.state is RequestState.PREFILLING:
             self._after_first_token(token_id)
 
     def _before_decoding(self, link: WorkerLink, token: worker_pb2.StepToken, now_s: float) -> None:

@@ -23,11 +23,15 @@ from tandem.errors import ErrorCode, TandemError
 SCOPE_KEY = "tandem.connection"
 LOOK_S = 0.5  # so often it is seen whether the router is busy; shorter spells are no reason to keep tokens back
 BUSY_SHARE = 0.75  # of the time: there is no core left to catch up with
-REST_S = 0.025  # between two turns of a busy router
+REST_S = 0.05  # between two turns of a busy router
 
 
 class Connection(Protocol):
     """The body of the answer that is under way on a client's connection."""
+
+    def when_lost(self, call: Callable[[], None] | None) -> None:
+        """Calls it when the client goes away, at once if it has. None: nobody is to be called any more."""
+        ...
 
     @property
     def write_paused(self) -> bool:
@@ -81,21 +85,19 @@ class Turns:
 class SseResponse(Response):
     """Its first words are there already, so that what failed before them had its own HTTP status."""
 
-    def __init__(
-        self, answers: Answers, form: AnswerFormat, first: list[Arrival], watch: asyncio.Task[None], turns: Turns
-    ) -> None:
+    def __init__(self, answers: Answers, form: AnswerFormat, first: list[Arrival], turns: Turns) -> None:
         super().__init__(headers={"cache-control": "no-cache"}, media_type="text/event-stream")
         del self.headers["content-length"]
         self._answers = answers
         self._form = form
         self._first = first
-        self._watch = watch
         self._turns = turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection: Connection = scope[SCOPE_KEY]
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            pump = _Pump(self._answers, self._form, scope[SCOPE_KEY], self._turns)
+            pump = _Pump(self._answers, self._form, connection, self._turns)
             try:
                 pump.start(self._first)
                 await pump.ended
@@ -104,7 +106,7 @@ class SseResponse(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._answers.cancel()
-            self._watch.cancel()
+            connection.when_lost(None)  # it may stay open for long, and would keep the answers in memory
 
 
 class _Pump:

@@ -60,6 +60,7 @@ class StubBehaviour:
     reports_steps: bool = True  # as real workers do: its load, several times a second while it has requests
     is_stuck: bool = False  # the port answers, and nothing else happens
     fail_canaries: bool = False
+    takes_more: bool = True  # several frames in a message; workers before that do not
 
 
 def script(tokens: Sequence[int]) -> Answer:
@@ -96,6 +97,7 @@ class StubWorker(WorkerServicer):
         self.works: dict[str, worker_pb2.Work] = {}
         self.cancelled: set[str] = set()
         self.canaries: list[str] = []  # kinds of frames; canaries are in none of the other lists
+        self.messages = 0  # of routers; one may hold several frames
         self.steps = 0
         self.meters = worker_pb2.WorkerMeters()  # told with the hello
         self.known: set[str] = set()  # requests it would still do something for
@@ -136,7 +138,12 @@ class StubWorker(WorkerServicer):
         session = _Session()
         reader = asyncio.create_task(self._read(session, request_iterator))
         try:
-            hello = worker_pb2.WorkerHello(worker_id=self.worker_id, epoch=self.epoch, protocol=PROTOCOL_VERSION)
+            hello = worker_pb2.WorkerHello(
+                worker_id=self.worker_id,
+                epoch=self.epoch,
+                protocol=PROTOCOL_VERSION,
+                takes_more=self.behaviour.takes_more,
+            )
             yield worker_pb2.WorkerFrame(hello=hello, load=self._load(), meters=self.meters)
             while True:
                 frame = await self._next(session)
@@ -160,24 +167,29 @@ class StubWorker(WorkerServicer):
                     return worker_pb2.WorkerFrame(load=self._load())
 
     async def _read(self, session: _Session, frames: AsyncIterator[worker_pb2.RouterFrame]) -> None:
-        async for frame in frames:
-            if is_canary(frame):
-                self._on_canary(session, frame)
-                continue
-            match frame.WhichOneof("frame"):
-                case "reserve":
-                    self._on_reserve(session, frame.reserve.work)
-                case "prefill":
-                    self._on_work(session, "prefill", frame.prefill.work)
-                case "generate":
-                    self._on_work(session, "generate", frame.generate.work)
-                case "join":
-                    self.received.append(("join", frame.join.request_id))
-                    self._spawn(session, frame.join.request_id, self._join(session, frame.join.request_id))
-                case "cancel":
-                    self._on_cancel(session, frame.cancel.request_id)
-                case _:
-                    pass
+        async for message in frames:
+            self.messages += 1
+            for frame in (message, *message.more):
+                self._on_frame(session, frame)
+
+    def _on_frame(self, session: _Session, frame: worker_pb2.RouterFrame) -> None:
+        if is_canary(frame):
+            self._on_canary(session, frame)
+            return
+        match frame.WhichOneof("frame"):
+            case "reserve":
+                self._on_reserve(session, frame.reserve.work)
+            case "prefill":
+                self._on_work(session, "prefill", frame.prefill.work)
+            case "generate":
+                self._on_work(session, "generate", frame.generate.work)
+            case "join":
+                self.received.append(("join", frame.join.request_id))
+                self._spawn(session, frame.join.request_id, self._join(session, frame.join.request_id))
+            case "cancel":
+                self._on_cancel(session, frame.cancel.request_id)
+            case _:
+                pass
 
     def _on_canary(self, session: _Session, frame: worker_pb2.RouterFrame) -> None:
         if (answer := canary_answer(frame)) is None:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 3.0  # with the longest pause before another try: a healed network is noticed within 5 s
 MAX_OUTBOX_FRAMES = 16_384
+MAX_MESSAGE_BYTES = 1 << 20  # of several frames together; gRPC's limit is 4 MiB
 MAX_BACKOFF_S = 1.0
 MAX_LATE = 256
 
@@ -88,6 +89,7 @@ class WorkerLink:
         self._offset = ClockOffset()
         self._late: OrderedDict[str, RequestSink] = OrderedDict()
         self._outbox: deque[worker_pb2.RouterFrame] = deque()
+        self._takes_more = False  # several frames in a message; older workers do not
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -178,6 +180,7 @@ class WorkerLink:
                 # End of stream: the status has the worker's reason.
                 raise _LinkBroken(await call.details() or "the worker ended the stream before its hello")
             self._check_hello(first)
+            self._takes_more = first.hello.takes_more
             self.sent_frames = self.seen_frames = 0
             self.ready = True
             self._listener.link_changed(self)
@@ -207,11 +210,20 @@ class WorkerLink:
         try:
             while True:
                 while self._outbox:
-                    await call.write(self._outbox.popleft())
+                    await call.write(self._next_message())
                 self._wake.clear()
                 await self._wake.wait()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reading side reports why the stream ended
+
+    def _next_message(self) -> worker_pb2.RouterFrame:
+        """The next frame and all that are queued behind it: a message costs as much as the decision that it carries."""
+        message, outbox = self._outbox.popleft(), self._outbox
+        if outbox and self._takes_more:
+            room_bytes = MAX_MESSAGE_BYTES - message.ByteSize()
+            while outbox and (room_bytes := room_bytes - outbox[0].ByteSize()) >= 0:
+                message.more.append(outbox.popleft())
+        return message
 
     def _deliver(self, frame: worker_pb2.WorkerFrame) -> None:
         sinks = self._sinks

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import tokenizers
@@ -52,15 +53,12 @@ class WordMemory:
         first, last = parts[0], parts[-1]
         if len(parts) < 2 or not _VISIBLE.fullmatch(first[-1:]) or not _LETTER.fullmatch(last[:1]):
             return None
-        between = self._between
+        known = self._known
         try:
-            ids = list(self._known[first])
-            for part in parts[1:-1]:
-                ids += between[part]
-            ids += self._known[" " + last]
+            middle = chain.from_iterable(map(self._between.__getitem__, parts[1:-1]))
+            return [*known[first], *middle, *known[" " + last]]
         except KeyError:
             return None
-        return ids
 
     def _learn(self, words: list[str]) -> list[int] | None:
         known = self._known

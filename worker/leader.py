@@ -123,7 +123,7 @@ class Leader:
     def _handle(self, event: Event) -> None:
         match event:
             case FromRouter(session=session, frame=frame):
-                self._on_frame(session, frame)
+                self._on_message(session, frame)
             case AgentSaid(rank=rank, message=message):
                 self._agents.note(rank, message)
                 if isinstance(message, Attached):
@@ -164,19 +164,23 @@ class Leader:
         )
         self._service.send(LeaderReady(self._info.SerializeToString()))
 
-    def _on_frame(self, session: int, raw: bytes) -> None:
+    def _on_message(self, session: int, raw: bytes) -> None:
+        try:
+            first = worker_pb2.RouterFrame.FromString(raw)
+        except DecodeError as error:
+            self._requests.refuse(session, "", InputError(f"frame: expected a RouterFrame: {error}"))
+            return
+        for frame in (first, *first.more):
+            self._on_frame(session, frame)
+
+    def _on_frame(self, session: int, frame: worker_pb2.RouterFrame) -> None:
         """One bad frame may fail itself, never the worker."""
         if session in self._requests.sessions:
             self._requests.outbox.saw_frame(session)
-        request_id = ""
         try:
-            frame = worker_pb2.RouterFrame.FromString(raw)
-            request_id = _request_id(frame)
             self._role.on_frame(session, frame)
-        except DecodeError as error:
-            self._requests.refuse(session, request_id, InputError(f"frame: expected a RouterFrame: {error}"))
         except TandemError as error:
-            self._requests.refuse(session, request_id, error)
+            self._requests.refuse(session, _request_id(frame), error)
 
     def _state(self) -> worker_pb2.WorkerState:
         return worker_pb2.WorkerState(

@@ -146,7 +146,7 @@ class WorkerService:
         session, queue = self._leader.open_session(router_id)
         reading = asyncio.create_task(self._read(session, frames, queue))
         hello = worker_pb2.WorkerHello(
-            worker_id=self._launch.worker_id, epoch=self._launch.epoch, protocol=PROTOCOL_VERSION
+            worker_id=self._launch.worker_id, epoch=self._launch.epoch, protocol=PROTOCOL_VERSION, takes_more=True
         )
         try:
             yield worker_pb2.WorkerFrame(hello=hello).SerializeToString()

@@ -136,6 +136,19 @@ class HandRouter:
         await self._collect(decode, work.request_id, answer)
         return answer
 
+    async def generate_together(
+        self, decode: WorkerSession, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[Answer]:
+        """As `generate` for each, asked for in one message."""
+        works = [self.work(prompt, sampling) for prompt in prompts]
+        first, *rest = (worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=work)) for work in works)
+        first.more.extend(rest)
+        decode.send(first)
+        answers = [Answer() for _ in works]
+        for work, answer in zip(works, answers, strict=True):
+            await self._collect(decode, work.request_id, answer)
+        return answers
+
     async def handoff(
         self,
         prefill: WorkerSession,

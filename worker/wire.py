@@ -39,7 +39,7 @@ def parse_sampling(wire: worker_pb2.ResolvedSampling) -> SamplingParams:
 
 
 def sampling_frame(sampling: SamplingParams) -> worker_pb2.ResolvedSampling:
-    return worker_pb2.ResolvedSampling(
+    wire = worker_pb2.ResolvedSampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k or 0,
@@ -51,9 +51,11 @@ def sampling_frame(sampling: SamplingParams) -> worker_pb2.ResolvedSampling:
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
-        logit_bias=dict(sampling.logit_bias),
         prompt_logprobs=sampling.prompt_logprobs,
     )
+    if sampling.logit_bias:  # even an empty map costs as much to give as all else
+        wire.logit_bias.update(sampling.logit_bias)
+    return wire
 
 
 def parse_work(

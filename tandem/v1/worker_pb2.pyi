@@ -32,6 +32,7 @@ class RouterFrame(_message.Message):
     HOLD_FIELD_NUMBER: _builtins.int
     MOVE_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello: ...
     @_builtins.property
@@ -50,6 +51,12 @@ class RouterFrame(_message.Message):
     def move(self) -> Global___Move: ...
     @_builtins.property
     def resume(self) -> Global___Resume: ...
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterFrame]:
+        """What comes after it, in order: frames that have no `more` of their own, and count as if each had come alone. Only to
+        a worker whose hello says `takes_more`.
+        """
+
     def __init__(
         self,
         *,
@@ -62,10 +69,11 @@ class RouterFrame(_message.Message):
         hold: Global___Hold | None = ...,
         move: Global___Move | None = ...,
         resume: Global___Resume | None = ...,
+        more: _abc.Iterable[Global___RouterFrame] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "frame", b"frame", "generate", b"generate", "hello", b"hello", "hold", b"hold", "join", b"join", "move", b"move", "prefill", b"prefill", "reserve", b"reserve", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "frame", b"frame", "generate", b"generate", "hello", b"hello", "hold", b"hold", "join", b"join", "move", b"move", "prefill", b"prefill", "reserve", b"reserve", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "frame", b"frame", "generate", b"generate", "hello", b"hello", "hold", b"hold", "join", b"join", "more", b"more", "move", b"move", "prefill", b"prefill", "reserve", b"reserve", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "join", "generate", "cancel", "hold", "move", "resume"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
@@ -222,19 +230,23 @@ class WorkerHello(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    TAKES_MORE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     epoch: _builtins.int
     protocol: _builtins.int
+    takes_more: _builtins.bool
+    """RouterFrame.more"""
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         protocol: _builtins.int = ...,
+        takes_more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "protocol", b"protocol", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "protocol", b"protocol", "takes_more", b"takes_more", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

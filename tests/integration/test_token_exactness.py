@@ -60,6 +60,11 @@ async def test_aggregated(pair: Any, tiny: Path, reference: Any) -> None:
             for sampling in (GREEDY, SEEDED):
                 answer = await hand.generate(live.decode, prompt(length), sampling)
                 assert answer.tokens == reference.answer(prompt(length), sampling), length
+        seen = live.decode.frames_seen
+        prompts = [prompt(100, 1), prompt(17, 2)]
+        together = await hand.generate_together(live.decode, prompts, GREEDY)
+        assert [answer.tokens for answer in together] == [reference.answer(each, GREEDY) for each in prompts]
+        assert live.decode.frames_seen == seen + 2, "each counts as if it had come alone"
         alone = await hand.generate(live.decode, prompt(100, 3), LOGPROBS)
         moved = await hand.handoff(live.prefill, live.decode, prompt(100, 3), LOGPROBS, use_decode_cache=False)
     assert moved.tokens == alone.tokens

@@ -24,6 +24,9 @@ class Reader:
         self.write_paused = False
         self._resumed = asyncio.Event()
 
+    def when_lost(self, call: Any) -> None:
+        """It stays."""
+
     async def drained(self) -> None:
         await self._resumed.wait()
 
@@ -71,8 +74,7 @@ class Stream:
 
     async def begin(self, first: str) -> None:
         self.source.put(piece(first))
-        watch = asyncio.create_task(asyncio.sleep(60))
-        response = SseResponse(self.answers, cast(AnswerFormat, Texts()), await self.answers.next(), watch, self.turns)
+        response = SseResponse(self.answers, cast(AnswerFormat, Texts()), await self.answers.next(), self.turns)
         scope = {"type": "http", SCOPE_KEY: self.reader}
         self.task = asyncio.create_task(response(scope, cast(Any, None), _send))
         await self.turn()
