@@ -103,8 +103,8 @@ class KvSender(Protocol):
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
         """Announces a piece and sends it where the transport does; our blocks are read until it is acknowledged. Its
-        digest goes with the announcement; or it follows, xor a number that is announced in its place. Raises HandoffFault
-        (transport) when the data path broke: then the link must end."""
+        digest goes with the announcement; or it follows, xor a number that is announced in its place. Raises
+        HandoffFault (transport) when the data path broke: then the link must end."""
         ...
 
     async def settle(self) -> None:

@@ -58,8 +58,8 @@ class KvExporter(Protocol):
         ...
 
     def layer_done(self, layer: int) -> None:
-        """This layer of the ranges that are not in the cache is in the pool, with all before it. Told of the last layer,
-        and of others where enough was written since."""
+        """This layer of the ranges that are not in the cache is in the pool, with all before it. Told of the last
+        layer, and of others where enough was written since."""
         ...
 
 
