@@ -116,7 +116,7 @@ def plan(
     jitter: Jitter = True,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
-    """Find the cheapest cluster that serves a traffic within its objectives."""
+    """Find the cheapest cluster that serves a traffic within its objectives (--ttft, --tpot, or both)."""
     from cluster.commands.plan import PlanFlags, run_plan
     from cluster.commands.planning import HardwareFlags, TrafficFlags
     from planner.search.plan import Goal

@@ -23,7 +23,7 @@ from tandem.errors import ErrorCode, TandemError
 SCOPE_KEY = "tandem.connection"
 LOOK_S = 0.5  # so often it is seen whether the router is busy; shorter spells are no reason to keep tokens back
 BUSY_SHARE = 0.75  # of the time: there is no core left to catch up with
-REST_S = 0.05  # between two turns of a busy router
+REST_S = 0.025  # between two turns of a busy router
 
 
 class Connection(Protocol):
