@@ -21,6 +21,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
+from unittest.mock import patch
 
 import torch
 from tokenizers import Tokenizer
@@ -30,13 +32,16 @@ from benchmarks.engine_peers import Peer, find_peer
 from benchmarks.handoff_figures import Figure
 from tandem.config import DEMO_MODEL, EngineSpec
 from tandem.engine.factory import Rank, build_rank
+from tandem.engine.output import best_of_any, step_output
 from tandem.engine.peaks import DevicePeaks, device_peaks
+from tandem.engine.runner import ModelRunner
 from tandem.engine.testing import EngineDriver, NoExport, make_request
 from tandem.errors import InternalError
 from tandem.model_store import pull
 from tandem.request import SamplingParams
 from tandem.testing import random_prompt, write_tiny_llama
 
+T = TypeVar("T")
 OVERHEAD_TARGET_MS = 1.0
 TEXT = Path(__file__).with_name("perplexity.txt")
 
@@ -202,30 +207,38 @@ def restore(bench: Bench) -> Iterator[Figure]:
 
 
 def overhead(bench: Bench) -> Iterator[Figure]:
-    """A decode step of the largest batch less the time that the model ran: scheduling, choosing, bookkeeping."""
+    """A decode step of the largest batch less what its inputs, the model and the logits took: scheduling, choosing,
+    bookkeeping."""
     batch = bench.sizes.batches[-1]
     rank = bench.rank("int8")
-    engine, execute = rank.engine, rank.runner.execute
-    inside: list[float] = []
-
-    def timed(step: object) -> object:
-        began = time.perf_counter()
-        output = execute(step)  # type: ignore[arg-type]
-        inside.append(time.perf_counter() - began)
-        return output
-
+    engine = rank.engine
     sampling = SamplingParams(temperature=0.0, max_tokens=bench.sizes.decode_steps * bench.sizes.rounds)
     for number, prompt in enumerate(bench.known_prompts(batch)):
         engine.add(make_request(str(number), prompt, sampling))
     while engine.load().waiting_tokens:
         engine.step()
-    rank.runner.execute = timed  # type: ignore[method-assign,assignment]
-    whole = []
-    while engine.has_work:
-        began = time.perf_counter()
-        engine.step()
-        whole.append(time.perf_counter() - began)
-    rank.runner.execute = execute  # type: ignore[method-assign]
+    whole: list[float] = []
+    inside: list[float] = []
+
+    def timed(part: Callable[..., T], sign: int) -> Callable[..., T]:
+        def run(*args: object) -> T:
+            began = time.perf_counter()
+            output = part(*args)
+            inside[-1] += sign * (time.perf_counter() - began)
+            return output
+
+        return run
+
+    with (
+        patch.object(ModelRunner, "execute", timed(ModelRunner.execute, 1)),
+        patch("tandem.engine.runner.best_of_any", timed(best_of_any, -1)),
+        patch("tandem.engine.runner.step_output", timed(step_output, -1)),
+    ):
+        while engine.has_work:
+            inside.append(0.0)
+            began = time.perf_counter()
+            engine.step()
+            whole.append(time.perf_counter() - began)
     left = [1e3 * (step - model) for step, model in zip(whole, inside, strict=True)]
     yield _figure("engine.step_overhead_ms", statistics.median(left), "ms", OVERHEAD_TARGET_MS)
 
