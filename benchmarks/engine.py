@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
@@ -28,7 +28,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engine_peers import Peer, find_peer
+from benchmarks.engine_peers import Peer, find_peers
 from benchmarks.handoff_figures import Figure
 from tandem.config import DEMO_MODEL, EngineSpec
 from tandem.engine.factory import Rank, build_rank
@@ -67,7 +67,7 @@ class Bench:
     folder: Path
     scratch: Path
     threads: int
-    peer: Peer | None
+    peers: Mapping[str, Peer]
     _ranks: dict[str, Rank] = field(default_factory=dict)
     _names: Iterator[int] = field(default_factory=count)
 
@@ -124,20 +124,20 @@ def decode(bench: Bench) -> Iterator[Figure]:
     sizes = bench.sizes
     for batch in sizes.batches:
         ours: dict[str, list[float]] = {mode: [] for mode in MODES}
-        theirs: list[float] = []
+        theirs: dict[str, list[float]] = {name: [] for name in bench.peers}
         bandwidth: list[float] = []
         for number in range(sizes.rounds + 1):
             if number <= 1:  # the first round warms up
-                ours, theirs, bandwidth = {mode: [] for mode in MODES}, [], []
+                ours, theirs, bandwidth = {mode: [] for mode in MODES}, {name: [] for name in bench.peers}, []
             for mode in MODES:
                 ours[mode].append(batch / _decode_step_s(bench, mode, batch))
-            if bench.peer is not None:
-                theirs.append(batch / bench.peer.generate(bench.known_prompts(batch), sizes.decode_steps + 1).step_s)
+            for name, peer in bench.peers.items():
+                theirs[name].append(batch / peer.generate(bench.known_prompts(batch), sizes.decode_steps + 1).step_s)
             bandwidth.append(bench.peaks().memory_bytes_per_s)
-        peer = statistics.median(theirs) if theirs else None
+        best = yield from _peers(f"engine.decode_b{batch}", theirs)
         for mode in MODES:  # the fastest that nothing is lost with is the figure itself
             name = f"engine.decode_b{batch}" + ("" if mode == "int8" else f"_{mode}")
-            yield _figure(name, statistics.median(ours[mode]), "tok/s", peer)
+            yield _figure(name, statistics.median(ours[mode]), "tok/s", best)
         if batch == 1:
             for mode in ("fp32", "int8"):
                 used = [rate * bench.weight_bytes(mode) / 1e9 for rate in ours[mode]]
@@ -164,19 +164,27 @@ def prefill(bench: Bench) -> Iterator[Figure]:
     """Prompt tokens per second, until the first token is there."""
     for length in bench.sizes.prefills:
         ours: dict[str, list[float]] = {mode: [] for mode in MODES}
-        theirs: list[float] = []
+        theirs: dict[str, list[float]] = {name: [] for name in bench.peers}
         limit: list[float] = []
         for _ in range(bench.sizes.rounds):
             for mode in ("fp32", "int8"):
                 ours[mode].append(length / _prefill_s(bench.rank(mode), bench.new_prompt(length)))
                 limit.append(length * bench.peaks().flops_per_s / bench.prompt_flops(length))
-            if bench.peer is not None:
-                theirs.append(length / bench.peer.generate([bench.new_prompt(length)], 1).first_s)
-        peer = statistics.median(theirs) if theirs else None
-        yield _figure(f"engine.prefill_{length}", statistics.median(ours["int8"]), "tok/s", peer)
+            for name, peer in bench.peers.items():
+                theirs[name].append(length / peer.generate([bench.new_prompt(length)], 1).first_s)
+        best = yield from _peers(f"engine.prefill_{length}", theirs)
+        yield _figure(f"engine.prefill_{length}", statistics.median(ours["int8"]), "tok/s", best)
         yield _figure(
             f"engine.prefill_{length}_fp32", statistics.median(ours["fp32"]), "tok/s", statistics.median(limit)
         )
+
+
+def _peers(name: str, rates: Mapping[str, Sequence[float]]) -> Generator[Figure, None, float | None]:
+    """Each one's own figure; returns the best, which ours is compared with."""
+    medians = {peer: statistics.median(found) for peer, found in rates.items()}
+    for peer, found in medians.items():
+        yield _figure(f"{name}_{peer}", found, "tok/s", None)
+    return max(medians.values(), default=None)
 
 
 def _prefill_s(rank: Rank, prompt: list[int]) -> float:
@@ -290,10 +298,10 @@ def main() -> int:
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder = write_tiny_llama(scratch / "tiny", vocab=300) if options.quick else pull(DEMO_MODEL)
-        peer = None if options.quick else find_peer(options.threads)
-        if peer is not None:
+        peers = {} if options.quick else find_peers(options.threads)
+        for peer in peers.values():
             stack.enter_context(peer)
-        bench = Bench(sizes, folder, scratch, options.threads, peer)
+        bench = Bench(sizes, folder, scratch, options.threads, peers)
         for name in options.figure or FIGURES:
             for figure in FIGURES[name](bench):
                 print(figure.line(), flush=True)

@@ -59,9 +59,14 @@ class Peer:
         raise RuntimeError(f"the peer ended with {self._process.wait()}")
 
 
-def find_peer(threads: int) -> Peer | None:
-    """OpenVINO GenAI, where it is installed."""
-    python, model = PEERS / "openvino" / "bin" / "python", PEERS / "model" / "model.gguf"
-    if not python.exists() or not model.exists():
-        return None
-    return Peer([str(python), str(Path(__file__).with_name("engine_openvino.py")), str(model), str(threads)])
+SCRIPTS = {"openvino": ("engine_openvino.py", "model.gguf"), "llama_cpp": ("engine_llamacpp.py", "model-q4_0.gguf")}
+
+
+def find_peers(threads: int) -> dict[str, Peer]:
+    """By name, those that are installed."""
+    found: dict[str, Peer] = {}
+    for name, (script, file) in SCRIPTS.items():
+        python, model = PEERS / name / "bin" / "python", PEERS / "model" / file
+        if python.exists() and model.exists():
+            found[name] = Peer([str(python), str(Path(__file__).with_name(script)), str(model), str(threads)])
+    return found

