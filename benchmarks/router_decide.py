@@ -19,7 +19,8 @@ from router.policies.types import Placement
 from router.request import ValidRequest
 from router.run import RequestRun
 from router.terms import Terms
-from router.testing import StubController, StubWorker, until
+from router.testing import StubWorker, until
+from router.testing_controller import StubController
 from tandem.blockhash import HASH_BYTES, BlockHash, HashKey, hash_blocks
 from tandem.clock import SystemClock
 from tandem.config import Role, RouterSpec

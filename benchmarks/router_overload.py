@@ -22,7 +22,8 @@ import uvloop
 
 from benchmarks.handoff_figures import Figure
 from router.app import RouterApp
-from router.testing import StubController, StubWorker, until
+from router.testing import StubWorker, until
+from router.testing_controller import StubController
 from tandem.config import ClassSpec, Disaggregation, Role, RouterSpec
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.testing import write_tiny_llama

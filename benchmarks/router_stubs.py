@@ -21,7 +21,8 @@ from typing import Any
 import grpc
 import uvloop
 
-from router.testing import RECEIVED, SENT, StubController
+from router.testing import RECEIVED, SENT
+from router.testing_controller import StubController
 from tandem.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.config import Role
 from tandem.grpc_options import SERVER_OPTIONS

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from router.testing import StubController, StubWorker, until
+from router.testing import StubWorker, until
+from router.testing_controller import StubController
 from tandem.config import Role, RouterSpec
 from tandem.launch import RouterLaunch, ServedModel
 

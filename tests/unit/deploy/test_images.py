@@ -15,7 +15,8 @@ import httpx
 import pytest
 from dockerfile_parse import DockerfileParser
 
-from router.testing import StubController, StubWorker, until
+from router.testing import StubWorker, until
+from router.testing_controller import StubController
 from tandem.config import Role, RouterSpec
 from tandem.launch import RouterLaunch, ServedModel
 from tandem.testing import write_tiny_llama

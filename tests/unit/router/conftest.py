@@ -7,7 +7,8 @@ import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from router.app import RouterApp
-from router.testing import StubController, StubWorker, script, until
+from router.testing import StubWorker, script, until
+from router.testing_controller import StubController
 from router.testing_index import BINARIES, Server, Side
 from tandem.config import Disaggregation, Role, RouterSpec
 from tandem.config_auth import AuthSpec

@@ -7,7 +7,8 @@ import asyncio
 import grpc.aio
 import pytest
 
-from router.testing import StubController, StubWorker, until
+from router.testing import StubWorker, until
+from router.testing_controller import StubController
 from router.worker_client import WorkerLink
 from tandem.config import Role
 from tandem.grpc_options import CLIENT_OPTIONS, SERVER_OPTIONS
