@@ -51,7 +51,7 @@ def native() -> Any | None:
     try:
         return checked_library()
     except ConfigError as error:
-        log.warning("digests are made by the xxhash package, at half the speed of a copy: %s", error.message)
+        log.warning("digests are made by the xxhash package, more slowly: %s", error.message)
         return None
 
 

@@ -198,6 +198,8 @@ class InLink:
         await self._settle(left=PLACES_AHEAD)
 
     def _digest_of(self, ticket_id: str, piece: Piece) -> asyncio.Future[int]:
+        if len(self._following) > PLACES_AHEAD:  # refused ones count too: they would be kept for as long as the link
+            raise protocol_fault(f"expected the digests of {PLACES_AHEAD} pieces before piece {piece.seq}")
         followed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._following.append((ticket_id, piece.seq, followed))
         return followed

@@ -43,9 +43,6 @@ class Channel(Generic[T]):
         if not self._writer.is_closing():
             self._writer.write(encode(message))
 
-    async def drain(self) -> None:
-        await self._writer.drain()
-
     async def __aiter__(self) -> AsyncIterator[T]:
         """Messages until the peer closes.
 

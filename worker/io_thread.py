@@ -29,9 +29,6 @@ class IoThread:
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    def call(self, function: Callable[..., object], *args: object) -> None:
-        self.loop.call_soon_threadsafe(function, *args)
-
 
 class ServiceLink:
     """Where the service process connects. Its loss is the worker's end: routers cannot reach us any more."""

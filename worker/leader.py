@@ -168,6 +168,7 @@ class Leader:
         try:
             first = worker_pb2.RouterFrame.FromString(raw)
         except DecodeError as error:
+            self._saw_frame(session)
             self._requests.refuse(session, "", InputError(f"frame: expected a RouterFrame: {error}"))
             return
         for frame in (first, *first.more):
@@ -175,12 +176,15 @@ class Leader:
 
     def _on_frame(self, session: int, frame: worker_pb2.RouterFrame) -> None:
         """One bad frame may fail itself, never the worker."""
-        if session in self._requests.sessions:
-            self._requests.outbox.saw_frame(session)
+        self._saw_frame(session)
         try:
             self._role.on_frame(session, frame)
         except TandemError as error:
             self._requests.refuse(session, _request_id(frame), error)
+
+    def _saw_frame(self, session: int) -> None:
+        if session in self._requests.sessions:
+            self._requests.outbox.saw_frame(session)
 
     def _state(self) -> worker_pb2.WorkerState:
         return worker_pb2.WorkerState(

@@ -26,10 +26,11 @@ from kvtransfer.control import (
     Sent,
 )
 from kvtransfer.handshake import Hello, Refused, Welcome
+from kvtransfer.in_link import PLACES_AHEAD
 from kvtransfer.piece import HEADER_BYTES, FrameType, Header, Piece, payload_bytes
 from kvtransfer.reshard import reshard_plan
 from kvtransfer.sockets import split_address
-from kvtransfer.testing import FakeRank, FakeWorker, Handoff
+from kvtransfer.testing import FakeModel, FakeRank, FakeWorker, Handoff
 from kvtransfer.testing_pool import make_pool
 from kvtransfer.versions import PROTOCOL_VERSION
 from tandem.channel import encode
@@ -89,8 +90,9 @@ def assert_quiet(capfd: pytest.CaptureFixture[str], *workers: FakeWorker) -> Non
     assert "Traceback" not in capfd.readouterr().err
 
 
-async def pair(make_worker: MakeWorker) -> tuple[FakeWorker, FakeWorker]:
-    prefill, decode = make_worker("prefill-0", connects=True, ttl_s=3.0), make_worker("decode-0", ttl_s=3.0)
+async def pair(make_worker: MakeWorker, model: FakeModel | None = None) -> tuple[FakeWorker, FakeWorker]:
+    prefill = make_worker("prefill-0", model, connects=True, ttl_s=3.0)
+    decode = make_worker("decode-0", model, ttl_s=3.0)
     await prefill.attach()
     await decode.attach()
     prefill.meet(decode)
@@ -291,6 +293,33 @@ async def test_a_sender_that_reads_no_answers_is_dropped(make_worker: MakeWorker
         with pytest.raises((ConnectionError, TimeoutError)):
             await asyncio.to_thread(flood)
         await assert_works(prefill, decode)
+    link.close()
+
+
+async def test_a_sender_that_owes_digests_is_dropped(make_worker: MakeWorker) -> None:
+    """Also of pieces that are refused: what waits for their digests does not pile up in the agent."""
+    model = FakeModel(head_dim=1024, block_tokens=8)
+    prefill, decode = await pair(make_worker, model)
+    used = await assert_works(prefill, decode)
+    link = RawLink(prefill, decode)
+    size = payload_bytes(decode.ranks[0].layout, 1, 8, model.layers, model.kv_heads)
+
+    def owe() -> None:
+        link.open()
+        for seq in range(20):
+            piece = Piece(seq, 0, 1, 0, model.layers, 0, model.kv_heads, model.dtype, 8, size, 1)
+            link.raw.sendall(Header(FrameType.PIECE, used.ticket_id, piece=piece, body_bytes=4).pack() + bytes(4))
+        while True:
+            header, _ = link.answer_to(used.ticket_id)
+            answers.append(header.type)
+
+    answers: list[FrameType] = []
+    with survives(decode.ranks[0]):
+        with pytest.raises(ConnectionError):
+            await asyncio.to_thread(owe)
+        assert {*answers} == {FrameType.FAIL}
+        assert len(answers) <= PLACES_AHEAD + 1
+        await assert_works(prefill, decode, seed=8)
     link.close()
 
 
