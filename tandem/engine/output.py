@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.engine.api import ScoredToken
 from tandem.engine.step import SequenceStep
 from tandem.engine.varlen_attention import to_device
+from tandem.native.library import Kernels
 
 Row = NDArray[np.float32]  # [vocab_size]
 
@@ -35,10 +36,12 @@ def best_of(logits: Tensor) -> Tensor:
     return best.where(logits.gather(1, best.unsqueeze(1)).squeeze(1).isfinite(), _NO_NUMBER)
 
 
-def best_of_any(logits: Tensor) -> Tensor:
-    """As `best_of`, where nothing is recorded: on the CPU by numpy, ten times as fast."""
+def best_of_any(logits: Tensor, kernels: Kernels | None) -> Tensor:
+    """As `best_of`, where nothing is recorded: on the CPU by numpy, ten times as fast, or by all threads."""
     if logits.device.type != "cpu":
         return best_of(logits)
+    if kernels is not None:
+        return kernels.best(logits)
     values = logits.numpy()
     best = values.argmax(axis=1)
     return torch.from_numpy(np.where(np.isfinite(values[np.arange(len(best)), best]), best, _NO_NUMBER))

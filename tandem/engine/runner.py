@@ -89,7 +89,7 @@ class ModelRunner:
             score(self._model.logits, hidden[first : first + len(sequence.scored)], sequence.scored, sequence.top)
             for sequence, first in scored
         ]
-        return step_output(step.sequences, logits, best_of_any(logits), scores)
+        return step_output(step.sequences, logits, best_of_any(logits, self._kernels), scores)
 
     def _attention(self, sequences: list[SequenceStep]) -> Attend:
         pool, terms = self._pool, self._model.attention

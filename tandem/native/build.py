@@ -27,7 +27,9 @@ def library_path(source: Path, *flags: str) -> Path:
     """
     _check_processor()
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    digest = hashlib.sha256(source.read_bytes() + " ".join(_FLAGS + flags).encode()).hexdigest()[:16]
+    written = [source, *sorted(source.parent.glob("*.h"))]
+    content = b"".join(path.read_bytes() for path in written) + " ".join(_FLAGS + flags).encode()
+    digest = hashlib.sha256(content).hexdigest()[:16]
     target = cache_dir() / "native" / f"{source.stem}-{digest}.so"
     if not target.is_file():
         if compiler is None:

@@ -61,6 +61,8 @@ def trials(kernels: Kernels) -> Iterator[Trial]:
     yield Trial("gated", kernels.gated(gates, gelu=False), F.silu(gates[:, :24]) * gates[:, 24:])
     tanh = F.gelu(gates[:, :24], approximate="tanh") * gates[:, 24:]
     yield Trial("gated", kernels.gated(gates, gelu=True), tanh)
+    rows = random(3, 53)
+    yield Trial("best", kernels.best(rows), rows.argmax(dim=1))
     yield _rotation(kernels, random)
     for int8, softcap, window in ((False, None, None), (False, 5.0, 9), (True, None, 9)):
         yield _attention(kernels, random, int8, softcap, window)

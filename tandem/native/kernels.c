@@ -3,20 +3,26 @@
    Every output value is computed in one fixed order that depends neither on how many rows there are nor on which
    thread has them, so a row's result is the same alone and in any batch. Sizes are checked by the callers. */
 
-#include <immintrin.h>
 #include <math.h>
-#include <omp.h>
-#include <stdint.h>
 #include <string.h>
+
+#include "team.h"
 
 #define PANEL 16          /* outputs that lie side by side in a packed matrix: two vectors */
 #define MOST_ROWS 6       /* rows at a time: 12 sums stay in registers */
 #define GROUP 32          /* inputs of an int4 matrix that share a scale and a least value */
 #define ROW_BYTES 163840  /* of rows that are multiplied by all panels before the next ones: they stay in L2 */
-#define AT_ONCE(panels) ((panels) / (8 * threads) + 1) /* in small parts: a thread may have to wait for a core */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef int64_t size;
+
+/* Of a loop over `count` things, shared by threads. Parts are small: a helper that loses its core within one keeps the
+   caller waiting. What takes microseconds is not worth sharing. */
+typedef struct { size count, each; } cut;
+INLINE cut cut_for(size count, int threads) { return (cut){count, count / (8 * threads) + 1}; }
+INLINE size parts_of(cut by) { return (by.count + by.each - 1) / by.each; }
+INLINE size end_of(cut by, size part) { return by.count < (part + 1) * by.each ? by.count : (part + 1) * by.each; }
+INLINE int threads_for(size numbers, int threads) { return numbers > 16384 ? threads : 1; }
 
 /* --- small vector functions ------------------------------------------------------------------------------------ */
 
@@ -59,6 +65,11 @@ INLINE __m256 tanh8(__m256 x) { /* 1 - 2 / (e^2x + 1) */
 
 /* Rows of a tile: as equal as can be, at most MOST_ROWS. */
 INLINE size tile_end(size rows, size tiles, size tile) { return rows * (tile + 1) / tiles; }
+
+INLINE size rows_of_block(size row_bytes) {
+  const size rows = ROW_BYTES / row_bytes / MOST_ROWS * MOST_ROWS;
+  return rows < MOST_ROWS ? MOST_ROWS : rows;
+}
 
 /* w int8 [outputs, k] in rows → [outputs / PANEL][k / 2][PANEL][2], k even, outputs a multiple of PANEL. */
 void tandem_pack_i8(const int8_t *w, int8_t *packed, size outputs, size k) {
@@ -208,6 +219,55 @@ INLINE void tile_i4(const int rows, const int16_t *x, const float *x_scale, cons
   }
 }
 
+typedef struct {
+  const float *x;
+  const void *w;
+  const float *w_scale, *bias;
+  float *out;
+  int16_t *scratch;
+  float *x_scale, *x_sums;
+  size m, k, wide, n, block; /* block: rows that are multiplied by all panels before the next ones */
+  float most;
+  cut rows, panels;
+} product;
+
+static void quantise_rows(const void *job, int64_t part, int worker) {
+  const product *own = job;
+  const size wide = own->wide, groups = wide / GROUP;
+  for (size r = part * own->rows.each; r < end_of(own->rows, part); r++) {
+    own->x_scale[r] = quantise_row(own->x + r * own->k, own->scratch + r * wide, own->k, wide, own->most);
+    if (own->x_sums) sum_groups(own->scratch + r * wide, own->x_sums + r * groups, groups);
+  }
+}
+
+static void multiply_quantised(const void *job, int64_t part, int worker) {
+  const product *own = job;
+  const size wide = own->wide, n = own->n, groups = wide / GROUP, cuts = parts_of(own->panels);
+  const size first = part / cuts * own->block, left = own->m - first, rows = left < own->block ? left : own->block;
+  const size tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  for (size p = part % cuts * own->panels.each; p < end_of(own->panels, part % cuts); p++) {
+    const size columns = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
+    const float *bias = own->bias ? own->bias + p * PANEL : 0;
+    for (size t = 0, r = 0; t < tiles; t++) {
+      const size end = tile_end(rows, tiles, t), at = first + r;
+      const int16_t *x = own->scratch + at * wide;
+      float *out = own->out + at * n + p * PANEL;
+#define TILE(count)                                                                                              \
+  case count:                                                                                                    \
+    if (own->x_sums)                                                                                             \
+      tile_i4(count, x, own->x_scale + at, own->x_sums + at * groups, (const GroupI4 *)own->w + p * groups, bias, \
+              out, wide, n, columns);                                                                            \
+    else                                                                                                         \
+      tile_i8(count, x, own->x_scale + at, (const int8_t *)own->w + p * PANEL * wide, own->w_scale + p * PANEL,    \
+              bias, out, wide, n, columns);                                                                      \
+    break;
+      switch (end - r) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
+#undef TILE
+      r = end;
+    }
+  }
+}
+
 /* out [m, n] = x [m, k] times a packed int8 or int4 matrix, plus bias. Rows of x are quantised one by one to ±most, so
    that no sum can overflow. Of an int8 matrix outputs are worth w_scale each; of an int4 matrix (x_sums not null) a group
    has its own. `wide`: k padded to even or to whole groups. scratch int16 [m, wide], x_scale [m], x_sums [m, wide /
@@ -215,40 +275,10 @@ INLINE void tile_i4(const int rows, const int16_t *x, const float *x_scale, cons
 void tandem_linear_quantised(const float *x, size m, size k, size wide, const void *w, const float *w_scale,
                              const float *bias, float *out, size n, int16_t *scratch, float *x_scale, float *x_sums,
                              float most, int threads) {
-  const size panels = (n + PANEL - 1) / PANEL, groups = wide / GROUP;
-  size block = ROW_BYTES / (2 * wide) / MOST_ROWS * MOST_ROWS;
-  if (block < MOST_ROWS) block = MOST_ROWS;
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp for schedule(static)
-    for (size r = 0; r < m; r++) {
-      x_scale[r] = quantise_row(x + r * k, scratch + r * wide, k, wide, most);
-      if (x_sums) sum_groups(scratch + r * wide, x_sums + r * groups, groups);
-    }
-    for (size first = 0; first < m; first += block) {
-      const size rows = m - first < block ? m - first : block, tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
-#pragma omp for schedule(dynamic, AT_ONCE(panels)) nowait
-      for (size p = 0; p < panels; p++) {
-        const size columns = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
-        const float *panel_bias = bias ? bias + p * PANEL : 0;
-        for (size t = 0, r = 0; t < tiles; t++) {
-          const size end = tile_end(rows, tiles, t), at = first + r;
-#define TILE(count)                                                                                              \
-  case count:                                                                                                    \
-    if (x_sums)                                                                                                  \
-      tile_i4(count, scratch + at * wide, x_scale + at, x_sums + at * groups, (const GroupI4 *)w + p * groups,    \
-              panel_bias, out + at * n + p * PANEL, wide, n, columns);                                            \
-    else                                                                                                         \
-      tile_i8(count, scratch + at * wide, x_scale + at, (const int8_t *)w + p * PANEL * wide, w_scale + p * PANEL, \
-              panel_bias, out + at * n + p * PANEL, wide, n, columns);                                            \
-    break;
-          switch (end - r) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
-#undef TILE
-          r = end;
-        }
-      }
-    }
-  }
+  const product job = {x, w, w_scale, bias, out, scratch, x_scale, x_sums, m, k, wide, n, rows_of_block(2 * wide), most,
+                       cut_for(m, threads), cut_for((n + PANEL - 1) / PANEL, threads)};
+  share(threads_for(m * k, threads), parts_of(job.rows), quantise_rows, &job);
+  share(threads, parts_of((cut){m, job.block}) * parts_of(job.panels), multiply_quantised, &job);
 }
 
 /* sums += x · w over [from, to) of both: x [rows], x_stride apart; w a panel. Each sum in one order. */
@@ -291,46 +321,56 @@ INLINE void tile_f32(const int rows, const float *x, const float *w, const float
   }
 }
 
-/* The same in fp32: each output is one sum over k from the first to the last. */
-void tandem_linear_f32(const float *x, size m, size k, const float *w, const float *bias, float *out, size n,
-                       int threads) {
+static void multiply_f32(const void *job, int64_t part, int worker) {
   enum { STRETCH = 256 }; /* of k: a panel of so many stays in L1 */
-  const size panels = (n + PANEL - 1) / PANEL;
-  size block = ROW_BYTES / (4 * k) / MOST_ROWS * MOST_ROWS;
-  if (block < MOST_ROWS) block = MOST_ROWS;
-#pragma omp parallel num_threads(threads)
-  for (size first = 0; first < m; first += block) {
-    const size rows = m - first < block ? m - first : block, tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
-#pragma omp for schedule(dynamic, AT_ONCE(panels)) nowait
-    for (size p = 0; p < panels; p++) {
-      const size columns = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
-      for (size from = 0; from < k; from += STRETCH) {
-        const size to = from + STRETCH < k ? from + STRETCH : k;
-        for (size t = 0, r = 0; t < tiles; t++) {
-          const size end = tile_end(rows, tiles, t), at = first + r;
+  const product *own = job;
+  const size k = own->k, n = own->n, cuts = parts_of(own->panels);
+  const size first = part / cuts * own->block, left = own->m - first, rows = left < own->block ? left : own->block;
+  const size tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  for (size p = part % cuts * own->panels.each; p < end_of(own->panels, part % cuts); p++) {
+    const size columns = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
+    const float *w = (const float *)own->w + p * PANEL * k, *bias = own->bias ? own->bias + p * PANEL : 0;
+    for (size from = 0; from < k; from += STRETCH) {
+      const size to = from + STRETCH < k ? from + STRETCH : k;
+      for (size t = 0, r = 0; t < tiles; t++) {
+        const size end = tile_end(rows, tiles, t), at = first + r;
 #define TILE(count)                                                                                              \
   case count:                                                                                                    \
-    tile_f32(count, x + at * k, w + p * PANEL * k, bias ? bias + p * PANEL : 0, out + at * n + p * PANEL, k,      \
-             from, to, n, columns);                                                                               \
+    tile_f32(count, own->x + at * k, w, bias, own->out + at * n + p * PANEL, k, from, to, n, columns);            \
     break;
-          switch (end - r) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
+        switch (end - r) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
 #undef TILE
-          r = end;
-        }
+        r = end;
       }
     }
   }
 }
 
+/* The same in fp32: each output is one sum over k from the first to the last. */
+void tandem_linear_f32(const float *x, size m, size k, const float *w, const float *bias, float *out, size n,
+                       int threads) {
+  const product job = {.x = x, .w = w, .bias = bias, .out = out, .m = m, .k = k, .n = n, .block = rows_of_block(4 * k),
+                       .panels = cut_for((n + PANEL - 1) / PANEL, threads)};
+  share(threads, parts_of((cut){m, job.block}) * parts_of(job.panels), multiply_f32, &job);
+}
+
 /* --- element-wise work ----------------------------------------------------------------------------------------- */
 
-/* out [rows, width] = x / sqrt(mean(x²) + eps) · weight; rows of x lie x_stride apart. */
-void tandem_rms_norm(const float *x, size x_stride, const float *weight, float *out, size rows, size width, float eps,
-                     int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * width > 16384)
-  for (size r = 0; r < rows; r++) {
-    const float *in = x + r * x_stride;
-    float *to = out + r * width;
+typedef struct {
+  const float *x, *weight;
+  float *out;
+  size x_stride, width;
+  float eps;
+  int gelu;
+  cut rows;
+} row_work;
+
+static void norm_rows(const void *job, int64_t part, int worker) {
+  const row_work *own = job;
+  const size width = own->width;
+  for (size r = part * own->rows.each; r < end_of(own->rows, part); r++) {
+    const float *in = own->x + r * own->x_stride;
+    float *to = own->out + r * width;
     __m256 squares = _mm256_setzero_ps();
     size i = 0;
     for (; i + 8 <= width; i += 8) {
@@ -339,12 +379,21 @@ void tandem_rms_norm(const float *x, size x_stride, const float *weight, float *
     }
     float sum = sum8(squares);
     for (; i < width; i++) sum += in[i] * in[i];
-    const float scale = 1.0f / sqrtf(sum / (float)width + eps);
+    const float scale = 1.0f / sqrtf(sum / (float)width + own->eps);
     const __m256 by = _mm256_set1_ps(scale);
-    for (i = 0; i + 8 <= width; i += 8)
-      _mm256_storeu_ps(to + i, _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(in + i), by), _mm256_loadu_ps(weight + i)));
-    for (; i < width; i++) to[i] = in[i] * scale * weight[i];
+    for (i = 0; i + 8 <= width; i += 8) {
+      const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(in + i), by);
+      _mm256_storeu_ps(to + i, _mm256_mul_ps(scaled, _mm256_loadu_ps(own->weight + i)));
+    }
+    for (; i < width; i++) to[i] = in[i] * scale * own->weight[i];
   }
+}
+
+/* out [rows, width] = x / sqrt(mean(x²) + eps) · weight; rows of x lie x_stride apart. */
+void tandem_rms_norm(const float *x, size x_stride, const float *weight, float *out, size rows, size width, float eps,
+                     int threads) {
+  const row_work job = {x, weight, out, x_stride, width, eps, 0, cut_for(rows, threads)};
+  share(threads_for(rows * width, threads), parts_of(job.rows), norm_rows, &job);
 }
 
 INLINE __m256 activated(__m256 v, int gelu) {
@@ -355,13 +404,44 @@ INLINE __m256 activated(__m256 v, int gelu) {
   return _mm256_mul_ps(_mm256_mul_ps(_mm256_set1_ps(0.5f), v), _mm256_add_ps(one, tanh8(inner)));
 }
 
+static void gate_rows(const void *job, int64_t part, int worker) {
+  const row_work *own = job;
+  const size width = own->width;
+  for (size r = part * own->rows.each; r < end_of(own->rows, part); r++) {
+    const float *gates = own->x + 2 * r * width;
+    for (size i = 0; i < width; i += 8) {
+      const __m256 gate = activated(_mm256_loadu_ps(gates + i), own->gelu);
+      _mm256_storeu_ps(own->out + r * width + i, _mm256_mul_ps(gate, _mm256_loadu_ps(gates + width + i)));
+    }
+  }
+}
+
 /* out [rows, width] = act(x[:, :width]) · x[:, width:]; act is SiLU, or GELU by tanh. width is a multiple of 8. */
 void tandem_gated(const float *x, float *out, size rows, size width, int gelu, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * width > 16384)
-  for (size r = 0; r < rows; r++)
-    for (size i = 0; i < width; i += 8) {
-      const __m256 gate = activated(_mm256_loadu_ps(x + 2 * r * width + i), gelu);
-      _mm256_storeu_ps(out + r * width + i, _mm256_mul_ps(gate, _mm256_loadu_ps(x + 2 * r * width + width + i)));
+  const row_work job = {.x = x, .out = out, .width = width, .gelu = gelu, .rows = cut_for(rows, threads)};
+  share(threads_for(rows * width, threads), parts_of(job.rows), gate_rows, &job);
+}
+
+typedef struct {
+  float *x;
+  const float *cos, *sin;
+  size x_stride, heads, head_dim, dims;
+  cut rows;
+} rotation;
+
+static void rotate_rows(const void *job, int64_t part, int worker) {
+  const rotation *own = job;
+  const size dims = own->dims, half = dims / 2;
+  for (size r = part * own->rows.each; r < end_of(own->rows, part); r++)
+    for (size h = 0; h < own->heads; h++) {
+      float *head = own->x + r * own->x_stride + h * own->head_dim;
+      for (size i = 0; i < half; i += 8) {
+        const __m256 a = _mm256_loadu_ps(head + i), b = _mm256_loadu_ps(head + half + i);
+        const float *c = own->cos + r * dims + i, *s = own->sin + r * dims + i;
+        _mm256_storeu_ps(head + i, _mm256_fmadd_ps(a, _mm256_loadu_ps(c), _mm256_mul_ps(b, _mm256_loadu_ps(s))));
+        _mm256_storeu_ps(head + half + i, _mm256_fmadd_ps(b, _mm256_loadu_ps(c + half),
+                                                          _mm256_mul_ps(a, _mm256_loadu_ps(s + half))));
+      }
     }
 }
 
@@ -369,19 +449,39 @@ void tandem_gated(const float *x, float *out, size rows, size width, int gelu, i
    [rows, dims] as in tandem/model/rope.py. dims is a multiple of 16. */
 void tandem_rotate(float *x, size x_stride, const float *cos, const float *sin, size rows, size heads, size head_dim,
                    size dims, int threads) {
-  const size half = dims / 2;
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * heads * head_dim > 16384)
-  for (size r = 0; r < rows; r++)
-    for (size h = 0; h < heads; h++) {
-      float *head = x + r * x_stride + h * head_dim;
-      for (size i = 0; i < half; i += 8) {
-        const __m256 a = _mm256_loadu_ps(head + i), b = _mm256_loadu_ps(head + half + i);
-        const float *c = cos + r * dims + i, *s = sin + r * dims + i;
-        _mm256_storeu_ps(head + i, _mm256_fmadd_ps(a, _mm256_loadu_ps(c), _mm256_mul_ps(b, _mm256_loadu_ps(s))));
-        _mm256_storeu_ps(head + half + i, _mm256_fmadd_ps(b, _mm256_loadu_ps(c + half),
-                                                          _mm256_mul_ps(a, _mm256_loadu_ps(s + half))));
-      }
-    }
+  const rotation job = {x, cos, sin, x_stride, heads, head_dim, dims, cut_for(rows, threads)};
+  share(threads_for(rows * heads * head_dim, threads), parts_of(job.rows), rotate_rows, &job);
+}
+
+typedef struct {
+  const float *x;
+  int64_t *best;
+  size width;
+} search;
+
+static void search_row(const void *job, int64_t row, int worker) {
+  const search *own = job;
+  const float *x = own->x + row * own->width;
+  __m256 largest = _mm256_set1_ps(-INFINITY), no_number = _mm256_setzero_ps();
+  size i = 0;
+  for (; i + 8 <= own->width; i += 8) {
+    const __m256 v = _mm256_loadu_ps(x + i);
+    no_number = _mm256_or_ps(no_number, _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    largest = _mm256_max_ps(largest, v);
+  }
+  float most = max8(largest);
+  int finite = !_mm256_movemask_ps(no_number);
+  for (; i < own->width; i++) most = x[i] > most ? x[i] : most, finite &= !isnan(x[i]);
+  own->best[row] = -1;
+  if (!finite || isinf(most)) return;
+  for (i = 0; x[i] != most;) i++;
+  own->best[row] = i;
+}
+
+/* best [rows]: where each row of x [rows, width] is largest, of equals the first; -1 where that is no finite number. */
+void tandem_best(const float *x, int64_t *best, size rows, size width, int threads) {
+  const search job = {x, best, width};
+  share(threads_for(rows * width, threads), rows, search_row, &job);
 }
 
 /* --- paged attention ------------------------------------------------------------------------------------------- */
@@ -401,19 +501,34 @@ static void store_cell(uint8_t *cell, const float *x, size dim, int int8) {
   memcpy(cell + dim, &scale, 4);
 }
 
+typedef struct {
+  uint8_t *layer;
+  const float *k, *v;
+  const int64_t *blocks, *offsets;
+  size block_bytes, stride, kv_heads, block_tokens, dim;
+  int int8;
+  cut tokens;
+} storing;
+
+static void store_tokens(const void *job, int64_t part, int worker) {
+  const storing *own = job;
+  const size dim = own->dim, cell = cell_bytes(dim, own->int8);
+  for (size t = part * own->tokens.each; t < end_of(own->tokens, part); t++)
+    for (size h = 0; h < own->kv_heads; h++) {
+      uint8_t *at = own->layer + own->blocks[t] * own->block_bytes + (h * own->block_tokens + own->offsets[t]) * cell;
+      store_cell(at, own->k + t * own->stride + h * dim, dim, own->int8);
+      store_cell(at + own->kv_heads * own->block_tokens * cell, own->v + t * own->stride + h * dim, dim, own->int8);
+    }
+}
+
 /* k, v [tokens, kv_heads, dim], tokens `stride` apart → the pool [block][2 · kv_heads][block_tokens] cells, at `layer`,
    whose blocks lie block_bytes apart. blocks, offsets [tokens]: where each token's cells are. */
 void tandem_store_kv(uint8_t *layer, size block_bytes, const float *k, const float *v, size stride, const int64_t *blocks,
                      const int64_t *offsets, size tokens, size kv_heads, size block_tokens, size dim, int int8,
                      int threads) {
-  const size cell = cell_bytes(dim, int8);
-#pragma omp parallel for num_threads(threads) schedule(static) if (tokens * kv_heads * dim > 16384)
-  for (size t = 0; t < tokens; t++)
-    for (size h = 0; h < kv_heads; h++) {
-      uint8_t *at = layer + blocks[t] * block_bytes + (h * block_tokens + offsets[t]) * cell;
-      store_cell(at, k + t * stride + h * dim, dim, int8);
-      store_cell(at + kv_heads * block_tokens * cell, v + t * stride + h * dim, dim, int8);
-    }
+  const storing job = {layer, k, v, blocks, offsets, block_bytes, stride, kv_heads, block_tokens, dim, int8,
+                       cut_for(tokens, threads)};
+  share(threads_for(tokens * kv_heads * dim, threads), parts_of(job.tokens), store_tokens, &job);
 }
 
 INLINE __m256 cell8(const uint8_t *cell, size i, int int8) {
@@ -588,6 +703,56 @@ static void meet_all(query *own, size rows, const float *q, tile with, float *sc
   }
 }
 
+typedef struct {
+  const uint8_t *layer;
+  const float *q;
+  const int64_t *tables, *table_of, *positions, *items;
+  float *scratch, *out;
+  size block_bytes, q_stride, width, item_count, heads, kv_heads, block_tokens, dim, window, room;
+  float scale, softcap;
+  int int8;
+} attention;
+
+/* One run of tokens of one request over one KV head. */
+static void attend_item(const void *job, int64_t item, int worker) {
+  const attention *own = job;
+  const size dim = own->dim, wide = (dim + PANEL - 1) / PANEL * PANEL, heads = own->heads, window = own->window;
+  const size per_kv = heads / own->kv_heads, head_bytes = own->block_tokens * cell_bytes(dim, own->int8);
+  const size h = item / own->item_count, begin = own->items[item % own->item_count];
+  const size rows = (own->items[item % own->item_count + 1] - begin) * per_kv;
+  const size low = own->positions[begin], high = low + rows / per_kv - 1;
+  const size first = window && low + 1 > window ? low + 1 - window : 0;
+  const int64_t *table = own->tables + own->table_of[begin] * own->width;
+  const uint8_t *keys = own->layer + h * head_bytes;
+  float *scratch = own->scratch + worker * own->room;
+  const tile with = {scratch, scratch + KEYS * wide};
+  float *scores = with.values + KEYS * wide, *sums = scores + MOST_ROWS * KEYS, *asked = sums + rows * wide;
+  query *each = (query *)(asked + rows * dim);
+  if (wide > dim) memset(with.values, 0, KEYS * wide * sizeof(float)); /* what pads a panel */
+  memset(sums, 0, rows * wide * sizeof(float));
+  for (size r = 0; r < rows; r++) {
+    const size t = begin + r / per_kv, at = own->positions[t];
+    const float *q = own->q + t * own->q_stride + (h * per_kv + r % per_kv) * dim;
+    each[r] = (query){window && at + 1 > window ? at + 1 - window : 0, at, -INFINITY, 0.0f, 1.0f};
+    for (size i = 0; i < dim; i++) asked[r * dim + i] = q[i] * own->scale;
+  }
+  for (size base = first / KEYS * KEYS; base <= high; base += KEYS) {
+    const size from = first > base ? first : base, end = high + 1 < base + KEYS ? high + 1 : base + KEYS;
+    const size v_bytes = own->kv_heads * head_bytes;
+    if (own->int8)
+      fill_tile(with, keys, own->block_bytes, v_bytes, table, own->block_tokens, dim, base, from, end, 1);
+    else
+      fill_tile(with, keys, own->block_bytes, v_bytes, table, own->block_tokens, dim, base, from, end, 0);
+    meet_all(each, rows, asked, with, scores, sums, base, from, end, dim, wide, own->softcap);
+  }
+  for (size r = 0; r < rows; r++) {
+    float *to = own->out + ((begin + r / per_kv) * heads + h * per_kv + r % per_kv) * dim;
+    const __m256 by = _mm256_set1_ps(1.0f / each[r].sum);
+    for (size i = 0; i < dim; i += 8)
+      _mm256_storeu_ps(to + i, _mm256_mul_ps(_mm256_loadu_ps(sums + r * wide + i), by));
+  }
+}
+
 /* out [tokens, heads, dim]: each token's queries over its request's keys up to its own position, read where they lie.
 
    q [tokens, heads, dim], tokens q_stride apart; tables [.., width] block numbers; table_of, positions [tokens]; items
@@ -597,43 +762,7 @@ void tandem_attend(const uint8_t *layer, size block_bytes, const float *q, size 
                    size width, const int64_t *table_of, const int64_t *positions, const int64_t *items,
                    size item_count, size heads, size kv_heads, size block_tokens, size dim, size window, float scale,
                    float softcap, int int8, float *scratch, size room, float *out, int threads) {
-  const size per_kv = heads / kv_heads, head_bytes = block_tokens * cell_bytes(dim, int8);
-  const size wide = (dim + PANEL - 1) / PANEL * PANEL;
-#pragma omp parallel num_threads(threads)
-  {
-    float *own = scratch + omp_get_thread_num() * room;
-    const tile with = {own, own + KEYS * wide};
-    float *scores = with.values + KEYS * wide;
-    memset(with.values, 0, KEYS * wide * sizeof(float)); /* what pads a panel */
-#pragma omp for schedule(dynamic, 1)
-    for (size item = 0; item < item_count * kv_heads; item++) {
-      const size h = item / item_count, begin = items[item % item_count], tokens = items[item % item_count + 1] - begin;
-      const size rows = tokens * per_kv, low = positions[begin], high = positions[begin + tokens - 1];
-      const size first = window && low + 1 > window ? low + 1 - window : 0;
-      const int64_t *table = tables + table_of[begin] * width;
-      const uint8_t *keys = layer + h * head_bytes;
-      float *sums = scores + MOST_ROWS * KEYS, *asked = sums + rows * wide;
-      query *each = (query *)(asked + rows * dim);
-      memset(sums, 0, rows * wide * sizeof(float));
-      for (size r = 0; r < rows; r++) {
-        const size t = begin + r / per_kv, at = positions[t];
-        each[r] = (query){window && at + 1 > window ? at + 1 - window : 0, at, -INFINITY, 0.0f, 1.0f};
-        for (size i = 0; i < dim; i++) asked[r * dim + i] = q[t * q_stride + (h * per_kv + r % per_kv) * dim + i] * scale;
-      }
-      for (size base = first / KEYS * KEYS; base <= high; base += KEYS) {
-        const size from = first > base ? first : base, end = high + 1 < base + KEYS ? high + 1 : base + KEYS;
-        if (int8)
-          fill_tile(with, keys, block_bytes, kv_heads * head_bytes, table, block_tokens, dim, base, from, end, 1);
-        else
-          fill_tile(with, keys, block_bytes, kv_heads * head_bytes, table, block_tokens, dim, base, from, end, 0);
-        meet_all(each, rows, asked, with, scores, sums, base, from, end, dim, wide, softcap);
-      }
-      for (size r = 0; r < rows; r++) {
-        float *to = out + ((begin + r / per_kv) * heads + h * per_kv + r % per_kv) * dim;
-        const __m256 by = _mm256_set1_ps(1.0f / each[r].sum);
-        for (size i = 0; i < dim; i += 8)
-          _mm256_storeu_ps(to + i, _mm256_mul_ps(_mm256_loadu_ps(sums + r * wide + i), by));
-      }
-    }
-  }
+  const attention job = {layer, q, tables, table_of, positions, items, scratch, out, block_bytes, q_stride, width,
+                         item_count, heads, kv_heads, block_tokens, dim, window, room, scale, softcap, int8};
+  share(threads, item_count * kv_heads, attend_item, &job);
 }

@@ -34,6 +34,7 @@ _SIGNATURES: Final = {
     "rms_norm": "pippiift",
     "gated": "ppiitt",
     "rotate": "pippiiiit",
+    "best": "ppiit",
     "store_kv": "pippippiiiitt",
     "attend": "pipipipppiiiiiifftpipt",
 }
@@ -92,7 +93,7 @@ class Kernels:
     def __init__(self, threads: int) -> None:
         """Raises ConfigError when there are none on this machine."""
         try:
-            library = ctypes.CDLL(str(library_path(SOURCE, "-fopenmp")))
+            library = ctypes.CDLL(str(library_path(SOURCE, "-pthread")))
         except (ConfigError, OSError) as error:
             raise ConfigError(f"engine.kernels: {error}; torch's own are `torch`", field="engine.kernels") from error
         for name, signature in _SIGNATURES.items():
@@ -222,6 +223,14 @@ class Kernels:
         self._c.tandem_rotate(
             x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), tokens, heads, head_dim, dims, self._threads
         )
+
+    def best(self, x: Tensor) -> Tensor:
+        """fp32 [rows, width] → int64 [rows]: where each row is largest, of equals the first; -1 where that is no finite
+        number."""
+        x = _floats(x, x.shape[1])
+        best = torch.empty(x.shape[0], dtype=torch.int64)
+        self._c.tandem_best(x.data_ptr(), best.data_ptr(), *x.shape, self._threads)
+        return best
 
     # --- paged attention ---------------------------------------------------------------------------------------
 
