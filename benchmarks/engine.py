@@ -28,7 +28,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engine_peers import Peer, find_peers
+from benchmarks.engine_peers import Peer, find_pair, find_peers
+from benchmarks.engine_served import ServedPair
 from benchmarks.handoff_figures import Figure
 from tandem.config import DEMO_MODEL, EngineSpec
 from tandem.engine.factory import Rank, build_rank
@@ -54,9 +55,11 @@ class Sizes:
     batches: tuple[int, ...] = (1, 8, 32)
     prefills: tuple[int, ...] = (512, 2048)
     kv_blocks: int = 1200
+    streams: int = 16
+    served_tokens: int = 64
 
 
-QUICK = Sizes(16, 2, 1, (1, 3), (24,), 64)
+QUICK = Sizes(16, 2, 1, (1, 3), (24,), 64, 3, 24)
 
 
 @dataclass(slots=True)
@@ -130,7 +133,8 @@ def decode(bench: Bench) -> Iterator[Figure]:
             if number <= 1:  # the first round warms up
                 ours, theirs, bandwidth = {mode: [] for mode in MODES}, {name: [] for name in bench.peers}, []
             for mode in MODES:
-                ours[mode].append(batch / _decode_step_s(bench, mode, batch))
+                step_s = _decode_step_s(bench, mode, bench.known_prompts(batch), sizes.decode_steps)
+                ours[mode].append(batch / step_s)
             for name, peer in bench.peers.items():
                 theirs[name].append(batch / peer.generate(bench.known_prompts(batch), sizes.decode_steps + 1).step_s)
             bandwidth.append(bench.peaks().memory_bytes_per_s)
@@ -145,10 +149,11 @@ def decode(bench: Bench) -> Iterator[Figure]:
                 yield _figure(f"engine.read_rate_b1_{mode}", statistics.median(used), "GB/s", limit)
 
 
-def _decode_step_s(bench: Bench, mode: str, batch: int) -> float:
+def _decode_step_s(bench: Bench, mode: str, prompts: Sequence[list[int]], steps: int) -> float:
+    """The median of steps that only decode."""
     engine = bench.rank(mode).engine
-    sampling = SamplingParams(temperature=0.0, max_tokens=bench.sizes.decode_steps + 2)
-    for number, prompt in enumerate(bench.known_prompts(batch)):
+    sampling = SamplingParams(temperature=0.0, max_tokens=steps + 2)
+    for number, prompt in enumerate(prompts):
         engine.add(make_request(str(number), prompt, sampling))
     while engine.load().waiting_tokens:
         engine.step()
@@ -212,6 +217,29 @@ def restore(bench: Bench) -> Iterator[Figure]:
             raise InternalError("expected the prompt in the host tier")
     took, instead = (1e3 * statistics.median(each) for each in (found, computed))
     yield _figure(f"engine.restore_{length}_ms", took, "ms", instead)
+
+
+def served(bench: Bench) -> Iterator[Figure]:
+    """Streams through router, handoff and decode, beside the same batch in a bare engine and in vLLM's own pair."""
+    sizes = bench.sizes
+    bare: list[float] = []
+    ours: list[float] = []
+    theirs: list[float] = []
+    with ExitStack() as stack:
+        pair = stack.enter_context(ServedPair(bench.folder, bench.threads))
+        peer = find_pair(bench.threads, bench.folder) if bench.peers else None
+        if peer is not None:
+            stack.enter_context(peer)
+        for _ in range(sizes.rounds):
+            prompts = [bench.new_prompt(sizes.context) for _ in range(sizes.streams)]
+            bare.append(sizes.streams / _decode_step_s(bench, "int8", prompts, sizes.served_tokens))
+            ours.append(pair.rate(prompts, sizes.served_tokens))
+            if peer is not None:
+                theirs.append(sizes.streams / peer.generate(prompts, sizes.served_tokens).step_s)
+    name, rate = f"engine.served_b{sizes.streams}", statistics.median(ours)
+    yield _figure(name, rate, "tok/s", statistics.median(bare))
+    if theirs:
+        yield _figure(f"{name}_beside_vllm", rate, "tok/s", statistics.median(theirs))
 
 
 def overhead(bench: Bench) -> Iterator[Figure]:
@@ -280,6 +308,7 @@ FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     "decode": decode,
     "prefill": prefill,
     "restore": restore,
+    "served": served,
     "overhead": overhead,
     "perplexity": perplexity,
 }
@@ -298,7 +327,7 @@ def main() -> int:
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder = write_tiny_llama(scratch / "tiny", vocab=300) if options.quick else pull(DEMO_MODEL)
-        peers = {} if options.quick else find_peers(options.threads)
+        peers = {} if options.quick else find_peers(options.threads, folder)
         for peer in peers.values():
             stack.enter_context(peer)
         bench = Bench(sizes, folder, scratch, options.threads, peers)

@@ -59,14 +59,25 @@ class Peer:
         raise RuntimeError(f"the peer ended with {self._process.wait()}")
 
 
-SCRIPTS = {"openvino": ("engine_openvino.py", "model.gguf"), "llama_cpp": ("engine_llamacpp.py", "model-q4_0.gguf")}
+def find_peers(threads: int, folder: Path) -> dict[str, Peer]:
+    """By name, those that are installed. `folder`: the checkpoint, for those that read no GGUF file."""
+    model = PEERS / "model"
+    scripts = {
+        "openvino": ("engine_openvino.py", model / "model.gguf"),
+        "llama_cpp": ("engine_llamacpp.py", model / "model-q4_0.gguf"),
+        "vllm": ("engine_vllm.py", folder),
+    }
+    found = {name: _start(name, script, path, threads) for name, (script, path) in scripts.items()}
+    return {name: peer for name, peer in found.items() if peer is not None}
 
 
-def find_peers(threads: int) -> dict[str, Peer]:
-    """By name, those that are installed."""
-    found: dict[str, Peer] = {}
-    for name, (script, file) in SCRIPTS.items():
-        python, model = PEERS / name / "bin" / "python", PEERS / "model" / file
-        if python.exists() and model.exists():
-            found[name] = Peer([str(python), str(Path(__file__).with_name(script)), str(model), str(threads)])
-    return found
+def find_pair(threads: int, folder: Path) -> Peer | None:
+    """vLLM as a prefill and a decode engine, if it is installed."""
+    return _start("vllm", "engine_vllm.py", folder, threads, "pair")
+
+
+def _start(name: str, script: str, model: Path, threads: int, *more: str) -> Peer | None:
+    python = PEERS / name / "bin" / "python"
+    if not (python.exists() and model.exists()):
+        return None
+    return Peer([str(python), str(Path(__file__).with_name(script)), str(model), str(threads), *more])

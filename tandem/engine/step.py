@@ -8,11 +8,27 @@ from tandem.kvcache.host_tier import BlockCopies
 from tandem.scheduler.scheduler import ExportRange
 
 
+class Draw(msgspec.Struct, frozen=True, array_like=True):
+    """How the token at `position` is drawn: SamplingParams that look at nothing but the logits. `top_k` 0: no limit."""
+
+    position: int
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+    @property
+    def truncates(self) -> bool:
+        return bool(self.top_k) or self.top_p < 1.0 or self.min_p > 0.0
+
+
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     """`token_ids` of one request, from position `start` on, with its block table up to the last of them.
 
     `scored`: prompt tokens whose logprobs are wanted, with the `top` likeliest; the first of them comes after
-    `token_ids[scored_from]`. `greedy`: of what it samples, the likeliest token is all that is wanted.
+    `token_ids[scored_from]`. `greedy`: of what it samples, the likeliest token is all that is wanted;
+    `draw`: one that is drawn so is.
     """
 
     token_ids: list[int]
@@ -23,6 +39,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     scored_from: int = 0
     top: int = 0
     greedy: bool = False
+    draw: Draw | None = None
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True):

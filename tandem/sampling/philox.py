@@ -10,10 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_M0 = np.uint64(0xD2511F53)
-_M1 = np.uint64(0xCD9E8D57)
-_W0 = 0x9E3779B9
-_W1 = 0xBB67AE85
+M0, M1 = 0xD2511F53, 0xCD9E8D57  # what counters are multiplied by
+W0, W1 = 0x9E3779B9, 0xBB67AE85  # what is added to the key in each round
 _MASK = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 ROUNDS = 10
@@ -26,15 +24,16 @@ def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[int, int])
     """Ten rounds over arrays of counters, all under one key."""
     x0, x1, x2, x3 = counter
     k0, k1 = key
+    m0, m1 = np.uint64(M0), np.uint64(M1)
     for _ in range(ROUNDS):
-        product0, product1 = x0 * _M0, x2 * _M1
+        product0, product1 = x0 * m0, x2 * m1
         x0, x1, x2, x3 = (
             (product1 >> _SHIFT) ^ x1 ^ np.uint64(k0),
             product1 & _MASK,
             (product0 >> _SHIFT) ^ x3 ^ np.uint64(k1),
             product0 & _MASK,
         )
-        k0, k1 = (k0 + _W0) & 0xFFFFFFFF, (k1 + _W1) & 0xFFFFFFFF
+        k0, k1 = (k0 + W0) & 0xFFFFFFFF, (k1 + W1) & 0xFFFFFFFF
     return x0, x1, x2, x3
 
 

@@ -50,6 +50,11 @@ def wants_best_alone(params: SamplingParams) -> bool:
     return params.temperature < COLDEST and not params.changes_logits and params.logprobs is None
 
 
+def wants_draw_alone(params: SamplingParams) -> bool:
+    """Whether a token is drawn from the logits as they are, and nothing else of them is asked for."""
+    return params.temperature >= COLDEST and not params.changes_logits and params.logprobs is None
+
+
 def choose(
     logits: Row, params: SamplingParams, position: int, history: TokenHistory | None = None, best: int | None = None
 ) -> Choice:

@@ -14,7 +14,7 @@ def test_every_figure_is_one_line_in_every_mode(figures: Figures) -> None:
     reads = {"engine.read_rate_b1_fp32", "engine.read_rate_b1_int8"}
     perplexities = {f"engine.perplexity_{mode}" for mode in ("fp32", "int8", "int8_kv8", "int4")}
     prefills = {"engine.prefill_24", "engine.prefill_24_fp32"}
-    others = {"engine.step_overhead_ms", "engine.restore_24_ms"}
+    others = {"engine.step_overhead_ms", "engine.restore_24_ms", "engine.served_b3"}
     assert lines.keys() == decodes | reads | prefills | perplexities | others
     for line in lines.values():
         assert list(line) == ["figure", "value", "unit", "reference", "ratio"]

@@ -207,7 +207,7 @@ def test_the_best_token_is_found_and_what_is_no_number_is_none() -> None:
     steps.insert(2, SequenceStep([1, 2], 4, [0], False))
     for best in (best_of(logits), best_of_any(logits, None)):
         output = step_output(steps, logits, best, [])
-        assert output.best == [3, 7, None, None, None, 2]
+        assert output.tokens == [3, 7, None, None, None, 2]
         assert [row is None for row in output.logits] == greedy
         assert output.logits[5] is not None
         assert output.logits[5].tolist() == logits[5].tolist()
