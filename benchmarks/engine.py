@@ -33,7 +33,7 @@ from benchmarks.engine_served import ServedPair
 from benchmarks.handoff_figures import Figure
 from tandem.config import DEMO_MODEL, EngineSpec
 from tandem.engine.factory import Rank, build_rank
-from tandem.engine.output import best_of_any, step_output
+from tandem.engine.output import best_of_any, launched
 from tandem.engine.peaks import DevicePeaks, device_peaks
 from tandem.engine.runner import ModelRunner
 from tandem.engine.testing import EngineDriver, NoExport, make_request
@@ -266,9 +266,9 @@ def overhead(bench: Bench) -> Iterator[Figure]:
         return run
 
     with (
-        patch.object(ModelRunner, "execute", timed(ModelRunner.execute, 1)),
+        patch.object(ModelRunner, "launch", timed(ModelRunner.launch, 1)),
         patch("tandem.engine.runner.best_of_any", timed(best_of_any, -1)),
-        patch("tandem.engine.runner.step_output", timed(step_output, -1)),
+        patch("tandem.engine.runner.launched", timed(launched, -1)),
     ):
         while engine.has_work:
             inside.append(0.0)

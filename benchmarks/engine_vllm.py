@@ -57,7 +57,9 @@ class Vllm:
         for prompt in prompts:
             self._engine.add_request(str(self._requests), {"prompt_token_ids": list(prompt)}, params)
             self._requests += 1
-        began, steps, started = time.perf_counter(), [], set()
+        began, first_s = time.perf_counter(), 0.0
+        steps: list[float] = []
+        started: set[str] = set()
         while self._engine.has_unfinished_requests():
             before = time.perf_counter()
             outputs = self._engine.step()

@@ -92,11 +92,14 @@ class DecodeGraphs:
             and all(each.samples and len(each.token_ids) == 1 and not each.scored for each in step.sequences)
         )
 
-    def run(self, sequences: list[SequenceStep]) -> tuple[Tensor, Tensor]:
-        """Logits [sequences, vocab_size] and `best_of` them, there until the next run."""
+    def run(self, sequences: list[SequenceStep], tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Logits [sequences, vocab_size] and `best_of` them, there until the next run. `tokens` [sequences] int64, on
+        the device: instead of those of `sequences`."""
         count = len(sequences)
         size = next(each for each in self._sizes if each >= count)
         self._inputs.lay(sequences, size)
+        if tokens is not None:
+            self._inputs.tokens[:count] = tokens.clamp_min(0)  # below: the model gave no number, its request ends
         if size not in self.replays:
             self.replays[size] = self._recorder.record(partial(self._decode, size))
         self.replays[size]()
@@ -118,24 +121,22 @@ class DecodeGraphs:
 
 
 class _Inputs:
-    """What recordings read. Written on the host and copied as a whole; the host waits for each step before the next, so
-    no copy is under way when it writes."""
+    """What recordings read. Written on the host and copied as a whole, from two places in turn: the host waits for a
+    step before it lays the next but one, so no copy of what it writes to is under way."""
 
     def __init__(self, pool: Tensor, slots: int, most_tokens: int) -> None:
-        on_gpu = pool.device.type == "cuda"
         self._block_tokens = pool.shape[4]
         self._spare = pool.shape[0] - 1
         self._most_tokens = most_tokens
-        self._rows: list[list[int]] = [[] for _ in range(slots)]  # what `tables` holds in front, by slot
         width = blocks_for(most_tokens, self._block_tokens)
-        self._host_words = torch.zeros(4, slots, dtype=torch.int64, pin_memory=on_gpu)
-        self._host_lengths = torch.ones(slots, dtype=torch.int32, pin_memory=on_gpu)
-        self._host_tables = torch.full((slots, width), self._spare, dtype=torch.int32, pin_memory=on_gpu)
+        on_gpu = pool.device.type == "cuda"
+        self._now, self._other = (_HostInputs(slots, width, self._spare, pinned=on_gpu) for _ in range(2))
         self._words, self._lengths, self._tables = (
-            each.to(pool.device, copy=True) for each in (self._host_words, self._host_lengths, self._host_tables)
+            each.to(pool.device, copy=True) for each in (self._now.words, self._now.lengths, self._now.tables)
         )
         self.tokens, self.positions, self._blocks, self._offsets = self._words
         self._starts = torch.arange(slots + 1, dtype=torch.int32, device=pool.device)
+        self._rows: list[list[int]] = [[] for _ in range(slots)]  # what `_tables` holds in front, by slot
 
     def batch(self, size: int) -> PagedBatch:
         return PagedBatch(
@@ -150,8 +151,9 @@ class _Inputs:
 
     def lay(self, sequences: list[SequenceStep], size: int) -> None:
         """The last token of each of `sequences` into the first slots, nobody's into the others up to `size`."""
-        count = len(sequences)
-        words, lengths = self._host_words.numpy(), self._host_lengths.numpy()
+        self._now, self._other = self._other, self._now
+        count, host = len(sequences), self._now
+        words, lengths = host.words.numpy(), host.lengths.numpy()
         starts = np.array([sequence.start for sequence in sequences], dtype=np.int64)
         words[0, :count] = [sequence.token_ids[0] for sequence in sequences]
         words[1, :count] = starts
@@ -160,16 +162,26 @@ class _Inputs:
         words[:, count:size] = np.array([[0], [0], [self._spare], [0]])
         lengths[:count], lengths[count:size] = starts + 1, 1
         nobodys = [[self._spare]] * (size - count)
-        rows = [self._lay_row(slot, row) for slot, row in enumerate([*(s.blocks for s in sequences), *nobodys])]
-        self._words.copy_(self._host_words, non_blocking=True)
-        self._lengths.copy_(self._host_lengths, non_blocking=True)
-        if any(rows):
-            self._tables.copy_(self._host_tables, non_blocking=True)
+        rows = [*(sequence.blocks for sequence in sequences), *nobodys]
+        for slot, row in enumerate(rows):
+            host.lay_row(slot, row)
+        self._words.copy_(host.words, non_blocking=True)
+        self._lengths.copy_(host.lengths, non_blocking=True)
+        if rows != self._rows[:size]:  # in most steps they are there already
+            self._tables.copy_(host.tables, non_blocking=True)
+            self._rows[:size] = rows
 
-    def _lay_row(self, slot: int, blocks: list[int]) -> bool:
-        """False: they are there already, as in most steps."""
-        if self._rows[slot] == blocks:
-            return False
-        self._host_tables.numpy()[slot, : len(blocks)] = blocks
-        self._rows[slot] = blocks
-        return True
+
+class _HostInputs:
+    """One of the places."""
+
+    def __init__(self, slots: int, width: int, spare: int, *, pinned: bool) -> None:
+        self.words = torch.zeros(4, slots, dtype=torch.int64, pin_memory=pinned)
+        self.lengths = torch.ones(slots, dtype=torch.int32, pin_memory=pinned)
+        self.tables = torch.full((slots, width), spare, dtype=torch.int32, pin_memory=pinned)
+        self._rows: list[list[int]] = [[] for _ in range(slots)]  # what `tables` holds in front, by slot
+
+    def lay_row(self, slot: int, blocks: list[int]) -> None:
+        if self._rows[slot] != blocks:
+            self.tables.numpy()[slot, : len(blocks)] = blocks
+            self._rows[slot] = blocks

@@ -6,10 +6,11 @@ It serves whatever it is given and knows no router, no transfer. Not thread-safe
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, RequestEnd, Reservation, StepResult, TokenOut
-from tandem.engine.output import Row, StepOutput
+from tandem.engine.output import Launched, Row, StepOutput
 from tandem.engine.runner import ModelRunner
 from tandem.engine.step import HEARTBEAT, STOP, Draw, SequenceStep, StepInput
 from tandem.errors import InputError, InternalError, TandemError, WorkerLost
@@ -20,6 +21,20 @@ from tandem.sampling.sampler import Choice, choose, wants_best_alone, wants_draw
 from tandem.scheduler.scheduler import Chunk, Scheduler, StepPlan
 from tandem.scheduler.sequence import Sequence
 from tandem.step_work import StepWork
+
+_UNKNOWN = 0  # a token that only the device knows yet
+_NO_OUTPUT = StepOutput([], [], [])
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step under way. `gone`: those in it that nobody waits for any more."""
+
+    plan: StepPlan
+    step: StepInput
+    launched: Launched | None
+    gone: set[Sequence] = field(default_factory=set)
+    has_advanced: bool = False  # the scheduler knows of its tokens already
 
 
 class Engine:
@@ -37,6 +52,8 @@ class Engine:
         self._vocab_size = vocab_size
         self._tell_followers = tell_followers
         self._arrivals = count()
+        self._flight: Flight | None = None  # the step that was launched ahead
+        self._leaving: list[Sequence] = []  # ended, and in that step
 
     # --- requests ----------------------------------------------------------------------------------------------
 
@@ -49,7 +66,7 @@ class Engine:
         sequence = self._sequence(request)
         cached_blocks = self._scheduler.reserve(sequence)
         if (copies := self._scheduler.pool.take_copies()) is not None:
-            self._execute(StepInput([], [], copies=copies))  # now: others may write to the blocks from here on
+            self._tell_all(StepInput([], [], copies=copies))  # now: others may write to the blocks from here on
         return Reservation(
             request_id=request.request_id,
             block_ids=tuple(sequence.blocks),
@@ -64,11 +81,17 @@ class Engine:
 
     def cancel(self, request_id: str) -> bool:
         """Forgets a request at any stage and frees its blocks. False when there is none."""
+        self._settle()
+        self._disown(request_id)
         return self._scheduler.cancel(request_id)
 
     def hold(self, request_id: str) -> bool:
         """No further token of a decoding request, whose blocks stay. False: it does not decode, and goes on."""
-        return self._scheduler.hold(request_id)
+        self._settle()
+        held = self._scheduler.hold(request_id)
+        if held:
+            self._disown(request_id)
+        return held
 
     def resume(self, request_id: str) -> None:
         """A held request goes on."""
@@ -112,42 +135,87 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._flight is not None or self._scheduler.has_work
 
     def step(self) -> StepResult:
         """Runs one step. A request that cannot go on fails alone."""
-        plan = self._scheduler.schedule()
+        flight = self._flight or self._launch(self._scheduler.schedule())
+        self._flight = self._launch_ahead(flight)
+        return self._land(flight)
+
+    def _launch(self, plan: StepPlan, *, ahead: bool = False) -> Flight:
+        """The device has the step; a plan of nothing needs none."""
+        told = [_sequence_step(chunk, self._scheduler.block_tokens) for chunk in plan.chunks]
+        step = StepInput(told, [*plan.exports], copies=plan.copies, ahead=ahead)
+        launched = self._tell_all(step) if plan.chunks or plan.exports or plan.copies else None
+        return Flight(plan, step, launched)
+
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
+        """The step after `flight`, if it can be told already: then the device need not wait for the host's work on
+        `flight`. Whoever ends with `flight` is given one token too many."""
+        scheduler, plan = self._scheduler, flight.plan
+        if flight.gone or not self._runner.can_be_ahead_of(flight.step) or not scheduler.goes_on(plan):
+            return None
+        if any(self._is_last(chunk.sequence, len(chunk.sequence.tokens) + 1) for chunk in plan.chunks):
+            return None
+        scheduler.advance(plan)
+        flight.has_advanced = True
+        for chunk in plan.chunks:
+            chunk.sequence.tokens.append(_UNKNOWN)
+        return self._launch(scheduler.schedule(), ahead=True)
+
+    def _land(self, flight: Flight) -> StepResult:
+        """Waits for the device, and does what follows from what came out."""
+        plan, output = flight.plan, flight.launched.wait() if flight.launched is not None else _NO_OUTPUT
+        if self._leaving:
+            self._settle()
+        scores = _prompt_scores(flight, output)
+        if not flight.has_advanced:
+            chunks = tuple(chunk for chunk in plan.chunks if chunk.sequence not in flight.gone)
+            self._scheduler.advance(replace(plan, chunks=chunks))
         tokens: list[TokenOut] = []
-        scores: list[PromptScores] = []
         ended = [RequestEnd(request_id, error=error) for request_id, error in plan.failed]
-        if plan.chunks or plan.exports or plan.copies:
-            output, scores = self._run(plan)
-            self._scheduler.advance(plan)
-            sampling = [chunk for chunk in plan.chunks if chunk.samples]
-            for chunk, row, token in zip(sampling, output.logits, output.tokens, strict=True):
-                self._choose(chunk, row, token, tokens, ended)
+        sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        for sequence, row, token in zip(sampling, output.logits, output.tokens, strict=True):
+            if sequence not in flight.gone:
+                if flight.has_advanced:
+                    sequence.tokens.pop()
+                self._choose(sequence, row, token, tokens, ended)
         return StepResult(tuple(tokens), tuple(ended), tuple(scores), _work(plan), plan.began)
 
-    def _run(self, plan: StepPlan) -> tuple[StepOutput, list[PromptScores]]:
-        sequences = [_sequence_step(chunk, self._scheduler.block_tokens) for chunk in plan.chunks]
-        output = self._execute(StepInput(sequences, [*plan.exports], copies=plan.copies))
-        scored = [chunk.sequence for chunk, told in zip(plan.chunks, sequences, strict=True) if told.scored]
-        scores: list[PromptScores] = []
-        for sequence, tokens in zip(scored, output.scores, strict=True):
-            scores.append(PromptScores(sequence.request_id, sequence.scored_tokens, tokens))
-            sequence.scored_tokens += len(tokens)
-        return output, scores
-
-    def _execute(self, step: StepInput) -> StepOutput:
+    def _tell_all(self, step: StepInput) -> Launched | None:
         if self._tell_followers is not None:
             self._tell_followers(step)
-        return self._runner.execute(step)
+        return self._runner.launch(step)
+
+    def _settle(self) -> None:
+        """The device is done with the step that was launched ahead, and who ended before it has left."""
+        if self._flight is not None and self._flight.launched is not None:
+            self._flight.launched.wait()
+        for sequence in self._leaving:
+            self._scheduler.finish(sequence)
+        self._leaving = []
+
+    def _disown(self, request_id: str) -> None:
+        """Nobody waits for what the step that was launched ahead gives this request."""
+        if self._flight is not None:
+            sequences = [chunk.sequence for chunk in self._flight.plan.chunks]
+            self._flight.gone.update(each for each in sequences if each.request_id == request_id)
+
+    def _leave(self, sequence: Sequence, *, failed: bool = False) -> None:
+        """It has ended. Its blocks are free when no step writes to them any more."""
+        if self._flight is None and failed:
+            self._scheduler.cancel(sequence.request_id)
+        elif self._flight is None:
+            self._scheduler.finish(sequence)
+        else:
+            self._flight.gone.add(sequence)
+            self._leaving.append(sequence)
 
     def _choose(
-        self, chunk: Chunk, row: Row | None, token: int | None, tokens: list[TokenOut], ended: list[RequestEnd]
+        self, sequence: Sequence, row: Row | None, token: int | None, tokens: list[TokenOut], ended: list[RequestEnd]
     ) -> None:
         """`row` and `token` as in StepOutput."""
-        sequence = chunk.sequence
         try:
             if token is None:
                 raise InternalError("the model gave logits that are no numbers")
@@ -158,7 +226,7 @@ class Engine:
                 choice = choose(row, sequence.sampling, len(sequence.tokens), history, token)
         except (TandemError, ValueError, ArithmeticError) as error:
             typed = error if isinstance(error, TandemError) else InternalError(f"sampling failed: {error}")
-            self._scheduler.cancel(sequence.request_id)
+            self._leave(sequence, failed=True)
             ended.append(RequestEnd(sequence.request_id, error=typed))
             return
         first = sequence.generated == 0
@@ -174,14 +242,18 @@ class Engine:
         )
         reason = self._reason(sequence, choice.token_id)
         if reason is not None or sequence.is_exporting:
-            self._scheduler.finish(sequence)
+            self._leave(sequence)
             ended.append(RequestEnd(sequence.request_id, reason))
 
     def _reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         if token_id in sequence.sampling.stop_token_ids:
             return FinishReason.STOP
-        full = len(sequence.tokens) >= self._scheduler.max_model_tokens
-        return FinishReason.LENGTH if full or sequence.generated >= sequence.sampling.max_tokens else None
+        return FinishReason.LENGTH if self._is_last(sequence, len(sequence.tokens)) else None
+
+    def _is_last(self, sequence: Sequence, tokens: int) -> bool:
+        """Whether it ends with `tokens` tokens, whatever they are."""
+        generated = tokens - sequence.prompt_tokens
+        return tokens >= self._scheduler.max_model_tokens or generated >= sequence.sampling.max_tokens
 
     def idle_tick(self) -> None:
         """A sign of life for followers that wait for a step. Call about once a second."""
@@ -216,6 +288,16 @@ class Engine:
 
     def take_cache_events(self) -> list[CacheEvent]:
         return self._scheduler.pool.take_events()
+
+
+def _prompt_scores(flight: Flight, output: StepOutput) -> list[PromptScores]:
+    both = zip(flight.plan.chunks, flight.step.sequences, strict=True)
+    scored = [chunk.sequence for chunk, told in both if told.scored]
+    scores: list[PromptScores] = []
+    for sequence, tokens in zip(scored, output.scores, strict=True):
+        scores.append(PromptScores(sequence.request_id, sequence.scored_tokens, tokens))
+        sequence.scored_tokens += len(tokens)
+    return scores
 
 
 def _work(plan: StepPlan) -> StepWork:

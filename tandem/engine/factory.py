@@ -14,6 +14,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.host_pool import HostPool, host_slots
 from tandem.engine.kernels import choose_kernels
 from tandem.engine.kv_pool import DTYPES, KvPool, pool_layout
+from tandem.engine.output import Launched
 from tandem.engine.paged_kernels import PagedPath, choose_paged_path
 from tandem.engine.runner import ModelRunner
 from tandem.engine.step import HEARTBEAT
@@ -52,9 +53,12 @@ class Rank:
         """Carries out the leader's steps until it says stop. Raises WorkerLost when it is gone or silent."""
         if self.group is None:
             raise ConfigError("a worker of one rank has nobody to follow", field="rank")
+        last: Launched | None = None
         for step in self.group.steps():
             if step != HEARTBEAT:
-                self.runner.execute(step)
+                before, last = last, self.runner.launch(step)
+                if before is not None:
+                    before.wait()
 
 
 def check_checkpoint(model_dir: Path) -> None:

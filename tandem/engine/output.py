@@ -33,7 +33,7 @@ class StepOutput:
 
 
 def best_of(logits: Tensor) -> Tensor:
-    """[rows, vocab_size] → [rows] int64 for `step_output`. Of equals the lowest; no number counts as the largest."""
+    """[rows, vocab_size] → [rows] int64 for `launched`. Of equals the lowest; no number counts as the largest."""
     best = logits.argmax(dim=1)
     return best.where(logits.gather(1, best.unsqueeze(1)).squeeze(1).isfinite(), _NO_NUMBER)
 
@@ -49,39 +49,59 @@ def best_of_any(logits: Tensor, kernels: Kernels | None) -> Tensor:
     return torch.from_numpy(np.where(np.isfinite(values[np.arange(len(best)), best]), best, _NO_NUMBER))
 
 
-def step_output(
+class Launched:
+    """A step that the device was given, and what is to be known of it when it is done.
+
+    `tokens` [samples] int64, on the device: as in StepOutput, there until the next step is launched.
+    """
+
+    def __init__(
+        self, tokens: Tensor, is_enough: list[bool], rows: Tensor, scores: list[tuple[ScoredToken, ...]]
+    ) -> None:
+        """`is_enough`: by sample, whether its token is all that is wanted; `rows`: logits of the others."""
+        self.tokens = tokens
+        self._is_enough = is_enough
+        self._scores = scores
+        self._copies = [tokens.clone(), rows]
+        self._done: torch.cuda.Event | None = None
+        if tokens.device.type == "cuda":
+            self._copies = [_pinned_copy(each) for each in (tokens, rows)]
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record(torch.cuda.current_stream(tokens.device))
+
+    def wait(self) -> StepOutput:
+        """Until the device has done it."""
+        if self._done is not None:
+            self._done.synchronize()
+        tokens, rows = self._copies
+        of_host = iter(rows.numpy())
+        return StepOutput(
+            [None if token == _NO_NUMBER else token for token in tokens.tolist()],
+            [None if enough else next(of_host) for enough in self._is_enough],
+            self._scores,
+        )
+
+
+def launched(
     sequences: list[SequenceStep],
     logits: Tensor,
     best: Tensor,
     scores: list[tuple[ScoredToken, ...]],
     *,
     draws: bool = False,
-) -> StepOutput:
-    """Waits for the device, once. logits [samples, vocab_size] fp32; best [samples]: `best_of` them. `draws`: the
-    device draws what is to be drawn."""
+) -> Launched:
+    """logits [samples, vocab_size] fp32; best [samples]: `best_of` them. `draws`: the device draws what is to be
+    drawn."""
     sampling = [sequence for sequence in sequences if sequence.samples]
     on_device = {row: each.draw for row, each in enumerate(sampling) if draws and each.draw is not None}
     if on_device:
         rows = to_device(np.array(list(on_device)), logits.device)
-        tokens = drawn(logits[rows], list(on_device.values()))
-        best = best.index_copy(0, rows, tokens.where(best[rows] != _NO_NUMBER, _NO_NUMBER))
+        drawn_tokens = drawn(logits[rows], list(on_device.values()))
+        best = best.index_copy(0, rows, drawn_tokens.where(best[rows] != _NO_NUMBER, _NO_NUMBER))
     is_enough = [each.greedy or row in on_device for row, each in enumerate(sampling)]
     wanted = np.flatnonzero(~np.array(is_enough, dtype=bool))
-    if logits.device.type == "cpu":
-        copied = iter([logits.numpy()[row] for row in wanted])
-    else:
-        picked, best = _on_host(logits[to_device(wanted, logits.device)], best)
-        copied = iter(picked.numpy())
-    return StepOutput(
-        [None if token == _NO_NUMBER else token for token in best.tolist()],
-        [None if enough else next(copied) for enough in is_enough],
-        scores,
-    )
+    return Launched(best, is_enough, logits[to_device(wanted, logits.device)], scores)
 
 
-def _on_host(*tensors: Tensor) -> list[Tensor]:
-    copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
-    for copy, tensor in zip(copies, tensors, strict=True):
-        copy.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensors[0].device).synchronize()
-    return copies
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -14,7 +14,7 @@ from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.host_pool import HostPool
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.native_attention import NativeStepAttention
-from tandem.engine.output import StepOutput, best_of_any, step_output
+from tandem.engine.output import Launched, best_of_any, launched
 from tandem.engine.scores import score
 from tandem.engine.step import SequenceStep, StepInput
 from tandem.engine.varlen_attention import PagedBatch, PagedKernel, VarlenAttention, to_device
@@ -48,14 +48,20 @@ class ModelRunner:
         self._paged = paged
         self._draws = paged is not None  # a GPU: there drawing costs less than copying the logits
         self.graphs = graphs
+        self._last: Launched | None = None  # by graphs
         self._model = model
         self._pool = pool
         self._exporter = exporter
         self._device = device
 
+    def can_be_ahead_of(self, step: StepInput) -> bool:
+        """Whether `launch` takes the step after `step` before that one has ended, with all its sequences."""
+        chosen = all(each.greedy or each.draw is not None for each in step.sequences)
+        return self.graphs is not None and chosen and self.graphs.takes(step)
+
     @torch.inference_mode()
-    def execute(self, step: StepInput) -> StepOutput:
-        """On the leader it returns when every rank has done the step's copies."""
+    def launch(self, step: StepInput) -> Launched | None:
+        """None: it had no sequences. On the leader it returns when every rank has done the step's copies."""
         if step.copies is not None:
             assert self._host is not None  # copies come of a tier
             self._host.copy(step.copies)
@@ -64,9 +70,12 @@ class ModelRunner:
         if step.exports:
             self._exporter.begin_step(step.exports)
         if not step.sequences:  # held requests are exported while nothing runs
-            return StepOutput([], [], [])
+            return None
         if self.graphs is not None and self.graphs.takes(step):
-            return step_output(step.sequences, *self.graphs.run(step.sequences), [], draws=self._draws)
+            before = self._last.tokens if step.ahead and self._last is not None else None
+            logits, best = self.graphs.run(step.sequences, before)
+            self._last = launched(step.sequences, logits, best, [], draws=self._draws)
+            return self._last
         token_ids = [token for sequence in step.sequences for token in sequence.token_ids]
         positions = [s.start + offset for s in step.sequences for offset in range(len(s.token_ids))]
         rows: list[int] = []
@@ -91,7 +100,7 @@ class ModelRunner:
             for sequence, first in scored
         ]
         best = best_of_any(logits, self._kernels)
-        return step_output(step.sequences, logits, best, scores, draws=self._draws)
+        return launched(step.sequences, logits, best, scores, draws=self._draws)
 
     def _attention(self, sequences: list[SequenceStep]) -> Attend:
         pool, terms = self._pool, self._model.attention

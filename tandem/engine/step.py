@@ -44,12 +44,14 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True):
     """Copies, then announcements, then one forward pass, each if there is any. Nothing and not `stop`: a sign of life
-    from an idle leader."""
+    from an idle leader. `ahead`: each sequence's token is the one that it was given in the step before, which had the
+    same sequences and need not have ended; it is not known to the host."""
 
     sequences: list[SequenceStep]
     exports: list[ExportRange]
     stop: bool = False
     copies: BlockCopies | None = None
+    ahead: bool = False
 
 
 HEARTBEAT = StepInput([], [])

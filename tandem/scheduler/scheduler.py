@@ -274,6 +274,18 @@ class Scheduler:
         began, self._began = tuple(self._began), []
         return StepPlan(tuple(chunks), tuple(exports), failed, began, self.pool.take_copies())
 
+    def goes_on(self, plan: StepPlan) -> bool:
+        """Whether the step after `plan` is sure to be of the same requests in the same order, one token each, if none
+        of them ends."""
+        order = [chunk.sequence.arrival for chunk in plan.chunks]
+        return (
+            len(order) == len(self._running)
+            and order == sorted(order)
+            and all(chunk.samples and chunk.sequence.generated for chunk in plan.chunks)
+            and not (self._waiting or self._exports)
+            and self.pool.available() >= len(order)
+        )
+
     def advance(self, plan: StepPlan) -> None:
         """The plan was carried out: its tokens' KV is in the pool."""
         for chunk in plan.chunks:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tandem.config import EngineSpec
 from tandem.engine.decode_graphs import Again, batch_sizes
 from tandem.engine.factory import Rank, build_rank
-from tandem.engine.output import best_of, best_of_any, step_output
+from tandem.engine.output import best_of, best_of_any, launched
 from tandem.engine.paged_check import plain_attention
 from tandem.engine.paged_kernels import PagedPath
 from tandem.engine.step import SequenceStep
@@ -206,7 +206,7 @@ def test_the_best_token_is_found_and_what_is_no_number_is_none() -> None:
     steps = [SequenceStep([1], 4, [0], True, greedy=each) for each in greedy]
     steps.insert(2, SequenceStep([1, 2], 4, [0], False))
     for best in (best_of(logits), best_of_any(logits, None)):
-        output = step_output(steps, logits, best, [])
+        output = launched(steps, logits, best, []).wait()
         assert output.tokens == [3, 7, None, None, None, 2]
         assert [row is None for row in output.logits] == greedy
         assert output.logits[5] is not None

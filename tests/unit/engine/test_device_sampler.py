@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tandem.engine.device_sampler import ROWS, drawn
-from tandem.engine.output import best_of, step_output
+from tandem.engine.output import best_of, launched
 from tandem.engine.step import Draw, SequenceStep
 from tandem.request import SamplingParams
 from tandem.sampling.philox import words_of
@@ -66,10 +66,10 @@ def test_a_step_draws_what_is_drawn_and_copies_what_the_host_wants() -> None:
         SequenceStep([1], 4, [0], True, draw=draw_of(sampled, 7)),
         SequenceStep([1], 4, [0], True, draw=draw_of(replace(sampled, seed=5), 8)),
     ]
-    output = step_output(steps, logits, best_of(logits), [], draws=True)
+    output = launched(steps, logits, best_of(logits), [], draws=True).wait()
     first = choose(logits[1].numpy(), sampled, 7).token_id
     last = choose(logits[4].numpy(), replace(sampled, seed=5), 8).token_id
     assert output.tokens == [int(logits[0].argmax()), first, int(logits[2].argmax()), None, last]
     assert [row is None for row in output.logits] == [True, True, False, True, True]
-    on_host = step_output(steps, logits, best_of(logits), [])
+    on_host = launched(steps, logits, best_of(logits), []).wait()
     assert [row is None for row in on_host.logits] == [True, False, False, False, False]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.engine.engine import Engine
-from tandem.engine.output import StepOutput, best_of, step_output
+from tandem.engine.output import Launched, best_of, launched
 from tandem.engine.step import HEARTBEAT, STOP, SequenceStep, StepInput, decode_step, encode_step
 from tandem.engine.testing import EngineDriver, make_request
 from tandem.errors import InternalError, WorkerLost
@@ -22,14 +22,17 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 class BrokenFor:
     """A model whose logits are no numbers for requests that start with token 13."""
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def can_be_ahead_of(self, step: StepInput) -> bool:
+        return False
+
+    def launch(self, step: StepInput) -> Launched:
         rows = [sequence for sequence in step.sequences if sequence.samples]
         logits = torch.zeros(len(rows), VOCAB)
         for row, sequence in zip(logits, rows, strict=True):
             row[5] = 1.0
             if sequence.token_ids[0] == 13:
                 row.fill_(torch.nan)
-        return step_output(step.sequences, logits, best_of(logits), [])
+        return launched(step.sequences, logits, best_of(logits), [])
 
 
 def make_engine(told: list[StepInput] | None = None) -> Engine:
