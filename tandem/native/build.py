@@ -1,4 +1,7 @@
-"""Makes a library of one of our C sources with the machine's compiler, once for each version of it."""
+"""Makes a library of one of our C sources with the machine's compiler, once for each version of it.
+
+    python -m tandem.native.build       of each, beside the sources: for images, which then need no compiler
+"""
 
 from __future__ import annotations
 
@@ -14,28 +17,39 @@ from typing import Final
 from tandem.cache import cache_dir
 from tandem.errors import ConfigError
 
-_FLAGS: Final = ("-O3", "-mavx2", "-mfma", "-mf16c", "-std=gnu11", "-shared", "-fPIC")
+_FLAGS: Final = ("-O3", "-mavx2", "-mfma", "-mf16c", "-std=gnu11", "-pthread", "-shared", "-fPIC")
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _TIMEOUT_S: Final = 120
 _CPU_FEATURES: Final = ("avx2", "fma", "f16c")
 
 
-def library_path(source: Path, *flags: str) -> Path:
-    """Where the library is, built now if it was not yet.
+def library_path(source: Path) -> Path:
+    """Where the library is: beside its source, else in the cache, built now if it was not yet.
 
     Raises ConfigError saying what is missing: the processor, its features, or a compiler that works.
     """
     _check_processor()
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    cached = cache_dir() / "native" / _name(source)
+    for path in (source.with_name(cached.name), cached):
+        if path.is_file():
+            return path
+    _build(source, cached)
+    return cached
+
+
+def build_all(folder: Path) -> list[Path]:
+    """Libraries of the sources in `folder`, there, for all processors that `library_path` accepts. Raises
+    ConfigError."""
+    targets = {source: source.with_name(_name(source)) for source in sorted(folder.glob("*.c"))}
+    for source, target in targets.items():
+        _build(source, target)
+    return list(targets.values())
+
+
+def _name(source: Path) -> str:
     written = [source, *sorted(source.parent.glob("*.h"))]
-    content = b"".join(path.read_bytes() for path in written) + " ".join(_FLAGS + flags).encode()
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    target = cache_dir() / "native" / f"{source.stem}-{digest}.so"
-    if not target.is_file():
-        if compiler is None:
-            raise _unavailable(f"a C compiler ({', '.join(_COMPILERS)}) to build them with")
-        _build([compiler, *_FLAGS, *flags], source, target)
-    return target
+    content = b"".join(path.read_bytes() for path in written) + " ".join(_FLAGS).encode()
+    return f"{source.stem}-{hashlib.sha256(content).hexdigest()[:16]}.so"
 
 
 def _check_processor() -> None:
@@ -51,23 +65,31 @@ def _check_processor() -> None:
         raise _unavailable(f"a processor with {', '.join(missing)}")
 
 
-def _build(compile_with: list[str], source: Path, target: Path) -> None:
+def _build(source: Path, target: Path) -> None:
     """Under a name of its own first: ranks that start together build side by side, and the last one wins."""
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise _unavailable(f"a C compiler ({', '.join(_COMPILERS)}) to build them with")
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, part = tempfile.mkstemp(suffix=".so", dir=target.parent)
         os.close(descriptor)
-        command = [*compile_with, "-o", part, str(source), "-lm"]
+        command = [compiler, *_FLAGS, "-o", part, str(source), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if done.returncode == 0:
+            Path(part).chmod(0o755)  # in an image others load it
             Path(part).replace(target)
             return
         Path(part).unlink()
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _unavailable(f"a compiler that works, got: {error}") from error
     lines = done.stderr.strip().splitlines()
-    raise _unavailable(f"{compile_with[0]} to build {source.name}, got: {lines[-1] if lines else 'no reason'}")
+    raise _unavailable(f"{compiler} to build {source.name}, got: {lines[-1] if lines else 'no reason'}")
 
 
 def _unavailable(needed: str) -> ConfigError:
     return ConfigError(f"native kernels need {needed}")
+
+
+if __name__ == "__main__":
+    print(*build_all(Path(__file__).parent), sep="\n")

@@ -93,7 +93,7 @@ class Kernels:
     def __init__(self, threads: int) -> None:
         """Raises ConfigError when there are none on this machine."""
         try:
-            library = ctypes.CDLL(str(library_path(SOURCE, "-pthread")))
+            library = ctypes.CDLL(str(library_path(SOURCE)))
         except (ConfigError, OSError) as error:
             raise ConfigError(f"engine.kernels: {error}; torch's own are `torch`", field="engine.kernels") from error
         for name, signature in _SIGNATURES.items():
