@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import subprocess
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,18 @@ def test_a_pod_serves_on_until_load_balancers_forgot_it_and_then_drains(render: 
     drain_s = cluster_spec(manifests).router.drain_timeout_s
     assert container_of(head)["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "7"]
     assert head["template"]["spec"]["terminationGracePeriodSeconds"] > 7 + drain_s
+
+
+def test_a_node_that_is_told_to_end_is_drained_by_ray_within_the_grace(render: Render) -> None:
+    _, nodes = groups_of(render("--set", "preStopSeconds=7,terminationGracePeriodSeconds=90"))
+    container = container_of(nodes)
+    assert "exec $KUBERAY_GEN_RAY_START_CMD" in container["args"][0], "Ray is process 1, which the hook tells"
+    assert container["lifecycle"]["preStop"]["exec"]["command"][-1] == "sleep 7; kill -TERM 1; sleep infinity"
+    variable = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+    (drain_s,) = (each["value"] for each in container["env"] if each["name"] == variable)
+    assert 7 + int(drain_s) + 10 == nodes["template"]["spec"]["terminationGracePeriodSeconds"]
+    (ray,) = (find_spec("ray") or pytest.fail("no Ray")).submodule_search_locations or []
+    assert variable in (Path(ray) / "_private" / "ray_constants.py").read_text(), "Ray has another name for it now"
 
 
 def test_every_router_has_its_ports_on_the_pod_and_on_the_services(render: Render) -> None:
