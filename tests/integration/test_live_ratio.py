@@ -187,7 +187,11 @@ async def test_a_drain_whose_caller_goes_away_leaves_the_worker_serving(
         assert not controller.live_ratio.is_busy
 
 
-async def test_a_worker_that_gets_sigterm_costs_no_answer(controller: Controller, expected: list[str]) -> None:
+@pytest.mark.parametrize("workers", [2, 1], ids=["another goes on", "the last one comes back"])
+async def test_a_decode_worker_that_gets_sigterm_costs_no_answer(
+    controller: Controller, expected: list[str], workers: int
+) -> None:
+    await controller.live_ratio.scale("", 1, workers)
     decode = next(slot for slot in controller.slots.values() if slot.role is Role.DECODE)
     before = decode.epoch
     async with load(controller, expected):
