@@ -336,7 +336,12 @@ def test_a_changed_spec_changes_the_head_pod(render: Render) -> None:
         ("cluster.models[0].engine.kv_memory_bytes=34359738368", "node.resources.limits.memory"),
         ("cluster.models[0].engine.host_kv_memory_bytes=34359738368", "node.resources.limits.memory"),
         ("cluster.models[0].engine.threads_per_rank=8", "node.resources.requests.cpu"),
-        ("cluster.models[0].engine.device=cuda", "cluster.models[0].prefill.tp: expected at most node.gpus"),
+        ("cluster.models[0].engine.device=cuda", "node.gpus: expected the GPUs of a node"),
+        (
+            "cluster.models[0].engine.device=cuda,node.gpus=2,cluster.models[0].decode.tp=4",
+            "cluster.models[0].decode.tp: expected at most node.gpus (2)",
+        ),
+        ("models.existingClaim=a,models.hostPath=/b", "models: expected existingClaim or hostPath, got both"),
         ("node.replicas=1", "redis.mode: expected valkey or external"),
         ("node.onHead=false", "node.replicas: expected at least 1"),
         ("node.minReplicas=2", "node.minReplicas: expected at most"),
@@ -377,7 +382,8 @@ def test_nobody_is_let_in_unasked_from_beyond_the_cluster_unless_that_is_said(
 
 def test_ranks_without_a_gpu_are_counted(refusal: Callable[..., str]) -> None:
     said = refusal(*values("gpu-node"), "--set", "cluster.models[0].prefill.workers=5,node.replicas=0")
-    assert "node.gpus: expected 9 or more over 1 nodes" in said
+    ranks = "cluster.models[0].prefill 5 × 1, cluster.models[0].decode 1 × 4"
+    assert f"node.gpus: expected 9 or more over 1 node (a GPU for each rank, workers × tp: {ranks})" in said
 
 
 def test_a_digest_wins_over_the_tag(render: Render) -> None:
