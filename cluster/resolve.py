@@ -13,7 +13,6 @@ import psutil
 
 from cluster.check_tls import check_tls
 from cluster.redis_probe import check_redis
-from cluster.requirements import check_requirements
 from kvtransfer.reshard import reshard_plan
 from kvtransfer.transports.factory import check_available
 from router.auth.sources import KeySources
@@ -24,6 +23,7 @@ from tandem.kvcache.layout import DTYPE_BYTES, cell_width
 from tandem.model_config import ModelConfig, fingerprint
 from tandem.model_store import PACKAGED, pull
 from tandem.model_store import resolve as resolve_model
+from tandem.words import plural
 
 PROCESS_BYTES = 350 << 20  # what a rank takes beside weights and pool: interpreter, torch, activations
 
