@@ -356,7 +356,7 @@ async def test_what_cannot_be_is_refused_and_changes_nothing(controller: Control
         await controller.live_ratio.scale("", 1, 0)
     with pytest.raises(ConfigError, match="model: expected one of tiny, got 'other'"):
         await controller.live_ratio.scale("other", 1, 1)
-    with pytest.raises(ConfigError, match="more workers need about"):
+    with pytest.raises(ConfigError, match="more workers: about"):
         await controller.live_ratio.scale("", 1, 4000)
     with pytest.raises(ConfigError, match="worker_id: expected one of"):
         await controller.live_ratio.drain("nobody", restart=False, move=True)
