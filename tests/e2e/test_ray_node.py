@@ -105,6 +105,11 @@ def counted(cluster: Cluster, metric: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{metric}{{"))
 
 
+def worker_of(cluster: Cluster, worker_id: str) -> dict[str, Any]:
+    worker: dict[str, Any] = next(each for each in cluster.status()["workers"] if each["id"] == worker_id)
+    return worker
+
+
 @pytest.mark.parametrize(
     "told_by",
     [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak_only)],
@@ -142,8 +147,10 @@ async def test_a_ray_node_that_is_told_to_end_costs_no_answer_and_another_takes_
                 await asyncio.sleep(0.1)
             grown = [counted(cluster, name) > then for name, then in zip(COUNTS, before, strict=True)]
             assert grown == [not drained, drained]
+            waiting = worker_of(cluster, there["id"])
+            assert (waiting["state"], waiting["processes"]) == ("restarting", []), "there is no room for it"
             nodes.add()
             await asyncio.to_thread(cluster.wait_ready)
-    after = next(each for each in cluster.status()["workers"] if each["id"] == there["id"])
+    after = worker_of(cluster, there["id"])
     assert (after["epoch"] != there["epoch"], after["restarts"]) == (True, there["restarts"] + 1)
     cluster.assert_conserved()
