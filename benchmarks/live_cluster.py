@@ -33,6 +33,7 @@ def spec_of(prefill: int, decode: int, changes: Mapping[str, Any] | None = None)
         "router.grpc_port": 0,
         "router.max_queued_requests": QUEUED,
         "router.queue_timeout_s": 600.0,
+        "router.classes": [{"name": "interactive"}],
         "control.admin_port": 0,
         "control.backend": "subprocess",
     }

@@ -16,14 +16,15 @@ import numpy as np
 
 from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import live, play, say, spec_of
-from benchmarks.prediction import capacity, load_measured_hardware, setup_for
+from benchmarks.prediction import load_measured_hardware, setup_for
 from cluster.admin_client import Admin
 from cluster.commands.status import fetch
 from cluster.controller import Controller
 from cluster.load.client import Ask
 from cluster.load.grpc_client import GrpcClient
 from planner.hardware import Hardware
-from planner.simulator.setup import Slo
+from planner.simulator.setup import Setup, Slo
+from planner.simulator.simulate import simulate
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, synthetic_trace
 from planner.traces.trace import Trace
@@ -32,6 +33,8 @@ from tandem.v1 import cluster_pb2
 
 ROLE_CHANGE_TARGET_S, MOVED_GAP_TARGET_MS, WORST_TARGET, BEST_TARGET = 1.0, 500.0, 1.5, 0.95
 STATIC = ((0, 3), (1, 2), (2, 1))
+OVERLOADED = 4.0
+_IDLE_PER_S, _MOST_PER_S, _NEAR = 0.01, 1000.0, 1.02
 ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_DECODE}
 
 
@@ -116,6 +119,21 @@ async def _moved(sizes: Sizes) -> tuple[float, float]:
     gaps = [(later, later - earlier) for each in heard for earlier, later in pairwise(each)]
     before = statistics.median(gap for at_s, gap in gaps if at_s <= drained_s)
     return 1000 * before, 1000 * max(gap for at_s, gap in gaps if at_s > drained_s)
+
+
+def capacity(trace: Trace, setup: Setup) -> float:
+    """Requests per second up to which the simulated p95 of TTFT stays within OVERLOADED times that without load."""
+
+    def ttft_s(rate: float) -> float:
+        found = simulate(trace.at_rate(rate / trace.requests_per_s), setup).ttft_s.p95
+        return float("inf") if found is None else found
+
+    low, high = _IDLE_PER_S, _MOST_PER_S
+    most_s = OVERLOADED * ttft_s(low)
+    while high / low > _NEAR:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if ttft_s(middle) <= most_s else (low, middle)
+    return low
 
 
 def shifting(hardware: Hardware, sizes: Sizes) -> Trace:

@@ -1,12 +1,12 @@
 """Pools and ratios, measured on this machine with the demo model: predicted against measured, live changes, and what
 following the traffic is worth.
 
-    tandem profile cost.json
-    make bench-pools ARGS="--cost cost.json"
+    make bench-pools ARGS="--cost cost.json --results cells.jsonl"
     python -m benchmarks.pools --figure role_change
 
 Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. `reference` is the target, `ratio`
-value over target. docs/performance.md explains each. Figures that need a cost model are left out without one.
+value over target. docs/performance.md explains each. Figures that need the step times of this machine are left out
+without --cost, the file that they are kept in: the first run measures them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from pathlib import Path
 from benchmarks import pool_changes, prediction
 from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import say
+from cluster.commands.profile import Grid
 from tandem.errors import TandemError
 
 QUICK_CHANGES = pool_changes.Sizes(2, 4, 16, 24, 3.0, 40)
-QUICK_PREDICTION = prediction.Sizes(3.0, 4, 8, 40)
+QUICK_PREDICTION = prediction.Sizes(3.0, 3.0, 4, 8, 40, Grid((16, 64), (1, 4), (32, 64)))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pools", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figure", action="append", choices=NAMES, help="only these (may be repeated)")
-    parser.add_argument("--cost", type=Path, help="what `tandem profile` measured on this machine")
+    parser.add_argument("--cost", type=Path, help="step times of this machine, as `tandem profile` writes them")
+    parser.add_argument("--results", type=Path, help="prediction: keeps what was measured here, and goes on from there")
     parser.add_argument("--shape", action="append", help="prediction: these, as in 1:1, whether they fit or not")
     parser.add_argument("--trace", action="append", choices=prediction.TRACES, help="prediction: only these")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
@@ -49,7 +51,7 @@ def main() -> int:
     return 0
 
 
-NAMES = ("role_change", "moved_gap", "prediction_85", "prediction_95", "static_ratios")
+NAMES = ("role_change", "moved_gap", "prediction", "static_ratios")
 
 
 def _figures(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Figure]]]:
@@ -64,9 +66,8 @@ def _figures(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Fig
         fitting = tuple(each for each in prediction.SHAPES if prediction.fits(*each))
         shapes = tuple(map(_shape, options.shape)) if options.shape else fitting
         names = options.trace or prediction.TRACES
-        found["prediction_85"] = lambda: prediction.prediction(0.85, cost, shapes, names, sizes)
-        found["prediction_95"] = lambda: prediction.prediction(0.95, cost, shapes, names, sizes)
-        found["static_ratios"] = lambda: pool_changes.ratios(cost, changes)
+        found["prediction"] = lambda: prediction.prediction(cost, shapes, names, sizes, options.results)
+        found["static_ratios"] = lambda: pool_changes.ratios(prediction.profiled(cost, sizes.grid), changes)
     return found
 
 

@@ -1,19 +1,29 @@
-"""Simulated against measured, on this machine: the demo model, four shapes, three traces, at a share of capacity."""
+"""Simulated against measured, on this machine: the demo model, four shapes, three traces, at shares of capacity.
+
+Of each shape and trace one cluster is started. First every request comes at once: what it answers then is its capacity.
+The shares are of that measured capacity, so that the cluster is as busy as is said however wrong the profile is.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import live, play, say, spec_of
 from cluster.commands.planning import HardwareFlags, load_hardware
+from cluster.commands.profile import Grid, run_profile
 from planner.compare import Line, compared
 from planner.hardware import Hardware, setup_of_spec
+from planner.outcome import Outcome
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.arrivals import Gamma
@@ -23,20 +33,24 @@ from tandem.config import DEMO_MODEL
 
 TRACES = ("chat", "documents", "bursts")
 SHAPES = ((0, 1), (1, 1), (2, 1), (1, 2))
+SHARES = (0.85, 0.95)
 LATENCIES = ("ttft_s.p50", "ttft_s.p95", "tpot_s.p50", "tpot_s.p95")
 LATENCY_TARGET, ATTAINMENT_TARGET_POINTS = 0.05, 2.0
-OVERLOADED = 4.0
-_IDLE_PER_S, _MOST_PER_S, _NEAR = 0.01, 1000.0, 1.02
+GRID = Grid(chunks=(16, 32, 64, 128, 256, 512), batches=(1, 2, 4, 8, 16, 32, 64), contexts=(32, 128, 512))
+"""Steps as the traces make them: prompts of at most 400 tokens, batches of up to engine.max_running_requests."""
+Cell = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """`seconds`: about how long one run of one trace takes."""
+    """`seconds`: about how long one run of one trace takes; `at_once_s`: that in which every request comes at once."""
 
-    seconds: float = 45.0
+    seconds: float = 36.0
+    at_once_s: float = 20.0
     least_requests: int = 24
     most_requests: int = 200
-    draws: int = 400  # of which a trace's capacity is found
+    draws: int = 400  # of which every run takes the first
+    grid: Grid = GRID
 
 
 def traces(count: int) -> dict[str, Trace]:
@@ -63,24 +77,26 @@ def setup_for(hardware: Hardware, prefill: int, decode: int, trace: Trace) -> Se
     return setup_of_spec(spec_of(prefill, decode), hardware, mean_prompt_tokens=mean, trace_block=block)
 
 
-def capacity(trace: Trace, setup: Setup) -> float:
-    """Requests per second up to which the simulated p95 of TTFT stays within OVERLOADED times that without load."""
-
-    def ttft_s(rate: float) -> float:
-        found = simulate(trace.at_rate(rate / trace.requests_per_s), setup).ttft_s.p95
-        return float("inf") if found is None else found
-
-    low, high = _IDLE_PER_S, _MOST_PER_S
-    most_s = OVERLOADED * ttft_s(low)
-    while high / low > _NEAR:
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if ttft_s(middle) <= most_s else (low, middle)
-    return low
+def at_once(trace: Trace, setup: Setup, sizes: Sizes) -> Trace:
+    """So many requests, all at the same time, as are answered in `at_once_s` when simulated."""
+    count = round(sizes.at_once_s * answered_per_s(simulate(_together(trace), setup)))
+    return _together(trace.head(min(sizes.most_requests, max(sizes.least_requests, count))))
 
 
-def at_share(trace: Trace, setup: Setup, share: float, sizes: Sizes) -> Trace:
-    """At `share` of capacity, and as many requests as fit into a run."""
-    rate = share * capacity(trace, setup)
+def _together(trace: Trace) -> Trace:
+    return replace(trace, arrival_s=np.zeros(len(trace)))
+
+
+def answered_per_s(outcome: Outcome) -> float:
+    """Of requests that came at once, until nine in ten had their answer: then the batch begins to run empty. Raises
+    RuntimeError."""
+    if outcome.e2e_s.p90 is None:
+        raise RuntimeError(f"{outcome.trace}: no request was answered ({outcome.refusals})")
+    return 0.9 * outcome.finished / outcome.e2e_s.p90
+
+
+def at_share(trace: Trace, rate: float, sizes: Sizes) -> Trace:
+    """At `rate` requests per second, and as many as fit into a run."""
     count = min(sizes.most_requests, max(sizes.least_requests, round(rate * sizes.seconds)))
     return trace.at_rate(rate / trace.requests_per_s).head(count)
 
@@ -91,58 +107,100 @@ def objectives(trace: Trace, setup: Setup) -> Slo:
     return Slo(found.ttft_s.p90, found.tpot_s.p90)
 
 
+def profiled(cost: Path, grid: Grid) -> Path:
+    """The step times of the demo model on this machine; measured, where `cost` is not there yet."""
+    if not cost.exists():
+        run_profile(None, DEMO_MODEL, "cpu", cost, grid)
+    return cost
+
+
 def load_measured_hardware(cost: Path) -> Hardware:
     """The demo model on this machine, as `tandem profile` measured it."""
     return load_hardware(HardwareFlags(DEMO_MODEL, "cpu", str(cost), None, element_bytes=4.0))
 
 
+class Cells:
+    """What was measured of each shape and trace, in a file where one is given: there a later run goes on."""
+
+    def __init__(self, path: Path | None, cost: Path, sizes: Sizes) -> None:
+        """Lines of another profile, or of other sizes, are passed over."""
+        self._path = path
+        self._about = hashlib.blake2b(cost.read_bytes() + repr(sizes).encode(), digest_size=8).hexdigest()
+        self._found: dict[str, Cell] = {}
+        for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+            entry = json.loads(line)
+            if entry["about"] == self._about:
+                self._found[entry["cell"]] = entry
+
+    def find(self, name: str) -> Cell | None:
+        return self._found.get(name)
+
+    def add(self, name: str, cell: Cell) -> None:
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"about": self._about, "cell": name} | cell) + "\n")
+
+
 def prediction(
-    share: float, cost: Path, shapes: Sequence[tuple[int, int]], names: Sequence[str], sizes: Sizes
+    cost: Path, shapes: Sequence[tuple[int, int]], names: Sequence[str], sizes: Sizes, results: Path | None = None
 ) -> Iterator[Figure]:
-    """One line for each run, then the worst of all. Nothing, where no shape is given."""
+    """Lines for each shape and trace, then the worst of all. Nothing, where no shape is given."""
     if not shapes:
         say("prediction: no shape leaves a core of this machine free")
         return
-    hardware = load_measured_hardware(cost)
-    name = f"{round(100 * share)}"
-    worst_latency, worst_points = 0.0, 0.0
-    for prefill, decode in shapes:
-        for which, lines in _measured(hardware, (prefill, decode), names, share, sizes):
-            latency = max(abs(_line(lines, each).percent or 0.0) / 100 for each in LATENCIES)
-            points = max(abs(line.points or 0.0) for line in lines.values() if line.metric.startswith("attainment"))
-            worst_latency, worst_points = max(worst_latency, latency), max(worst_points, points)
-            cell = f"{prefill}:{decode}_{which}"
-            yield Figure(f"sim.latency_error_{name}_{cell}", round(latency, 3), "share", LATENCY_TARGET)
-            yield Figure(f"sim.attainment_error_{name}_{cell}", round(points, 1), "points", ATTAINMENT_TARGET_POINTS)
-    ratio = round(worst_latency / LATENCY_TARGET, 2)
-    yield Figure(f"sim.latency_error_{name}", round(worst_latency, 3), "share", LATENCY_TARGET, ratio)
-    ratio = round(worst_points / ATTAINMENT_TARGET_POINTS, 2)
-    yield Figure(f"sim.attainment_error_{name}", round(worst_points, 1), "points", ATTAINMENT_TARGET_POINTS, ratio)
+    hardware, cells = load_measured_hardware(profiled(cost, sizes.grid)), Cells(results, cost, sizes)
+    drawn = traces(sizes.draws)
+    found: list[Figure] = []
+    for shape in shapes:
+        for which in names:
+            name = f"{shape[0]}:{shape[1]}_{which}"
+            if (cell := cells.find(name)) is None:
+                cell = asyncio.run(_measured(hardware, shape, replace(drawn[which], name=which), sizes))
+                cells.add(name, cell)
+            figures = list(errors(name, cell))
+            yield from figures
+            found += figures
+    yield from worst(found)
 
 
-def _measured(
-    hardware: Hardware, shape: tuple[int, int], names: Sequence[str], share: float, sizes: Sizes
-) -> Iterator[tuple[str, Mapping[str, Line]]]:
-    prefill, decode = shape
-    drawn_by_name = traces(sizes.draws)
-    for which in names:
-        drawn = drawn_by_name[which]
-        setup = setup_for(hardware, prefill, decode, drawn)
-        trace = replace(at_share(drawn, setup, share, sizes), name=which)
-        slo = objectives(trace, setup)
-        simulated = simulate(trace, setup, slo).to_json()
-        measured = asyncio.run(_run(prefill, decode, trace, slo))
-        lines = {line.metric: line for line in compared(simulated, measured)}
-        say(f"{prefill}:{decode}, {which}: {len(trace)} requests at {trace.requests_per_s:.2f}/s")
+async def _measured(hardware: Hardware, shape: tuple[int, int], drawn: Trace, sizes: Sizes) -> Cell:
+    """`capacity`: simulated and measured, requests per second. `runs`: the two outcomes of each share of it."""
+    setup = setup_for(hardware, *shape, drawn)
+    together = at_once(drawn, setup, sizes)
+    runs: dict[str, list[dict[str, Any]]] = {}
+    async with live(spec_of(*shape)) as controller:
+        measured = answered_per_s(await play(controller, together, Slo(), salt=1))
+        simulated = answered_per_s(simulate(together, setup))
+        say(f"{shape[0]}:{shape[1]}, {drawn.name}: {measured:.2f} requests/s, simulated {simulated:.2f}")
+        for salt, share in enumerate(SHARES, 2):
+            trace = at_share(drawn, share * measured, sizes)
+            slo = objectives(trace, setup)
+            played = await play(controller, trace, slo, salt)
+            runs[f"{round(100 * share)}"] = [simulate(trace, setup, slo).to_json(), played.to_json()]
+    return {"capacity": [simulated, measured], "runs": runs}
+
+
+def errors(name: str, cell: Cell) -> Iterator[Figure]:
+    """How far the simulated is from the measured: of capacity, and at each share of it."""
+    simulated, measured = cell["capacity"]
+    yield Figure(f"sim.capacity_error_{name}", round(abs(simulated / measured - 1), 3), "share")
+    for share, (a, b) in cell["runs"].items():
+        lines = {line.metric: line for line in compared(a, b)}
         for metric in (*LATENCIES, "attainment.joint"):
-            line = _line(lines, metric)
-            say(f"  {metric}: simulated {line.a}, measured {line.b}")
-        yield which, lines
+            say(f"  {name} at {share} %, {metric}: simulated {lines[metric].a}, measured {lines[metric].b}")
+        latency = max(abs(_line(lines, each).percent or 0.0) / 100 for each in LATENCIES)
+        points = max(abs(line.points or 0.0) for line in lines.values() if line.metric.startswith("attainment"))
+        yield Figure(f"sim.latency_error_{share}_{name}", round(latency, 3), "share", LATENCY_TARGET)
+        yield Figure(f"sim.attainment_error_{share}_{name}", round(points, 1), "points", ATTAINMENT_TARGET_POINTS)
 
 
-async def _run(prefill: int, decode: int, trace: Trace, slo: Slo) -> dict[str, Any]:
-    async with live(spec_of(prefill, decode)) as controller:
-        return (await play(controller, trace, slo, salt=1)).to_json()
+def worst(figures: Sequence[Figure]) -> Iterator[Figure]:
+    for share in SHARES:
+        for kind in ("latency", "attainment"):
+            name = f"sim.{kind}_error_{round(100 * share)}"
+            most = max((each for each in figures if each.figure.startswith(f"{name}_")), key=lambda each: each.value)
+            ratio = None if most.reference is None else round(most.value / most.reference, 2)
+            yield replace(most, figure=name, ratio=ratio)
 
 
 def _line(lines: Mapping[str, Line], metric: str) -> Line:

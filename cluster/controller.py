@@ -20,6 +20,7 @@ from cluster.admin_service import ALLOWED, AdminService
 from cluster.apply import Apply
 from cluster.autoscaling import Autoscaling
 from cluster.directory import Directory
+from cluster.leaving import Leaving
 from cluster.live_ratio import ROLES, LiveRatio
 from cluster.processes import Backend, Resources, RunningProcess
 from cluster.redis_probe import check_redis
@@ -114,6 +115,7 @@ class Controller:
         self._settings = LifeSettings(self.spec, self._admin_address, self._redis_url, self._run_base)
         await self.backend.open()
         await together(self._start_routers(), self._start_workers())
+        self._tasks.append(asyncio.create_task(Leaving(self).run()))
         await self.start_autoscaling(self.spec)
 
     async def wait_ready(self, progress: Callable[[str], None]) -> None:

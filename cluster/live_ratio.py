@@ -67,7 +67,7 @@ class LiveRatio:
             await self._start_all(model, starts)
             for leaving in (each for each in actions if isinstance(each, Leave)):
                 log.info("%s", leaving)
-                await self._empty(self._controller.slots[leaving.worker_id], move=True)
+                await self.empty(self._controller.slots[leaving.worker_id], move=True)
                 await self._controller.remove_worker(leaving.worker_id)
             return tuple(str(action) for action in actions)
 
@@ -84,7 +84,7 @@ class LiveRatio:
             alone = [each for each in self._slots(slot.model) if each.role is Role.DECODE] == [slot]
             if alone and not restart:
                 raise ConfigError(f"worker_id: {worker_id} is the model's last decode worker", field="worker_id")
-            await self._empty(slot, move=move and not alone)
+            await self.empty(slot, move=move and not alone)
             if restart:
                 epoch = slot.epoch
                 slot.next_life("restarted by request")
@@ -123,7 +123,7 @@ class LiveRatio:
             await self._controller.remove_worker(start.worker_id)
             raise
 
-    async def _empty(self, slot: WorkerSlot, *, move: bool) -> None:
+    async def empty(self, slot: WorkerSlot, *, move: bool) -> None:
         """Takes nothing new from here on; returns when it has nothing left, or is not there any more. After
         control.drain_timeout_s what is left goes on elsewhere as after the loss of a worker."""
         drain = cluster_pb2.DRAIN_MOVE if move else cluster_pb2.DRAIN_FINISH

@@ -85,6 +85,15 @@ class Backend(Protocol):
         """The places of a group whose members were stopped are somebody else's now."""
         ...
 
+    async def leaving(self) -> frozenset[str]:
+        """Groups whose host was told to end and still runs."""
+        ...
+
+    def place_anew(self, group: str) -> None:
+        """Ends what is left of a group's members on a host that leaves. Their handles are of new places from then on,
+        where they start as soon as there is room."""
+        ...
+
     async def close(self) -> None:
         """Leaves no process of the backend's own, whatever state it is in; members were stopped by their owners."""
         ...

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,24 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import ray
 from ray._private.node import Node
 from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.experimental.internal_kv import internal_kv_get_gcs_client
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.processes import MemberHandle, MemberStart, Resources, RunningProcess
 from cluster.supervisor import Supervisor
 from tandem.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least; nothing of ours goes through it
 RETRY_S = 0.2
+ASK_TIMEOUT_S = 2.0
 SYSTEM_CONFIG = {
     "worker_niceness": 0,  # else 15, which ranks inherit: whatever else runs here would go before them
     # A frozen node is noticed in about 5 s instead of 65.
@@ -75,14 +85,22 @@ class SupervisorActor:
 
 
 class RayMember:
-    def __init__(self, name: str, actor: Any) -> None:
-        self._name = name
-        self._actor = actor
+    """Of an actor that may still wait for its place, only `start` is asked: Ray lets calls wait too."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._actor: Any = None
+        self._started = False
+
+    def live_in(self, actor: Any) -> None:
+        """From now on; what there was before is gone."""
+        self._actor, self._started = actor, False
 
     async def start(self, start: MemberStart) -> None:
         while True:
             try:
                 await self._actor.start.remote(start.model_dump_json())
+                self._started = True
                 return
             except RayActorError:
                 await asyncio.sleep(RETRY_S)  # Ray is bringing the actor back
@@ -92,19 +110,41 @@ class RayMember:
             end: str = await self._actor.wait_end.remote()
             return end
         except RayActorError:
-            return f"the Ray actor of {self._name} was lost"
+            return f"the Ray actor of {self.name} was lost"
 
     async def processes(self) -> tuple[RunningProcess, ...]:
+        if not self._started:
+            return ()
         try:
             return tuple(RunningProcess(name=name, pid=pid) for name, pid in await self._actor.processes.remote())
         except RayActorError:
             return ()
 
     async def stop(self) -> None:
+        if not self._started:
+            return
         try:
             await self._actor.stop.remote()
         except RayActorError:
             pass  # its processes died with it
+
+    def kill(self) -> None:
+        """The actor, and its processes with it."""
+        ray.kill(self._actor, no_restart=True)
+
+
+@dataclass(slots=True)
+class _Place:
+    """Of one group: what it needs, what Ray keeps for it, and who lives there."""
+
+    resources: tuple[Resources, ...]
+    reserved: PlacementGroup
+    members: list[RayMember]
+
+    def give_back(self) -> None:
+        for member in self.members:
+            member.kill()
+        remove_placement_group(self.reserved)
 
 
 class RayBackend:
@@ -123,8 +163,8 @@ class RayBackend:
         self._address = address
         self._cpus = cpus
         self._place_timeout_s = place_timeout_s
-        self._actors: dict[str, Any] = {}
-        self._groups: dict[str, PlacementGroup] = {}
+        self._here: list[RayMember] = []
+        self._places: dict[str, _Place] = {}
         self._opening: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
@@ -166,49 +206,77 @@ class RayBackend:
         )
 
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
-        bundles = [{"CPU": member.cpus} | ({"GPU": member.gpus} if member.gpus else {}) for member in members]
-        placed = placement_group(bundles, strategy="STRICT_PACK", name=group)
-        self._groups[group] = placed
+        resources = tuple(members)
+        place = _Place(resources, _reserve(group, resources), [])
+        self._places[group] = place
         try:
-            if not await asyncio.to_thread(placed.wait, self._place_timeout_s):
+            if not await asyncio.to_thread(place.reserved.wait, self._place_timeout_s):
                 free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
                 raise ConfigError(
-                    f"{group}: no Ray node has {bundles} free; Ray has {free}: add a node or ask for less",
+                    f"{group}: no Ray node has {place.reserved.bundle_specs} free; Ray has {free}: add a node or ask "
+                    "for less",
                     field="models",
                 )
         except BaseException:  # also when whoever asked went away: else it would be placed later, for nobody
             await self.give_back(group)
             raise
-        return [
-            self._actor(f"{group}.{index}", member, PlacementGroupSchedulingStrategy(placed, index))
-            for index, member in enumerate(members)
-        ]
+        place.members += [RayMember(f"{group}.{index}") for index in range(len(resources))]
+        self._fill(place)
+        return list(place.members)
 
     async def place_here(self, name: str) -> MemberHandle:
         here = ray.get_runtime_context().get_node_id()
-        return self._actor(name, Resources(), NodeAffinitySchedulingStrategy(here, soft=False))
+        member = RayMember(name)
+        member.live_in(self._actor(name, Resources(), NodeAffinitySchedulingStrategy(here, soft=False)))
+        self._here.append(member)
+        return member
+
+    async def leaving(self) -> frozenset[str]:
+        if self._address is None:
+            return frozenset()  # a Ray of our own has this node alone
+        return await asyncio.to_thread(self._leaving)
+
+    def _leaving(self) -> frozenset[str]:
+        gcs = internal_kv_get_gcs_client()  # type: ignore[no-untyped-call]
+        try:
+            # What Ray Serve asks too: there is no public word for it.
+            nodes: set[str] = set(gcs.get_draining_nodes(timeout=ASK_TIMEOUT_S))
+            table: dict[str, Any] = placement_group_table() if nodes else {}
+        except RayError as error:
+            log.warning("Ray does not say which nodes leave: %s", error)
+            return frozenset()
+        there = {key for key, each in table.items() if nodes.intersection(each["bundles_to_node_id"].values())}
+        return frozenset(group for group, place in list(self._places.items()) if place.reserved.id.hex() in there)
+
+    def place_anew(self, group: str) -> None:
+        place = self._places[group]
+        place.give_back()
+        place.reserved = _reserve(group, place.resources)
+        self._fill(place)
+
+    def _fill(self, place: _Place) -> None:
+        """With an actor for each member."""
+        for index, (member, resources) in enumerate(zip(place.members, place.resources, strict=True)):
+            strategy = PlacementGroupSchedulingStrategy(place.reserved, index)
+            member.live_in(self._actor(member.name, resources, strategy))
 
     def _actor(
         self,
         name: str,
-        member: Resources,
+        resources: Resources,
         strategy: PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy,
-    ) -> MemberHandle:
+    ) -> Any:
         remote = ray.remote(SupervisorActor)
-        actor = remote.options(
-            num_cpus=member.cpus,
-            num_gpus=member.gpus,
+        return remote.options(
+            num_cpus=resources.cpus,
+            num_gpus=resources.gpus,
             max_restarts=-1,
             scheduling_strategy=strategy,
         ).remote(name, str(self._log_dir))
-        self._actors[name] = actor
-        return RayMember(name, actor)
 
     async def give_back(self, group: str) -> None:
-        for name in [name for name in self._actors if name.rpartition(".")[0] == group]:
-            ray.kill(self._actors.pop(name), no_restart=True)
-        if (placed := self._groups.pop(group, None)) is not None:
-            remove_placement_group(placed)
+        if (place := self._places.pop(group, None)) is not None:
+            place.give_back()
 
     async def close(self) -> None:
         if self._opening is not None:
@@ -218,10 +286,16 @@ class RayBackend:
     def _close(self) -> None:
         with contextlib.suppress(RayError):  # the Ray cluster itself may be gone
             if ray.is_initialized():
-                for actor in self._actors.values():
-                    ray.kill(actor, no_restart=True)
-                for group in self._groups.values():
-                    remove_placement_group(group)
+                for member in self._here:
+                    member.kill()
+                for place in self._places.values():
+                    place.give_back()
         ray.shutdown()
         if self._address is None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+def _reserve(group: str, resources: Sequence[Resources]) -> PlacementGroup:
+    bundles = [{"CPU": each.cpus} | ({"GPU": each.gpus} if each.gpus else {}) for each in resources]
+    reserved: PlacementGroup = placement_group(bundles, strategy="STRICT_PACK", name=group)
+    return reserved

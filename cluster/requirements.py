@@ -50,14 +50,35 @@ def check_requirements(environ: Mapping[str, str] = os.environ) -> tuple[str, ..
     """What is there, in words. Raises ConfigError that names everything that is not."""
     if not (listed := environ.get(VARIABLE)):
         return ()
-    try:
-        requirements = _LIST.validate_python(yaml.safe_load(Path(listed).read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError, ValidationError) as error:
-        reason = " ".join(str(error).split())
-        text = f"{VARIABLE}: expected a list of requirements in {listed}: {reason}"
-        raise ConfigError(text, field=VARIABLE) from None
+    requirements = _read(listed)
     missing = [(each, at) for each in requirements if (at := each.missing_from(environ)) is not None]
     if missing:
         told = "; ".join(f"{each.value}: expected {each.what} at {at}, and it is missing" for each, at in missing)
         raise ConfigError(f"{told}: make it, then delete the pod", field=missing[0][0].value)
     return tuple(each.what for each in requirements)
+
+
+def origin_of(variable: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Where the variable was promised to come from, in words; None: nobody promised it. Raises ConfigError."""
+    listed = environ.get(VARIABLE)
+    for each in _read(listed) if listed else ():
+        if each.variable == variable:
+            missing = ", which is missing" if each.missing_from(environ) else ""
+            return f"{each.value} ({each.what}{missing})"
+    return None
+
+
+def _read(listed: str) -> list[Requirement]:
+    try:
+        return _LIST.validate_python(yaml.safe_load(Path(listed).read_text(encoding="utf-8")))
+    except OSError as error:
+        reason = error.strerror or "it cannot be read"
+    except (yaml.YAMLError, UnicodeDecodeError):
+        reason = "it is not YAML"
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ", ".join(f"entry {part + 1}" if isinstance(part, int) else part for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        reason = f"{place or 'the file'}: {message[:1].lower()}{message[1:]}"
+    text = f"{VARIABLE}: expected the chart's list of requirements in {listed}: {reason}; `helm upgrade` writes it anew"
+    raise ConfigError(text, field=VARIABLE)

@@ -13,7 +13,6 @@ import psutil
 
 from cluster.check_tls import check_tls
 from cluster.redis_probe import check_redis
-from cluster.requirements import check_requirements
 from kvtransfer.reshard import reshard_plan
 from kvtransfer.transports.factory import check_available
 from router.auth.sources import KeySources
@@ -24,6 +23,7 @@ from tandem.kvcache.layout import DTYPE_BYTES, cell_width
 from tandem.model_config import ModelConfig, fingerprint
 from tandem.model_store import PACKAGED, pull
 from tandem.model_store import resolve as resolve_model
+from tandem.words import plural
 
 PROCESS_BYTES = 350 << 20  # what a rank takes beside weights and pool: interpreter, torch, activations
 
@@ -55,7 +55,6 @@ class ResolvedCluster:
 
 def resolve(spec: ClusterSpec, progress: Progress) -> ResolvedCluster:
     """Raises ConfigError (or a kind of it) naming the field, what was expected and what to do."""
-    check_requirements()
     check_ports(spec)
     check_transfer(spec)
     for warning in check_tls(spec):
@@ -189,8 +188,8 @@ def check_memory_for(model: ResolvedModel, roles: Sequence[Role]) -> None:
         needed += _worker_bytes(model, pool.tp)
     if needed > (available := available_bytes()):
         raise InsufficientMemory(
-            f"{len(roles)} more workers need about {needed >> 20} MiB and {available >> 20} MiB are available: ask for "
-            f"fewer, or lower {_kv_fields(model)}",
+            f"{plural(len(roles), 'more worker')}: about {needed >> 20} MiB are needed and {available >> 20} MiB are "
+            f"available: ask for fewer, or lower {_kv_fields(model)}",
             field="workers",
         )
 

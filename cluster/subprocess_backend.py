@@ -46,5 +46,11 @@ class SubprocessBackend:
     async def give_back(self, group: str) -> None:
         """Nothing was taken."""
 
+    async def leaving(self) -> frozenset[str]:
+        return frozenset()  # this host leaves with the controller alone
+
+    def place_anew(self, group: str) -> None:
+        """Nothing leaves."""
+
     async def close(self) -> None:
         """Nothing to close: every member was stopped by its owner."""

@@ -3,13 +3,16 @@
     prefill(n, c) = a + b·n + c·(n² + 2·n·c)          n tokens after c tokens of context
     decode(B, s)  = a + b·s + c·B                     B requests with s tokens of context together
 
-Attention is the quadratic term; a chunk after context costs what it adds to it.
+Attention is the quadratic term; a chunk after context costs what it adds to it. What `tandem profile` measured is
+fitted bent: between each two measured chunks and batches prefill's b and decode's c are other ones, for 24 rows do not
+cost three times as much as 8.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,15 +56,24 @@ class Line3:
 
 
 @dataclass(frozen=True, slots=True)
-class FittedCostModel:
-    """`large`: the decode line from `large_from` requests on, where batches behave differently."""
+class Bent:
+    """The first line, up to the first bend; another one from each bend on."""
 
-    prefill: Line3
-    decode: Line3
+    lines: tuple[Line3, ...]
+    bends: tuple[float, ...] = ()
+
+    def line(self, at: float) -> Line3:
+        return self.lines[bisect_right(self.bends, at)]
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCostModel:
+    """`prefill` is bent at tokens of a step, `decode` at requests."""
+
+    prefill: Bent
+    decode: Bent
     link: LinkShape
     fit_error: float | None = None
-    large: Line3 | None = None
-    large_from: int = 0
     source: str = ""
 
     def prefill_s(self, tokens: int, context: int) -> float:
@@ -74,10 +86,9 @@ class FittedCostModel:
         """Both kinds add up; what a step costs in any case is paid once."""
         tokens = sum(work.tokens for work in prefills)
         pairs = sum(work.tokens * (work.tokens + 2 * work.context) for work in prefills)
-        line = self.large if self.large is not None and batch >= self.large_from else self.decode
-        prefill_s = self.prefill.at(tokens, pairs) if prefills else 0.0
-        decode_s = line.at(context_tokens, batch) if batch else 0.0
-        shared_s = min(max(0.0, self.prefill.a), max(0.0, line.a)) if prefills and batch else 0.0
+        prefill_s = self.prefill.line(tokens).at(tokens, pairs) if prefills else 0.0
+        decode_s = self.decode.line(batch).at(context_tokens, batch) if batch else 0.0
+        shared_s = min(self.prefill.lines[0].at(0, 0), self.decode.lines[0].at(0, 0)) if prefills and batch else 0.0
         return max(0.0, prefill_s + decode_s - shared_s)
 
     def transfer_s(self, num_bytes: int) -> float:
@@ -87,7 +98,12 @@ class FittedCostModel:
 
 
 def fit(
-    prefills: Sequence[PrefillPoint], decodes: Sequence[DecodePoint], link: LinkShape, source: str
+    prefills: Sequence[PrefillPoint],
+    decodes: Sequence[DecodePoint],
+    link: LinkShape,
+    source: str,
+    *,
+    bent: bool = False,
 ) -> FittedCostModel:
     """Least squares of relative errors. Raises ConfigError when there are too few points."""
     if len(prefills) < 3 or len(decodes) < 3:
@@ -95,28 +111,54 @@ def fit(
             f"{source}: expected at least 3 prefill and 3 decode measurements, got {len(prefills)} and {len(decodes)}",
             field="--cost",
         )
-    rows = [(p.sequences * p.tokens, p.sequences * p.tokens * (p.tokens + 2 * p.context)) for p in prefills]
-    prefill, prefill_error = _fit(rows, [p.seconds for p in prefills])
-    decode, decode_error = _fit([(d.context_tokens, d.batch) for d in decodes], [d.seconds for d in decodes])
-    return FittedCostModel(prefill, decode, link, fit_error=max(prefill_error, decode_error), source=source)
+    tokens = [p.sequences * p.tokens for p in prefills]
+    pairs = [p.sequences * p.tokens * (p.tokens + 2 * p.context) for p in prefills]
+    batches, contexts = [d.batch for d in decodes], [d.context_tokens for d in decodes]
+    prefill = _fit(tokens, pairs, [p.seconds for p in prefills], _between(tokens) if bent else ())
+    decode = _fit(batches, contexts, [d.seconds for d in decodes], _between(batches) if bent else ())
+    return FittedCostModel(
+        Bent(tuple(Line3(base, slope, prefill.of_y) for base, slope in prefill.of_x), prefill.bends),
+        Bent(tuple(Line3(base, decode.of_y, slope) for base, slope in decode.of_x), decode.bends),
+        link,
+        fit_error=max(prefill.error, decode.error),
+        source=source,
+    )
 
 
-def _fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[Line3, float]:
-    """Coefficients of at least 0 (more work never costs less), and the mean relative error."""
+def _between(measured: Sequence[float]) -> tuple[float, ...]:
+    return tuple(sorted(set(measured))[1:-1])
+
+
+class _Fit(NamedTuple):
+    """base + slope·x of each stretch between bends, and of_y·y. `error`: mean, relative."""
+
+    of_x: list[tuple[float, float]]
+    bends: tuple[float, ...]
+    of_y: float
+    error: float
+
+
+def _fit(x: Sequence[float], y: Sequence[float], seconds: Sequence[float], bends: tuple[float, ...]) -> _Fit:
+    """Coefficients of at least 0: more work never costs less."""
     target = np.array(seconds)
-    columns = np.column_stack([np.ones(len(rows)), np.array(rows, dtype=np.float64)])
+    starts, ends = np.array([0.0, *bends]), np.array([*bends, np.inf])
+    ramps = np.clip(np.array(x, dtype=np.float64)[:, None] - starts, 0.0, ends - starts)  # [points, stretches]
+    columns = np.column_stack([np.ones(len(x)), np.array(y, dtype=np.float64), ramps])
     weighted = columns / target[:, None]
     scale = np.maximum(np.abs(weighted).max(axis=0), 1e-300)
-    used = [0, 1, 2]
-    found = np.zeros(3)
+    used = list(range(columns.shape[1]))
+    found = np.zeros(columns.shape[1])
     while used:
-        part = np.linalg.lstsq(weighted[:, used] / scale[used], np.ones(len(rows)), rcond=None)[0] / scale[used]
+        part = np.linalg.lstsq(weighted[:, used] / scale[used], np.ones(len(x)), rcond=None)[0] / scale[used]
         if (part >= 0).all():
             found[used] = part
             break
         used.pop(int(np.argmin(part * scale[used])))  # the least believable one counts for nothing
     error = float(np.abs(columns @ found / target - 1).mean())
-    return Line3(*found.tolist()), error
+    slopes = found[2:]
+    reached = found[0] + np.concatenate([[0.0], np.cumsum(slopes[:-1] * np.diff(starts))])  # at each start
+    of_x = list(zip((reached - slopes * starts).tolist(), slopes.tolist(), strict=True))
+    return _Fit(of_x, bends, float(found[1]), error)
 
 
 def read_splitwise(path: Path, model: str, hardware: str, link: Callable[[int], LinkShape]) -> dict[int, CostModel]:
@@ -157,7 +199,7 @@ def _distserve(entry: dict[str, Any], link: LinkShape, name: str) -> FittedCostM
     keys = ("prefill", "decoding_smallbs", "decoding_largebs")
     prefill, small, large = (Line3(*(float(each) / 1000 for each in entry[key])) for key in keys)
     threshold = int(entry["decoding_large_small_bs_threshold"])
-    return FittedCostModel(prefill, small, link, None, large, threshold, name)
+    return FittedCostModel(Bent((prefill,)), Bent((small, large), (threshold,)), link, None, name)
 
 
 def read_measured(path: Path) -> dict[int, CostModel]:
@@ -167,7 +209,7 @@ def read_measured(path: Path) -> dict[int, CostModel]:
         for entry in _json(path)["widths"]:
             prefills = [PrefillPoint(*point) for point in entry["prefill"]]
             decodes = [DecodePoint(*point) for point in entry["decode"]]
-            found[int(entry["tp"])] = fit(prefills, decodes, LinkShape(**entry["link"]), path.name)
+            found[int(entry["tp"])] = fit(prefills, decodes, LinkShape(**entry["link"]), path.name, bent=True)
         return found
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path.name}: expected a cost model of `tandem profile`: {error}", field="--cost") from None

@@ -12,7 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "quickstart.md"
-SECTIONS = ("Two commands", "Serve", "Call it", "Serve your own model", "Set the ratio", "When something is wrong")
+SECTIONS = (
+    "Two commands", "Serve", "Call it", "Serve your own model", "Set the ratio", "Plan it", "When something is wrong",
+)  # fmt: skip
 
 INTRODUCTION = """\
 # Quick start

@@ -12,6 +12,7 @@ from rich.table import Table
 from cluster.commands.simulate import seconds
 from planner.compare import Line, Unit, compared, doubts, is_result
 from tandem.errors import InputError
+from tandem.words import size
 
 MAX_BYTES = 16 << 20
 
@@ -63,7 +64,7 @@ def _value(value: float | None, unit: Unit) -> str:
         case Unit.PER_SECOND:
             return f"{value:.2f}/s"
         case Unit.BYTES:
-            return f"{value / 1e6:.1f} MB"
+            return size(value)
         case Unit.COUNT:
             return f"{value:.0f}"
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from cluster import embedded_redis
+from rich.console import Console
+
+from cluster import embedded_redis, state_file
 from cluster.check_tls import check_tls
 from cluster.console import console
 from cluster.redis_probe import check_redis
@@ -14,8 +17,9 @@ from cluster.requirements import check_requirements
 from cluster.resolve import available_bytes, check_auth, check_memory, check_ports, check_transfer, resolve_models
 from cluster.run_dirs import run_base
 from cluster.spec_loader import load_spec
+from cluster.state_file import ClusterState
 from tandem.config import ClusterSpec
-from tandem.errors import ConfigError, TandemError
+from tandem.errors import ConfigError, PortInUse, TandemError
 from tandem.tokenizer import Tokenizer
 
 
@@ -24,27 +28,52 @@ class Unchecked(Exception):
 
 
 def run_doctor(config: Path | None, model: str | None) -> int:
-    spec = load_spec(config, {"models.0.source": model})
     screen = console()
-    healthy = True
+    healthy = _passes(screen, "secrets and volumes", _requirements)  # first: without them the spec itself may be wrong
+    spec = load_spec(config, {"models.0.source": model})
     for name, check in CHECKS:
-        try:
-            screen.print(f"[green]✓[/] {name}: {check(spec)}", soft_wrap=True)
-        except Unchecked as reason:
-            screen.print(f"[yellow]–[/] {name}: {reason}", soft_wrap=True)
-        except TandemError as error:
-            healthy = False
-            screen.print(f"[red]✗[/] {name}: {error.message}", soft_wrap=True)
+        healthy &= _passes(screen, name, partial(check, spec))
     return 0 if healthy else 1
 
 
-def _requirements(spec: ClusterSpec) -> str:
+def _passes(screen: Console, name: str, check: Callable[[], str]) -> bool:
+    try:
+        screen.print(f"[green]✓[/] {name}: {check()}", soft_wrap=True)
+    except Unchecked as reason:
+        screen.print(f"[yellow]–[/] {name}: {reason}", soft_wrap=True)
+    except TandemError as error:
+        screen.print(f"[red]✗[/] {name}: {error.message}", soft_wrap=True)
+        return False
+    return True
+
+
+def _requirements() -> str:
     return ", ".join(check_requirements()) or "none are asked for"
 
 
 def _ports(spec: ClusterSpec) -> str:
-    check_ports(spec)
-    return f"{spec.router.http_port}, {spec.router.grpc_port} and {spec.control.admin_port} are free"
+    ports = f"{spec.router.http_port}, {spec.router.grpc_port} and {spec.control.admin_port}"
+    try:
+        check_ports(spec)
+    except PortInUse:
+        if (running := _running(spec)) is None:
+            raise
+        return f"{ports} are those of {running.name}, which runs here (pid {running.pid})"
+    return f"{ports} are free"
+
+
+def _running(spec: ClusterSpec) -> ClusterState | None:
+    """The cluster of this spec, where it runs here or starts, on these ports."""
+    running = state_file.read(spec.name)
+    if running is None or running.is_starting:
+        return running
+    router, control = spec.router, spec.control
+    wanted = (
+        f"{router.http_host}:{router.http_port}",
+        f"{router.grpc_host}:{router.grpc_port}",
+        f"{control.admin_host}:{control.admin_port}",
+    )
+    return running if wanted == (running.http, running.grpc, running.admin) else None
 
 
 def _transfer(spec: ClusterSpec) -> str:
@@ -112,6 +141,8 @@ def _model(spec: ClusterSpec) -> str:
 
 
 def _memory(spec: ClusterSpec) -> str:
+    if (running := _running(spec)) is not None:
+        raise Unchecked(f"not checked: {running.name} runs here and has taken it")
     try:
         models = resolve_models(spec, progress=lambda what: None, fetch=False)
     except TandemError:
@@ -123,7 +154,6 @@ def _memory(spec: ClusterSpec) -> str:
 
 
 CHECKS: tuple[tuple[str, Callable[[ClusterSpec], str]], ...] = (
-    ("secrets and volumes", _requirements),
     ("ports", _ports),
     ("shared memory", _shared_memory),
     ("transfer", _transfer),

@@ -25,6 +25,7 @@ from planner.search.report import html_report
 from planner.search.traffic import BUSIEST
 from planner.search.values import checked_source, describe_machines, helm_values
 from planner.traces.trace import Trace
+from tandem.words import plural
 
 UNSATISFIABLE = 3  # exit code
 
@@ -100,7 +101,7 @@ def show(plan: Plan, cost_model: str, machines: str | None, console: Console) ->
         console.print(f"[red]Nothing meets the objectives:[/] {'' if plan.miss is None else plan.miss.explanation}")
         return
     costs = plan.costs
-    console.print(f"[green]The plan:[/] [bold]{plan.chosen.layout}[/] ({plan.chosen.layout.devices} devices)")
+    console.print(f"[green]The plan:[/] [bold]{plan.chosen.layout}[/] ({plural(plan.chosen.layout.devices, 'device')})")
     console.print(
         f"${costs.per_hour:.2f} per hour; per million tokens {_money(costs.per_million_tokens)} "
         f"({_money(costs.per_million_tokens_busy)} busy), per million answer tokens "

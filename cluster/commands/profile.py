@@ -28,7 +28,7 @@ from tandem.request import SamplingParams
 from tandem.scheduler.scheduler import Scheduler
 
 CHUNKS = (16, 64, 128, 256, 512, 1024, 2048)
-BATCHES = (1, 4, 16, 64)
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (64, 256, 1024, 4096)
 CHUNKS_OF_A_PROMPT = 4  # so that a chunk is measured after contexts of different lengths
 REPEATS = 3

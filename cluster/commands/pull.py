@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 
 from cluster.console import console
+from cluster.requirements import origin_of
+from tandem.errors import ConfigError
 from tandem.model_config import ModelConfig
 from tandem.model_store import pull
 
@@ -12,7 +14,12 @@ from tandem.model_store import pull
 def run_pull(model: str) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a pull that is interrupted removes what it began
     screen = console()
-    folder = pull(model, progress=lambda what: screen.print(f"[dim]{what}[/]"))
+    try:
+        folder = pull(model, progress=lambda what: screen.print(f"[dim]{what}[/]"))
+    except ConfigError as error:
+        if "HF_TOKEN" in error.message and (origin := origin_of("HF_TOKEN")) is not None:
+            error.message += f"; HF_TOKEN is from {origin}"
+        raise
     config = ModelConfig.load(folder)
     screen.print(f"[green]{model}[/] is in {folder}", soft_wrap=True)
     screen.print(

@@ -19,6 +19,7 @@ from cluster.top.frame import parse_snapshot, worst_of_each
 from router.dashboard.snapshot import Snapshot
 from tandem.errors import UnavailableError
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
+from tandem.words import size
 
 TIMEOUT_S = 10.0
 ROUTERS_TIMEOUT_S = 3.0
@@ -193,7 +194,7 @@ def show(status: cluster_pb2.ClusterStatus, console: Console, health: Health | N
         for link in worker.live.links:
             ends = f"{worker.info.worker_id}/{link.rank} – {link.peer_worker}/{link.peer_rank}"
             reason = f": {link.reason}" if link.reason else ""
-            line = f"link {ends}: {link.transport} {link.state}{_measured(link)}, {_size(link.bytes)}{reason}"
+            line = f"link {ends}: {link.transport} {link.state}{_measured(link)}, {size(link.bytes)}{reason}"
             console.print(line, markup=False)
     if status.log_dir:
         console.print(f"logs: {status.log_dir}", markup=False, soft_wrap=True)
@@ -226,10 +227,6 @@ def _show_autoscaler(autoscaler: cluster_pb2.Autoscaler, console: Console) -> No
         at = time.strftime("%H:%M:%S", time.localtime(each.at_unix_s))
         outcome = each.outcome.replace("_", " ")
         console.print(f"  {at} {each.model} {each.reason} ({outcome})", markup=False, soft_wrap=True)
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:,.1f} MB"
 
 
 def _measured(link: worker_pb2.LinkState) -> str:

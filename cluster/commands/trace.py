@@ -19,6 +19,7 @@ from cluster.console import UNLIMITED, console
 from tandem.errors import TandemError, UnavailableError
 from tandem.grpc_errors import error_from_rpc
 from tandem.v1 import cluster_pb2_grpc, trace_pb2
+from tandem.words import plural, size
 
 TIMEOUT_S = 10.0
 MIN_BAR = 16
@@ -118,7 +119,7 @@ def show_list(traces: list[trace_pb2.RequestTrace], console: Console) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # an id and a long error code fit 80 columns
     table.add_column("request", no_wrap=True)
     table.add_column("end", overflow="fold")
-    for column in ("prompt", "tokens", "first ms", "total ms", "KV MiB"):
+    for column in ("prompt", "tokens", "first ms", "total ms", "KV MB"):
         table.add_column(column, justify="right", no_wrap=True)
     for trace in traces:
         last = trace.attempts[-1] if trace.attempts else trace_pb2.Attempt()
@@ -129,7 +130,7 @@ def show_list(traces: list[trace_pb2.RequestTrace], console: Console) -> None:
             str(trace.completion_tokens),
             f"{1000 * trace.first_token_s:.1f}" if trace.HasField("first_token_s") else "–",
             f"{1000 * trace.total_s:.1f}",
-            f"{last.bytes / (1 << 20):.2f}" if last.bytes else "–",
+            f"{last.bytes / 1e6:.2f}" if last.bytes else "–",
         )
     console.print(table)
 
@@ -162,7 +163,8 @@ def show(trace: trace_pb2.RequestTrace, console: Console) -> None:
 def _totals(attempt: trace_pb2.Attempt) -> list[str]:
     lines = []
     if attempt.bytes:
-        lines.append(f"moved: {_size(attempt.bytes)} in {attempt.pieces} pieces, {attempt.blocks} blocks")
+        how = f"{plural(attempt.pieces, 'piece')}, {plural(attempt.blocks, 'block')}"
+        lines.append(f"moved: {size(attempt.bytes)} in {how}")
     elif attempt.HasField("received"):
         lines.append("moved: nothing, the decode worker had every block")
     if attempt.HasField("overlap_share"):
@@ -218,7 +220,3 @@ def _bar(span: trace_pb2.Span, start_s: float, end_s: float, width: int) -> Text
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:,.1f} ms"
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / (1 << 20):,.2f} MiB"

@@ -10,6 +10,7 @@ from typing import Any
 from cluster.admin_client import folder_spec
 from cluster.commands.running import run_interruptible, running_cluster
 from cluster.console import console
+from cluster.requirements import check_requirements
 from cluster.spec_changes import SpecSource
 from cluster.spec_loader import load_spec
 from tandem.errors import ConfigError
@@ -83,6 +84,7 @@ def _tls_fields(folder: Path | None) -> dict[str, str]:
 
 
 def run_up(flags: UpFlags) -> int:
+    check_requirements()  # first: without its Secrets the spec itself may be wrong
     return run_interruptible(_up(flags.source()))
 
 

@@ -10,8 +10,9 @@ from rich.text import Text
 
 from cluster.console import fitted
 from cluster.top.frame import Frame, RouterRow
-from cluster.top.tables import FLOWS, REQUESTS, WORKERS, Column, Item, number, seconds, size
+from cluster.top.tables import FLOWS, REQUESTS, WORKERS, Column, Item, number, seconds
 from router.dashboard.snapshot import Percentiles, Queue, Worker
+from tandem.words import size
 
 STYLES = {
     "ready": "green", "healthy": "green", "finished": "green", "suspect": "yellow", "probation": "yellow",

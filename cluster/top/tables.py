@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from router.dashboard.snapshot import Event, Flow, Request, Worker
+from tandem.words import size
 
 Item = TypeVar("Item")
 Key = str | float
@@ -63,15 +64,6 @@ def seconds(value: float | None) -> str:
     if value < 1:
         return f"{1000 * value:.{0 if value >= 0.1 else 1}f} ms"
     return f"{value:.2f} s" if value < 100 else f"{value / 60:.0f} min"
-
-
-def size(value: float | None) -> str:
-    if value is None:
-        return "–"
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.{0 if value >= 100 * scale else 1}f} {unit}"
-    return f"{value:.0f} B"
 
 
 def number(value: float | None) -> str:

@@ -18,6 +18,7 @@ from planner.search.workforce import Journal, Workforce
 from planner.simulator.setup import Slo
 from planner.traces.trace import Trace
 from tandem.errors import ConfigError
+from tandem.words import plural
 
 Progress = Callable[[str, int, int], None]  # what is done, jobs done, jobs in all
 
@@ -239,15 +240,15 @@ def _verdict(finalists: Sequence[Evaluation], goal: Goal) -> str:
         return "disaggregation does not pay: only aggregated layouts meet the objectives"
     few, many = apart.layout.devices, together.layout.devices
     if few < many:
-        return f"disaggregation pays: {few} devices do what takes {many} aggregated"
+        return f"disaggregation pays: {plural(few, 'device')} instead of {many} aggregated"
     if few > many:
-        return f"disaggregation does not pay: {many} devices aggregated do what takes {few} disaggregated"
+        return f"disaggregation does not pay: {plural(many, 'device')} aggregated instead of {few} disaggregated"
     both = f"{_figures('disaggregated', apart)}; {_figures('aggregated', together)}"
     if abs(apart.joint - together.joint) <= _noise(apart.joint, together.joint, apart.job.requests):
-        return f"disaggregation makes no clear difference at the same price ({few} devices): {both}"
+        return f"disaggregation makes no clear difference at the same price ({plural(few, 'device')}): {both}"
     if apart.joint > together.joint:
-        return f"disaggregation pays at the same price ({few} devices): {both}"
-    return f"disaggregation does not pay at the same price ({few} devices): {both}"
+        return f"disaggregation pays at the same price ({plural(few, 'device')}): {both}"
+    return f"disaggregation does not pay at the same price ({plural(few, 'device')}): {both}"
 
 
 def _figures(kind: str, found: Evaluation) -> str:
@@ -278,8 +279,8 @@ def _miss(
             None,
             limit.value,
             excess,
-            f"no layout of {goal.max_devices} devices is possible: even in the closest ({least[1]}) {MEANING[limit]} "
-            f"takes {_times(excess)} what is allowed, before any queue",
+            f"no layout of {plural(goal.max_devices, 'device')} is possible: even in the closest ({least[1]}) "
+            f"{MEANING[limit]} takes {_times(excess)} what is allowed, before any queue",
         )
     closest = finalists[0]
     slo = goal.slo

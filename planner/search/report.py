@@ -11,6 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from planner.search.evaluate import Evaluation
 from planner.search.plan import Plan
+from tandem.words import plural
 
 DISAGGREGATED, AGGREGATED, CHOSEN = "#1f6feb", "#d29922", "#1a7f37"
 _STYLE = """
@@ -68,7 +69,7 @@ def _summary(plan: Plan) -> str:
     per_million = "" if costs.per_million_tokens is None else f", ${costs.per_million_tokens:.3f} per million tokens"
     busy = "" if costs.per_million_tokens_busy is None else f" (${costs.per_million_tokens_busy:.3f} busy)"
     return (
-        f"<div class='plan'><p><b>{escape(str(chosen.layout))}</b>: {chosen.layout.devices} devices, "
+        f"<div class='plan'><p><b>{escape(str(chosen.layout))}</b>: {plural(chosen.layout.devices, 'device')}, "
         f"${costs.per_hour:.2f} per hour{per_million}{busy}. {chosen.joint:.1%} of requests within their objectives, "
         f"{plan.goal.attainment:.0%} wanted.</p><p>{escape(plan.verdict)}.</p></div>{considered}"
     )
@@ -77,7 +78,10 @@ def _summary(plan: Plan) -> str:
 def _points(
     name: str, found: Sequence[Evaluation], x: list[float], y: list[float], color: str, size: int
 ) -> go.Scatter:
-    text = [f"{each.layout}<br>{each.layout.devices} devices, {each.joint:.1%} within objectives" for each in found]
+    text = [
+        f"{each.layout}<br>{plural(each.layout.devices, 'device')}, {each.joint:.1%} within objectives"
+        for each in found
+    ]
     return go.Scatter(
         x=x, y=y, mode="markers", name=name, text=text, hoverinfo="text+x+y", marker={"color": color, "size": size}
     )

@@ -16,6 +16,7 @@ from planner.search.layout import Layout
 from planner.search.plan import Plan
 from tandem.config import DEMO_MODEL
 from tandem.errors import InputError
+from tandem.words import plural
 
 MODEL_VOLUME = "/models"  # of the chart
 REDIS_SECRET = "tandem-valkey"
@@ -77,7 +78,7 @@ def describe_machines(plan: Plan, device: DeviceSpec) -> str | None:
     if devices == layout.devices:
         return None
     return (
-        f"deployed on {machines.count} machines of {machines.devices}: {devices} devices, "
+        f"deployed on {plural(machines.count, 'machine')} of {machines.devices}: {plural(devices, 'device')}, "
         f"${devices * plan.price_per_hour:.2f} per hour, {devices - layout.devices} of them without a worker"
     )
 

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.e2e
 VOCAB = 300
 ASKS = [(random_prompt(60 + 40 * n, VOCAB, n), {"temperature": 0.8, "seed": n}) for n in range(4)]
 HOST = "127.0.0.2"  # Ray turns 127.0.0.1 into the machine's own address, and would listen to others
-ENDS_WITHIN_S = 60.0  # at SIGTERM Ray itself drains the node first, for 30 s, in which its workers serve on
+ENDS_WITHIN_S = 60.0
+DRAIN_S = 30.0  # Ray's default: so long a node that gets SIGTERM waits for what runs on it
+COUNTS = ("tandem_retries_total", "tandem_moves_total")
 RAY = str(Path(sys.executable).with_name("ray"))
 
 
@@ -98,15 +100,20 @@ async def load(client: openai.AsyncOpenAI, expected: list[str]) -> AsyncIterator
         await asyncio.gather(*asking)
 
 
-def retries(cluster: Cluster) -> float:
+def counted(cluster: Cluster, metric: str) -> float:
     lines = httpx.get(f"{cluster.base_url}/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("tandem_retries_total{"))
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{metric}{{"))
+
+
+def worker_of(cluster: Cluster, worker_id: str) -> dict[str, Any]:
+    worker: dict[str, Any] = next(each for each in cluster.status()["workers"] if each["id"] == worker_id)
+    return worker
 
 
 @pytest.mark.parametrize(
     "told_by",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak_only)],  # SIGINT is the image's STOPSIGNAL
-    ids=["sigint", "sigterm"],
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak_only)],
+    ids=["sigterm drains it", "sigint ends it at once"],
 )
 async def test_a_ray_node_that_is_told_to_end_costs_no_answer_and_another_takes_its_workers(
     nodes: RayNodes, cluster_with: Callable[..., Cluster], tmp_path: Path, told_by: signal.Signals
@@ -129,15 +136,21 @@ async def test_a_ray_node_that_is_told_to_end_costs_no_answer_and_another_takes_
         async with load(client, expected) as answered:
             while min(answered) < 2:
                 await asyncio.sleep(0.1)
-            before = retries(cluster)
+            before = [counted(cluster, name) for name in COUNTS]
+            told_s = time.monotonic()
             leaving.send_signal(told_by)
             await asyncio.to_thread(leaving.wait, ENDS_WITHIN_S)
+            drained = told_by == signal.SIGTERM
+            assert not drained or time.monotonic() - told_s < DRAIN_S, "an empty node leaves at once"
             ended = list(answered)
             while any(now < then + 3 for now, then in zip(answered, ended, strict=True)):
                 await asyncio.sleep(0.1)
-            assert retries(cluster) > before, "nothing was disturbed"
+            grown = [counted(cluster, name) > then for name, then in zip(COUNTS, before, strict=True)]
+            assert grown == [not drained, drained]
+            waiting = worker_of(cluster, there["id"])
+            assert (waiting["state"], waiting["processes"]) == ("restarting", []), "there is no room for it"
             nodes.add()
             await asyncio.to_thread(cluster.wait_ready)
-    after = next(each for each in cluster.status()["workers"] if each["id"] == there["id"])
+    after = worker_of(cluster, there["id"])
     assert (after["epoch"] != there["epoch"], after["restarts"]) == (True, there["restarts"] + 1)
     cluster.assert_conserved()

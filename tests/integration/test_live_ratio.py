@@ -187,7 +187,11 @@ async def test_a_drain_whose_caller_goes_away_leaves_the_worker_serving(
         assert not controller.live_ratio.is_busy
 
 
-async def test_a_worker_that_gets_sigterm_costs_no_answer(controller: Controller, expected: list[str]) -> None:
+@pytest.mark.parametrize("workers", [2, 1], ids=["another goes on", "the last one comes back"])
+async def test_a_decode_worker_that_gets_sigterm_costs_no_answer(
+    controller: Controller, expected: list[str], workers: int
+) -> None:
+    await controller.live_ratio.scale("", 1, workers)
     decode = next(slot for slot in controller.slots.values() if slot.role is Role.DECODE)
     before = decode.epoch
     async with load(controller, expected):
@@ -352,7 +356,7 @@ async def test_what_cannot_be_is_refused_and_changes_nothing(controller: Control
         await controller.live_ratio.scale("", 1, 0)
     with pytest.raises(ConfigError, match="model: expected one of tiny, got 'other'"):
         await controller.live_ratio.scale("other", 1, 1)
-    with pytest.raises(ConfigError, match="more workers need about"):
+    with pytest.raises(ConfigError, match="more workers: about"):
         await controller.live_ratio.scale("", 1, 4000)
     with pytest.raises(ConfigError, match="worker_id: expected one of"):
         await controller.live_ratio.drain("nobody", restart=False, move=True)

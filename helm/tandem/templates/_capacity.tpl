@@ -42,7 +42,7 @@ they are memory files of their own, or GPU memory. */ -}}
 {{- if gt (.Values.node.minReplicas | int) (.Values.node.replicas | int) -}}
 {{- fail (printf "node.minReplicas: expected at most node.replicas (%v), got %v" .Values.node.replicas .Values.node.minReplicas) -}}
 {{- end -}}
-{{- $need := dict "cpus" 0.0 "gpus" 0.0 "pools" 0.0 -}}
+{{- $need := dict "cpus" 0.0 "gpus" 0.0 "pools" 0.0 "ranks" list -}}
 {{- range $index, $model := .Values.cluster.models -}}
 {{- include "tandem.addModel" (list $ $index $model $need) -}}
 {{- end -}}
@@ -51,18 +51,18 @@ they are memory files of their own, or GPU memory. */ -}}
 {{- with default (get $requests "cpu") (get $limits "cpu") -}}
 {{- $cpus := mulf (include "tandem.quantity" . | float64) (float64 $nodes) -}}
 {{- if lt $cpus $need.cpus -}}
-{{- fail (printf "node.resources.requests.cpu: expected %v or more over %v nodes (ranks × engine.threads_per_rank), got %v" $need.cpus $nodes $cpus) -}}
+{{- fail (printf "node.resources.requests.cpu: expected %v or more over %v (ranks × engine.threads_per_rank), got %v" $need.cpus (include "tandem.nodes" $nodes) $cpus) -}}
 {{- end -}}
 {{- end -}}
 {{- $gpus := mul (.Values.node.gpus | int) $nodes -}}
 {{- if gt $need.gpus (float64 $gpus) -}}
-{{- fail (printf "node.gpus: expected %v or more over %v nodes (one for each rank), got %v" $need.gpus $nodes $gpus) -}}
+{{- fail (printf "node.gpus: expected %v or more over %v (a GPU for each rank, workers × tp: %s), got %v" $need.gpus (include "tandem.nodes" $nodes) (join ", " $need.ranks) $gpus) -}}
 {{- end -}}
 {{- with get $limits "memory" -}}
 {{- $memory := include "tandem.quantity" . | float64 -}}
 {{- $shared := include "tandem.quantity" (include "tandem.sharedMemory" $) | float64 -}}
 {{- if lt (mulf $memory (float64 $nodes)) (addf $need.pools (mulf $shared (float64 $nodes))) -}}
-{{- fail (printf "node.resources.limits.memory: expected more than %.0fMi over %v nodes for KV pools (engine.kv_memory_bytes of each rank), host tiers and /dev/shm, got %s each" (divf (addf $need.pools (mulf $shared (float64 $nodes))) 1048576) $nodes .) -}}
+{{- fail (printf "node.resources.limits.memory: expected more than %.0fMi over %v for KV pools (engine.kv_memory_bytes of each rank), host tiers and /dev/shm, got %s each" (divf (addf $need.pools (mulf $shared (float64 $nodes))) 1048576) (include "tandem.nodes" $nodes) .) -}}
 {{- end -}}
 {{- end -}}
 {{- if and (include "tandem.internalSecret" (list . "head")) (eq .Values.redis.mode "valkey") (not .Values.redis.valkey.tls.existingSecret) -}}
@@ -75,6 +75,10 @@ they are memory files of their own, or GPU memory. */ -}}
 {{- end -}}
 {{- end -}}
 
+{{- define "tandem.nodes" -}}
+{{- . }} node{{ ternary "" "s" (eq (int .) 1) -}}
+{{- end -}}
+
 {{- define "tandem.addModel" -}}
 {{- $root := index . 0 -}}{{- $index := index . 1 -}}{{- $model := index . 2 -}}{{- $need := index . 3 -}}
 {{- $engine := default dict $model.engine -}}
@@ -83,12 +87,16 @@ they are memory files of their own, or GPU memory. */ -}}
 {{- $pool := default dict (get $model $role) -}}
 {{- $tp := ternary $pool.tp 1 (hasKey $pool "tp") | int -}}
 {{- $ranks := mul (ternary $pool.workers 1 (hasKey $pool "workers") | int) $tp -}}
+{{- if and $cuda $ranks (not $root.Values.node.gpus) -}}
+{{- fail (printf "node.gpus: expected the GPUs of a node, for cluster.models[%d].engine.device is %s" $index $engine.device) -}}
+{{- end -}}
 {{- if and $cuda $ranks (gt $tp ($root.Values.node.gpus | int)) -}}
 {{- fail (printf "cluster.models[%d].%s.tp: expected at most node.gpus (%v), for the ranks of a worker share a node; got %d" $index $role $root.Values.node.gpus $tp) -}}
 {{- end -}}
 {{- $_ := set $need "cpus" (addf $need.cpus (mulf (float64 $ranks) (float64 (default 1 $engine.threads_per_rank)))) -}}
 {{- if $cuda -}}
 {{- $_ := set $need "gpus" (addf $need.gpus (float64 $ranks)) -}}
+{{- $_ := set $need "ranks" (append $need.ranks (printf "cluster.models[%d].%s %d × %d" $index $role (div $ranks $tp) $tp)) -}}
 {{- else if not $engine.kv_blocks -}}
 {{- $_ := set $need "pools" (addf $need.pools (mulf (float64 $ranks) (float64 (default 536870912 $engine.kv_memory_bytes)))) -}}
 {{- end -}}

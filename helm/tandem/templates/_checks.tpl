@@ -48,6 +48,9 @@
 
 {{- /* Whether the volume at /models can hold what is to be served from it. */ -}}
 {{- define "tandem.checkSources" -}}
+{{- if and .Values.models.existingClaim .Values.models.hostPath -}}
+{{- fail "models: expected existingClaim or hostPath, got both: one volume is mounted at /models" -}}
+{{- end -}}
 {{- $volume := or .Values.models.existingClaim .Values.models.hostPath -}}
 {{- range $index, $model := .Values.cluster.models -}}
 {{- $source := default "smollm2-135m" $model.source -}}

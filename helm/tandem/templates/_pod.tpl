@@ -163,6 +163,11 @@ initContainers:
 {{- end }}
 {{- end -}}
 
+{{- /* How long Ray waits for what runs on a node that is told to end; 10 s of the grace are for Ray's own end. */ -}}
+{{- define "tandem.nodeDrainSeconds" -}}
+{{- sub (.Values.terminationGracePeriodSeconds | int) (add (.Values.preStopSeconds | int) 10) -}}
+{{- end -}}
+
 {{- define "tandem.nodeResources" -}}
 {{- $resources := deepCopy .Values.node.resources -}}
 {{- $devices := dict -}}

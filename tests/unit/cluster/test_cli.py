@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 
 from cluster.certificates import create
 from cluster.cli import app
+from cluster.state_file import this_process, written
 from tandem.testing import write_tiny_llama
 
 HEAVY = ("torch", "ray", "grpc", "pydantic", "transformers")
@@ -119,6 +121,30 @@ def test_doctor_names_the_fix_of_what_is_wrong(tmp_path: Path) -> None:
     assert "`tandem up --http-port` or router.http_port in the configuration" in done.stdout
     assert "✓ shared memory" in done.stdout
     assert re.search(r"✓ memory: about \d+ MiB needed .*, \d+ MiB available", done.stdout)
+
+
+@pytest.mark.parametrize("starting", [False, True])
+def test_doctor_knows_the_ports_and_the_memory_of_the_cluster_that_runs_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starting: bool
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with ExitStack() as held:
+        listening = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        admin, http, grpc = ports = [each.getsockname()[1] for each in listening]
+        config = tmp_path / "cluster.yaml"
+        config.write_text(
+            f"name: mine\nmodels: [{{source: {write_tiny_llama(tmp_path / 'tiny')}}}]\n"
+            f"router: {{http_port: {http}, grpc_port: {grpc}}}\ncontrol: {{admin_port: {admin}}}\n"
+        )
+        addresses = ("", "", "") if starting else (f"127.0.0.1:{port}" for port in ports)
+        running = this_process("mine", **dict(zip(("admin", "http", "grpc"), addresses, strict=True)))
+        with written(running):
+            done = tandem(tmp_path, "doctor", "--config", str(config))
+        alone = tandem(tmp_path, "doctor", "--config", str(config))
+    assert done.returncode == 0, done.stdout
+    assert f"✓ ports: {http}, {grpc} and {admin} are those of mine, which runs here (pid {os.getpid()})" in done.stdout
+    assert "– memory: not checked: mine runs here" in done.stdout
+    assert f"{http} is in use" in alone.stdout
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])

@@ -59,7 +59,7 @@ def test_a_cluster_that_is_starting_ends_cleanly(tmp_path: Path, signum: signal.
     assert not list((tmp_path / "state" / "tandem").glob("*.json"))
 
 
-def test_sigterm_lets_a_running_answer_end_before_the_cluster_does(
+def test_sigterm_lets_running_answers_end_before_the_cluster_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TANDEM_ROUTER__DRAIN_TIMEOUT_S", "60")
@@ -69,14 +69,17 @@ def test_sigterm_lets_a_running_answer_end_before_the_cluster_does(
         (state,) = (tmp_path / "state" / "tandem").glob("*.json")
         url = f"http://{json.loads(state.read_text())['http']}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            stream = client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=600, stream=True)
-            chunks = [next(stream)]
+            streams = [
+                client.completions.create(model="tiny", prompt=[5, 6, first], max_tokens=400, stream=True)
+                for first in range(6)
+            ]
+            for stream in streams:
+                next(stream)
             process.send_signal(signal.SIGTERM)
             wait_for(process, "stopping")
             with pytest.raises(openai.APIError):
                 ask_until_refused(client)
-            chunks += stream
-        assert chunks[-1].choices[0].finish_reason == "length"
+            assert [list(stream)[-1].choices[0].finish_reason for stream in streams] == ["length"] * 6
         assert process.wait(120) == 0
 
 

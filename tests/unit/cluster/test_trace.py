@@ -85,7 +85,7 @@ def test_the_account_is_below() -> None:
     assert "0123456789abcdef01234567  tiny" in text
     assert "64 prompt tokens" in text
     assert "prefill-0 → decode-0" in text
-    assert "moved: 3.00 MiB in 6 pieces, 4 blocks" in text
+    assert "moved: 3.1 MB in 6 pieces, 4 blocks" in text
     assert "overlap: 67 %" in text
     assert "17.0 ms" in text
 
@@ -144,4 +144,4 @@ def test_status_shows_what_a_link_was_measured_at_and_nothing_where_it_was_not()
     show_status(cluster_pb2.ClusterStatus(workers=workers), console)
     text = console.export_text()
     assert "link prefill-0/0 – decode-0/0: mapped ready, 210 µs, 2.50 GB/s, 5.0 MB" in text
-    assert "link decode-0/0 – prefill-0/0: mapped down, 0.0 MB: the peer is gone" in text
+    assert "link decode-0/0 – prefill-0/0: mapped down, 0 B: the peer is gone" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import subprocess
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,18 @@ def test_a_pod_serves_on_until_load_balancers_forgot_it_and_then_drains(render: 
     drain_s = cluster_spec(manifests).router.drain_timeout_s
     assert container_of(head)["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "7"]
     assert head["template"]["spec"]["terminationGracePeriodSeconds"] > 7 + drain_s
+
+
+def test_a_node_that_is_told_to_end_is_drained_by_ray_within_the_grace(render: Render) -> None:
+    _, nodes = groups_of(render("--set", "preStopSeconds=7,terminationGracePeriodSeconds=90"))
+    container = container_of(nodes)
+    assert "exec $KUBERAY_GEN_RAY_START_CMD" in container["args"][0], "Ray is process 1, which the hook tells"
+    assert container["lifecycle"]["preStop"]["exec"]["command"][-1] == "sleep 7; kill -TERM 1; sleep infinity"
+    variable = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+    (drain_s,) = (each["value"] for each in container["env"] if each["name"] == variable)
+    assert 7 + int(drain_s) + 10 == nodes["template"]["spec"]["terminationGracePeriodSeconds"]
+    (ray,) = (find_spec("ray") or pytest.fail("no Ray")).submodule_search_locations or []
+    assert variable in (Path(ray) / "_private" / "ray_constants.py").read_text(), "Ray has another name for it now"
 
 
 def test_every_router_has_its_ports_on_the_pod_and_on_the_services(render: Render) -> None:
@@ -323,7 +336,12 @@ def test_a_changed_spec_changes_the_head_pod(render: Render) -> None:
         ("cluster.models[0].engine.kv_memory_bytes=34359738368", "node.resources.limits.memory"),
         ("cluster.models[0].engine.host_kv_memory_bytes=34359738368", "node.resources.limits.memory"),
         ("cluster.models[0].engine.threads_per_rank=8", "node.resources.requests.cpu"),
-        ("cluster.models[0].engine.device=cuda", "cluster.models[0].prefill.tp: expected at most node.gpus"),
+        ("cluster.models[0].engine.device=cuda", "node.gpus: expected the GPUs of a node"),
+        (
+            "cluster.models[0].engine.device=cuda,node.gpus=2,cluster.models[0].decode.tp=4",
+            "cluster.models[0].decode.tp: expected at most node.gpus (2)",
+        ),
+        ("models.existingClaim=a,models.hostPath=/b", "models: expected existingClaim or hostPath, got both"),
         ("node.replicas=1", "redis.mode: expected valkey or external"),
         ("node.onHead=false", "node.replicas: expected at least 1"),
         ("node.minReplicas=2", "node.minReplicas: expected at most"),
@@ -364,7 +382,8 @@ def test_nobody_is_let_in_unasked_from_beyond_the_cluster_unless_that_is_said(
 
 def test_ranks_without_a_gpu_are_counted(refusal: Callable[..., str]) -> None:
     said = refusal(*values("gpu-node"), "--set", "cluster.models[0].prefill.workers=5,node.replicas=0")
-    assert "node.gpus: expected 9 or more over 1 nodes" in said
+    ranks = "cluster.models[0].prefill 5 × 1, cluster.models[0].decode 1 × 4"
+    assert f"node.gpus: expected 9 or more over 1 node (a GPU for each rank, workers × tp: {ranks})" in said
 
 
 def test_a_digest_wins_over_the_tag(render: Render) -> None:

@@ -66,6 +66,32 @@ def test_measurements_come_back_from_their_file(tmp_path: Path) -> None:
     assert model.prefill_s(300, 100) == pytest.approx(prefill_s(300, 100))
 
 
+def bent_s(batch: int, context: int) -> float:
+    """As a CPU has it: the first rows of a step cost most."""
+    return 0.04 + 7e-6 * context + 0.008 * min(batch, 8) + 0.004 * max(0, batch - 8)
+
+
+def test_a_measured_profile_is_followed_where_batches_bend_it(tmp_path: Path) -> None:
+    decodes = [DecodePoint(b, b * c, bent_s(b, b * c)) for b in (1, 2, 8, 32, 64) for c in (32, 128)]
+    write_measured(tmp_path / "cost.json", {1: (measured()[0], decodes, LINK)}, {})
+    (model,) = read_measured(tmp_path / "cost.json").values()
+    for batch in (1, 4, 8, 20, 48, 100):
+        assert model.decode_step_s(batch, 60 * batch) == pytest.approx(bent_s(batch, 60 * batch))
+    straight = fit(measured()[0], decodes, LINK, "test")
+    assert straight.fit_error is not None
+    assert model.fit_error is not None
+    assert model.fit_error < 1e-6 < 0.03 < straight.fit_error
+    assert model.step_s([PrefillWork(100, 0)], 32, 0) == pytest.approx(prefill_s(100, 0) + bent_s(32, 0) - 0.01)
+
+
+def test_a_bent_fit_too_never_says_that_more_work_costs_less(tmp_path: Path) -> None:
+    took = {1: 0.302, 4: 0.2, 16: 0.195, 64: 0.6}  # measured beside other work
+    decodes = [DecodePoint(batch, 64 * batch, seconds) for batch, seconds in took.items()]
+    model = fit(measured()[0], decodes, LINK, "test", bent=True)
+    steps = [model.decode_step_s(batch, 64 * batch) for batch in range(1, 100)]
+    assert steps == sorted(steps)
+
+
 def test_a_published_table_of_milliseconds_is_read_by_width(tmp_path: Path) -> None:
     head = "model,hardware,prompt_size,batch_size,token_size,prompt_time,token_time,tensor_parallel\n"
     rows = [
