@@ -106,7 +106,7 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, i
         ),
         ticket_key=identity.ticket_key,
         digests=launch.transfer.digests,
-        int8=launch.transfer.wire_dtype is WireDtype.INT8 and layout.dtype != "int8",  # else it is already
+        int8=launch.transfer.wire_dtype is WireDtype.INT8 and layout.element_bytes > 1,  # else it is as narrow
         transport=launch.transfer.transport.value,
         bind_host=launch.bind_host,
         link_socket=str(launch.link_socket(index)),

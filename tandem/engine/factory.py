@@ -94,7 +94,7 @@ def build_rank(
     model = load_model(
         model_dir, config, tp, device, DTYPES[spec.dtype], max_tokens=max_model_tokens, matrix=matrix
     )
-    paged = paged or choose_paged_path(model, layout, device)
+    paged = paged or choose_paged_path(model, layout, DTYPES[spec.dtype], device)
     pool = KvPool(layout, device, spare=paged is not None)
     host = HostPool(slots, pool) if slots else None
     graphs = None

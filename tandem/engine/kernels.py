@@ -54,7 +54,7 @@ def _needed_by(spec: EngineSpec) -> str | None:
     """The field that asks for what only native kernels can do."""
     if spec.weights != "dense":
         return "engine.weights"
-    if spec.kv_dtype != "auto":
+    if spec.kv_dtype == "int8":
         return "engine.kv_dtype"
     if spec.batch_invariant:
         return "engine.batch_invariant"

@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 
 from tandem.config import EngineSpec
+from tandem.engine.cells import FP8
 from tandem.engine.memory import available_bytes
 from tandem.errors import InsufficientMemory
 from tandem.kvcache.layout import KvPoolLayout, cell_width
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "float8_e4m3": FP8,
+}
 
 
 class KvPool:

@@ -41,6 +41,7 @@ MODES = {
     "int8 weights": {"weights": "int8"},
     "int4 weights": {"weights": "int4"},
     "int8 KV": {"kv_dtype": "int8"},
+    "fp8 KV": {"kv_dtype": "fp8"},
     "both": {"weights": "int8", "kv_dtype": "int8"},
     "fp32": {"batch_invariant": True},
 }
@@ -124,6 +125,7 @@ def test_every_family_answers_the_same_in_a_batch_in_chunks_handed_over_and_migr
     [
         "fp32",
         "both",
+        "fp8 KV",
         *(pytest.param(mode, marks=pytest.mark.soak_only) for mode in ("int8 weights", "int4 weights", "int8 KV")),
     ],
 )
