@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.engine.cells import FP8, loaded, movable, stored
+from tandem.engine.cells import loaded, movable, stored
 from tandem.engine.step import SequenceStep
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import AttentionTerms
+from tandem.model.fp8 import FP8
 
 
 @dataclass(frozen=True, slots=True)

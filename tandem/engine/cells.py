@@ -1,23 +1,15 @@
-"""A pool's cells as torch reads and writes them. One of fp8 (e4m3) holds values without a scale, ±448 at most."""
+"""A KV pool's cells as torch picks and writes them. A pool of fp8 holds values without a scale."""
 
 from __future__ import annotations
-
-from typing import Final
 
 import torch
 from torch import Tensor
 
-FP8: Final = torch.float8_e4m3fn
-_LARGEST: Final = 448.0
-
-
-def narrowed(x: Tensor) -> Tensor:
-    """In fp8: to the nearest, of two the even one; ±448 for what is larger. NaN stays NaN."""
-    return x.clamp(-_LARGEST, _LARGEST).to(FP8)
+from tandem.model.fp8 import FP8, narrowed
 
 
 def movable(pool: Tensor) -> Tensor:
-    """The same memory as torch can pick from and write to by index: of fp8 the bytes, on a CPU it cannot else."""
+    """The same memory in a dtype that torch indexes everywhere: of fp8 the bytes."""
     return pool.view(torch.uint8) if pool.dtype == FP8 else pool
 
 

@@ -12,7 +12,7 @@ from tandem.engine.api import KvExporter
 from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.engine import Engine
 from tandem.engine.host_pool import HostPool, host_slots
-from tandem.engine.kernels import choose_kernels
+from tandem.engine.kernels import choose_kernels, choose_matrices
 from tandem.engine.kv_pool import DTYPES, KvPool, pool_layout
 from tandem.engine.output import Launched
 from tandem.engine.paged_kernels import PagedPath, choose_paged_path
@@ -24,7 +24,6 @@ from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.host_tier import HostTier
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.checkpoint import Checkpoint
-from tandem.model.matrices import MatrixMaker, Weights
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
 from tandem.model_config import ModelConfig
@@ -90,7 +89,7 @@ def build_rank(
     kernels = choose_kernels(spec, layout, size)
     group = TpGroup(rendezvous_file, rank, size, device) if size > 1 else None
     tp = TensorParallel(rank, size, group.collectives if group else None)
-    matrix = MatrixMaker(Weights(spec.weights), kernels, spec.batch_invariant)
+    matrix = choose_matrices(spec, kernels)
     model = load_model(
         model_dir, config, tp, device, DTYPES[spec.dtype], max_tokens=max_model_tokens, matrix=matrix
     )

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tandem.config import EngineSpec
-from tandem.engine.cells import FP8
 from tandem.engine.memory import available_bytes
 from tandem.errors import InsufficientMemory
 from tandem.kvcache.layout import KvPoolLayout, cell_width
+from tandem.model.fp8 import FP8
 
 DTYPES = {
     "float32": torch.float32,

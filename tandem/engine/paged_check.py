@@ -7,11 +7,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from tandem.engine.cells import FP8, narrowed
 from tandem.engine.kv_pool import DTYPES
 from tandem.engine.varlen_attention import PagedKernel
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 from tandem.model.decoder import AttentionTerms
+from tandem.model.fp8 import FP8, narrowed
 
 # (queries, keys) of each sequence: steps that decode, few and many, with keys for every split; and chunks among them.
 _BATCHES: Final = ([(1, 1500)], [(1, 1 + 75 * n) for n in range(12)], [(1, 9), (70, 70), (40, 150), (1, 1), (129, 200)])

@@ -17,7 +17,6 @@ from typing import cast
 import torch
 from torch.nn import attention
 
-from tandem.engine.cells import FP8
 from tandem.engine.decode_graphs import CudaRecorder, Recorder
 from tandem.engine.kv_pool import DTYPES
 from tandem.engine.paged_check import fault
@@ -25,6 +24,7 @@ from tandem.engine.varlen_attention import PagedKernel
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import Decoder
 from tandem.model.experts import SparseMlp
+from tandem.model.fp8 import FP8
 
 _HALF = (torch.bfloat16, torch.float16)
 _MOST_HEAD_DIM = 256

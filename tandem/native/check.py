@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import ConfigError
+from tandem.model.fp8 import narrowed
 from tandem.native.library import GROUP, Cells, Kernels
 
 _TOLERANCE = 2e-3  # of values around 1: int8 keys and rows of 13 bits stay far below it
@@ -106,6 +107,6 @@ def _as_stored(x: Tensor, dtype: str) -> Tensor:
     if dtype == "float32":
         return x
     if dtype == "float8_e4m3":
-        return x.to(torch.float8_e4m3fn).float()
+        return narrowed(x).float()
     scales = x.abs().amax(dim=-1, keepdim=True) / 127
     return (x / scales).round() * scales
