@@ -46,7 +46,7 @@ class PagedPath:
 def choose_paged_path(
     model: Decoder, layout: KvPoolLayout, dtype: torch.dtype, device: torch.device
 ) -> PagedPath | None:
-    """`dtype`: the model's. None: blocks are gathered and attended to by `StepAttention`; on a GPU a warning says why."""
+    """`dtype`: the model's. None: blocks are gathered, for `StepAttention`; on a GPU a warning says why."""
     if device.type != "cuda":
         return None
     kernel = _checked_kernel(model, layout, dtype, device)

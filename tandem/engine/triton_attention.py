@@ -19,7 +19,7 @@ _LOG2_E = 1.4426950408889634
 
 
 class TritonAttention:
-    """A `PagedKernel` for keys and values of equal strides, also in fp8. Args: `processors` of the GPU, to keep busy."""
+    """A `PagedKernel` for keys and values of equal strides, also fp8. Args: `processors` of the GPU, to keep busy."""
 
     def __init__(self, processors: int) -> None:
         self._processors = processors

@@ -36,8 +36,9 @@ class PagedKernel(Protocol):
         block_table: Tensor,
     ) -> Tensor:
         """query [tokens, heads, head_dim]; key, value [pages, page tokens, kv_heads, head_dim], strided, of the same
-        dtype or fp8; the rest as in `PagedBatch`. A sequence's last query stands at its last key, and sees `window_size[0]` keys before its own, all
-        of them where that is -1, and none behind. Returns the shape of `query`."""
+        dtype or fp8; the rest as in `PagedBatch`. A sequence's last query stands at its last key, and sees
+        `window_size[0]` keys before its own, all of them where that is -1, and none behind. Returns the shape of
+        `query`."""
         ...
 
 

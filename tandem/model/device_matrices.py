@@ -77,7 +77,7 @@ class Int8:
 def device_matrix(
     weight: Tensor, bias: Tensor | None, largest: Tensor | None, dtype: torch.dtype, quantise: QuantiseRows
 ) -> Fp8 | Int8:
-    """weight [out, in] in `dtype`, int8 or fp8; `largest` as of `quantised_rows`. Raises ConfigError naming the sizes."""
+    """weight [out, in] in int8 or fp8; `largest` as of `quantised_rows`. Raises ConfigError naming the sizes."""
     if weight.shape[0] % _ALIGNED or weight.shape[1] % _ALIGNED:
         raise ConfigError(
             f"engine.weights: expected matrices of multiples of {_ALIGNED} in both directions on a rank, got "

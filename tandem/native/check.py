@@ -65,8 +65,10 @@ def trials(kernels: Kernels) -> Iterator[Trial]:
     rows = random(3, 53)
     yield Trial("best", kernels.best(rows), rows.argmax(dim=1))
     yield _rotation(kernels, random)
-    for dtype, softcap, window in (("float32", None, None), ("float32", 5.0, 9), ("int8", None, 9), ("float8_e4m3", None, 9)):
-        yield _attention(kernels, random, dtype, softcap, window)
+    yield _attention(kernels, random, "float32", softcap=None, window=None)
+    yield _attention(kernels, random, "float32", softcap=5.0, window=9)
+    yield _attention(kernels, random, "int8", softcap=None, window=9)
+    yield _attention(kernels, random, "float8_e4m3", softcap=None, window=9)
 
 
 def _rotation(kernels: Kernels, random: Callable[..., Tensor]) -> Trial:
@@ -79,7 +81,7 @@ def _rotation(kernels: Kernels, random: Callable[..., Tensor]) -> Trial:
 
 
 def _attention(
-    kernels: Kernels, random: Callable[..., Tensor], dtype: str, softcap: float | None, window: int | None
+    kernels: Kernels, random: Callable[..., Tensor], dtype: str, *, softcap: float | None, window: int | None
 ) -> Trial:
     """One request of 21 tokens in scattered blocks of 8, whose last five ask; 4 query heads on 2 KV heads."""
     size, dim, tokens = 8, 24, 21

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tandem.errors import ConfigError
 from tandem.model.device_matrices import LARGEST, fault, quantised_rows
-from tandem.model.fp8 import FP8
 from tandem.model.matrices import Dense, MatrixMaker, Weights
 
 CPU = torch.device("cpu")
