@@ -42,10 +42,9 @@ class EngineSpec(Frozen):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     weights: Literal["dense", "int8", "int4", "fp8"] = Field(
         "dense",
-        description="Projections in `dtype`; in int8 with one scale for each output (CPU in float32; GPU); in int4 "
-        "with a scale and a least value for each 32 inputs, and the vocabulary's matrix in int8 (CPU in float32); or "
-        "in fp8 (e4m3) with one scale for each output (GPU in bfloat16). On a GPU inputs are quantised alike, token by "
-        "token, and the vocabulary's matrix stays in `dtype`.",
+        description="Projections in `dtype`; in int8 with one scale for each output; on a CPU in float32 also in int4 "
+        "with a scale and a least value for each 32 inputs, and the vocabulary's matrix in int8; on a GPU in half "
+        "precision also in fp8 (e4m3) as in int8, where both quantise inputs too and leave the vocabulary's matrix.",
     )
     kv_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
