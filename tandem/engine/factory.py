@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
 from tandem.model_config import ModelConfig
 from tandem.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,8 @@ def build_rank(
     config = ModelConfig.load(model_dir)
     config.check_tp(size)
     max_model_tokens = min(spec.max_model_tokens or config.max_position_tokens, config.max_position_tokens)
+    if spec.kv_dtype == "fp8" and config.traits.qkv_bias and not config.traits.qk_norm:
+        logger.warning("engine.kv_dtype: keys with a bias may lose too much in fp8: compare answers with those of auto")
     layout = pool_layout(
         spec, layers=config.layers, kv_heads=config.rank_kv_heads(size), head_dim=config.head_dim
     )

@@ -23,6 +23,7 @@ from tandem.model.fp8 import FP8, narrowed
 from tandem.native.library import Kernels
 from tandem.request import SamplingParams
 from tandem.testing import random_prompt, write_tiny_llama
+from tests.conftest import write_family
 from tests.unit.engine.test_native_attention import Attended
 
 CODES = torch.arange(256, dtype=torch.uint8)
@@ -112,6 +113,14 @@ def test_models_of_any_dtype_answer_over_it(tmp_path: Path, dtype: str) -> None:
         assert len(driver.tokens["r"]) == 4
         found.append(torch.tensor([token.logprob for token in driver.scores["r"]]))
     assert 0 < (found[0] - found[1]).abs().mean() < 0.1 * found[0].abs().mean()
+
+
+@pytest.mark.parametrize(("family", "warned"), [("qwen2", True), ("qwen3", False), ("llama", False)])
+def test_keys_with_a_bias_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, warned: bool
+) -> None:
+    single_rank(write_family(tmp_path / "m", family), tmp_path / "r", kv_dtype="fp8")
+    assert ("keys with a bias" in caplog.text) == warned
 
 
 def test_a_block_takes_a_byte_for_each_element() -> None:
