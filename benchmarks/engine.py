@@ -26,18 +26,27 @@ from unittest.mock import patch
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.engine_peers import Peer, find_pair, find_peers
 from benchmarks.engine_served import ServedPair
 from benchmarks.handoff_figures import Figure
 from tandem.config import DEMO_MODEL, EngineSpec
+from tandem.engine.attention import StepAttention
 from tandem.engine.factory import Rank, build_rank
+from tandem.engine.kv_pool import DTYPES
 from tandem.engine.output import best_of_any, launched
 from tandem.engine.peaks import DevicePeaks, device_peaks
 from tandem.engine.runner import ModelRunner
+from tandem.engine.step import SequenceStep
 from tandem.engine.testing import EngineDriver, NoExport, make_request
 from tandem.errors import InternalError
+from tandem.kvcache.layout import KvPoolLayout, blocks_for
+from tandem.model.matrices import MatrixMaker, Weights
+from tandem.model.parallel import TensorParallel
+from tandem.model.weights import load_model
+from tandem.model_config import ModelConfig
 from tandem.model_store import pull
 from tandem.request import SamplingParams
 from tandem.testing import random_prompt, write_tiny_llama
@@ -118,7 +127,13 @@ MODES: Mapping[str, Mapping[str, object]] = {
     "fp32": {},
     "int8": {"weights": "int8"},
     "int8_kv8": {"weights": "int8", "kv_dtype": "int8"},
+    "int8_kvfp8": {"weights": "int8", "kv_dtype": "fp8"},
     "int4": {"weights": "int4"},
+}
+GPU_MODES = {
+    "gpu_int8": (Weights.INT8, "float32"),
+    "gpu_fp8": (Weights.FP8, "float32"),
+    "gpu_fp8_kvfp8": (Weights.FP8, "float8_e4m3"),
 }
 
 
@@ -290,12 +305,32 @@ def perplexity(bench: Bench) -> Iterator[Figure]:
         driver.run()
         logprobs = [token.logprob for token in driver.scores["text"]]
         yield _figure(f"engine.perplexity_{mode}", math.exp(-statistics.fmean(logprobs)), "", expected)
+    for mode, (weights, kv_dtype) in GPU_MODES.items():
+        yield _figure(f"engine.perplexity_{mode}", _as_on_a_gpu(bench.folder, ids, weights, kv_dtype), "", expected)
+
+
+@torch.inference_mode()
+def _as_on_a_gpu(folder: Path, ids: list[int], weights: Weights, kv_dtype: str) -> float:
+    """By the products of a GPU, which torch makes on a CPU as well, in fp32 otherwise."""
+    config = ModelConfig.load(folder)
+    model = load_model(folder, config, TensorParallel(), "cpu", torch.float32, matrix=MatrixMaker(weights))
+    blocks = blocks_for(len(ids), 16)
+    layout = KvPoolLayout(blocks, config.layers, config.kv_heads, 16, config.head_dim, kv_dtype)
+    step = SequenceStep(token_ids=ids, start=0, blocks=list(range(blocks)), samples=True)
+    attend = StepAttention(torch.zeros(layout.shape, dtype=DTYPES[kv_dtype]), layout, [step], model.attention)
+    rows = torch.arange(len(ids))
+    return _perplexity(model.forward(torch.tensor(ids), rows, rows[:-1], attend), ids)
 
 
 def _expected_perplexity(folder: Path, ids: list[int]) -> float:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)  # already in inference mode
     with torch.inference_mode():
-        logprobs = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(dim=-1)
+        return _perplexity(model(torch.tensor([ids])).logits[0, :-1], ids)
+
+
+def _perplexity(logits: Tensor, ids: list[int]) -> float:
+    """logits [tokens - 1, vocab]"""
+    logprobs = logits.double().log_softmax(dim=-1)
     return math.exp(-float(logprobs.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).mean()))
 
 

@@ -95,9 +95,29 @@ class Bench:
     sizes: Sizes
     device: torch.device
     folder: Path
-    rank: Rank
+    rank: Rank = field(init=False)
     step_s: dict[int, float] = field(default_factory=dict)  # of ours, by batch
     _names: Iterator[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self.rank = self.new_rank()
+
+    def new_rank(self, **options: str) -> Rank:
+        sizes, on_cpu = self.sizes, self.device.type == "cpu"
+        most = sizes.context + sizes.steps + 16
+        own = {
+            "device": str(self.device),
+            "dtype": "bfloat16",
+            "kv_blocks": (sizes.batches[-1] * most + sizes.prefill) // 16 + sizes.batches[-1],
+            "max_running_requests": sizes.batches[-1],
+            "max_step_tokens": sizes.prefill,
+            "max_model_tokens": 2 * sizes.prefill,
+        }
+        return build_rank(
+            self.folder, EngineSpec.model_validate(own | options), rank=0, size=1,
+            rendezvous_file=self.folder / "group", exporter=NoExport(),
+            paged=PagedPath(plain_attention, Again()) if on_cpu else None,
+        )  # fmt: skip
 
     def prompt(self, length: int) -> list[int]:
         """Nobody finds it in a cache."""
@@ -137,17 +157,25 @@ def decode(bench: Bench) -> Iterator[Figure]:
     sizes = bench.sizes
     for batch in sizes.batches:
         spans = _timed_replays(bench)
-        walls = _decode_walls_s(bench, batch)
-        bench.step_s[batch] = wall_s = statistics.median(walls)
+        bench.step_s[batch] = wall_s = _decode_step_s(bench, bench.rank, batch)
         rate = sizes.step_bytes(batch, sizes.context + sizes.steps / 2) / wall_s
         yield _figure(f"engine.gpu_mbu_b{batch}", rate / 1e9, "GB/s", bench.copy_bytes_per_s() / 1e9)
         if busy := spans():
             yield _figure(f"engine.gpu_host_gap_b{batch}", 1e3 * (wall_s - statistics.median(busy)), "ms", 1e3 * wall_s)
 
 
-def _decode_walls_s(bench: Bench, batch: int) -> list[float]:
-    """Of each step, from the first in which all requests decode."""
-    engine = bench.rank.engine
+def fp8(bench: Bench) -> Iterator[Figure]:
+    """Tokens per second of the largest batch with weights and KV in fp8, beside bfloat16. A CPU multiplies no fp8."""
+    batch = bench.sizes.batches[-1]
+    weights = {} if bench.device.type == "cpu" else {"weights": "fp8"}
+    step_s = _decode_step_s(bench, bench.new_rank(kv_dtype="fp8", **weights), batch)
+    plain_s = bench.step_s.get(batch) or _decode_step_s(bench, bench.rank, batch)
+    yield _figure(f"engine.gpu_decode_b{batch}_fp8", batch / step_s, "tok/s", batch / plain_s)
+
+
+def _decode_step_s(bench: Bench, rank: Rank, batch: int) -> float:
+    """The median, from the first step in which all requests decode."""
+    engine = rank.engine
     sampling = SamplingParams(temperature=0.0, max_tokens=bench.sizes.steps + 2)
     for number in range(batch):
         engine.add(make_request(str(number), bench.prompt(bench.sizes.context), sampling))
@@ -160,7 +188,7 @@ def _decode_walls_s(bench: Bench, batch: int) -> list[float]:
         engine.step()
         if full:
             walls.append(time.perf_counter() - began)
-    return walls
+    return statistics.median(walls)
 
 
 def _timed_replays(bench: Bench) -> Callable[[], list[float]]:
@@ -279,6 +307,7 @@ def write_weights(folder: Path, sizes: Sizes, device: torch.device) -> None:
 FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
     "decode": decode,
     "prefill": prefill,
+    "fp8": fp8,
     "transformers": beside_transformers,
 }
 
@@ -294,20 +323,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_weights(folder, sizes, device)
-        most = sizes.context + sizes.steps + 16
-        spec = EngineSpec(
-            device=str(device),
-            dtype="bfloat16",
-            kv_blocks=(sizes.batches[-1] * most + sizes.prefill) // 16 + sizes.batches[-1],
-            max_running_requests=sizes.batches[-1],
-            max_step_tokens=sizes.prefill,
-            max_model_tokens=2 * sizes.prefill,
-        )
-        paged = PagedPath(plain_attention, Again()) if options.quick else None
-        rank = build_rank(
-            folder, spec, rank=0, size=1, rendezvous_file=folder / "group", exporter=NoExport(), paged=paged
-        )
-        bench = Bench(sizes, device, folder, rank)
+        bench = Bench(sizes, device, folder)
         for name in options.figure or FIGURES:
             for figure in FIGURES[name](bench):
                 print(figure.line(), flush=True)

@@ -32,7 +32,7 @@ Cost = Annotated[
     str | None, typer.Option(help="Measured step times FILE.json, or a table FILE:MODEL or FILE:MODEL/HARDWARE.")
 ]
 ElementBytes = Annotated[
-    float | None, typer.Option(help="Of weights and KV: 2 for bf16, 4 for fp32; unset: what the device file says.")
+    float | None, typer.Option(help="Of weights and KV: 1 for fp8, 2 for bf16, 4 for fp32; unset: the device file's.")
 ]
 Ttft = Annotated[float | None, typer.Option("--ttft", help="Objective for the time to first token, seconds.")]
 Tpot = Annotated[float | None, typer.Option("--tpot", help="Objective for the time per output token, seconds.")]

@@ -34,7 +34,7 @@ _HEADER = struct.Struct("<BBBB16sIIIHHHHHHQQI16x")
 HEADER_BYTES = _HEADER.size
 _DIGEST_AT = struct.calcsize("<BBBB16sIIIHHHHHHQ")
 _DIGEST = struct.Struct("<Q")
-_DTYPES = ("float32", "bfloat16", "float16", "int8")
+_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3")
 _HAS_DIGEST = 1
 
 

@@ -40,13 +40,16 @@ class EngineSpec(Frozen):
 
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    weights: Literal["dense", "int8", "int4"] = Field(
+    weights: Literal["dense", "int8", "int4", "fp8"] = Field(
         "dense",
-        description="Projections in `dtype`; in int8 with one scale for each output; or in int4 with a scale and a "
-        "least value for each 32 inputs, and the vocabulary's matrix in int8 (CPU, float32).",
+        description="Projections in `dtype`; in int8 with one scale for each output; on a CPU in float32 also in int4 "
+        "with a scale and a least value for each 32 inputs, and the vocabulary's matrix in int8; on a GPU in half "
+        "precision also in fp8 (e4m3) as in int8, where both quantise inputs too and leave the vocabulary's matrix.",
     )
-    kv_dtype: Literal["auto", "int8"] = Field(
-        "auto", description="Of the KV cache: `dtype`, or int8 with a scale for each token and head (CPU, float32)."
+    kv_dtype: Literal["auto", "int8", "fp8"] = Field(
+        "auto",
+        description="Of the KV cache: `dtype`; int8 with a scale for each token and head (CPU, float32); or fp8 (e4m3) "
+        "without one, ±448 for what is larger.",
     )
     kernels: Literal["auto", "native", "torch"] = Field(
         "auto", description="On CPU in float32: native ones, built with the C compiler when first used, or torch's own."
@@ -79,7 +82,7 @@ class EngineSpec(Frozen):
 
     @property
     def pool_dtype(self) -> str:
-        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
+        return {"auto": self.dtype, "int8": "int8", "fp8": "float8_e4m3"}[self.kv_dtype]
 
 
 class ModelSpec(Frozen):

@@ -58,8 +58,8 @@ class WorkShape:
     experts_per_token: int = 0
 
     @classmethod
-    def of(cls, config: ModelConfig, element_bytes: int) -> WorkShape:
-        """Of a model whose weights and KV cache have elements of that size."""
+    def of(cls, config: ModelConfig, *, weight_bytes: float, kv_bytes: float) -> WorkShape:
+        """Of a model whose weights and KV cache have elements of those sizes."""
         hidden, query = config.hidden_size, config.heads * config.head_dim
         kv = config.kv_heads * config.head_dim
         experts = config.traits.experts
@@ -72,9 +72,9 @@ class WorkShape:
             block_params=dense + expert * (experts.per_token if experts else 0),
             head_params=head,
             attention_width=config.layers * query,
-            weights_bytes=(dense + head) * element_bytes,
-            kv_token_bytes=2 * config.layers * kv * element_bytes,
-            expert_bytes=expert * element_bytes,
+            weights_bytes=(dense + head) * weight_bytes,
+            kv_token_bytes=2 * config.layers * kv * kv_bytes,
+            expert_bytes=expert * weight_bytes,
             experts=experts.count if experts else 0,
             experts_per_token=experts.per_token if experts else 0,
         )

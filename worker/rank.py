@@ -29,6 +29,7 @@ from tandem.engine.factory import Rank, build_rank
 from tandem.engine.peaks import device_peaks
 from tandem.errors import TandemError
 from tandem.identity import Identity
+from tandem.kvcache.layout import DTYPE_BYTES
 from tandem.launch import WorkerLaunch
 from tandem.logs import setup_logging
 from tandem.model_config import fingerprint
@@ -43,6 +44,8 @@ from worker.messages import LeaderReady
 from worker.meters import StepMeters
 from worker.requests import RequestBook
 from worker.role_set import RoleSet
+
+_QUANTISED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.625}  # of a weight, its part of a group's scales included
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +109,7 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, i
         ),
         ticket_key=identity.ticket_key,
         digests=launch.transfer.digests,
-        int8=launch.transfer.wire_dtype is WireDtype.INT8 and layout.dtype != "int8",  # else it is already
+        int8=launch.transfer.wire_dtype is WireDtype.INT8 and layout.element_bytes > 1,  # else it is as narrow
         transport=launch.transfer.transport.value,
         bind_host=launch.bind_host,
         link_socket=str(launch.link_socket(index)),
@@ -216,9 +219,12 @@ def attach_pool(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, inde
 
 
 def make_meters(launch: WorkerLaunch, rank: Rank) -> StepMeters:
-    peaks = device_peaks(launch.model.engine)  # of every rank: they are alike
+    spec = launch.model.engine
+    peaks = device_peaks(spec)  # of every rank: they are alike
+    weight_bytes = _QUANTISED_BYTES.get(spec.weights, DTYPE_BYTES[spec.dtype])
+    kv_bytes = rank.layout.token_bytes / rank.config.head_dim
     return StepMeters(
-        WorkShape.of(rank.config, rank.layout.element_bytes),
+        WorkShape.of(rank.config, weight_bytes=weight_bytes, kv_bytes=kv_bytes),
         peak_flops_per_s=peaks.flops_per_s * launch.tp,
         peak_memory_bytes_per_s=peaks.memory_bytes_per_s * launch.tp,
     )

@@ -101,6 +101,7 @@ def helm_values(plan: Plan, hardware: Hardware, source: str) -> str:
                 "engine": {
                     "device": "cuda" if is_gpu else "cpu",
                     "dtype": "bfloat16" if is_gpu else "float32",
+                    **_quantised(hardware, is_gpu=is_gpu),
                     "block_tokens": ENGINE_BLOCK_TOKENS,
                     "kv_memory_bytes": int(hardware.kv_rank_bytes(*layout.widths)),
                     "max_running_requests": plan.goal.max_running_requests,
@@ -115,6 +116,18 @@ def helm_values(plan: Plan, hardware: Hardware, source: str) -> str:
     }
     values = {"cluster": cluster, **_models(source, hardware), **_pods(layout, device)}
     return "".join(f"# {line}\n" for line in _head(plan, hardware, source)) + yaml.safe_dump(values, sort_keys=False)
+
+
+def _quantised(hardware: Hardware, *, is_gpu: bool) -> dict[str, str]:
+    """Where the plan counts with one byte for each element."""
+    if hardware.model.shape.weight_bytes > 1:
+        return {}
+    return {"weights": "fp8" if is_gpu else "int8", "kv_dtype": "fp8"}
+
+
+def _stored_bytes(hardware: Hardware) -> float:
+    """Of the checkpoint: what is served in less is made of two bytes for each parameter."""
+    return hardware.model.resident_params * max(2.0, hardware.model.shape.weight_bytes)
 
 
 def _head(plan: Plan, hardware: Hardware, source: str) -> Iterator[str]:
@@ -133,7 +146,7 @@ def _head(plan: Plan, hardware: Hardware, source: str) -> Iterator[str]:
     elif source != DEMO_MODEL:
         yield f"Wants a Secret: kubectl create secret generic {HUB_SECRET} --from-literal=token=..."
         yield "(for a model that is not gated, leave models.hubTokenSecret out)."
-        yield f"Each pod pulls {hardware.model.weights_bytes / 1e9:.0f} GB into a volume of its own;"
+        yield f"Each pod pulls {_stored_bytes(hardware) / 1e9:.0f} GB into a volume of its own;"
         yield "--set models.existingClaim=CLAIM (ReadWriteMany) keeps them."
 
 
@@ -141,7 +154,7 @@ def _models(source: str, hardware: Hardware) -> dict[str, Any]:
     """Where weights from a hub find room, and the token that brings gated ones."""
     if source.startswith("/") or source == DEMO_MODEL:
         return {}
-    gib = math.ceil(hardware.model.weights_bytes * HUB_MARGIN / GIB)
+    gib = math.ceil(_stored_bytes(hardware) * HUB_MARGIN / GIB)
     return {"models": {"emptyDirSize": f"{gib + 1}Gi", "hubTokenSecret": {"name": HUB_SECRET}}}
 
 

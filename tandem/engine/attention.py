@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.engine.cells import loaded, movable, stored
 from tandem.engine.step import SequenceStep
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import AttentionTerms
+from tandem.model.fp8 import FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ class StepAttention:
         self._terms = terms
         self._device, self._dtype = pool.device, pool.dtype
         self._per_kv = terms.heads // layout.kv_heads
-        self._rows = pool.view(-1, layout.block_tokens, layout.head_dim)
-        self._cells = pool.view(-1, layout.head_dim)
+        self._rows = movable(pool).view(-1, layout.block_tokens, layout.head_dim)
+        self._cells = movable(pool).view(-1, layout.head_dim)
         self._layer_rows = 2 * layout.kv_heads
         self._write_k, self._write_v = self._write_cells(sequences)
         self._groups = {window: self._group(sequences, window) for window in set(terms.windows)}
@@ -96,7 +98,8 @@ class StepAttention:
         keys = torch.tensor([[start * size] for start in first]) + torch.arange(width * size)
         back = queries[:, :, None] - keys[:, None, :]  # how far each query looks back to each key
         hidden = back < 0 if window is None else (back < 0) | (back >= window)
-        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
+        dtype = torch.float32 if self._dtype == FP8 else self._dtype
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
         # The queries of a group see the same; one query needs no copy of its row for that.
         mask = mask.expand(-1, self._per_kv, -1) if tokens.shape[1] == 1 else mask.repeat(1, self._per_kv, 1)
         return _Group(tokens.to(self._device), rows_k, rows_v, mask[:, None].to(self._device), width)
@@ -106,8 +109,8 @@ class StepAttention:
         layout = self._layout
         row_offset = layer * self._layer_rows
         cell_offset = row_offset * layout.block_tokens
-        self._cells.index_copy_(0, self._write_k + cell_offset, k.reshape(-1, layout.head_dim))
-        self._cells.index_copy_(0, self._write_v + cell_offset, v.reshape(-1, layout.head_dim))
+        self._cells.index_copy_(0, self._write_k + cell_offset, stored(k, self._dtype).reshape(-1, layout.head_dim))
+        self._cells.index_copy_(0, self._write_v + cell_offset, stored(v, self._dtype).reshape(-1, layout.head_dim))
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self._groups[self._terms.windows[layer]]:
             out[group.tokens.flatten()] = self._attend(group, row_offset, q)
@@ -119,12 +122,14 @@ class StepAttention:
         requests, queries = group.tokens.shape
         per_kv = self._per_kv
         shape = (requests, layout.kv_heads, group.blocks * layout.block_tokens, layout.head_dim)
-        keys = self._rows.index_select(0, group.rows_k + row_offset).view(shape)
-        values = self._rows.index_select(0, group.rows_v + row_offset).view(shape)
+        keys, values = (
+            loaded(self._rows.index_select(0, rows + row_offset), self._dtype, q.dtype).view(shape)
+            for rows in (group.rows_k, group.rows_v)
+        )
         # [requests, queries, kv_heads, per_kv, dim] → [requests, kv_heads, per_kv * queries, dim]
         grouped = q[group.tokens.flatten()].view(requests, queries, layout.kv_heads, per_kv, layout.head_dim)
         rows = grouped.permute(0, 2, 3, 1, 4).reshape(requests, layout.kv_heads, per_kv * queries, layout.head_dim)
-        attended = self._scored(rows, keys, values, group.mask)
+        attended = self._scored(rows, keys, values, group.mask.to(q.dtype))
         back = attended.view(requests, layout.kv_heads, per_kv, queries, layout.head_dim).permute(0, 3, 1, 2, 4)
         return back.reshape(requests * queries, layout.kv_heads * per_kv, layout.head_dim)
 

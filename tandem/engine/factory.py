@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tandem.engine.api import KvExporter
 from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.engine import Engine
 from tandem.engine.host_pool import HostPool, host_slots
-from tandem.engine.kernels import choose_kernels
+from tandem.engine.kernels import choose_kernels, choose_matrices
 from tandem.engine.kv_pool import DTYPES, KvPool, pool_layout
 from tandem.engine.output import Launched
 from tandem.engine.paged_kernels import PagedPath, choose_paged_path
@@ -24,11 +25,12 @@ from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.host_tier import HostTier
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.checkpoint import Checkpoint
-from tandem.model.matrices import MatrixMaker, Weights
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
 from tandem.model_config import ModelConfig
 from tandem.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ def build_rank(
     config = ModelConfig.load(model_dir)
     config.check_tp(size)
     max_model_tokens = min(spec.max_model_tokens or config.max_position_tokens, config.max_position_tokens)
+    if spec.kv_dtype == "fp8" and config.traits.qkv_bias and not config.traits.qk_norm:
+        logger.warning("engine.kv_dtype: keys with a bias may lose too much in fp8: compare answers with those of auto")
     layout = pool_layout(
         spec, layers=config.layers, kv_heads=config.rank_kv_heads(size), head_dim=config.head_dim
     )
@@ -90,11 +94,11 @@ def build_rank(
     kernels = choose_kernels(spec, layout, size)
     group = TpGroup(rendezvous_file, rank, size, device) if size > 1 else None
     tp = TensorParallel(rank, size, group.collectives if group else None)
-    matrix = MatrixMaker(Weights(spec.weights), kernels, spec.batch_invariant)
+    matrix = choose_matrices(spec, kernels)
     model = load_model(
         model_dir, config, tp, device, DTYPES[spec.dtype], max_tokens=max_model_tokens, matrix=matrix
     )
-    paged = paged or choose_paged_path(model, layout, device)
+    paged = paged or choose_paged_path(model, layout, DTYPES[spec.dtype], device)
     pool = KvPool(layout, device, spare=paged is not None)
     host = HostPool(slots, pool) if slots else None
     graphs = None

@@ -11,6 +11,8 @@ from tandem.engine.kv_pool import DTYPES
 from tandem.engine.native_attention import knows
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
+from tandem.model.device_matrices import QuantiseRows, checked_rows, quantised_rows
+from tandem.model.matrices import MatrixMaker, Weights
 from tandem.model.ops import is_native
 from tandem.native.check import checked_kernels
 from tandem.native.library import Kernels
@@ -26,6 +28,7 @@ def choose_kernels(spec: EngineSpec, layout: KvPoolLayout, tp: int) -> Kernels |
 
     Raises ConfigError naming the field where the configuration needs native kernels and there can be none.
     """
+    _check_weights(spec)
     needed_by = _needed_by(spec)
     if spec.batch_invariant and tp > _MOST_INVARIANT_RANKS:
         raise _unsupported("engine.batch_invariant", f"tp of at most {_MOST_INVARIANT_RANKS}", str(tp))
@@ -50,11 +53,30 @@ def choose_kernels(spec: EngineSpec, layout: KvPoolLayout, tp: int) -> Kernels |
         return None
 
 
+def choose_matrices(spec: EngineSpec, kernels: Kernels | None) -> MatrixMaker:
+    """Raises ConfigError where a GPU cannot multiply the weights that are asked for."""
+    weights, device = Weights(spec.weights), torch.device(spec.device)
+    quantise: QuantiseRows = quantised_rows
+    if device.type == "cuda" and weights.row_dtype is not None:
+        quantise = checked_rows(weights.row_dtype, device, DTYPES[spec.dtype])
+    return MatrixMaker(weights, kernels, spec.batch_invariant, quantise)
+
+
+def _check_weights(spec: EngineSpec) -> None:
+    on_cpu, said = spec.device == "cpu", None
+    if on_cpu and spec.weights == "fp8":
+        said = "fp8 needs a GPU of compute capability 8.9 or more; on a CPU: dense, int8 or int4"
+    if not on_cpu and spec.weights == "int4":
+        said = "int4 is for CPUs; on a GPU: dense, int8 or fp8"
+    if said is not None:
+        raise ConfigError(f"engine.weights: {said}", field="engine.weights")
+
+
 def _needed_by(spec: EngineSpec) -> str | None:
     """The field that asks for what only native kernels can do."""
-    if spec.weights != "dense":
+    if spec.weights != "dense" and spec.device == "cpu":
         return "engine.weights"
-    if spec.kv_dtype != "auto":
+    if spec.kv_dtype == "int8":
         return "engine.kv_dtype"
     if spec.batch_invariant:
         return "engine.batch_invariant"

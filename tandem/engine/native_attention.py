@@ -12,13 +12,13 @@ from torch import Tensor
 from tandem.engine.step import SequenceStep
 from tandem.kvcache.layout import KvPoolLayout, cell_width
 from tandem.model.decoder import AttentionTerms
-from tandem.native.library import LANES, Cells, Kernels
+from tandem.native.library import CELL_KINDS, LANES, Cells, Kernels
 
 
 def knows(layout: KvPoolLayout) -> bool:
     """Whether the kernels can attend over pools of this layout."""
     head_dim = layout.head_dim - cell_width(0, layout.dtype)
-    return layout.dtype in ("float32", "int8") and head_dim % LANES == 0 and layout.block_tokens % LANES == 0
+    return layout.dtype in CELL_KINDS and head_dim % LANES == 0 and layout.block_tokens % LANES == 0
 
 
 class NativeStepAttention:
@@ -58,7 +58,7 @@ class NativeStepAttention:
         layout, terms = self._layout, self._terms
         cells = Cells(
             self._pool.data_ptr() + layer * layout.layer_bytes, layout.block_bytes, layout.kv_heads,
-            layout.block_tokens, q.shape[2], layout.dtype == "int8",
+            layout.block_tokens, q.shape[2], layout.dtype,
         )  # fmt: skip
         self._kernels.store_kv(cells, k, v, self._blocks, self._offsets)
         return self._kernels.attend(

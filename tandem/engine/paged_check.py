@@ -7,9 +7,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from tandem.engine.kv_pool import DTYPES
 from tandem.engine.varlen_attention import PagedKernel
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 from tandem.model.decoder import AttentionTerms
+from tandem.model.fp8 import FP8, narrowed
 
 # (queries, keys) of each sequence: steps that decode, few and many, with keys for every split; and chunks among them.
 _BATCHES: Final = ([(1, 1500)], [(1, 1 + 75 * n) for n in range(12)], [(1, 9), (70, 70), (40, 150), (1, 1), (129, 200)])
@@ -19,7 +21,8 @@ _TOLERANCE: Final = 0.05  # of a head's answer; rounding in half precision makes
 def fault(
     kernel: PagedKernel, layout: KvPoolLayout, terms: AttentionTerms, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """What is wrong with `kernel` for pools of this layout (only its shape counts); None when all is well."""
+    """What is wrong with `kernel` for queries of `dtype` over pools of this layout, which are fp8 or of the same dtype;
+    None when all is well."""
     try:
         differences = [
             _difference(kernel, layout, terms.heads, window, batch, dtype, device)
@@ -46,6 +49,8 @@ def _difference(
     width = max(blocks_for(keys, layout.block_tokens) for _, keys in batch)
     shape = (len(batch) * width, 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
     pool = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+    if DTYPES[layout.dtype] == FP8:
+        pool = narrowed(pool)
     tables = torch.randperm(shape[0], generator=generator, device=device, dtype=torch.int32).view(len(batch), width)
     counts = [queries for queries, _ in batch]
     query = torch.randn(sum(counts), heads, layout.head_dim, generator=generator, device=device, dtype=dtype)

@@ -24,8 +24,9 @@ from tandem.engine.varlen_attention import PagedKernel
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import Decoder
 from tandem.model.experts import SparseMlp
+from tandem.model.fp8 import FP8
 
-_HALF = ("bfloat16", "float16")
+_HALF = (torch.bfloat16, torch.float16)
 _MOST_HEAD_DIM = 256
 _FIRST_WITH_PAGES = (2, 12)  # of torch
 _AMPERE, _HOPPER = 8, 9
@@ -42,11 +43,13 @@ class PagedPath:
     recorder: Recorder | None
 
 
-def choose_paged_path(model: Decoder, layout: KvPoolLayout, device: torch.device) -> PagedPath | None:
-    """None: blocks are gathered and attended to by `StepAttention`; on a GPU a warning says why."""
+def choose_paged_path(
+    model: Decoder, layout: KvPoolLayout, dtype: torch.dtype, device: torch.device
+) -> PagedPath | None:
+    """`dtype`: the model's. None: blocks are gathered, for `StepAttention`; on a GPU a warning says why."""
     if device.type != "cuda":
         return None
-    kernel = _checked_kernel(model, layout, device)
+    kernel = _checked_kernel(model, layout, dtype, device)
     if kernel is None:
         return None
     # How many tokens each expert gets decides on shapes, and the host has to wait for that.
@@ -56,12 +59,14 @@ def choose_paged_path(model: Decoder, layout: KvPoolLayout, device: torch.device
     return PagedPath(kernel, CudaRecorder(device))
 
 
-def _checked_kernel(model: Decoder, layout: KvPoolLayout, device: torch.device) -> PagedKernel | None:
-    reason = refusal(model, layout)
+def _checked_kernel(
+    model: Decoder, layout: KvPoolLayout, dtype: torch.dtype, device: torch.device
+) -> PagedKernel | None:
+    reason = refusal(model, layout, dtype)
     if reason is None:
         reason = "there is no paged kernel for this GPU: expected Triton or FlashAttention 3"
-        for name, kernel in kernels_there(device):
-            wrong = fault(kernel, layout, model.attention, DTYPES[layout.dtype], device)
+        for name, kernel in kernels_there(device, DTYPES[layout.dtype]):
+            wrong = fault(kernel, layout, model.attention, dtype, device)
             if wrong is None:
                 logger.info("attention by %s", name)
                 return kernel
@@ -71,22 +76,26 @@ def _checked_kernel(model: Decoder, layout: KvPoolLayout, device: torch.device) 
     return None
 
 
-def refusal(model: Decoder, layout: KvPoolLayout) -> str | None:
+def refusal(model: Decoder, layout: KvPoolLayout, dtype: torch.dtype) -> str | None:
     """What about this model no paged kernel takes."""
     if model.attention.softcap is not None:
         return "the model caps its scores"
-    if layout.dtype not in _HALF:
-        return f"KV blocks are {layout.dtype}, not {' or '.join(_HALF)}"
+    if dtype not in _HALF:
+        return f"the model is {dtype}, not {' or '.join(map(str, _HALF))}"
+    if DTYPES[layout.dtype] not in (dtype, FP8):
+        return f"KV blocks are {layout.dtype}"
     if layout.head_dim > _MOST_HEAD_DIM or layout.head_dim % 8:
         return f"heads have {layout.head_dim} dimensions, not a multiple of 8 up to {_MOST_HEAD_DIM}"
     return None
 
 
-def kernels_there(device: torch.device) -> Iterator[tuple[str, PagedKernel]]:
-    """Those that are there, the best first. All take blocks of any size and split long sequences."""
+def kernels_there(device: torch.device, pool: torch.dtype) -> Iterator[tuple[str, PagedKernel]]:
+    """Those that are there for pools of this dtype, the best first. All take blocks of any size and split long
+    sequences; only ours widens fp8, on GPUs that know it."""
     generation, _ = torch.cuda.get_device_capability(device)
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version >= _FIRST_WITH_PAGES and generation == _HOPPER and importlib.util.find_spec(_FA3_MODULE) is not None:
+    has_fa3 = generation == _HOPPER and importlib.util.find_spec(_FA3_MODULE) is not None
+    if version >= _FIRST_WITH_PAGES and has_fa3 and pool != FP8:
         attention.activate_flash_attention_impl("FA3")
         varlen = importlib.import_module("torch.nn.attention.varlen")  # takes more than a second, for nothing on a CPU
         yield "FlashAttention 3", cast(PagedKernel, varlen.varlen_attn)

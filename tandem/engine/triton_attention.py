@@ -19,7 +19,7 @@ _LOG2_E = 1.4426950408889634
 
 
 class TritonAttention:
-    """A `PagedKernel` for keys and values of equal strides. Args: `processors` of the GPU, to keep busy."""
+    """A `PagedKernel` for keys and values of equal strides, also fp8. Args: `processors` of the GPU, to keep busy."""
 
     def __init__(self, processors: int) -> None:
         self._processors = processors
@@ -134,8 +134,8 @@ def _attend(  # type: ignore[no-untyped-def]
         block = tl.load(tables + sequence * table_stride + key // page, mask=there, other=0).to(tl.int64)
         cell = block * page_stride + (key % page) * cell_stride + kv_head * kv_head_stride
         whole = there[:, None] & (dim < dims)[None, :]
-        k = tl.load(keys + cell[:, None] + dim[None, :], mask=whole, other=0.0)
-        v = tl.load(values + cell[:, None] + dim[None, :], mask=whole, other=0.0)
+        k = tl.load(keys + cell[:, None] + dim[None, :], mask=whole, other=0.0).to(q.dtype)
+        v = tl.load(values + cell[:, None] + dim[None, :], mask=whole, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         back = position[:, None] - key[None, :]
         seen = there[None, :] & (back >= 0)

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tandem.engine.cells import movable, stored
 from tandem.engine.step import SequenceStep
 from tandem.model.decoder import AttentionTerms
 
@@ -34,9 +35,10 @@ class PagedKernel(Protocol):
         seqused_k: Tensor,
         block_table: Tensor,
     ) -> Tensor:
-        """query [tokens, heads, head_dim]; key, value [pages, page tokens, kv_heads, head_dim], strided; the rest as in
-        `PagedBatch`. A sequence's last query stands at its last key, and sees `window_size[0]` keys before its own, all
-        of them where that is -1, and none behind. Returns the shape of `query`."""
+        """query [tokens, heads, head_dim]; key, value [pages, page tokens, kv_heads, head_dim], strided, of the same
+        dtype or fp8; the rest as in `PagedBatch`. A sequence's last query stands at its last key, and sees
+        `window_size[0]` keys before its own, all of them where that is -1, and none behind. Returns the shape of
+        `query`."""
         ...
 
 
@@ -94,8 +96,8 @@ class VarlenAttention:
         """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
         batch, window = self._batch, self._terms.windows[layer]
         keys, values = self._pool[:, layer, 0], self._pool[:, layer, 1]  # [blocks, kv_heads, block_tokens, head_dim]
-        keys[batch.blocks, :, batch.offsets] = k
-        values[batch.blocks, :, batch.offsets] = v
+        movable(keys)[batch.blocks, :, batch.offsets] = stored(k, keys.dtype)
+        movable(values)[batch.blocks, :, batch.offsets] = stored(v, values.dtype)
         attended = self._kernel(
             q,
             keys.transpose(1, 2),

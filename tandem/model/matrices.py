@@ -1,4 +1,4 @@
-"""A weight matrix in the form it is multiplied in: dense, or packed for the native kernels."""
+"""A weight matrix in the form it is multiplied in: dense, packed for the native kernels, or in eight bits for a GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import ConfigError
+from tandem.model.device_matrices import QuantiseRows, device_matrix, quantised_rows
+from tandem.model.fp8 import FP8
 from tandem.native.library import GROUP, Kernels
 
 Packed = TypeVar("Packed")
@@ -23,6 +25,12 @@ class Weights(StrEnum):
     DENSE = "dense"  # in the engine's dtype
     INT8 = "int8"  # one scale for each output
     INT4 = "int4"  # a scale and a least value for each group of inputs of an output; the vocabulary's matrix is int8
+    FP8 = "fp8"  # one scale for each output
+
+    @property
+    def row_dtype(self) -> torch.dtype | None:
+        """Of those with one scale for each output."""
+        return {Weights.INT8: torch.int8, Weights.FP8: FP8}.get(self)
 
 
 class Matrix(Protocol):
@@ -57,11 +65,13 @@ class Native(Generic[Packed]):
 
 @dataclass(frozen=True, slots=True)
 class MatrixMaker:
-    """Args: `kernels` None: torch's own products. `batch_invariant`: a row's result is the same in any batch."""
+    """Args: `kernels` None: torch's own products, of which eight bits have inputs by `quantise`. `batch_invariant`: a
+    row's result is the same in any batch."""
 
     weights: Weights = Weights.DENSE
     kernels: Kernels | None = None
     batch_invariant: bool = False
+    quantise: QuantiseRows = quantised_rows
 
     @property
     def quantises(self) -> bool:
@@ -69,16 +79,17 @@ class MatrixMaker:
 
     @property
     def of_vocabulary(self) -> MatrixMaker:
-        """For the vocabulary's matrix, of which nothing corrects an error any more."""
-        return replace(self, weights=Weights.INT8) if self.weights is Weights.INT4 else self
+        """For the vocabulary's matrix, of which nothing corrects an error any more. Native kernels keep more of inputs
+        than eight bits."""
+        if not self.quantises:
+            return self
+        return replace(self, weights=Weights.DENSE if self.kernels is None else Weights.INT8)
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None, largest: Tensor | None = None) -> Matrix:
         """weight [out, in], bias [out]. `largest` [out]: the largest magnitude of each whole row, of which `weight` may
         be a rank's part."""
         if self.kernels is None:
-            if self.quantises or self.batch_invariant:
-                raise ConfigError("engine.kernels: quantised and batch-invariant products need the native kernels")
-            return Dense(weight, bias)
+            return self._by_torch(weight, bias, largest)
         if not self.quantises and not self.batch_invariant:
             return Dense(weight, bias)
         padded = None if bias is None else self.kernels.padded_bias(bias)
@@ -86,15 +97,24 @@ class MatrixMaker:
             return Native(self.kernels.linear_float32, self.kernels.pack_float32(weight), padded)
         if self.weights is Weights.INT4:
             return Native(self.kernels.linear_int4, self.kernels.pack_int4(*quantised_int4(weight)), padded)
-        values, scales = quantised_int8(weight, largest)
-        return Native(self.kernels.linear_int8, self.kernels.pack_int8(values, scales), padded)
+        if self.weights is Weights.INT8:
+            values, scales = quantised_int8(weight, largest)
+            return Native(self.kernels.linear_int8, self.kernels.pack_int8(values, scales), padded)
+        raise ConfigError("engine.kernels: fp8 products are torch's alone")
+
+    def _by_torch(self, weight: Tensor, bias: Tensor | None, largest: Tensor | None) -> Matrix:
+        if not self.quantises and not self.batch_invariant:
+            return Dense(weight, bias)
+        dtype = self.weights.row_dtype
+        if dtype is None or self.batch_invariant:
+            raise ConfigError("engine.kernels: int4 and batch-invariant products need the native kernels")
+        return device_matrix(weight, bias, largest, dtype, self.quantise)
 
 
 def quantised_int8(weight: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """weight fp32 [out, in] → values int8 within ±127 [out, in], scales fp32 [out]: symmetric, to the nearest."""
-    most = weight.abs().amax(dim=1) if largest is None else largest
-    scales = (most / 127).clamp_min(torch.finfo(torch.float32).tiny)
-    return (weight / scales.unsqueeze(1)).round().to(torch.int8), scales
+    values, scales = quantised_rows(weight, torch.int8, largest)
+    return values, scales.squeeze(1)
 
 
 def quantised_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

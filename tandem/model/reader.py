@@ -166,8 +166,8 @@ class WeightReader:
         weight = self._placed([read(f"{name}.weight", [hidden, width], columns=own)])
         self._check_groups(name, width, own)
         largest = None
-        if self.matrix.weights is Weights.INT8 and self.tp.size > 1:  # of whole rows: every tp has the same weights
-            largest = read(f"{name}.weight", [hidden, width]).float().abs().amax(dim=1)
+        if self.matrix.weights.row_dtype is not None and self.tp.size > 1:  # whole rows': the same weights at any tp
+            largest = read(f"{name}.weight", [hidden, width]).float().abs().amax(dim=1).to(self.device)
         matrix = self.matrix(weight, largest=largest)
         return RowParallelLinear(matrix, self._placed([read(f"{name}.bias", [hidden])]) if bias else None, self.tp)
 

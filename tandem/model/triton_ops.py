@@ -1,4 +1,4 @@
-"""Element-wise work between the products in Triton: one launch and one pass over memory where torch takes several."""
+"""Work between the products in Triton: one launch and one pass over memory where torch takes several."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.model.device_matrices import LARGEST
 from tandem.model.rope import Rotation
 from tandem.model_families import Activation
 
@@ -46,6 +47,20 @@ class TritonOps:
                 dims=cos.shape[-1], width=width, padded=triton.next_power_of_2(width), num_warps=1,
             )  # fmt: skip
         return out
+
+
+def quantised_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`QuantiseRows` for GPUs."""
+    x = x.contiguous()
+    rows, width = x.shape
+    values = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        _quantise[(rows,)](
+            x, values, scales, largest=LARGEST[dtype], whole=dtype == torch.int8,
+            width=width, padded=triton.next_power_of_2(width), num_warps=8 if width > 1024 else 4,
+        )  # fmt: skip
+    return values, scales
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -97,3 +112,19 @@ def _rotate(  # type: ignore[no-untyped-def]
     s = tl.load(sin + token * dims + place, mask=turns, other=0.0).to(tl.float32)
     turned = tl.where(turns, own.to(tl.float32) * c + swapped * s, own.to(tl.float32))
     tl.store(out + (token * tl.num_programs(1) + head) * width + place, turned.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quantise(  # type: ignore[no-untyped-def]
+    x, values, scales, largest: tl.constexpr, whole: tl.constexpr, width: tl.constexpr, padded: tl.constexpr
+):  # fmt: skip
+    """A program for each row. A row with what is no number gets a scale that is none."""
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, padded)
+    there = place < width
+    wide = tl.load(x + row * width + place, mask=there, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(wide), 0) / largest, 1.1754943508222875e-38) + tl.sum(wide * 0.0, 0)
+    made = wide / scale
+    if whole:
+        made = tl.floor(made + 0.5)
+    tl.store(values + row * width + place, made.to(values.dtype.element_ty), mask=there)
+    tl.store(scales + row, scale)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import ConfigError
+from tandem.model.fp8 import narrowed
 from tandem.native.library import GROUP, Cells, Kernels
 
 _TOLERANCE = 2e-3  # of values around 1: int8 keys and rows of 13 bits stay far below it
@@ -64,8 +65,10 @@ def trials(kernels: Kernels) -> Iterator[Trial]:
     rows = random(3, 53)
     yield Trial("best", kernels.best(rows), rows.argmax(dim=1))
     yield _rotation(kernels, random)
-    for int8, softcap, window in ((False, None, None), (False, 5.0, 9), (True, None, 9)):
-        yield _attention(kernels, random, int8, softcap, window)
+    yield _attention(kernels, random, "float32", softcap=None, window=None)
+    yield _attention(kernels, random, "float32", softcap=5.0, window=9)
+    yield _attention(kernels, random, "int8", softcap=None, window=9)
+    yield _attention(kernels, random, "float8_e4m3", softcap=None, window=9)
 
 
 def _rotation(kernels: Kernels, random: Callable[..., Tensor]) -> Trial:
@@ -78,13 +81,13 @@ def _rotation(kernels: Kernels, random: Callable[..., Tensor]) -> Trial:
 
 
 def _attention(
-    kernels: Kernels, random: Callable[..., Tensor], int8: bool, softcap: float | None, window: int | None
+    kernels: Kernels, random: Callable[..., Tensor], dtype: str, *, softcap: float | None, window: int | None
 ) -> Trial:
     """One request of 21 tokens in scattered blocks of 8, whose last five ask; 4 query heads on 2 KV heads."""
     size, dim, tokens = 8, 24, 21
-    width = dim + 4 if int8 else 4 * dim
+    width = {"float32": 4 * dim, "int8": dim + 4, "float8_e4m3": dim}[dtype]
     pool = torch.zeros(5, 2, 2, size, width, dtype=torch.uint8)
-    cells = Cells(pool.data_ptr(), 4 * size * width, 2, size, dim, int8)
+    cells = Cells(pool.data_ptr(), 4 * size * width, 2, size, dim, dtype)
     q, k, v = random(5, 4, dim), random(tokens, 2, dim), random(tokens, 2, dim)
     table, places = torch.tensor([[3, 0, 4]]), torch.arange(tokens)
     kernels.store_kv(cells, k, v, table[0][places // size], places % size)
@@ -92,7 +95,7 @@ def _attention(
     got = kernels.attend(
         cells, q, table, torch.zeros(5, dtype=torch.int64), asked, torch.tensor([0, 5]), window, 0.2, softcap
     )
-    k, v = (_as_stored(each) if int8 else each for each in (k, v))
+    k, v = (_as_stored(each, dtype) for each in (k, v))
     scores = torch.einsum("qgd,kgd->gqk", q, k.repeat_interleave(2, dim=1)) * 0.2
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     back = asked[:, None] - places[None]
@@ -102,6 +105,10 @@ def _attention(
     return Trial("attend", got, expected.reshape(5, -1))
 
 
-def _as_stored(x: Tensor) -> Tensor:
+def _as_stored(x: Tensor, dtype: str) -> Tensor:
+    if dtype == "float32":
+        return x
+    if dtype == "float8_e4m3":
+        return narrowed(x).float()
     scales = x.abs().amax(dim=-1, keepdim=True) / 127
     return (x / scales).round() * scales

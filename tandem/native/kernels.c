@@ -486,12 +486,48 @@ void tandem_best(const float *x, int64_t *best, size rows, size width, int threa
 
 /* --- paged attention ------------------------------------------------------------------------------------------- */
 
-/* Of one token in one head: fp32 [dim], or int8 [dim] and then what one unit is worth, in fp32. */
-INLINE size cell_bytes(size dim, int int8) { return int8 ? dim + 4 : 4 * dim; }
+/* What a cell holds of one token in one head: fp32 [dim]; int8 [dim] and then what one unit is worth, in fp32; or e4m3
+   [dim], which is fp8 with four bits of exponent (bias 7), three of fraction, no infinity, and NaN as all ones. */
+enum { F32, INT8, E4M3 };
 
-static void store_cell(uint8_t *cell, const float *x, size dim, int int8) {
-  if (!int8) {
+INLINE size cell_bytes(size dim, int kind) { return kind == F32 ? 4 * dim : kind == INT8 ? dim + 4 : dim; }
+
+/* Eight values as e4m3, in a lane each: to the nearest, of two the even one; ±448 what is larger. NaN stays NaN. */
+INLINE __m256i to_e4m3(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x), low = _mm256_set1_epi32(0x7F), base = _mm256_set1_epi32(0x46800000);
+  __m256i most = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF)); /* magnitudes are ordered as their bits */
+  const __m256i nan = _mm256_cmpgt_epi32(most, _mm256_set1_epi32(0x7F800000));
+  most = _mm256_min_epi32(most, _mm256_set1_epi32(0x43E00000)); /* 448 */
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(most, 20), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(most, _mm256_add_epi32(_mm256_set1_epi32(0x7FFFF), odd));
+  const __m256i usual = _mm256_sub_epi32(_mm256_srli_epi32(rounded, 20), _mm256_set1_epi32((127 - 7) << 3));
+  /* Below 2^-6 all lie 2^-9 apart, as fp32 does from 2^14 (`base`) on: an addition rounds. */
+  const __m256 moved = _mm256_add_ps(_mm256_castsi256_ps(most), _mm256_castsi256_ps(base));
+  const __m256i tiny = _mm256_sub_epi32(_mm256_castps_si256(moved), base);
+  const __m256i is_tiny = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x3C800000), most); /* 2^-6 */
+  const __m256i code = _mm256_or_si256(_mm256_blendv_epi8(usual, tiny, is_tiny), _mm256_and_si256(nan, low));
+  return _mm256_or_si256(code, _mm256_andnot_si256(low, _mm256_srli_epi32(bits, 24))); /* and the sign */
+}
+
+/* Through fp16, which has room for all of e4m3: exponents are 8 too small there. */
+INLINE __m256 from_e4m3(__m128i eight_bytes) {
+  const __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(eight_bytes), 7), ones = _mm_set1_epi16(0x3F80);
+  const __m128i nan = _mm_and_si128(_mm_cmpeq_epi16(_mm_and_si128(wide, ones), ones), _mm_set1_epi16(0x7C00));
+  const __m128i half = _mm_or_si128(_mm_andnot_si128(_mm_set1_epi16(0x4000), wide), nan); /* of two signs one */
+  return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+}
+
+static void store_cell(uint8_t *cell, const float *x, size dim, int kind) {
+  if (kind == F32) {
     memcpy(cell, x, 4 * dim);
+    return;
+  }
+  if (kind == E4M3) {
+    for (size i = 0; i < dim; i += 8) {
+      const __m256i codes = to_e4m3(_mm256_loadu_ps(x + i));
+      const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+      _mm_storel_epi64((__m128i *)(cell + i), _mm_packus_epi16(words, words));
+    }
     return;
   }
   float largest = 0;
@@ -506,34 +542,35 @@ typedef struct {
   const float *k, *v;
   const int64_t *blocks, *offsets;
   size block_bytes, stride, kv_heads, block_tokens, dim;
-  int int8;
+  int kind;
   cut tokens;
 } storing;
 
 static void store_tokens(const void *job, int64_t part, int worker) {
   const storing *own = job;
-  const size dim = own->dim, cell = cell_bytes(dim, own->int8);
+  const size dim = own->dim, cell = cell_bytes(dim, own->kind);
   for (size t = part * own->tokens.each; t < end_of(own->tokens, part); t++)
     for (size h = 0; h < own->kv_heads; h++) {
       uint8_t *at = own->layer + own->blocks[t] * own->block_bytes + (h * own->block_tokens + own->offsets[t]) * cell;
-      store_cell(at, own->k + t * own->stride + h * dim, dim, own->int8);
-      store_cell(at + own->kv_heads * own->block_tokens * cell, own->v + t * own->stride + h * dim, dim, own->int8);
+      store_cell(at, own->k + t * own->stride + h * dim, dim, own->kind);
+      store_cell(at + own->kv_heads * own->block_tokens * cell, own->v + t * own->stride + h * dim, dim, own->kind);
     }
 }
 
 /* k, v [tokens, kv_heads, dim], tokens `stride` apart → the pool [block][2 · kv_heads][block_tokens] cells, at `layer`,
    whose blocks lie block_bytes apart. blocks, offsets [tokens]: where each token's cells are. */
 void tandem_store_kv(uint8_t *layer, size block_bytes, const float *k, const float *v, size stride, const int64_t *blocks,
-                     const int64_t *offsets, size tokens, size kv_heads, size block_tokens, size dim, int int8,
+                     const int64_t *offsets, size tokens, size kv_heads, size block_tokens, size dim, int kind,
                      int threads) {
-  const storing job = {layer, k, v, blocks, offsets, block_bytes, stride, kv_heads, block_tokens, dim, int8,
+  const storing job = {layer, k, v, blocks, offsets, block_bytes, stride, kv_heads, block_tokens, dim, kind,
                        cut_for(tokens, threads)};
   share(threads_for(tokens * kv_heads * dim, threads), parts_of(job.tokens), store_tokens, &job);
 }
 
-INLINE __m256 cell8(const uint8_t *cell, size i, int int8) {
-  if (!int8) return _mm256_loadu_ps((const float *)cell + i);
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(cell + i))));
+INLINE __m256 cell8(const uint8_t *cell, size i, int kind) {
+  if (kind == F32) return _mm256_loadu_ps((const float *)cell + i);
+  const __m128i bytes = _mm_loadl_epi64((const __m128i *)(cell + i));
+  return kind == E4M3 ? from_e4m3(bytes) : _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
 }
 
 INLINE float cell_scale(const uint8_t *cell, size dim) {
@@ -570,41 +607,41 @@ typedef struct {
 } tile;
 
 /* Eight keys side by side, which become the tile's from `at` on. */
-INLINE void pack_keys(const uint8_t *cells, float *keys, size at, size dim, const int int8) {
-  const size cell = cell_bytes(dim, int8);
+INLINE void pack_keys(const uint8_t *cells, float *keys, size at, size dim, const int kind) {
+  const size cell = cell_bytes(dim, kind);
   float *to = keys + at / PANEL * dim * PANEL + at % PANEL, scales[8];
-  for (int j = 0; int8 && j < 8; j++) scales[j] = cell_scale(cells + j * cell, dim);
+  for (int j = 0; kind == INT8 && j < 8; j++) scales[j] = cell_scale(cells + j * cell, dim);
   for (size i = 0; i < dim; i += 8) {
     __m256 rows[8];
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) rows[j] = cell8(cells + j * cell, i, int8);
+    for (int j = 0; j < 8; j++) rows[j] = cell8(cells + j * cell, i, kind);
     transpose8(rows);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++)
-      _mm256_storeu_ps(to + (i + j) * PANEL, int8 ? _mm256_mul_ps(rows[j], _mm256_loadu_ps(scales)) : rows[j]);
+      _mm256_storeu_ps(to + (i + j) * PANEL, kind == INT8 ? _mm256_mul_ps(rows[j], _mm256_loadu_ps(scales)) : rows[j]);
   }
 }
 
 /* One value, which becomes the tile's number `at`. */
-INLINE void pack_value(const uint8_t *cell, float *values, size at, size dim, const int int8) {
-  const __m256 scale = _mm256_set1_ps(int8 ? cell_scale(cell, dim) : 1.0f);
+INLINE void pack_value(const uint8_t *cell, float *values, size at, size dim, const int kind) {
+  const __m256 scale = _mm256_set1_ps(kind == INT8 ? cell_scale(cell, dim) : 1.0f);
   for (size i = 0; i < dim; i += 8) {
-    const __m256 part = cell8(cell, i, int8);
-    _mm256_storeu_ps(values + (i / PANEL * KEYS + at) * PANEL + i % PANEL, int8 ? _mm256_mul_ps(part, scale) : part);
+    const __m256 part = cell8(cell, i, kind), whole = kind == INT8 ? _mm256_mul_ps(part, scale) : part;
+    _mm256_storeu_ps(values + (i / PANEL * KEYS + at) * PANEL + i % PANEL, whole);
   }
 }
 
 /* The keys and values [first, end) of the tile that begins at `base`. Others count as zero: nobody sees them, and what
    lies there may be no number. `keys`: of this head in block 0; values lie v_offset behind. */
 INLINE void fill_tile(tile to, const uint8_t *keys, size block_bytes, size v_offset, const int64_t *table,
-                      size block_tokens, size dim, size base, size first, size end, const int int8) {
-  const size cell = cell_bytes(dim, int8);
+                      size block_tokens, size dim, size base, size first, size end, const int kind) {
+  const size cell = cell_bytes(dim, kind);
   for (size j = first / 8 * 8; j < end; j += 8) {
     const uint8_t *cells = keys + table[j / block_tokens] * block_bytes + j % block_tokens * cell;
-    pack_keys(cells, to.keys, j - base, dim, int8);
+    pack_keys(cells, to.keys, j - base, dim, kind);
     for (size i = j; i < j + 8; i++) {
       if (i >= first && i < end)
-        pack_value(cells + v_offset + (i - j) * cell, to.values, i - base, dim, int8);
+        pack_value(cells + v_offset + (i - j) * cell, to.values, i - base, dim, kind);
       else
         for (size c = 0; c < dim; c += 8)
           _mm256_storeu_ps(to.values + (c / PANEL * KEYS + i - base) * PANEL + c % PANEL, _mm256_setzero_ps());
@@ -710,14 +747,14 @@ typedef struct {
   float *scratch, *out;
   size block_bytes, q_stride, width, item_count, heads, kv_heads, block_tokens, dim, window, room;
   float scale, softcap;
-  int int8;
+  int kind;
 } attention;
 
 /* One run of tokens of one request over one KV head. */
 static void attend_item(const void *job, int64_t item, int worker) {
   const attention *own = job;
   const size dim = own->dim, wide = (dim + PANEL - 1) / PANEL * PANEL, heads = own->heads, window = own->window;
-  const size per_kv = heads / own->kv_heads, head_bytes = own->block_tokens * cell_bytes(dim, own->int8);
+  const size per_kv = heads / own->kv_heads, head_bytes = own->block_tokens * cell_bytes(dim, own->kind);
   const size h = item / own->item_count, begin = own->items[item % own->item_count];
   const size rows = (own->items[item % own->item_count + 1] - begin) * per_kv;
   const size low = own->positions[begin], high = low + rows / per_kv - 1;
@@ -739,10 +776,12 @@ static void attend_item(const void *job, int64_t item, int worker) {
   for (size base = first / KEYS * KEYS; base <= high; base += KEYS) {
     const size from = first > base ? first : base, end = high + 1 < base + KEYS ? high + 1 : base + KEYS;
     const size v_bytes = own->kv_heads * head_bytes;
-    if (own->int8)
-      fill_tile(with, keys, own->block_bytes, v_bytes, table, own->block_tokens, dim, base, from, end, 1);
-    else
-      fill_tile(with, keys, own->block_bytes, v_bytes, table, own->block_tokens, dim, base, from, end, 0);
+#define FILL(kind)                                                                                               \
+  case kind:                                                                                                     \
+    fill_tile(with, keys, own->block_bytes, v_bytes, table, own->block_tokens, dim, base, from, end, kind);      \
+    break;
+    switch (own->kind) { FILL(F32) FILL(INT8) FILL(E4M3) }
+#undef FILL
     meet_all(each, rows, asked, with, scores, sums, base, from, end, dim, wide, own->softcap);
   }
   for (size r = 0; r < rows; r++) {
@@ -761,8 +800,8 @@ static void attend_item(const void *job, int64_t item, int worker) {
 void tandem_attend(const uint8_t *layer, size block_bytes, const float *q, size q_stride, const int64_t *tables,
                    size width, const int64_t *table_of, const int64_t *positions, const int64_t *items,
                    size item_count, size heads, size kv_heads, size block_tokens, size dim, size window, float scale,
-                   float softcap, int int8, float *scratch, size room, float *out, int threads) {
+                   float softcap, int kind, float *scratch, size room, float *out, int threads) {
   const attention job = {layer, q, tables, table_of, positions, items, scratch, out, block_bytes, q_stride, width,
-                         item_count, heads, kv_heads, block_tokens, dim, window, room, scale, softcap, int8};
+                         item_count, heads, kv_heads, block_tokens, dim, window, room, scale, softcap, kind};
   share(threads, item_count * kv_heads, attend_item, &job);
 }

@@ -18,6 +18,7 @@ SOURCE: Final = Path(__file__).with_name("kernels.c")
 PANEL: Final = 16  # outputs that lie side by side in a packed matrix
 GROUP: Final = 32  # inputs of an int4 matrix that share a scale and a least value
 LANES: Final = 8  # fp32 numbers of a vector
+CELL_KINDS: Final = {"float32": 0, "int8": 1, "float8_e4m3": 2}  # of KV pools, by their dtype
 _QUERIES: Final = 96  # of one KV head, for which keys are read once
 _KEYS: Final = 64  # that they meet at a time
 _QUERY_FLOATS: Final = 8  # what the kernel notes of a query
@@ -77,14 +78,15 @@ class PackedFloat32:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """One layer of a rank's KV pool, as bytes: where it begins, how far its blocks lie apart and how they are cut."""
+    """One layer of a rank's KV pool, as bytes: where it begins, how far its blocks lie apart and how they are cut.
+    `dtype`: one of CELL_KINDS."""
 
     address: int
     block_bytes: int
     kv_heads: int
     block_tokens: int
     head_dim: int
-    int8: bool
+    dtype: str
 
 
 class Kernels:
@@ -242,7 +244,7 @@ class Kernels:
             k = k.contiguous()
         self._c.tandem_store_kv(
             cells.address, cells.block_bytes, k.data_ptr(), v.data_ptr(), k.stride(0), blocks.data_ptr(),
-            offsets.data_ptr(), k.shape[0], cells.kv_heads, cells.block_tokens, cells.head_dim, int(cells.int8),
+            offsets.data_ptr(), k.shape[0], cells.kv_heads, cells.block_tokens, cells.head_dim, CELL_KINDS[cells.dtype],
             self._threads,
         )  # fmt: skip
 
@@ -279,7 +281,7 @@ class Kernels:
         self._c.tandem_attend(
             cells.address, cells.block_bytes, q.data_ptr(), q.stride(0), tables.data_ptr(), tables.shape[1],
             table_of.data_ptr(), positions.data_ptr(), items.data_ptr(), items.shape[0] - 1, heads, cells.kv_heads,
-            cells.block_tokens, head_dim, window or 0, scale, softcap or 0.0, int(cells.int8),
+            cells.block_tokens, head_dim, window or 0, scale, softcap or 0.0, CELL_KINDS[cells.dtype],
             self._scratch.data_ptr(), room, out.data_ptr(), self._threads,
         )  # fmt: skip
         return out

@@ -11,18 +11,24 @@ import torch
 
 from tandem.engine.decode_graphs import CudaRecorder
 from tandem.engine.factory import Rank
+from tandem.engine.kv_pool import DTYPES
 from tandem.engine.paged_check import fault, plain_attention
 from tandem.engine.paged_kernels import PagedPath, kernels_there
 from tandem.engine.testing import EngineDriver, single_rank
+from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import AttentionTerms
+from tandem.model.device_matrices import checked_rows, quantised_rows
 from tandem.model.device_ops import choose_ops
+from tandem.model.fp8 import FP8, narrowed
 from tandem.model.ops import TORCH_OPS
 from tandem.request import SamplingParams
 from tandem.testing import random_prompt, write_tiny_llama
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda:0")
+KNOWS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+NEEDS_ADA = "fp8 needs a GPU of compute capability 8.9"
 VOCAB = 300
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 SEEDED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=12)
@@ -56,15 +62,19 @@ def answers(rank: Rank, count: int) -> dict[str, list[int]]:
     return driver.tokens
 
 
+@pytest.mark.parametrize("pool", ["auto", "float8_e4m3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("page", [8, 16, 128])
 @pytest.mark.parametrize(("kv_heads", "heads", "head_dim"), [(8, 32, 128), (1, 7, 64), (2, 6, 96), (1, 4, 256)])
 def test_every_kernel_there_is_computes_what_it_should(
-    dtype: torch.dtype, page: int, kv_heads: int, heads: int, head_dim: int
+    dtype: torch.dtype, pool: str, page: int, kv_heads: int, heads: int, head_dim: int
 ) -> None:
-    layout = KvPoolLayout(1, 1, kv_heads, page, head_dim, "bfloat16")
+    if pool != "auto" and not KNOWS_FP8:
+        pytest.skip(NEEDS_ADA)
+    layout = KvPoolLayout(1, 1, kv_heads, page, head_dim, "bfloat16" if pool == "auto" else pool)
     terms = AttentionTerms(heads, head_dim**-0.5, None, (None, 24, 1000))
-    found = {name: fault(kernel, layout, terms, dtype, CUDA) for name, kernel in kernels_there(CUDA)}
+    there = kernels_there(CUDA, DTYPES[layout.dtype])
+    found = {name: fault(kernel, layout, terms, dtype, CUDA) for name, kernel in there}
     assert found
     assert not any(found.values()), found
 
@@ -112,3 +122,52 @@ def test_in_half_precision_steps_are_recorded_and_nearly_agree_with_gathered_blo
     ours, theirs = answers(chosen, 9), answers(plain, 9)
     same = [ours[name][:6] == theirs[name][:6] for name in ours]
     assert sum(same) >= 6
+
+
+def test_fp8_is_rounded_as_on_a_cpu() -> None:
+    x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)) * 100
+    x[:4] = torch.tensor([1e9, -torch.inf, torch.nan, 2**-10])
+    assert torch.equal(narrowed(x.cuda()).cpu().view(torch.uint8), narrowed(x).view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "weights", ["int8", pytest.param("fp8", marks=pytest.mark.skipif(not KNOWS_FP8, reason=NEEDS_ADA))]
+)
+def test_inputs_are_quantised_by_triton_as_by_torch(weights: str) -> None:
+    dtype = FP8 if weights == "fp8" else torch.int8
+    ours = checked_rows(dtype, CUDA, torch.bfloat16)
+    assert ours is not quantised_rows
+    x = torch.randn(40, 1520, device=CUDA, dtype=torch.bfloat16)
+    x[3] = 0
+    (values, scales), (expected, right) = ours(x, dtype), quantised_rows(x, dtype)
+    torch.testing.assert_close(scales, right)
+    assert (values.float() != expected.float()).float().mean() < 1e-3  # ties, and a division that is a bit off
+
+
+@pytest.mark.skipif(KNOWS_FP8 or not torch.cuda.is_available(), reason="of GPUs before Ada")
+def test_fp8_weights_are_refused_by_what_has_none(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"compute capability 8\.9 or more") as refused:
+        single_rank(model_dir, tmp_path / "r", weights="fp8", **FLOAT32 | {"dtype": "bfloat16"})
+    assert refused.value.field == "engine.weights"
+
+
+@pytest.mark.skipif(not KNOWS_FP8, reason=NEEDS_ADA)
+@pytest.mark.parametrize(
+    "options", [{"kv_dtype": "fp8"}, {"weights": "fp8"}, {"weights": "int8"}, {"weights": "fp8", "kv_dtype": "fp8"}]
+)
+def test_quantised_steps_are_recorded_and_score_prompts_much_as_full_precision_does(
+    model_dir: Path, tmp_path: Path, options: dict[str, str]
+) -> None:
+    half, sampling = FLOAT32 | {"dtype": "bfloat16"}, replace(GREEDY, prompt_logprobs=0)
+    found = []
+    for own in ({}, options):
+        rank = single_rank(model_dir, tmp_path / "r", **half | own)
+        assert rank.runner.graphs is not None
+        driver = EngineDriver(rank.engine)
+        for number in range(9):
+            driver.add(str(number), random_prompt(10 + 30 * number, VOCAB, number), sampling)
+        driver.run()
+        assert driver.at_rest()
+        assert all(len(tokens) == GREEDY.max_tokens for tokens in driver.tokens.values())
+        found.append(torch.tensor([token.logprob for name in sorted(driver.scores) for token in driver.scores[name]]))
+    assert 0 < (found[0] - found[1]).abs().mean() < 0.15 * found[0].abs().mean()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config import EngineSpec, TlsSpec, TransportKind
+from tandem.config import EngineSpec, TlsSpec, TransportKind, WireDtype
 from tandem.engine.testing import EngineDriver, single_rank
 from tandem.request import SamplingParams
 from tandem.testing import random_prompt, write_tiny_llama
@@ -82,22 +82,29 @@ async def test_through_an_encrypted_handoff(
         assert {link.transport for link in (await live.prefill.state()).links} == {"tcp"}
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp", "transport"), [(1, 2, MAPPED), (2, 1, TCP)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "cell_bytes", "prefill_tp", "decode_tp", "transport"),
+    [("int8", 20, 1, 2, MAPPED), ("int8", 20, 2, 1, TCP), ("fp8", 16, 1, 2, TCP), ("fp8", 16, 2, 1, GROUP)],
+)
 async def test_quantised_weights_and_kv_through_a_handoff(
-    pair: Any, tiny: Path, tmp_path: Path, prefill_tp: int, decode_tp: int, transport: TransportKind
-) -> None:
-    """As one process alone answers; values and scales cross as they lie, in 20 bytes a token and head instead of 64."""
-    hand, quantised = HandRouter(), {"weights": "int8", "kv_dtype": "int8"}
+    pair: Any, tiny: Path, tmp_path: Path, kv_dtype: str, cell_bytes: int, prefill_tp: int, decode_tp: int,
+    transport: TransportKind,
+) -> None:  # fmt: skip
+    """As one process alone answers; blocks cross as they lie, a token of a head in `cell_bytes` instead of 64, also
+    where links would make int8 of wider ones."""
+    hand, quantised = HandRouter(), {"weights": "int8", "kv_dtype": kv_dtype}
     alone = EngineDriver(single_rank(tiny, tmp_path / "alone", **quantised).engine)
     for length in LENGTHS:
         alone.add(str(length), prompt(length), SEEDED)
     alone.run()
     engine = ENGINE.model_copy(update=quantised)
-    async with pair(tiny, prefill_tp=prefill_tp, decode_tp=decode_tp, transport=transport, engine=engine) as live:
+    async with pair(
+        tiny, prefill_tp=prefill_tp, decode_tp=decode_tp, transport=transport, engine=engine, wire_dtype=WireDtype.INT8
+    ) as live:
         for length in LENGTHS:
             answer = await hand.handoff(live.prefill, live.decode, prompt(length), SEEDED)
             assert answer.tokens == alone.tokens[str(length)], length
-            assert answer.kv_bytes == length * 2 * 2 * 2 * 20  # layers, K and V, KV heads
+            assert answer.kv_bytes == length * 2 * 2 * 2 * cell_bytes  # layers, K and V, KV heads
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ from planner.traces.synthetic import LengthSpec, synthetic_trace
 from tandem.errors import InputError
 
 
-def planned(layout: Layout, model: str, device: str) -> tuple[Plan, Hardware]:
+def planned(layout: Layout, model: str, device: str, element_bytes: float = 2.0) -> tuple[Plan, Hardware]:
     """A plan that came to `layout`."""
-    hardware = Hardware(find_model(model), find_device(device))
+    hardware = Hardware(find_model(model, element_bytes=element_bytes), find_device(device))
     traffic = synthetic_trace(60, Gamma(0.1), LengthSpec(50, 0.1, 100), LengthSpec(5, 0.1, 10), seed=1)
     goal = Goal(Slo(ttft_s=100.0), max_devices=max(hardware.widths()[0], 1), step_tokens=(2048,))
     plan = make_plan(traffic, hardware, goal, Means(effort=Effort(requests=50, per_price=1, finalists=1)))
@@ -60,6 +60,17 @@ def test_planned_values_render_as_they_are(
     assert main["image"].split(":")[0].endswith("tandem" if device == "cpu" else "tandem-cuda")
     assert main["resources"]["limits"].get("nvidia.com/gpu", 0) == (0 if device == "cpu" else min(8, layout.devices))
     assert (("Deployment", "test-tandem-valkey") in manifests) == (pods > 1)
+
+
+@pytest.mark.parametrize(("device", "weights"), [("h100", "fp8"), ("cpu", "int8")])
+def test_a_plan_of_one_byte_an_element_is_served_in_as_many(device: str, weights: str) -> None:
+    plan, hardware = planned(Layout(1, 1, 1, 1, 2048), "llama-3-8b", device, element_bytes=1.0)
+    text = helm_values(plan, hardware, "meta-llama/Meta-Llama-3-8B-Instruct")
+    engine = yaml.safe_load(text)["cluster"]["models"][0]["engine"]
+    assert (engine["weights"], engine["kv_dtype"]) == (weights, "fp8")
+    assert "# Each pod pulls 16 GB" in text, "the checkpoint is no smaller"
+    wider = yaml.safe_load(helm_values(*planned(Layout(1, 1, 1, 1, 2048), "llama-3-8b", "h100"), "/models/m"))
+    assert not {"weights", "kv_dtype"} & wider["cluster"]["models"][0]["engine"].keys()
 
 
 def test_weights_from_a_hub_find_room_and_a_token_for_them(render: Callable[..., Any], tmp_path: Path) -> None:

@@ -60,7 +60,11 @@ def answers(rank: Rank, prompts: dict[str, list[int]]) -> EngineDriver:
     return driver
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8", "batch_invariant": True}], ids=["fp32", "int8 KV"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kv_dtype": "int8", "batch_invariant": True}, {"kv_dtype": "fp8", "batch_invariant": True}],
+    ids=["fp32", "int8 KV", "fp8 KV"],
+)
 def test_a_second_pass_over_more_prompts_than_the_pool_holds_finds_them_all(
     make: Callable[..., Rank], options: dict[str, Any]
 ) -> None:

@@ -82,7 +82,7 @@ def test_a_mixed_step_attends_as_torch_does(shape: Shape, window: int | None, so
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3"])
 @pytest.mark.parametrize(("window", "softcap"), WINDOWS_AND_CAPS)
 def test_a_token_attends_alike_alone_and_in_a_mixed_step(
     shape: Shape, dtype: str, window: int | None, softcap: float | None

@@ -26,6 +26,7 @@ from tests.conftest import write_family
 
 CPU = torch.device("cpu")
 LAYOUT = KvPoolLayout(num_blocks=8, layers=1, kv_heads=2, block_tokens=16, head_dim=16, dtype="bfloat16")
+FP8_LAYOUT = replace(LAYOUT, dtype="float8_e4m3")
 TERMS = AttentionTerms(heads=6, scale=0.25, softcap=None, windows=(None, 24))
 
 
@@ -42,6 +43,7 @@ def test_the_plain_way_is_right_by_definition_and_wrong_ones_are_found() -> None
         raise RuntimeError("out of shared memory")
 
     assert fault(plain_attention, LAYOUT, TERMS, torch.float32, CPU) is None
+    assert fault(plain_attention, FP8_LAYOUT, TERMS, torch.bfloat16, CPU) is None
     assert "differ" in str(fault(forgets_the_window, LAYOUT, TERMS, torch.float32, CPU))
     assert "differ" in str(fault(leaves_a_row_out, LAYOUT, TERMS, torch.float32, CPU))
     assert fault(cannot, LAYOUT, TERMS, torch.float32, CPU) == "RuntimeError: out of shared memory"
@@ -66,8 +68,8 @@ from tandem.engine.paged_check import fault
 from tandem.engine.triton_attention import TritonAttention
 from tests.unit.engine.test_paged_kernels import CPU, LAYOUT, TERMS
 
-processors, page, kv_heads, heads, head_dim = map(int, sys.argv[1:])
-layout = replace(LAYOUT, block_tokens=page, kv_heads=kv_heads, head_dim=head_dim)
+processors, page, kv_heads, heads, head_dim = map(int, sys.argv[2:])
+layout = replace(LAYOUT, block_tokens=page, kv_heads=kv_heads, head_dim=head_dim, dtype=sys.argv[1])
 print(fault(TritonAttention(processors), layout, replace(TERMS, heads=heads), torch.float32, CPU))
 """
 
@@ -75,12 +77,18 @@ print(fault(TritonAttention(processors), layout, replace(TERMS, heads=heads), to
 @pytest.mark.soak_only  # half a minute each
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton comes with torch for GPUs")
 @pytest.mark.parametrize(
-    "sizes",  # the GPU's processors, and of the pool tokens of a block, KV heads, query heads, dimensions
-    [(132, 16, 2, 6, 16), (1, 8, 1, 4, 24), (20, 128, 2, 2, 32), (132, 32, 1, 1, 160)],
+    ("dtype", "sizes"),  # of the pool; the GPU's processors, tokens of a block, KV heads, query heads, dimensions
+    [
+        ("float32", (132, 16, 2, 6, 16)),
+        ("float32", (1, 8, 1, 4, 24)),
+        ("float32", (20, 128, 2, 2, 32)),
+        ("float32", (132, 32, 1, 1, 160)),
+        ("float8_e4m3", (132, 16, 2, 6, 24)),
+    ],
 )
-def test_the_triton_kernel_is_right(sizes: tuple[int, ...]) -> None:
+def test_the_triton_kernel_is_right(dtype: str, sizes: tuple[int, ...]) -> None:
     """By Triton's interpreter, which knows no products in half precision."""
-    command = [sys.executable, "-W", "ignore", "-c", INTERPRETED, *map(str, sizes)]
+    command = [sys.executable, "-W", "ignore", "-c", INTERPRETED, dtype, *map(str, sizes)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     if "only 0-dimensional arrays" in done.stdout:
@@ -95,9 +103,10 @@ def model_of(rank: Rank) -> Decoder:
 def test_models_no_paged_kernel_takes_are_refused_with_the_reason(tmp_path: Path) -> None:
     capped = model_of(single_rank(write_family(tmp_path / "gemma2", "gemma2"), tmp_path / "c"))
     plain = model_of(single_rank(write_family(tmp_path / "mistral", "mistral"), tmp_path / "p"))
-    assert refusal(plain, LAYOUT) is None
-    assert refusal(capped, LAYOUT) == "the model caps its scores"
-    assert "float32" in str(refusal(plain, replace(LAYOUT, dtype="float32")))
-    assert "int8" in str(refusal(plain, replace(LAYOUT, dtype="int8")))
-    assert "20 dimensions" in str(refusal(plain, replace(LAYOUT, head_dim=20)))
-    assert choose_paged_path(plain, LAYOUT, CPU) is None
+    assert refusal(plain, LAYOUT, torch.bfloat16) is None
+    assert refusal(plain, FP8_LAYOUT, torch.float16) is None
+    assert refusal(capped, LAYOUT, torch.bfloat16) == "the model caps its scores"
+    assert "float32" in str(refusal(plain, replace(LAYOUT, dtype="float32"), torch.float32))
+    assert "int8" in str(refusal(plain, replace(LAYOUT, dtype="int8"), torch.bfloat16))
+    assert "20 dimensions" in str(refusal(plain, replace(LAYOUT, head_dim=20), torch.bfloat16))
+    assert choose_paged_path(plain, LAYOUT, torch.bfloat16, CPU) is None

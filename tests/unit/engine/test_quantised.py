@@ -33,6 +33,7 @@ from tandem.native.check import checked_kernels
 from tandem.native.library import GROUP
 from tandem.request import SamplingParams
 from tandem.testing import random_prompt, write_tiny_llama
+from tests.conftest import write_family
 
 VOCAB = 320
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -41,6 +42,7 @@ MODES = {
     "int8 weights": {"weights": "int8"},
     "int4 weights": {"weights": "int4"},
     "int8 KV": {"kv_dtype": "int8"},
+    "fp8 KV": {"kv_dtype": "fp8"},
     "both": {"weights": "int8", "kv_dtype": "int8"},
     "fp32": {"batch_invariant": True},
 }
@@ -124,6 +126,7 @@ def test_every_family_answers_the_same_in_a_batch_in_chunks_handed_over_and_migr
     [
         "fp32",
         "both",
+        "fp8 KV",
         *(pytest.param(mode, marks=pytest.mark.soak_only) for mode in ("int8 weights", "int4 weights", "int8 KV")),
     ],
 )
@@ -142,10 +145,11 @@ def test_200_prompts_answer_the_same_alone_in_batches_and_shuffled(tmp_path: Pat
         assert scored(rank, prompts, order) == expected
 
 
-def logits(folder: Path, tp: TensorParallel, weights: Weights) -> Tensor:
-    """[60, vocab] of one prompt."""
+def logits(folder: Path, tp: TensorParallel, weights: Weights, *, by_torch: bool = False) -> Tensor:
+    """[60, vocab] of one prompt. `by_torch`: products as on a GPU."""
     config, kernels = ModelConfig.load(folder), checked_kernels(1)
-    model = load_model(folder, config, tp, "cpu", torch.float32, matrix=MatrixMaker(weights, kernels))
+    matrix = MatrixMaker(weights, None if by_torch else kernels)
+    model = load_model(folder, config, tp, "cpu", torch.float32, matrix=matrix)
     layout = KvPoolLayout(8, config.layers, config.rank_kv_heads(tp.size), 16, config.head_dim, "float32")
     prompt = random_prompt(60, VOCAB)
     step = SequenceStep(token_ids=prompt, start=0, blocks=[5, 2, 7, 1], samples=True)
@@ -156,20 +160,36 @@ def logits(folder: Path, tp: TensorParallel, weights: Weights) -> Tensor:
 
 @pytest.mark.parametrize("weights", [Weights.INT8, Weights.INT4])
 def test_quantised_weights_are_the_same_whole_and_split_over_two_ranks(family_dir: Path, weights: Weights) -> None:
+    whole = logits(family_dir, TensorParallel(), weights)
+    assert not torch.equal(whole, logits(family_dir, TensorParallel(), Weights.DENSE))
+    for each in split(family_dir, weights):
+        torch.testing.assert_close(each, whole, atol=5e-2, rtol=2e-3)
+        assert torch.equal(each.argmax(dim=-1), whole.argmax(dim=-1))
+
+
+def split(folder: Path, weights: Weights, *, by_torch: bool = False) -> list[Tensor]:
+    """The logits of each of two ranks."""
     store = dist.HashStore()
 
     def rank(number: int) -> Tensor:
         group = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=20))
-        return logits(family_dir, TensorParallel(number, 2, group), weights)  # type: ignore[arg-type]
+        tp = TensorParallel(number, 2, group)  # type: ignore[arg-type]
+        return logits(folder, tp, weights, by_torch=by_torch)
 
     with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(rank, range(2)))
+        return list(pool.map(rank, range(2)))
 
-    whole = logits(family_dir, TensorParallel(), weights)
-    assert not torch.equal(whole, logits(family_dir, TensorParallel(), Weights.DENSE))
-    for each in both:
-        torch.testing.assert_close(each, whole, atol=5e-2, rtol=2e-3)
-        assert torch.equal(each.argmax(dim=-1), whole.argmax(dim=-1))
+
+@pytest.mark.parametrize("weights", [Weights.INT8, Weights.FP8])
+def test_eight_bits_of_a_gpu_split_over_two_ranks_differ_less_than_they_do_from_full_precision(
+    tmp_path: Path, weights: Weights
+) -> None:
+    """Each rank quantises its own part of an input."""
+    folder = write_family(tmp_path / "m", "llama")
+    dense, whole = (logits(folder, TensorParallel(), each, by_torch=True) for each in (Weights.DENSE, weights))
+    first, second = split(folder, weights, by_torch=True)
+    assert torch.equal(first, second)
+    assert 0 < (first - whole).norm() < 0.7 * (whole - dense).norm() < 0.4 * dense.norm()
 
 
 def test_an_int8_product_is_that_of_the_widened_weights() -> None:
@@ -215,6 +235,7 @@ def test_ranks_that_cut_through_groups_of_int4_weights_are_refused(tmp_path: Pat
     ("options", "field", "said"),
     [
         ({"weights": "int8", "kernels": "torch"}, "engine.weights", "engine.kernels auto or native"),
+        ({"weights": "fp8"}, "engine.weights", "compute capability 8.9 or more; on a CPU: dense, int8 or int4"),
         ({"kv_dtype": "int8", "dtype": "bfloat16"}, "engine.kv_dtype", "device cpu and dtype float32"),
         ({"batch_invariant": True, "dtype": "bfloat16"}, "engine.batch_invariant", "dtype float32"),
         ({"kernels": "native", "dtype": "float16"}, "engine.kernels", "dtype float32"),
@@ -224,6 +245,16 @@ def test_what_cannot_be_is_refused_by_its_field(tmp_path: Path, options: dict[st
     with pytest.raises(ConfigError, match=said) as refused:
         single_rank(write_tiny_llama(tmp_path / "m"), tmp_path / "r", **options)
     assert refused.value.field == field
+
+
+def test_int4_on_a_gpu_is_refused_with_what_there_is() -> None:
+    layout = KvPoolLayout(8, 1, 1, 16, 16, "bfloat16")
+    spec = EngineSpec(device="cuda", dtype="bfloat16", weights="int4")
+    with pytest.raises(ConfigError, match="on a GPU: dense, int8 or fp8") as refused:
+        choose_kernels(spec, layout, 1)
+    assert refused.value.field == "engine.weights"
+    for weights in ("int8", "fp8"):
+        assert choose_kernels(spec.model_copy(update={"weights": weights}), layout, 1) is None
 
 
 def test_more_ranks_than_add_up_in_one_order_are_refused() -> None:

@@ -9,7 +9,9 @@ import pytest
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 
 
-@pytest.mark.parametrize(("dtype", "element_bytes"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
+@pytest.mark.parametrize(
+    ("dtype", "element_bytes"), [("float32", 4), ("bfloat16", 2), ("float16", 2), ("float8_e4m3", 1)]
+)
 def test_sizes_nest(dtype: str, element_bytes: int) -> None:
     layout = KvPoolLayout(num_blocks=5, layers=3, kv_heads=2, block_tokens=16, head_dim=8, dtype=dtype)
     assert layout.pool_bytes == math.prod(layout.shape) * element_bytes

@@ -12,7 +12,7 @@ from tandem.testing import write_tiny_llama
 
 @pytest.fixture(scope="module")
 def shape(tmp_path_factory: pytest.TempPathFactory) -> WorkShape:
-    return WorkShape.of(ModelConfig.load(write_tiny_llama(tmp_path_factory.mktemp("m"))), 4)
+    return WorkShape.of(ModelConfig.load(write_tiny_llama(tmp_path_factory.mktemp("m"))), weight_bytes=4, kv_bytes=4)
 
 
 def roofline(shape: WorkShape, *, flops: float, memory: float) -> RooflineCostModel:
@@ -42,9 +42,11 @@ def test_of_a_decode_step(shape: WorkShape) -> None:
 
 def test_parameters_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     config = ModelConfig.load(write_tiny_llama(tmp_path, vocab=320, hidden=64, layers=2, intermediate=128))
-    shape = WorkShape.of(config, 2)
+    shape = WorkShape.of(config, weight_bytes=2, kv_bytes=1)
     assert shape.head_params == 64 * 320
     assert shape.block_params == 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128)
+    assert shape.weights_bytes == 2 * (shape.block_params + shape.head_params)
+    assert shape.kv_token_bytes == 2 * 2 * 32  # K and V, layers
 
 
 def test_of_experts_only_the_chosen_ones_count() -> None:

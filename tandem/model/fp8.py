@@ -1,0 +1,16 @@
+"""fp8 in the form that GPUs multiply and KV pools hold: e4m3, from ±2^-9 to ±448, with NaN and without infinity."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+FP8: Final = torch.float8_e4m3fn
+LARGEST_FP8: Final = 448.0
+
+
+def narrowed(x: Tensor) -> Tensor:
+    """To the nearest, of two the even one; ±448 for what is larger. NaN stays NaN."""
+    return x.clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
