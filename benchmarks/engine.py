@@ -272,9 +272,9 @@ def overhead(bench: Bench) -> Iterator[Figure]:
     inside: list[float] = []
 
     def timed(part: Callable[..., T], sign: int) -> Callable[..., T]:
-        def run(*args: object) -> T:
+        def run(*args: object, **options: object) -> T:
             began = time.perf_counter()
-            output = part(*args)
+            output = part(*args, **options)
             inside[-1] += sign * (time.perf_counter() - began)
             return output
 
