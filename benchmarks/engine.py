@@ -86,6 +86,7 @@ class Bench:
     def rank(self, mode: str) -> Rank:
         if mode not in self._ranks:
             self._ranks[mode] = self.new_rank(mode, kv_blocks=self.sizes.kv_blocks)
+        torch.set_num_threads(self.threads if mode == "fp32" else 1)  # of the process: as `build_rank` has it
         return self._ranks[mode]
 
     def new_rank(self, mode: str, **options: object) -> Rank:

@@ -180,7 +180,8 @@ class WorkerSlot:
     def _start(self, launch: WorkerLaunch, rank: int) -> MemberStart:
         launch_file = f"{launch.run_dir}/launch.json"
         threads = str(self.model.spec.engine.threads_per_rank)
-        env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        # Torch's threads wait for work by spinning: for some 50 µs, no longer, others need the cores too.
+        env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "GOMP_SPINCOUNT": "1000"}
         processes = [
             ProcessSpec(
                 name=f"agent-{rank}",

@@ -98,6 +98,8 @@ def build_rank(
     model = load_model(
         model_dir, config, tp, device, DTYPES[spec.dtype], max_tokens=max_model_tokens, matrix=matrix
     )
+    if matrix.is_native:
+        torch.set_num_threads(1)  # more would wait for work, spinning, on cores that the kernels' threads need
     paged = paged or choose_paged_path(model, layout, DTYPES[spec.dtype], device)
     pool = KvPool(layout, device, spare=paged is not None)
     host = HostPool(slots, pool) if slots else None

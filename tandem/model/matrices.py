@@ -78,6 +78,10 @@ class MatrixMaker:
         return self.weights is not Weights.DENSE
 
     @property
+    def is_native(self) -> bool:
+        return self.kernels is not None and (self.quantises or self.batch_invariant)
+
+    @property
     def of_vocabulary(self) -> MatrixMaker:
         """For the vocabulary's matrix, of which nothing corrects an error any more. Native kernels keep more of inputs
         than eight bits."""
