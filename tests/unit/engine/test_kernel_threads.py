@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -64,16 +66,29 @@ def test_callers_at_the_same_time_do_not_disturb_each_other(product: Callable[[K
     assert not wrong
 
 
-def test_a_forked_process_has_helpers_of_its_own(product: Callable[[Kernels], Tensor]) -> None:
-    kernels = Kernels(threads=2)
-    alone = product(kernels)
-    child = os.fork()
-    if child == 0:
-        same = all(torch.equal(product(kernels), alone) for _ in range(ROUNDS // 10))
-        helped = len(os.listdir("/proc/self/task")) == 2
-        os._exit(0 if same and helped else 1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+FORK = """
+import os
+import sys
+import torch
+from tandem.native.library import Kernels
+
+kernels = Kernels(threads=2)
+x, values, scales = torch.randn(300, 66), torch.randint(-127, 128, (700, 66), dtype=torch.int8), torch.rand(700)
+matrix = kernels.pack_int8(values, scales)
+before = kernels.linear_int8(x, matrix, None)
+child = os.fork()
+if child == 0:
+    alone = len(os.listdir("/proc/self/task"))
+    same = all(torch.equal(kernels.linear_int8(x, matrix, None), before) for _ in range(30))
+    os._exit(0 if same and alone == 1 and len(os.listdir("/proc/self/task")) == 2 else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_has_helpers_of_its_own() -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", FORK], env=environment, timeout=60, check=False)
+    assert done.returncode == 0
 
 
 def test_helpers_leave_signals_to_the_interpreter(product: Callable[[Kernels], Tensor]) -> None:
