@@ -56,6 +56,7 @@ def trials(kernels: Kernels) -> Iterator[Trial]:
     yield Trial("linear_i4", kernels.linear_int4(x, kernels.pack_int4(fours, *of_groups), padded), exact)
     product = kernels.linear_float32(x, kernels.pack_float32(weight), padded)
     yield Trial("linear_f32", product, F.linear(x, weight, bias))
+    yield Trial("linear_dense", kernels.linear_dense(x, weight, bias), F.linear(x, weight, bias))
     norm = random(53)
     yield Trial("rms_norm", kernels.rms_norm(x, norm, 1e-5), F.rms_norm(x, (53,), norm, 1e-5))
     gates = random(3, 48)

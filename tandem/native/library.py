@@ -1,4 +1,4 @@
-"""The kernels of `kernels.c` over tensors. Each call checks what could read or write outside of a tensor."""
+"""The kernels of `kernels.c` and its headers over tensors. Each call checks what could read or write outside of a tensor."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ _SIGNATURES: Final = {
     "pack_f32": "ppii",
     "linear_quantised": "piiippppipppft",
     "linear_f32": "piipppit",
+    "linear_dense": "piipppit",
     "rms_norm": "pippiift",
     "gated": "ppiitt",
     "rotate": "pippiiiit",
@@ -188,6 +189,19 @@ class Kernels:
             x.data_ptr(), x.shape[0], matrix.inputs, matrix.packed.data_ptr(),
             _address(bias), out.data_ptr(), matrix.outputs, self._threads,
         )  # fmt: skip
+        return out
+
+    def linear_dense(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same with a matrix as torch keeps it, contiguous fp32 [outputs, inputs], and its bias fp32 [outputs]. For
+        few rows: it goes through all of them for every few outputs."""
+        outputs, inputs = weight.shape
+        x = _floats(x, inputs)
+        if weight.dtype != torch.float32 or not weight.is_contiguous():
+            raise InternalError(f"linear_dense: expected a contiguous fp32 matrix, got {weight.dtype}")
+        out = torch.empty(x.shape[0], outputs)
+        self._c.tandem_linear_dense(
+            x.data_ptr(), x.shape[0], inputs, weight.data_ptr(), _address(bias), out.data_ptr(), outputs, self._threads
+        )
         return out
 
     def padded_bias(self, bias: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
    parts that one has begun. So a helper without a core costs its help; at a barrier it would cost the caller its time
    too. Parts must not depend on each other, nor on who does them. */
 
+#pragma once
+
 #include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>

@@ -1,0 +1,356 @@
+/* Products with matrices: int8 and int4, packed fp32, and fp32 as torch keeps it for few rows. */
+
+#pragma once
+
+#include "vectors.h"
+
+/* Rows of a tile: as equal as can be, at most MOST_ROWS. */
+INLINE size tile_end(size rows, size tiles, size tile) { return rows * (tile + 1) / tiles; }
+
+INLINE size rows_of_block(size row_bytes) {
+  const size rows = ROW_BYTES / row_bytes / MOST_ROWS * MOST_ROWS;
+  return rows < MOST_ROWS ? MOST_ROWS : rows;
+}
+
+/* w int8 [outputs, k] in rows → [outputs / PANEL][k / 2][PANEL][2], k even, outputs a multiple of PANEL. */
+void tandem_pack_i8(const int8_t *w, int8_t *packed, size outputs, size k) {
+  for (size o = 0; o < outputs; o++)
+    for (size i = 0; i < k; i++) packed[(o / PANEL * (k / 2) + i / 2) * 2 * PANEL + o % PANEL * 2 + i % 2] = w[o * k + i];
+}
+
+/* A panel's weights for a group of inputs, each worth least + scale * (0 to 15). A byte of `pairs` holds what output
+   number / 2 (low) and 8 + number / 2 (high) do with input number % 2 of its pair. */
+typedef struct {
+  uint16_t scale[PANEL], least[PANEL]; /* fp16 */
+  uint8_t pairs[GROUP / 2][PANEL];
+} GroupI4;
+
+/* w uint8 [outputs, k] of 0 to 15, scale and least fp16 [outputs, k / GROUP] → [outputs / PANEL][k / GROUP] of GroupI4;
+   k a multiple of GROUP, outputs of PANEL. */
+void tandem_pack_i4(const uint8_t *w, const uint16_t *scale, const uint16_t *least, GroupI4 *packed, size outputs,
+                    size k) {
+  const size groups = k / GROUP;
+  for (size p = 0; p < outputs / PANEL; p++)
+    for (size g = 0; g < groups; g++, packed++) {
+      for (size o = 0; o < PANEL; o++) {
+        packed->scale[o] = scale[(p * PANEL + o) * groups + g];
+        packed->least[o] = least[(p * PANEL + o) * groups + g];
+      }
+      for (size i = 0; i < GROUP / 2; i++)
+        for (size b = 0; b < PANEL; b++) {
+          const uint8_t *low = w + (p * PANEL + b / 2) * k + g * GROUP + 2 * i + b % 2;
+          packed->pairs[i][b] = (uint8_t)(low[0] | low[PANEL / 2 * k] << 4);
+        }
+    }
+}
+
+/* w [outputs, k] in rows → [outputs / PANEL][k][PANEL]. */
+void tandem_pack_f32(const float *w, float *packed, size outputs, size k) {
+  for (size o = 0; o < outputs; o++)
+    for (size i = 0; i < k; i++) packed[(o / PANEL * k + i) * PANEL + o % PANEL] = w[o * k + i];
+}
+
+/* One row as int16 within ±most, padded to `wide`; returns what one unit is worth. */
+static float quantise_row(const float *x, int16_t *q, size k, size wide, float most) {
+  __m256 top = _mm256_setzero_ps(), odd = _mm256_setzero_ps();
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  size i = 0;
+  for (; i + 8 <= k; i += 8) {
+    const __m256 v = _mm256_loadu_ps(x + i);
+    top = _mm256_max_ps(_mm256_andnot_ps(sign, v), top);
+    odd = _mm256_or_ps(odd, _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  }
+  float largest = _mm256_movemask_ps(odd) ? NAN : max8(top);
+  for (; i < k; i++) largest = fabsf(x[i]) <= largest ? largest : fabsf(x[i]);
+  const float factor = largest > 0 ? most / largest : 0.0f;
+  const __m256 by = _mm256_set1_ps(factor);
+  for (i = 0; i + 8 <= k; i += 8) {
+    __m256i v = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), by));
+    _mm_storeu_si128((__m128i *)(q + i), _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)));
+  }
+  for (; i < k; i++) q[i] = (int16_t)lrintf(x[i] * factor);
+  memset(q + k, 0, (wide - k) * sizeof *q);
+  return isfinite(largest) ? largest / most : NAN; /* what is no number stays visible */
+}
+
+INLINE void tile_i8(const int rows, const int16_t *x, const float *x_scale, const int8_t *w, const float *w_scale,
+                    const float *bias, float *out, size k, size stride, size columns) {
+  __m256i sums[MOST_ROWS][2];
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
+  for (size i = 0; i < k; i += 2, w += 2 * PANEL) {
+    const __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)w));
+    const __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(w + 16)));
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+      int32_t pair;
+      memcpy(&pair, x + r * k + i, 4);
+      const __m256i both = _mm256_set1_epi32(pair);
+      const __m256i part0 = _mm256_madd_epi16(both, w0), part1 = _mm256_madd_epi16(both, w1);
+      /* By hand, for gcc moves every sum to another register and back: 40 instead of 67 billion products a second. */
+      __asm__("vpaddd %1, %0, %0" : "+x"(sums[r][0]) : "x"(part0));
+      __asm__("vpaddd %1, %0, %0" : "+x"(sums[r][1]) : "x"(part1));
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++) {
+    float values[PANEL];
+    for (int half = 0; half < 2; half++) {
+      __m256 scale = _mm256_mul_ps(_mm256_loadu_ps(w_scale + 8 * half), _mm256_set1_ps(x_scale[r]));
+      __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(sums[r][half]), scale);
+      if (bias) value = _mm256_add_ps(value, _mm256_loadu_ps(bias + 8 * half));
+      _mm256_storeu_ps(values + 8 * half, value);
+    }
+    memcpy(out + r * stride, values, columns * sizeof(float));
+  }
+}
+
+static void sum_groups(const int16_t *q, float *sums, size groups) {
+  for (size g = 0; g < groups; g++, q += GROUP) {
+    int32_t sum = 0;
+    for (size i = 0; i < GROUP; i++) sum += q[i];
+    sums[g] = (float)sum; /* exact: below 2^24 */
+  }
+}
+
+/* x_sums [rows, groups]: of each group of x. */
+INLINE void tile_i4(const int rows, const int16_t *x, const float *x_scale, const float *x_sums, const GroupI4 *w,
+                    const float *bias, float *out, size k, size stride, size columns) {
+  const size groups = k / GROUP;
+  const __m256i low = _mm256_set1_epi16(15);
+  __m256 sums[MOST_ROWS][2];
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm256_setzero_ps();
+  for (size g = 0; g < groups; g++, w++) {
+    __m256i parts[MOST_ROWS][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) parts[r][0] = parts[r][1] = _mm256_setzero_si256();
+    for (size i = 0; i < GROUP / 2; i++) {
+      const __m256i both = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)w->pairs[i]));
+      const __m256i w0 = _mm256_and_si256(both, low), w1 = _mm256_srli_epi16(both, 4);
+#pragma GCC unroll 6
+      for (int r = 0; r < rows; r++) {
+        int32_t pair;
+        memcpy(&pair, x + r * k + g * GROUP + 2 * i, 4);
+        const __m256i wide = _mm256_set1_epi32(pair);
+        const __m256i part0 = _mm256_madd_epi16(wide, w0), part1 = _mm256_madd_epi16(wide, w1);
+        __asm__("vpaddd %1, %0, %0" : "+x"(parts[r][0]) : "x"(part0)); /* as in tile_i8 */
+        __asm__("vpaddd %1, %0, %0" : "+x"(parts[r][1]) : "x"(part1));
+      }
+    }
+    for (int half = 0; half < 2; half++) {
+      const __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(w->scale + 8 * half)));
+      const __m256 least = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(w->least + 8 * half)));
+#pragma GCC unroll 6
+      for (int r = 0; r < rows; r++) {
+        sums[r][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(parts[r][half]), scale, sums[r][half]);
+        sums[r][half] = _mm256_fmadd_ps(_mm256_broadcast_ss(x_sums + r * groups + g), least, sums[r][half]);
+      }
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++) {
+    float values[PANEL];
+    for (int half = 0; half < 2; half++) {
+      __m256 value = _mm256_mul_ps(sums[r][half], _mm256_set1_ps(x_scale[r]));
+      if (bias) value = _mm256_add_ps(value, _mm256_loadu_ps(bias + 8 * half));
+      _mm256_storeu_ps(values + 8 * half, value);
+    }
+    memcpy(out + r * stride, values, columns * sizeof(float));
+  }
+}
+
+typedef struct {
+  const float *x;
+  const void *w;
+  const float *w_scale, *bias;
+  float *out;
+  int16_t *scratch;
+  float *x_scale, *x_sums;
+  size m, k, wide, n, block; /* block: rows that are multiplied by all panels before the next ones */
+  float most;
+  cut rows, panels;
+} product;
+
+static void quantise_rows(const void *job, int64_t part, int worker) {
+  const product *own = job;
+  const size wide = own->wide, groups = wide / GROUP;
+  for (size r = part * own->rows.each; r < end_of(own->rows, part); r++) {
+    own->x_scale[r] = quantise_row(own->x + r * own->k, own->scratch + r * wide, own->k, wide, own->most);
+    if (own->x_sums) sum_groups(own->scratch + r * wide, own->x_sums + r * groups, groups);
+  }
+}
+
+static void multiply_quantised(const void *job, int64_t part, int worker) {
+  const product *own = job;
+  const size wide = own->wide, n = own->n, groups = wide / GROUP, cuts = parts_of(own->panels);
+  const size first = part / cuts * own->block, left = own->m - first, rows = left < own->block ? left : own->block;
+  const size tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  for (size p = part % cuts * own->panels.each; p < end_of(own->panels, part % cuts); p++) {
+    const size columns = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
+    const float *bias = own->bias ? own->bias + p * PANEL : 0;
+    for (size t = 0, r = 0; t < tiles; t++) {
+      const size end = tile_end(rows, tiles, t), at = first + r;
+      const int16_t *x = own->scratch + at * wide;
+      float *out = own->out + at * n + p * PANEL;
+#define TILE(count)                                                                                              \
+  case count:                                                                                                    \
+    if (own->x_sums)                                                                                             \
+      tile_i4(count, x, own->x_scale + at, own->x_sums + at * groups, (const GroupI4 *)own->w + p * groups, bias, \
+              out, wide, n, columns);                                                                            \
+    else                                                                                                         \
+      tile_i8(count, x, own->x_scale + at, (const int8_t *)own->w + p * PANEL * wide, own->w_scale + p * PANEL,    \
+              bias, out, wide, n, columns);                                                                      \
+    break;
+      switch (end - r) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
+#undef TILE
+      r = end;
+    }
+  }
+}
+
+/* out [m, n] = x [m, k] times a packed int8 or int4 matrix, plus bias. Rows of x are quantised one by one to ±most, so
+   that no sum can overflow. Of an int8 matrix outputs are worth w_scale each; of an int4 matrix (x_sums not null) a group
+   has its own. `wide`: k padded to even or to whole groups. scratch int16 [m, wide], x_scale [m], x_sums [m, wide /
+   GROUP] or null; w_scale and bias are padded to whole panels. */
+void tandem_linear_quantised(const float *x, size m, size k, size wide, const void *w, const float *w_scale,
+                             const float *bias, float *out, size n, int16_t *scratch, float *x_scale, float *x_sums,
+                             float most, int threads) {
+  const product job = {x, w, w_scale, bias, out, scratch, x_scale, x_sums, m, k, wide, n, rows_of_block(2 * wide), most,
+                       cut_for(m, threads), cut_for((n + PANEL - 1) / PANEL, threads)};
+  share(threads_for(m * k, threads), parts_of(job.rows), quantise_rows, &job);
+  share(threads, parts_of((cut){m, job.block}) * parts_of(job.panels), multiply_quantised, &job);
+}
+
+/* sums += x · w over [from, to) of both: x [rows], x_stride apart; w a panel. Each sum in one order. */
+INLINE void add_products(const int rows, __m256 sums[][2], const float *x, size x_stride, const float *w, size from,
+                         size to) {
+  for (size i = from; i < to; i++) {
+    const __m256 w0 = _mm256_loadu_ps(w + i * PANEL), w1 = _mm256_loadu_ps(w + i * PANEL + 8);
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+      const __m256 value = _mm256_broadcast_ss(x + r * x_stride + i);
+      sums[r][0] = _mm256_fmadd_ps(value, w0, sums[r][0]);
+      sums[r][1] = _mm256_fmadd_ps(value, w1, sums[r][1]);
+    }
+  }
+}
+
+INLINE void tile_f32(const int rows, const float *x, const float *w, const float *bias, float *out, size k, size from,
+                     size to, size stride, size columns) {
+  __m256 sums[MOST_ROWS][2];
+  float values[PANEL];
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++) {
+    if (from) { /* goes on where the last stretch of k ended */
+      memset(values, 0, sizeof values);
+      memcpy(values, out + r * stride, columns * sizeof(float));
+      sums[r][0] = _mm256_loadu_ps(values), sums[r][1] = _mm256_loadu_ps(values + 8);
+    } else {
+      sums[r][0] = sums[r][1] = _mm256_setzero_ps();
+    }
+  }
+  add_products(rows, sums, x, k, w, from, to);
+#pragma GCC unroll 6
+  for (int r = 0; r < rows; r++) {
+    for (int half = 0; half < 2; half++) {
+      __m256 value = sums[r][half];
+      if (bias && to == k) value = _mm256_add_ps(value, _mm256_loadu_ps(bias + 8 * half));
+      _mm256_storeu_ps(values + 8 * half, value);
+    }
+    memcpy(out + r * stride, values, columns * sizeof(float));
+  }
+}
+
+static void multiply_f32(const void *job, int64_t part, int worker) {
+  enum { STRETCH = 256 }; /* of k: a panel of so many stays in L1 */
+  const product *own = job;
+  const size k = own->k, n = own->n, cuts = parts_of(own->panels);
+  const size first = part / cuts * own->block, left = own->m - first, rows = left < own->block ? left : own->block;
+  const size tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  for (size p = part % cuts * own->panels.each; p < end_of(own->panels, part % cuts); p++) {
+    const size columns = n - p * PANEL < PANEL ? n - p * PANEL : PANEL;
+    const float *w = (const float *)own->w + p * PANEL * k, *bias = own->bias ? own->bias + p * PANEL : 0;
+    for (size from = 0; from < k; from += STRETCH) {
+      const size to = from + STRETCH < k ? from + STRETCH : k;
+      for (size t = 0, r = 0; t < tiles; t++) {
+        const size end = tile_end(rows, tiles, t), at = first + r;
+#define TILE(count)                                                                                              \
+  case count:                                                                                                    \
+    tile_f32(count, own->x + at * k, w, bias, own->out + at * n + p * PANEL, k, from, to, n, columns);            \
+    break;
+        switch (end - r) { TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) }
+#undef TILE
+        r = end;
+      }
+    }
+  }
+}
+
+/* The same in fp32: each output is one sum over k from the first to the last. */
+void tandem_linear_f32(const float *x, size m, size k, const float *w, const float *bias, float *out, size n,
+                       int threads) {
+  const product job = {.x = x, .w = w, .bias = bias, .out = out, .m = m, .k = k, .n = n, .block = rows_of_block(4 * k),
+                       .panels = cut_for((n + PANEL - 1) / PANEL, threads)};
+  share(threads, parts_of((cut){m, job.block}) * parts_of(job.panels), multiply_f32, &job);
+}
+
+enum { DOT_ROWS = 3, DOT_OUTPUTS = 4 }; /* at a time: 12 sums stay in registers */
+
+/* Each of some rows of x times each of some rows of w. Each sum in one order. */
+INLINE void tile_dots(const int rows, const int outputs, const float *x, const float *w, const float *bias, float *out,
+                      size k, size stride) {
+  __m256 sums[DOT_ROWS][DOT_OUTPUTS];
+  size i = 0;
+#pragma GCC unroll 3
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int o = 0; o < outputs; o++) sums[r][o] = _mm256_setzero_ps();
+  for (; i + 8 <= k; i += 8) {
+    __m256 values[DOT_ROWS];
+#pragma GCC unroll 3
+    for (int r = 0; r < rows; r++) values[r] = _mm256_loadu_ps(x + r * k + i);
+#pragma GCC unroll 4
+    for (int o = 0; o < outputs; o++) {
+      const __m256 weight = _mm256_loadu_ps(w + o * k + i);
+#pragma GCC unroll 3
+      for (int r = 0; r < rows; r++) sums[r][o] = _mm256_fmadd_ps(values[r], weight, sums[r][o]);
+    }
+  }
+#pragma GCC unroll 3
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int o = 0; o < outputs; o++) {
+      float sum = sum8(sums[r][o]);
+      for (size j = i; j < k; j++) sum += x[r * k + j] * w[o * k + j];
+      out[r * stride + o] = bias ? sum + bias[o] : sum;
+    }
+}
+
+static void multiply_dense(const void *job, int64_t part, int worker) {
+  const product *own = job;
+  const size k = own->k, n = own->n;
+  for (size p = part * own->panels.each; p < end_of(own->panels, part); p++) {
+    const size first = p * DOT_OUTPUTS, outputs = n - first < DOT_OUTPUTS ? n - first : DOT_OUTPUTS;
+    const float *w = (const float *)own->w + first * k, *bias = own->bias ? own->bias + first : 0;
+    for (size r = 0; r < own->m; r += DOT_ROWS) {
+      const size rows = own->m - r < DOT_ROWS ? own->m - r : DOT_ROWS;
+#define DOTS(count, wide)                                                                        \
+  case 8 * count + wide:                                                                         \
+    tile_dots(count, wide, own->x + r * k, w, bias, own->out + r * n + first, k, n);             \
+    break;
+#define DOTS_OF(count) DOTS(count, 1) DOTS(count, 2) DOTS(count, 3) DOTS(count, 4)
+      switch (8 * rows + outputs) { DOTS_OF(1) DOTS_OF(2) DOTS_OF(3) }
+#undef DOTS_OF
+#undef DOTS
+    }
+  }
+}
+
+/* The same for few rows, of a matrix w [n, k] as it is: each weight is read once. */
+void tandem_linear_dense(const float *x, size m, size k, const float *w, const float *bias, float *out, size n,
+                         int threads) {
+  const product job = {.x = x, .w = w, .bias = bias, .out = out, .m = m, .k = k, .n = n,
+                       .panels = cut_for((n + DOT_OUTPUTS - 1) / DOT_OUTPUTS, threads)};
+  share(threads_for(n * k, threads), parts_of(job.panels), multiply_dense, &job);
+}
