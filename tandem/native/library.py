@@ -1,4 +1,4 @@
-"""The kernels of `kernels.c` and its headers over tensors. Each call checks what could read or write outside of a tensor."""
+"""The kernels over tensors. Each call checks what could read or write outside of a tensor."""
 
 from __future__ import annotations
 

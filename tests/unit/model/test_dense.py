@@ -26,7 +26,7 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@pytest.mark.parametrize("outputs, inputs", [(1, 8), (5, 53), (16, 64), (49, 577), (130, 1536)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 8), (5, 53), (16, 64), (49, 577), (130, 1536)])
 def test_a_product_is_torchs_and_of_each_row_alone(kernels: Kernels, outputs: int, inputs: int) -> None:
     weight, bias = draw(outputs, inputs), draw(outputs)
     for rows, used in product((1, 2, 3, 4, 31), (bias, None)):
