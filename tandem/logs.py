@@ -24,7 +24,8 @@ _QUIET = ("grpc", "asyncio", "uvicorn", "httpx", "httpcore", "urllib3")
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
     """With the names of the task's request, unless the record is about another."""
-    own = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    # What begins with an underscore is not ours: where Ray is imported, each record has its timestamp.
+    own = {key: value for key, value in vars(record).items() if key not in _STANDARD and key[0] != "_"}
     return own if "request" in own else {**log_names(), **own}
 
 
