@@ -25,11 +25,18 @@ class Leaving:
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             while True:
-                for worker_id in await self._controller.backend.leaving():
+                for worker_id in await self._look():
                     if worker_id not in self._under_way:
                         self._under_way.add(worker_id)
                         tasks.create_task(self._leave(worker_id))
                 await asyncio.sleep(POLL_S)
+
+    async def _look(self) -> frozenset[str]:
+        try:
+            return await self._controller.backend.leaving()
+        except Exception:  # whatever is wrong now, the next look may find machines that leave
+            log.exception("which machines leave is not known; workers there would be lost with them")
+            return frozenset()
 
     async def _leave(self, worker_id: str) -> None:
         try:
