@@ -50,7 +50,7 @@ class ServedPair:
 
     def rate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         """Tokens a second of all prompts together, from when each has one until one has all. The prefill worker knows
-        the prompts before, and the decode worker does not: so all are handed off and soon decode together."""
+        the prompts before, so that all are soon handed off and decode together."""
         self._wait(self._answer_all(prompts, 1))
         streams = self._wait(self._answer_all(prompts, tokens))
         begins, ends = max(stream[0] for stream in streams), min(stream[-1] for stream in streams)
@@ -76,7 +76,7 @@ class ServedPair:
         came: list[float] = []
         async for response in self._stub.Generate(request):
             came += [time.perf_counter()] * len(response.chunk.token_ids)
-            if tokens > 1 and response.HasField("finished") and not response.finished.timeline.kv_bytes_moved:
+            if response.HasField("finished") and not response.finished.timeline.prefill_worker:
                 raise RuntimeError("expected every prompt to be handed off")
         return came
 

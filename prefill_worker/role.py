@@ -67,8 +67,8 @@ class PrefillRole:
             export_from_block=first_block,
         )
         self._engine.add(request)
-        if first_block * self._identity.block_tokens >= len(request.prompt):
-            return  # the decode worker has every block; only the first token is wanted
+        if first_block * self._identity.block_tokens >= len(request.prompt) or request.sampling.max_tokens == 1:
+            return  # the decode worker has every block, or needs none; only the first token is wanted
         self._outgoing.open(ticket_id, engine_id, taken_up_at_s)
         self._agents.broadcast(
             OpenSend(
@@ -146,10 +146,10 @@ class PrefillRole:
             if entry is not None:
                 entry.first_token_at_s = self._clock.now_s()
             if end.reason is not None:
-                # The first token ended the request: the router drops the handoff, so nothing more need be sent.
+                # The first token ended the request. The router drops the handoff, at the decode worker: ended from
+                # here, it would look like a failure to those who hear of that before the token.
                 self._requests.finish(end.request_id, end.reason)
-                self._stop_sending(end.request_id)
-            elif entry is None:
+            if entry is None:
                 self._complete(end.request_id)
 
     def _stop_sending(self, engine_id: str) -> None:

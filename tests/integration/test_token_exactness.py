@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,28 @@ async def test_prompts_that_the_pools_have_no_room_for_come_from_host_tiers_on_b
                 assert (first.cached_tokens_decode, second.cached_tokens_prefill) == ((96, 96) if turn else (0, 0))
         for session in (live.prefill, live.decode):
             assert (await session.state()).load.host_blocks.used > 0
+
+
+@pytest.mark.parametrize("ends_by", ["length", "stop token"])
+async def test_answers_that_end_at_their_first_token_fail_no_handoff(
+    pair: Any, tiny: Path, reference: Any, ends_by: str
+) -> None:
+    """The decode worker hears of the end from the router alone: a word of the prefill worker's could come to the router
+    before the token itself, and have the prompt computed again. Of answers of one token no KV is moved."""
+    hand = HandRouter()
+    async with pair(tiny, engine=ENGINE) as live:
+        for seed in range(20):
+            first = reference.answer(prompt(17, seed), GREEDY)[0]
+            stops = {"max_tokens": 1} if ends_by == "length" else {"stop_token_ids": frozenset({first})}
+            work = hand.work(prompt(17, seed), replace(GREEDY, **stops))
+            ticket = await hand.reserve(live.prefill, live.decode, work)
+            assert (await hand.prefill(live.prefill, work, ticket)).token_id == first
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await live.decode.event(work.request_id)
+            live.decode.cancel(work.request_id)
+        moved = sum(link.bytes for link in (await live.prefill.state()).links)
+        assert (moved > 0) == (ends_by == "stop token")
 
 
 async def cache_on_prefill_only(hand: HandRouter, prefill: WorkerSession, decode: WorkerSession, tokens: Any) -> None:
