@@ -237,25 +237,28 @@ def restore(bench: Bench) -> Iterator[Figure]:
 
 def served(bench: Bench) -> Iterator[Figure]:
     """Streams through router, handoff and decode, beside the same batch in a bare engine and in vLLM's own pair."""
-    sizes = bench.sizes
-    bare: list[float] = []
-    ours: list[float] = []
+    sizes, modes = bench.sizes, ("int8", "int8_kvfp8")
+    bare: dict[str, list[float]] = {mode: [] for mode in modes}
+    ours: dict[str, list[float]] = {mode: [] for mode in modes}
     theirs: list[float] = []
     with ExitStack() as stack:
-        pair = stack.enter_context(ServedPair(bench.folder, bench.threads))
+        pairs = {mode: stack.enter_context(ServedPair(bench.folder, bench.threads, MODES[mode])) for mode in modes}
         peer = find_pair(bench.threads, bench.folder) if bench.peers else None
         if peer is not None:
             stack.enter_context(peer)
         for _ in range(sizes.rounds):
             prompts = [bench.new_prompt(sizes.context) for _ in range(sizes.streams)]
-            bare.append(sizes.streams / _decode_step_s(bench, "int8", prompts, sizes.served_tokens))
-            ours.append(pair.rate(prompts, sizes.served_tokens))
+            for mode, pair in pairs.items():
+                bare[mode].append(sizes.streams / _decode_step_s(bench, mode, prompts, sizes.served_tokens))
+                ours[mode].append(pair.rate(prompts, sizes.served_tokens))
             if peer is not None:
                 theirs.append(sizes.streams / peer.generate(prompts, sizes.served_tokens).step_s)
-    name, rate = f"engine.served_b{sizes.streams}", statistics.median(ours)
-    yield _figure(name, rate, "tok/s", statistics.median(bare))
-    if theirs:
-        yield _figure(f"{name}_beside_vllm", rate, "tok/s", statistics.median(theirs))
+    for mode in modes:
+        name = f"engine.served_b{sizes.streams}" + ("" if mode == "int8" else f"_{mode}")
+        rate = statistics.median(ours[mode])
+        yield _figure(name, rate, "tok/s", statistics.median(bare[mode]))
+        if theirs:
+            yield _figure(f"{name}_beside_vllm", rate, "tok/s", statistics.median(theirs))
 
 
 def overhead(bench: Bench) -> Iterator[Figure]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -20,15 +21,16 @@ T = TypeVar("T")
 
 
 class ServedPair:
-    """One prefill and one decode worker, with int8 weights, and a router. Its event loop has a thread of its own, so
-    that the cluster lives on while others are measured."""
+    """One prefill and one decode worker with engines of that `mode`, and a router. Its event loop has a thread of its
+    own, so that the cluster lives on while others are measured."""
 
-    def __init__(self, folder: Path, threads: int) -> None:
+    def __init__(self, folder: Path, threads: int, mode: Mapping[str, object]) -> None:
         changes = {
             "models.0.source": str(folder),
-            "models.0.engine.weights": "int8",
             "models.0.engine.threads_per_rank": threads,
             "router.disaggregation": "always",
+            "name": f"bench-{os.getpid()}-{'-'.join(str(option) for option in mode.values())}",
+            **{f"models.0.engine.{name}": option for name, option in mode.items()},
         }
         self._spec = spec_of(1, 1, changes)
         self._loop = asyncio.new_event_loop()

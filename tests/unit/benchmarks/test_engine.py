@@ -19,7 +19,7 @@ def test_every_figure_is_one_line_in_every_mode(figures: Figures) -> None:
     on_cpu, as_on_gpu = ("fp32", "int8", "int8_kv8", "int8_kvfp8", "int4"), ("gpu_int8", "gpu_fp8", "gpu_fp8_kvfp8")
     perplexities = {f"engine.perplexity_{mode}" for mode in (*on_cpu, *as_on_gpu)}
     prefills = {"engine.prefill_24", "engine.prefill_24_fp32"}
-    others = {"engine.step_overhead_ms", "engine.restore_24_ms", "engine.served_b3"}
+    others = {"engine.step_overhead_ms", "engine.restore_24_ms", "engine.served_b3", "engine.served_b3_int8_kvfp8"}
     assert lines.keys() == decodes | reads | prefills | perplexities | others
     for line in lines.values():
         assert list(line) == ["figure", "value", "unit", "reference", "ratio"]
