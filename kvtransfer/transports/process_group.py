@@ -41,7 +41,7 @@ from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, Terms
 from kvtransfer.versions import stripes_groups
 
 TIMEOUT = datetime.timedelta(seconds=20)  # to meet
-MESSAGE_BYTES = 1 << 20
+MESSAGE_BYTES = 4 << 20
 PIECE_TIMEOUT = datetime.timedelta(seconds=0.9 * STALL_S)  # gloo's abort wakes nobody: operations must end themselves
 _RECEIVER, _SENDER = 0, 1
 _BUFFERS = 4
