@@ -32,7 +32,7 @@ from tandem.request import RequestState
 
 if TYPE_CHECKING:
     from planner.traces.trace import Trace
-    from tandem.scheduler.scheduler import ExportRange
+    from tandem.scheduler.plan import ExportRange
 
 PUMP_EVERY_S = 0.001
 Handler = Callable[..., None]

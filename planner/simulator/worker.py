@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from planner.simulator.events import EventLoop
     from planner.simulator.recorder import IntervalHistogram
     from planner.simulator.setup import PoolSetup, Setup
-    from tandem.scheduler.scheduler import ExportRange, StepPlan
+    from tandem.scheduler.plan import ExportRange, StepPlan
 
 MAX_REPEATED_STEPS = 256  # a step's context is taken in the middle of those it stands for
 

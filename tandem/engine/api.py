@@ -20,7 +20,7 @@ from tandem.kvcache.block_pool import BlockCounts, CacheEvent
 from tandem.kvcache.host_tier import NO_TIER, TierCounts
 from tandem.request import FinishReason, SamplingParams
 from tandem.sampling.sampler import TokenLogprob
-from tandem.scheduler.scheduler import ExportRange
+from tandem.scheduler.plan import ExportRange
 from tandem.step_work import NO_WORK, StepWork
 
 

@@ -18,7 +18,8 @@ from tandem.kvcache.block_pool import CacheEvent
 from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason
 from tandem.sampling.sampler import Choice, choose, wants_best_alone, wants_draw_alone
-from tandem.scheduler.scheduler import Chunk, Scheduler, StepPlan
+from tandem.scheduler.plan import Chunk, StepPlan
+from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
 from tandem.step_work import StepWork
 

@@ -21,7 +21,7 @@ from tandem.engine.varlen_attention import PagedBatch, PagedKernel, VarlenAttent
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import Attend, Decoder
 from tandem.native.library import Kernels
-from tandem.scheduler.scheduler import ExportRange
+from tandem.scheduler.plan import ExportRange
 
 TOLD_BYTES = 1 << 20  # of KV, before its layers are told of: to tell takes time from the step, and wakes the agent
 

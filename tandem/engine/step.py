@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.kvcache.host_tier import BlockCopies
-from tandem.scheduler.scheduler import ExportRange
+from tandem.scheduler.plan import ExportRange
 
 
 class Draw(msgspec.Struct, frozen=True, array_like=True):

@@ -11,53 +11,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-import msgspec
-
 from tandem.errors import ContextExceeded, InputError, InternalError, KvExhausted, TandemError
 from tandem.kvcache.block_pool import BlockPool, Found, Hold
-from tandem.kvcache.host_tier import BlockCopies
 from tandem.kvcache.layout import blocks_for
+from tandem.scheduler.plan import Chunk, ExportRange, StepPlan, cached_range, computed_range
 from tandem.scheduler.sequence import Sequence, Stage
-
-
-@dataclass(frozen=True, slots=True)
-class ExportRange:
-    """Logical blocks [first_block, first_block + len(block_ids)) of a prompt, in physical blocks `block_ids`, all full
-    but the last, which holds `last_block_tokens`. `in_cache`: their KV was there before this step (all layers may go at
-    once); otherwise each layer may go when it is done. `is_last`: the prompt ends here."""
-
-    request_id: str
-    first_block: int
-    block_ids: tuple[int, ...]
-    last_block_tokens: int
-    in_cache: bool
-    is_last: bool
-
-
-class Chunk(msgspec.Struct, frozen=True):  # as in engine/api.py: made for each token
-    """`count` tokens of `sequence` from position `start` on. It samples when that reaches the last token."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    samples: bool
-
-    @classmethod
-    def next_of(cls, sequence: Sequence, count: int) -> Chunk:
-        start = sequence.computed
-        return cls(sequence, start, count, samples=start + count == len(sequence.tokens))
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """`copies` come before all else. `failed`: requests that left because they can never have the blocks they need.
-    `began`: those whose prompt is computed for the first time."""
-
-    chunks: tuple[Chunk, ...]
-    exports: tuple[ExportRange, ...]
-    failed: tuple[tuple[str, TandemError], ...] = ()
-    began: tuple[str, ...] = ()
-    copies: BlockCopies | None = None
 
 
 def _turn(sequence: Sequence) -> tuple[bool, int, int]:
@@ -266,7 +224,7 @@ class Scheduler:
         exports += self._admit(chunks, budget)
         for chunk in chunks:
             chunk.sequence.last_step = self._steps
-            if (export := self._export(chunk)) is not None:
+            if (export := computed_range(chunk, self.block_tokens)) is not None:
                 exports.append(export)
         if not chunks:
             self._unblock()
@@ -322,7 +280,7 @@ class Scheduler:
             if not self._start(sequence, budget):
                 self._short_of_blocks = True
                 break
-            if (export := self._export_cached(sequence)) is not None:
+            if (export := cached_range(sequence, self.block_tokens)) is not None:
                 exports.append(export)
             count = min(sequence.pending_tokens, budget)
             chunks.append(Chunk.next_of(sequence, count))
@@ -402,45 +360,3 @@ class Scheduler:
         if passed > sequence.passed_blocks:
             self.pool.release(sequence.blocks[sequence.passed_blocks : passed], sequence.hold)
             sequence.passed_blocks = passed
-
-    # --- exports -----------------------------------------------------------------------------------------------
-
-    def _export_cached(self, sequence: Sequence) -> ExportRange | None:
-        """What the cache already holds of the wanted blocks goes at once."""
-        if sequence.export_from_block is None:
-            return None
-        first = max(sequence.export_from_block, sequence.exported_blocks)
-        cached_blocks = sequence.committed
-        sequence.exported_blocks = max(first, cached_blocks)
-        if cached_blocks <= first:
-            return None
-        return ExportRange(
-            request_id=sequence.request_id,
-            first_block=first,
-            block_ids=tuple(sequence.blocks[first:cached_blocks]),
-            last_block_tokens=self.block_tokens,
-            in_cache=True,
-            is_last=False,  # at least the last token is computed, so a range of its block follows
-        )
-
-    def _export(self, chunk: Chunk) -> ExportRange | None:
-        """The blocks that this chunk completes, and the partial one in which the prompt ends."""
-        sequence = chunk.sequence
-        if sequence.export_from_block is None:
-            return None
-        reach = chunk.start + chunk.count
-        is_last = reach == sequence.prompt_tokens
-        end = blocks_for(reach, self.block_tokens) if is_last else reach // self.block_tokens
-        first = sequence.exported_blocks
-        if end <= first:
-            return None
-        sequence.exported_blocks = end
-        partial = reach % self.block_tokens if is_last else 0
-        return ExportRange(
-            request_id=sequence.request_id,
-            first_block=first,
-            block_ids=tuple(sequence.blocks[first:end]),
-            last_block_tokens=partial or self.block_tokens,
-            in_cache=False,
-            is_last=is_last,
-        )

@@ -13,7 +13,8 @@ from tandem.errors import InternalError, WorkerLost
 from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.host_tier import BlockCopies
 from tandem.request import FinishReason, SamplingParams
-from tandem.scheduler.scheduler import ExportRange, Scheduler
+from tandem.scheduler.plan import ExportRange
+from tandem.scheduler.scheduler import Scheduler
 
 VOCAB = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)

@@ -12,7 +12,8 @@ from tandem.errors import KvExhausted, TandemError
 from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.host_tier import BlockCopies, HostTier
 from tandem.request import SamplingParams
-from tandem.scheduler.scheduler import ExportRange, Scheduler, StepPlan
+from tandem.scheduler.plan import ExportRange, StepPlan
+from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
 
 BLOCK = 4

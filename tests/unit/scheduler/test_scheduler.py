@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.errors import ContextExceeded, InputError, InternalError, KvExhausted
-from tandem.scheduler.scheduler import ExportRange, StepPlan
+from tandem.scheduler.plan import ExportRange, StepPlan
 
 MakeWorld = Any  # the `World` class of conftest.py
 
