@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import Field, ValidationError
@@ -35,6 +35,7 @@ class DeviceSpec(Frozen):
     memory_bytes_per_s: Positive
     memory_bytes: Positive
     element_bytes: Positive = Field(2.0, description="Of weights and KV, unless told otherwise.")
+    eight_bit_weights: Literal["fp8", "int8"] = Field("fp8", description="What weights of one byte are served as.")
     mfu: Share = Field(1.0, description="Share of flops_per_s that prefill reaches.")
     mbu: Share = Field(1.0, description="Share of memory_bytes_per_s that decode reaches.")
     step_overhead_s: Annotated[float, Field(ge=0)] = 0.0

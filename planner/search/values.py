@@ -101,7 +101,7 @@ def helm_values(plan: Plan, hardware: Hardware, source: str) -> str:
                 "engine": {
                     "device": "cuda" if is_gpu else "cpu",
                     "dtype": "bfloat16" if is_gpu else "float32",
-                    **_quantised(hardware, is_gpu=is_gpu),
+                    **_quantised(hardware),
                     "block_tokens": ENGINE_BLOCK_TOKENS,
                     "kv_memory_bytes": int(hardware.kv_rank_bytes(*layout.widths)),
                     "max_running_requests": plan.goal.max_running_requests,
@@ -118,11 +118,11 @@ def helm_values(plan: Plan, hardware: Hardware, source: str) -> str:
     return "".join(f"# {line}\n" for line in _head(plan, hardware, source)) + yaml.safe_dump(values, sort_keys=False)
 
 
-def _quantised(hardware: Hardware, *, is_gpu: bool) -> dict[str, str]:
+def _quantised(hardware: Hardware) -> dict[str, str]:
     """Where the plan counts with one byte for each element."""
     if hardware.model.shape.weight_bytes > 1:
         return {}
-    return {"weights": "fp8" if is_gpu else "int8", "kv_dtype": "fp8"}
+    return {"weights": hardware.device.eight_bit_weights, "kv_dtype": "fp8"}
 
 
 def _stored_bytes(hardware: Hardware) -> float:

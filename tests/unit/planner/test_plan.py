@@ -232,6 +232,12 @@ class TestWhatIsWritten:
         assert spec.models[0].decode.workers == chosen.layout.decode_workers
         assert values["node"]["gpus"] == chosen.layout.devices
 
+    @pytest.mark.parametrize(("device", "weights"), [("h100", "fp8"), ("a100", "int8")])  # an A100 has no fp8
+    def test_weights_of_one_byte_are_served_as_the_device_can(self, device: str, weights: str) -> None:
+        one_byte = Hardware(find_model("llama-3-8b", element_bytes=1.0), find_device(device))
+        engine = yaml.safe_load(helm_values(plan(), one_byte, "/models/llama"))["cluster"]["models"][0]["engine"]
+        assert (engine["weights"], engine["kv_dtype"]) == (weights, "fp8")
+
     def test_without_a_plan_there_are_no_values(self) -> None:
         goal = Goal(Slo(ttft_s=0.01), max_devices=2)
         nothing = make_plan(traffic(), hardware(), goal, Means(effort=EFFORT))
