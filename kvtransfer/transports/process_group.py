@@ -93,10 +93,12 @@ class Group:
             tensor = torch.from_numpy(data).to(self._device)
             return Operation(data, tensor, self._group.send([tensor], self._peer, 0))
 
-    def receive(self, data: Bytes) -> Operation:
+    def receive(self, buffer: Bytes, size: int) -> Operation:
+        """A message of `size` bytes. gloo takes shorter ones, and ends the whole process over one that is longer than what
+        it may write to: so it gets all of the buffer, for what a faulty peer sends is found out by its digest."""
         with _library_errors():
-            tensor = torch.from_numpy(data).to(self._device)
-            return Operation(data, tensor, self._group.recv([tensor], self._peer, 0))
+            tensor = torch.from_numpy(buffer if self._device.type == "cpu" else buffer[:size]).to(self._device)
+            return Operation(buffer[:size], tensor, self._group.recv([tensor], self._peer, 0))
 
     def abort(self) -> None:
         self._group.abort()
@@ -132,13 +134,14 @@ class Buffers:
         self._turn = 0
 
     def next(self, size: int) -> Bytes:
+        """At least `size` bytes."""
         self._turn = (self._turn + 1) % _BUFFERS
         if (operation := self._operations[self._turn]) is not None:
             self._operations[self._turn] = None
             operation.wait()
         if self._buffers[self._turn].size < size:
             self._buffers[self._turn] = make_staging(max(size, MESSAGE_BYTES + _TRAILER.size))
-        return self._buffers[self._turn][:size]
+        return self._buffers[self._turn]
 
     def in_use(self, operation: Operation) -> None:
         """By the buffer that was given out last."""
@@ -203,7 +206,7 @@ class GroupSender:
         with self._own.pool.on_host(span, write=False) as (pool, read):
             cursor = Cursor([quantise(pool.pack(read, size_in_pool), pool.layout)]) if self._int8 else pool.cursor(read)
             for payload, size in form.messages():
-                message = self._buffers.next(size)
+                message = self._buffers.next(size)[:size]
                 cursor.read(message[:payload], digest)
                 if digest is not None and number is not None and size > payload:
                     _TRAILER.pack_into(message.data, payload, digest.value() ^ number)
@@ -266,7 +269,7 @@ class GroupReceiver:
         return await self._thread.run(self._receive_probe, _joined(self._group))
 
     def _receive_probe(self, group: Group) -> int:
-        return digest_of_bytes(group.receive(np.empty(PROBE_BYTES, np.uint8)).wait().data)
+        return digest_of_bytes(group.receive(self._buffers.next(PROBE_BYTES), PROBE_BYTES).wait().data)
 
     async def fetch(self, piece: Piece, body: bytes) -> GroupArrival:
         if body:
@@ -336,7 +339,7 @@ class _Arriving:
         """With the size of its payload. The next one is on its way while one is looked at."""
         before: tuple[Operation, int] | None = None
         for payload, size in self.form.messages():
-            operation = self.group.receive(self.buffers.next(size))
+            operation = self.group.receive(self.buffers.next(size), size)
             if before is not None:
                 yield before[0].wait(), before[1]
             before = operation, payload
