@@ -84,10 +84,19 @@ class Bench:
     _names: Iterator[int] = field(default_factory=count)
 
     def rank(self, mode: str) -> Rank:
+        """To be measured right away: torch's threads, of which the process has one number, are those of this mode."""
+        rank = self._made(mode)
+        torch.set_num_threads(self.threads if mode == "fp32" else 1)  # as `build_rank` has it
+        return rank
+
+    def _made(self, mode: str) -> Rank:
         if mode not in self._ranks:
             self._ranks[mode] = self.new_rank(mode, kv_blocks=self.sizes.kv_blocks)
-        torch.set_num_threads(self.threads if mode == "fp32" else 1)  # of the process: as `build_rank` has it
         return self._ranks[mode]
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._made("fp32").config
 
     def new_rank(self, mode: str, **options: object) -> Rank:
         own = {"threads_per_rank": self.threads, "max_step_tokens": 2048}
@@ -96,28 +105,28 @@ class Bench:
 
     def new_prompt(self, length: int) -> list[int]:
         """Nobody finds it in a cache."""
-        return random_prompt(length, self.rank("fp32").config.vocab_size, 1000 + next(self._names))
+        return random_prompt(length, self.config.vocab_size, 1000 + next(self._names))
 
     def known_prompts(self, batch: int) -> list[list[int]]:
         """The same each time, so that after the first time both find them in their caches and soon decode."""
-        vocab = self.rank("fp32").config.vocab_size
-        return [random_prompt(self.sizes.context, vocab, number) for number in range(batch)]
+        return [random_prompt(self.sizes.context, self.config.vocab_size, number) for number in range(batch)]
 
     def tokenizer_ids(self, text: str) -> list[int]:
         return Tokenizer.from_file(str(self.folder / "tokenizer.json")).encode(text).ids[: 4 * self.sizes.context]
 
     def peaks(self) -> DevicePeaks:
+        torch.set_num_threads(self.threads)
         return device_peaks(EngineSpec(threads_per_rank=self.threads))
 
     def weight_bytes(self, mode: str) -> float:
         """That one decode step reads: every matrix once."""
-        config = self.rank(mode).config
+        config = self.config
         heads = (2 * config.heads + 2 * config.kv_heads) * config.head_dim
         matrices = config.layers * config.hidden_size * (heads + 3 * config.intermediate_size)
         return (matrices + config.vocab_size * config.hidden_size) * (1.0 if mode == "int8" else 4.0)
 
     def prompt_flops(self, length: int) -> float:
-        config = self.rank("fp32").config
+        config = self.config
         heads = (2 * config.heads + 2 * config.kv_heads) * config.head_dim
         products = length * config.hidden_size * (heads + 3 * config.intermediate_size)
         attention = length * length * config.heads * config.head_dim  # the causal half of both products

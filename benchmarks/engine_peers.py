@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +27,10 @@ class Peer:
     """Answers one line for each; silent in between, so it takes no core from ours."""
 
     def __init__(self, command: Sequence[str]) -> None:
+        # They choose their threads by themselves: the variables that hold ours to one are not for them.
+        env = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
         )
         self._answer()
 

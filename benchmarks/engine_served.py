@@ -11,12 +11,14 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
-
-import grpc
+from urllib.parse import urlsplit
 
 from benchmarks.live_cluster import live, spec_of
-from tandem.v1 import inference_pb2, inference_pb2_grpc
+from cluster.load.client import Answer, Ask, Client
+from cluster.load.grpc_client import GrpcClient
+from cluster.load.openai_client import Endpoint, OpenAiClient
 
+NAME = "served"
 T = TypeVar("T")
 
 
@@ -27,6 +29,7 @@ class ServedPair:
     def __init__(self, folder: Path, threads: int, mode: Mapping[str, object]) -> None:
         changes = {
             "models.0.source": str(folder),
+            "models.0.name": NAME,
             "models.0.engine.threads_per_rank": threads,
             "router.disaggregation": "always",
             "name": f"bench-{os.getpid()}-{'-'.join(str(option) for option in mode.values())}",
@@ -39,7 +42,7 @@ class ServedPair:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._stub = self._wait(self._start())
+        self._wait(self._start())
         return self
 
     def __exit__(
@@ -53,34 +56,33 @@ class ServedPair:
     def rate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         """Tokens a second of all prompts together, from when each has one until one has all. The prefill worker knows
         the prompts before, so that all are soon handed off and decode together."""
-        self._wait(self._answer_all(prompts, 1))
-        streams = self._wait(self._answer_all(prompts, tokens))
+        for answer in self._wait(self._answer_all(self._grpc, [Ask(prompt, 1) for prompt in prompts], [])):
+            if not answer.handed_off:
+                raise RuntimeError("expected every prompt to be handed off")
+        streams: list[list[float]] = []
+        self._wait(self._answer_all(self._http, [Ask(prompt, tokens) for prompt in prompts], streams))
         begins, ends = max(stream[0] for stream in streams), min(stream[-1] for stream in streams)
         if begins >= ends:
             raise RuntimeError("a request ended before all had begun: ask for more tokens")
         return sum(begins < at <= ends for stream in streams for at in stream) / (ends - begins)
 
-    async def _start(self) -> inference_pb2_grpc.InferenceAsyncStub:
+    async def _start(self) -> None:
         controller = await self._held.enter_async_context(live(self._spec))
-        channel = await self._held.enter_async_context(grpc.aio.insecure_channel(controller.grpc_address))
-        stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
-        return stub
+        address = controller.grpc_address
+        self._grpc = GrpcClient(address, None, tls=False, model="", api_key=None, ignore_eos=True)
+        self._held.push_async_callback(self._grpc.close)
+        url = urlsplit(f"http://{controller.http_address}/v1")
+        self._http = OpenAiClient(Endpoint(url, NAME, chat=False))
+        self._held.push_async_callback(self._http.close)
 
-    async def _answer_all(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[float]]:
-        return await asyncio.gather(*(self._answer(prompt, tokens) for prompt in prompts))
+    async def _answer_all(self, client: Client, asks: Sequence[Ask], streams: list[list[float]]) -> list[Answer]:
+        """Adds to `streams`, for each, when its tokens came."""
+        return await asyncio.gather(*(self._answer(client, ask, streams) for ask in asks))
 
-    async def _answer(self, prompt: Sequence[int], tokens: int) -> list[float]:
-        """When each token came."""
-        request = inference_pb2.GenerateRequest(
-            token_ids=inference_pb2.TokenIds(ids=prompt),
-            sampling=inference_pb2.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True),
-        )
+    async def _answer(self, client: Client, ask: Ask, streams: list[list[float]]) -> Answer:
         came: list[float] = []
-        async for response in self._stub.Generate(request):
-            came += [time.perf_counter()] * len(response.chunk.token_ids)
-            if response.HasField("finished") and not response.finished.timeline.prefill_worker:
-                raise RuntimeError("expected every prompt to be handed off")
-        return came
+        streams.append(came)
+        return await client.send(ask, lambda tokens: came.extend([time.perf_counter()] * tokens))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

