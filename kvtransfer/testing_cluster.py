@@ -93,10 +93,11 @@ class FakeCluster:
 
     async def request(self, source: str, target: str, number: int, *, tokens: int = 27, attempts: int = 200) -> None:
         """Until the prompt's KV is right on the target; each failure is typed and leads to a new ticket."""
+        choose = random.Random(number)  # in step, requests would share a link that ends at some operation for ever
         for attempt in range(attempts):
             if await self.handoff(source, target, seed=number * attempts + attempt, tokens=tokens) is None:
                 return
-            await asyncio.sleep(min(0.02 * (1 + attempt), 0.2))
+            await asyncio.sleep(choose.uniform(0.0, min(0.04 * (1 + attempt), 0.4)))
         raise AssertionError(f"request {number}: no attempt of {attempts} ended right; {self.tally}")
 
     async def handoff(
