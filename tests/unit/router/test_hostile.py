@@ -124,8 +124,8 @@ async def site(tmp_path: Path, model_dir: Path) -> AsyncIterator[Site]:
 
 @dataclass(frozen=True)
 class Case:
-    """`left_open`: so many connections the router may leave open while the clients hold them (None: they do not). A gRPC
-    connection stays for a while, its calls end. `rounds`: what the first made room for, the last may use."""
+    """`left_open`: so many connections the router may leave open while the clients hold them (None: they do not). A
+    gRPC connection stays for a while, its calls end. `rounds`: what the first made room for, the last may use."""
 
     name: str
     short: int
