@@ -116,7 +116,8 @@ class ResponseStream:
         self.prompt_scores: tuple[inference_pb2.TokenLogprobs, ...] = ()
         self._on_cancel = on_cancel
         self._pieces: list[Piece] = []
-        self._error: TandemError | None = None
+        self._error: TandemError | None = None  # until it is raised: its traceback leads back to us
+        self._has_ended = False
         self._waiting: asyncio.Future[None] | None = None  # of `next`
         self._wake: Callable[[], None] = self._wake_next
 
@@ -125,12 +126,13 @@ class ResponseStream:
         self._wake = wake
 
     def take(self) -> list[Piece]:
-        """What has come since the last call. Raises the TandemError that ended the request, after all else."""
+        """What has come since the last call. Raises the TandemError that ended the request, once, after all else."""
         if self._pieces:
             pieces, self._pieces = self._pieces, []
             return pieces
         if self._error is not None:
-            raise self._error
+            error, self._error = self._error, None
+            raise error
         return []
 
     @property
@@ -145,21 +147,21 @@ class ResponseStream:
         return len(self._pieces) <= MAX_UNREAD_PIECES
 
     def finish(self, final: Final) -> None:
-        self.final = final
+        self.final, self._has_ended = final, True
         self._wake()
 
     def fail(self, error: TandemError) -> None:
-        self._error = error
+        self._error, self._has_ended = error, True
         self._wake()
 
     def cancel(self) -> None:
         """The reader wants no more. Idempotent; nothing happens after the end."""
-        if self.final is None and self._error is None:
+        if not self._has_ended:
             self._on_cancel()
 
     async def next(self) -> list[Piece]:
         """Waits for what comes next, and takes all there is; empty: it was the end. Raises as `take`. One reader."""
-        while not (pieces := self.take()) and self.final is None:
+        while not (pieces := self.take()) and not self._has_ended:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
         return pieces

@@ -68,7 +68,7 @@ def span_tree(trace: Trace, router_id: str) -> list[FinishedSpan]:
             root,
             attributes=_attempt_attributes(attempt),
             links=before,  # what it continues elsewhere
-            error=None if attempt.error is None else attempt.error.code.value,
+            error=None if attempt.failure is None else attempt.failure.code.value,
         )
         before = (own,)
         for span in attempt.spans():

@@ -97,6 +97,20 @@ def overlap_share(done: worker_pb2.HandoffDone) -> float | None:
     return done.sent.hidden_bytes / done.bytes if done.HasField("sent") and done.bytes else None
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an attempt ended. Of an exception itself the traceback would keep all that the request held, as long as the
+    trace is kept."""
+
+    code: ErrorCode
+    message: str
+    cause: str = ""  # of a handoff
+
+    @classmethod
+    def of(cls, error: TandemError) -> Failure:
+        return cls(error.code, error.message, error.cause.value if isinstance(error, HandoffFault) else "")
+
+
 @dataclass(slots=True)
 class Attempt:
     """One try on a pair of workers. Times are the router's clock. `computing_s`, `sampled_s`: when whoever prefilled
@@ -116,7 +130,7 @@ class Attempt:
     ended_s: float | None = None
     received: Report | None = None
     sent: Report | None = None
-    error: TandemError | None = None
+    failure: Failure | None = None
 
     def reserve_span(self) -> Span | None:
         return None if self.reserved_s is None else Span(Stage.RESERVE, self.dispatched_s, self.reserved_s)
@@ -214,7 +228,7 @@ class Trace:
     def failed(self, error: TandemError, now_s: float) -> None:
         """The attempt there is, if there is one, is over. The first error is the one that counts."""
         if (last := self.last) is not None and last.ended_s is None:
-            last.error, last.ended_s = error, now_s
+            last.failure, last.ended_s = Failure.of(error), now_s
 
     def to_first_token(self) -> Iterator[Span]:
         """Of a request that has its first token: all that passed since it was received, without a gap."""
@@ -284,9 +298,8 @@ def _attempt(attempt: Attempt, zero_s: float) -> trace_pb2.Attempt:
         share = overlap_share(done)
         if share is not None:
             wire.overlap_share = share
-    if attempt.error is not None:
-        wire.error, wire.message = attempt.error.code.value, attempt.error.message
-        wire.cause = attempt.error.cause.value if isinstance(attempt.error, HandoffFault) else ""
+    if (failure := attempt.failure) is not None:
+        wire.error, wire.message, wire.cause = failure.code.value, failure.message, failure.cause
     return wire
 
 
