@@ -132,7 +132,10 @@ class ResponseStream:
             return pieces
         if self._error is not None:
             error, self._error = self._error, None
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame: all that the request held would wait for the collector
         return []
 
     @property
