@@ -56,11 +56,11 @@ class ServedPair:
     def rate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         """Tokens a second of all prompts together, from when each has one until one has all. The prefill worker knows
         the prompts before, so that all are soon handed off and decode together."""
-        for answer in self._wait(self._answer_all(self._grpc, [Ask(prompt, 1) for prompt in prompts], [])):
-            if not answer.handed_off:
-                raise RuntimeError("expected every prompt to be handed off")
-        streams: list[list[float]] = []
-        self._wait(self._answer_all(self._http, [Ask(prompt, tokens) for prompt in prompts], streams))
+        known = self._wait(self._answer_all(self._grpc, [Ask(prompt, 1) for prompt in prompts]))
+        if not all(answer.handed_off for answer, _ in known):
+            raise RuntimeError("expected every prompt to be handed off")
+        answers = self._wait(self._answer_all(self._http, [Ask(prompt, tokens) for prompt in prompts]))
+        streams = [came_s for _, came_s in answers]
         begins, ends = max(stream[0] for stream in streams), min(stream[-1] for stream in streams)
         if begins >= ends:
             raise RuntimeError("a request ended before all had begun: ask for more tokens")
@@ -75,14 +75,14 @@ class ServedPair:
         self._http = OpenAiClient(Endpoint(url, NAME, chat=False))
         self._held.push_async_callback(self._http.close)
 
-    async def _answer_all(self, client: Client, asks: Sequence[Ask], streams: list[list[float]]) -> list[Answer]:
-        """Adds to `streams`, for each, when its tokens came."""
-        return await asyncio.gather(*(self._answer(client, ask, streams) for ask in asks))
+    async def _answer_all(self, client: Client, asks: Sequence[Ask]) -> list[tuple[Answer, list[float]]]:
+        return await asyncio.gather(*(self._answer(client, ask) for ask in asks))
 
-    async def _answer(self, client: Client, ask: Ask, streams: list[list[float]]) -> Answer:
-        came: list[float] = []
-        streams.append(came)
-        return await client.send(ask, lambda tokens: came.extend([time.perf_counter()] * tokens))
+    async def _answer(self, client: Client, ask: Ask) -> tuple[Answer, list[float]]:
+        """And when each token came."""
+        came_s: list[float] = []
+        answer = await client.send(ask, lambda tokens: came_s.extend([time.perf_counter()] * tokens))
+        return answer, came_s
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

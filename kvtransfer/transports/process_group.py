@@ -95,7 +95,7 @@ class Group:
 
     def receive(self, buffer: Bytes, size: int) -> Operation:
         """A message of `size` bytes. gloo takes shorter ones, and ends the whole process over one that is longer than
-        what it may write to: so it gets all of the buffer, for what a faulty peer sends is found out by its digest."""
+        what it may write to: so it gets all of the buffer. What a faulty peer sends is found out by its digest."""
         with _library_errors():
             tensor = torch.from_numpy(buffer if self._device.type == "cpu" else buffer[:size]).to(self._device)
             return Operation(buffer[:size], tensor, self._group.recv([tensor], self._peer, 0))
