@@ -61,6 +61,7 @@ class _Running:
 class _Session:
     out: asyncio.Queue[worker_pb2.WorkerFrame] = field(default_factory=asyncio.Queue)
     reserved: dict[str, worker_pb2.Work] = field(default_factory=dict)
+    frames_seen: int = 0  # hello not counted
 
 
 @dataclass(slots=True)
@@ -189,6 +190,7 @@ class PacedWorker(WorkerServicer):
         async for message in frames:
             answer = worker_pb2.WorkerFrame()
             for frame in (message, *message.more):
+                session.frames_seen += frame.WhichOneof("frame") != "hello"
                 self._on_frame(session, frame, answer)
             self._flush({session: answer} if answer.ByteSize() else {})
 
@@ -284,6 +286,7 @@ class PacedWorker(WorkerServicer):
                     frame = frames[session] = worker_pb2.WorkerFrame()
                 frame.load.CopyFrom(load)
         for session, frame in frames.items():
+            frame.frames_seen = session.frames_seen
             session.out.put_nowait(frame)
 
     def _load(self) -> worker_pb2.WorkerLoad:

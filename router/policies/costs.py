@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from router.policies.types import Ask, Candidate
 
-# Of a second that a worker computes a prompt. Simulated on a public trace of conversations, the share of possible hits
-# rises from 0.87 to 0.95 at moderate load, and at high load the mean TTFT falls by a quarter.
-LATER_WEIGHT = 2.0
+MOST_BUSY = 0.9  # of a pool, as far as `later_price` goes
 
 
 def prefill_s(ask: Ask, worker: Candidate) -> float:
@@ -18,9 +18,17 @@ def prefill_s(ask: Ask, worker: Candidate) -> float:
     return (worker.outstanding_tokens + worker.uncached_tokens(ask)) * worker.pace.prefill_s_per_token
 
 
-def later_s(ask: Ask, worker: Candidate) -> float:
-    """What it costs the requests that come later that this worker computes the prompt: they wait while it does."""
-    return LATER_WEIGHT * worker.uncached_tokens(ask) * worker.pace.prefill_s_per_token
+def later_price(candidates: Sequence[Candidate]) -> float:
+    """Seconds that those who come later wait for each second that one of these workers computes a prompt. Where a share
+    ρ has prompts to compute that is 1 / (1 - ρ): by so much a second of work makes a queue's busy period longer. Of few
+    workers the share says less, so an idle one is added."""
+    computing = sum(each.outstanding_tokens > 0 for each in candidates)
+    return 1 / (1 - min(MOST_BUSY, computing / (len(candidates) + 1)))
+
+
+def later_s(ask: Ask, worker: Candidate, price: float) -> float:
+    """What it costs the requests that come later that this worker computes the prompt. `price`: `later_price`."""
+    return price * worker.uncached_tokens(ask) * worker.pace.prefill_s_per_token
 
 
 def transfer_s(ask: Ask, decode: Candidate, prefill: Candidate | None = None) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from router.policies.costs import decode_s, handoff_s, later_s, prefill_s, transfer_s
+from router.policies.costs import decode_s, handoff_s, later_price, later_s, prefill_s, transfer_s
 from router.policies.local_prefill import LocalPrefill
 from router.policies.types import Ask, Candidate
 
@@ -17,7 +17,8 @@ class ExpectedTtft:
     costs later requests is in it."""
 
     def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        times_s = [prefill_s(ask, each) + later_s(ask, each) for each in candidates]
+        price = later_price(candidates)
+        times_s = [prefill_s(ask, each) + later_s(ask, each, price) for each in candidates]
         if ask.decode is not None:
             times_s = [s + transfer_s(ask, ask.decode, each) for s, each in zip(times_s, candidates, strict=True)]
         return _shortest_first(times_s)
@@ -31,11 +32,12 @@ class ExpectedTime:
     local: LocalPrefill | None  # None: always handed off, if there is anybody
 
     def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        return _shortest_first([self._time_s(ask, each) for each in candidates])
+        price = later_price(candidates)
+        return _shortest_first([self._time_s(ask, each, price) for each in candidates])
 
-    def _time_s(self, ask: Ask, worker: Candidate) -> float:
+    def _time_s(self, ask: Ask, worker: Candidate, price: float) -> float:
         if ask.prefill_s is None or (self.local is not None and self.local.takes(ask, worker)):
-            return prefill_s(ask, worker) + decode_s(ask, worker) + later_s(ask, worker)
+            return prefill_s(ask, worker) + decode_s(ask, worker) + later_s(ask, worker, price)
         return handoff_s(ask, worker, ask.prefill_s) + decode_s(ask, worker)
 
 

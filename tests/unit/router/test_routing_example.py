@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from router.policies.costs import decode_s, handoff_s, later_s, prefill_s, transfer_s, ttft_s
+from router.policies.costs import decode_s, handoff_s, later_price, later_s, prefill_s, transfer_s, ttft_s
 from router.policies.pace import BATCH_SIZES, START_PACE
 from router.policies.profiles import policy_profile
 from router.policies.types import Ask, Candidate, Placement
@@ -34,7 +34,7 @@ TABLES = tables()
 DECODE_IN = TABLES["decode worker / running"]
 PREFILL_IN = TABLES["prefill worker / tokens ahead"]
 DECODE_OUT = TABLES["decode worker / reserve + prefill + transfer = decodes after ms"]
-PREFILL_OUT = TABLES["prefill worker / prefill + transfer + 2 × computing ms"]
+PREFILL_OUT = TABLES["prefill worker / prefill + transfer + 3 × computing ms"]
 VARIANTS = TABLES["what is different / decode worker"]
 
 
@@ -92,8 +92,8 @@ def test_decode_workers_times_and_points() -> None:
 
 
 def test_prefill_workers_times_and_points() -> None:
-    decode = DECODE[1]
-    parts_s = [(prefill_s(ASK, each), transfer_s(ASK, decode, each), later_s(ASK, each)) for each in PREFILL]
+    decode, price = DECODE[1], later_price(PREFILL)
+    parts_s = [(prefill_s(ASK, each), transfer_s(ASK, decode, each), later_s(ASK, each, price)) for each in PREFILL]
     shortest_s = min(sum(parts) for parts in parts_s)
     for row, each, parts in zip(PREFILL_OUT, PREFILL, parts_s, strict=True):
         points = f"{shortest_s / sum(parts):.3f}"
