@@ -44,7 +44,7 @@ async def _overhead(sizes: CostSizes, model_dir: Path, receiver: OtlpReceiver) -
         shares: list[float] = []
         for _ in range(sizes.rounds):
             loads = (
-                measured(bench, closed_loop(client, prompts, sizes.http_streams, sizes.seconds))
+                measured(bench, closed_loop(client, prompts, sizes.http_streams, sizes.seconds), sizes.seconds)
                 for bench, client in pairs
             )
             nothing, everything = await asyncio.gather(*loads)

@@ -165,9 +165,6 @@ def ratios(cost: Path, sizes: Sizes) -> Iterator[Figure]:
     slo = Slo(4.0 * hardware.cost(1).prefill_s(512, 0), 3.0 * step_s)
     say(f"{len(trace)} requests; objectives: TTFT {slo.ttft_s:.2f} s, TPOT {slo.tpot_s:.3f} s")
     static = {split: asyncio.run(_goodput(spec_of(*split), trace, slo)) for split in STATIC}
-    if "autoscaler" not in ClusterSpec.model_fields:
-        say("this version has no autoscaler: nothing to compare")
-        return
     scaled = asyncio.run(_goodput(autoscaled_spec(slo), trace, slo))
     worst, best = min(static.values()), max(static.values())
     for name, other, target in (("worst", worst, WORST_TARGET), ("best", best, BEST_TARGET)):

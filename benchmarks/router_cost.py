@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import tempfile
 import time
@@ -32,7 +33,7 @@ class Sizes:
     decode_workers: int = 4
     step_ms: float = 20.0
     prefill_ms: float = 5.0
-    http_streams: int = 500  # at a time: more than the router can serve in time
+    http_streams: int = 600  # at a time: more than the router can serve in time
     grpc_streams: int = 200
     seconds: float = 6.0
     rounds: int = 5
@@ -98,7 +99,6 @@ async def _figures(sizes: Sizes, model_dir: Path) -> list[Figure]:
             await http.close()
             await grpc.close()
 
-
     return [*figures, await _without_handoff(replace(sizes, prefill_workers=0), model_dir, prompts)]
 
 
@@ -107,7 +107,7 @@ async def _without_handoff(sizes: Sizes, model_dir: Path, prompts: Callable[[], 
         http = HttpClient(bench.http_port, MODEL, sizes.answer_tokens)
         await closed_loop(http, prompts, 8, min(2.0, sizes.seconds))
         rounds = [
-            await measured(bench, closed_loop(http, prompts, sizes.http_streams, sizes.seconds))
+            await measured(bench, closed_loop(http, prompts, sizes.http_streams, sizes.seconds), sizes.seconds)
             for _ in range(sizes.rounds)
         ]
         await http.close()
@@ -124,11 +124,14 @@ async def _measure(
         if peer is not None:
             through_peer = HttpClient(peer.port, MODEL, sizes.answer_tokens)
             load = closed_loop(through_peer, prompts, sizes.http_streams, sizes.seconds)
-            peers.append((await measured(peer, load)).cpu_ms)
+            peers.append((await measured(peer, load, sizes.seconds)).cpu_ms)
             await through_peer.close()
-        full.append(await measured(bench, closed_loop(http, prompts, sizes.http_streams, sizes.seconds)))
-        half.append(await measured(bench, open_loop(http, prompts, full[-1].rps / 2, sizes.seconds)))
-        over_grpc.append(await measured(bench, closed_loop(grpc, prompts, sizes.grpc_streams, sizes.seconds)))
+        busy = closed_loop(http, prompts, sizes.http_streams, sizes.seconds)
+        full.append(await measured(bench, busy, sizes.seconds))
+        at_half = open_loop(http, prompts, full[-1].rps / 2, sizes.seconds)
+        half.append(await measured(bench, at_half, sizes.seconds))
+        busy = closed_loop(grpc, prompts, sizes.grpc_streams, sizes.seconds)
+        over_grpc.append(await measured(bench, busy, sizes.seconds))
     median = statistics.median
     ours = round(median(each.cpu_ms for each in full), 2)
     theirs = round(median(peers), 2) if peers else None
@@ -143,12 +146,17 @@ async def _measure(
     ]
 
 
-async def measured(bench: Bench | ProxyPeer, load: Awaitable[Sequence[Heard]]) -> Round:
+async def measured(bench: Bench | ProxyPeer, load: Awaitable[Sequence[Heard]], seconds: float) -> Round:
+    """`seconds`: for so long the load asks. CPU and rate are those of the last two thirds of it: at its start, and when
+    it asks no more, the router is not yet or no longer busy with all of it."""
     bench.sent()
+    asking = asyncio.ensure_future(load)
+    await asyncio.sleep(seconds / 3)
     cpu_s, began_s = bench.cpu_s(), time.monotonic()
-    heard = await load
-    took_s = time.monotonic() - began_s
-    cpu_s = bench.cpu_s() - cpu_s
+    await asyncio.sleep(2 * seconds / 3)
+    cpu_s, until_s = bench.cpu_s() - cpu_s, time.monotonic()
+    heard = await asking
+    served = sum(began_s <= each.tokens_s[-1] < until_s for each in heard)
     sent = bench.sent()
     first_ms, token_ms = [], []
     for each in heard if sent else ():  # of a peer's requests no worker tells
@@ -156,4 +164,4 @@ async def measured(bench: Bench | ProxyPeer, load: Awaitable[Sequence[Heard]]) -
         worker_s = told["tokens_s"][0] - told["taken_s"]
         first_ms.append(1000 * (each.tokens_s[0] - each.sent_s - worker_s))
         token_ms += [1000 * (came - left) for came, left in zip(each.tokens_s, told["tokens_s"], strict=True)][1:]
-    return Round(1000 * cpu_s / len(heard), len(heard) / took_s, first_ms, token_ms)
+    return Round(1000 * cpu_s / served, served / (until_s - began_s), first_ms, token_ms)

@@ -132,4 +132,4 @@ async def _measure(sizes: Sizes, folder: Path) -> dict[str, list[Pair]]:
 async def _p99_ms(sizes: Sizes, bench: Bench, client: HttpClient, prompts: Callable[[], str]) -> float:
     """Of the requests of one phase."""
     load = open_loop(client, prompts, sizes.requests_per_s, sizes.seconds)
-    return percentile((await measured(bench, load)).first_ms, 0.99)
+    return percentile((await measured(bench, load, sizes.seconds)).first_ms, 0.99)
