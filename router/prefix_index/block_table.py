@@ -8,6 +8,7 @@ and invents none. docs/decisions/0010-prefix-index-in-one-array.md says why.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterator
 
@@ -16,6 +17,10 @@ from numpy.typing import NDArray
 
 from router.prefix_index.owner_sets import NOBODY, OwnerSets
 from tandem.blockhash import HASH_BYTES
+from tandem.errors import ConfigError
+from tandem.native.prefix import PrefixRuns, prefix_library
+
+log = logging.getLogger(__name__)
 
 MIN_MEMORY_BYTES = 1 << 16
 SLICE_BLOCKS = 1 << 12  # changed at once: bounds the memory of a change, and about 2 ms of the event loop's time
@@ -51,6 +56,7 @@ class BlockTable:
         self._buckets = np.uint64(buckets)
         # Of this process alone, so that nobody can aim blocks at one bucket.
         self._multiplier = np.uint64(secrets.randbits(64) | 1)
+        self._native = _native_runs(self._slots, int(self._multiplier))
         others = int(memory_bytes * (1 - _TABLE_SHARE) / 2) // _ENTRY_BYTES
         self._sets = OwnerSets(limit=min(max(others, 64), int(_MAX_SET)))
         self._overflow: dict[int, int] = {}
@@ -66,22 +72,26 @@ class BlockTable:
         """Blocks stored for which there was no room, ever."""
         return self._lost + self._sets.lost
 
-    def owners(self, keys: Words) -> Iterator[tuple[int, int]]:
-        """The owners of each key, as (index, owners) wherever they may change; the last pair holds to the end."""
-        if not len(keys):
-            return
-        hashed = keys * self._multiplier
-        numbers = self._probe(hashed)[2].min(axis=0)
-        numbers *= numbers <= _MAX_SET
-        at = 0
-        for last in [*(numbers[1:] != numbers[:-1]).nonzero()[0].tolist(), len(keys) - 1]:
-            number = int(numbers[at])
+    def owners(self, hashes: bytes) -> Iterator[tuple[int, int]]:
+        """The owners of each block of concatenated hashes, as (index, owners) wherever they may change; the last pair
+        holds to the end."""
+        runs = self._runs(hashes) if self._native is None else self._native.find(hashes)
+        for run, (at, number) in enumerate(runs, start=1):
             if number != NOBODY or not self._overflow:
                 yield at, self._sets.mask(number)
             else:
-                for each, key in enumerate(hashed[at : last + 1].tolist(), start=at):
+                end = runs[run][0] if run < len(runs) else None
+                for each, key in enumerate((words_of(hashes)[at:end] * self._multiplier).tolist(), start=at):
                     yield each, self._overflow.get(key, 0)
-            at = last + 1
+
+    def _runs(self, hashes: bytes) -> list[tuple[int, int]]:
+        """As PrefixRuns.find."""
+        if not hashes:
+            return []
+        numbers = self._probe(words_of(hashes) * self._multiplier)[2].min(axis=0)
+        numbers *= numbers <= _MAX_SET
+        where = [0, *((numbers[1:] != numbers[:-1]).nonzero()[0] + 1).tolist()]
+        return list(zip(where, numbers[where].tolist(), strict=True))
 
     def add(self, keys: Words, owner: int) -> None:
         """`owner` holds these blocks. Takes some microseconds for a few keys, and time by SLICE_BLOCKS for many."""
@@ -173,6 +183,14 @@ class BlockTable:
             self._overflow[each] = owners
         else:
             self._lost += 1
+
+
+def _native_runs(slots: Words, multiplier: int) -> PrefixRuns | None:
+    try:
+        return PrefixRuns(slots, multiplier, prefix_library())
+    except ConfigError as error:
+        log.warning("cached prefixes are looked up by numpy, more slowly: %s", error.message)
+        return None
 
 
 def _distinct(slots: Slots) -> Slots:

@@ -123,8 +123,7 @@ class PrefixMirror:
         left = self._everybody
         start, end = 0, MATCH_BLOCKS
         while left and start < len(hashes):
-            keys = words_of(b"".join(hashes[start:end]))
-            for at, owners in self._table.owners(keys):
+            for at, owners in self._table.owners(b"".join(hashes[start:end])):
                 ended = left & ~owners
                 if ended:
                     self._note(found, ended, start + at)

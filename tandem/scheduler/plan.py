@@ -52,6 +52,17 @@ class StepPlan:
     copies: BlockCopies | None = None
 
 
+def shared_tokens(sequence: Sequence, chunk: Chunk, block_tokens: int) -> int:
+    """Tokens of `sequence` in blocks that this chunk completes: once it is computed they are cached."""
+    other = chunk.sequence
+    # At least one token is always computed: its logits choose the next.
+    end = min(chunk.start + chunk.count, len(sequence.tokens) - 1) // block_tokens
+    if end <= other.committed or not sequence.may_use_cache:
+        return 0
+    pairs = zip(sequence.hashes(end)[other.committed :], other.hashes(end)[other.committed :], strict=True)
+    return block_tokens * sum(mine == theirs for mine, theirs in pairs)  # hashes are chained: the equal ones lead
+
+
 def cached_range(sequence: Sequence, block_tokens: int) -> ExportRange | None:
     """What the cache already holds of the wanted blocks goes at once."""
     if sequence.export_from_block is None:

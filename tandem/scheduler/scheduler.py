@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from tandem.errors import ContextExceeded, InputError, InternalError, KvExhausted, TandemError
 from tandem.kvcache.block_pool import BlockPool, Found, Hold
 from tandem.kvcache.layout import blocks_for
-from tandem.scheduler.plan import Chunk, ExportRange, StepPlan, cached_range, computed_range
+from tandem.scheduler.plan import Chunk, ExportRange, StepPlan, cached_range, computed_range, shared_tokens
 from tandem.scheduler.sequence import Sequence, Stage
 
 
@@ -272,11 +272,21 @@ class Scheduler:
         return max(able, key=lambda each: each.arrival, default=None)
 
     def _admit(self, chunks: list[Chunk], budget: int) -> list[ExportRange]:
-        """Moves waiting requests to running, in order, while their first chunks have room; adds these to `chunks`."""
+        """Moves waiting requests to running, in order, while their first chunks have room; adds these to `chunks`. Who
+        begins as another that is being computed stays in line for this step."""
         exports: list[ExportRange] = []
+        followers = 0  # at the front of the line
         # Nobody new while somebody lacks blocks: who was preempted must not take the room back at once.
-        while self._waiting and budget and not self._short_of_blocks and len(self._running) < self.max_running_requests:
-            sequence = self._waiting[0]
+        while (
+            len(self._waiting) > followers
+            and budget
+            and not self._short_of_blocks
+            and len(self._running) < self.max_running_requests
+        ):
+            sequence = self._waiting[followers]
+            if self._follows(sequence, chunks, budget):
+                followers += 1
+                continue
             if not self._start(sequence, budget):
                 self._short_of_blocks = True
                 break
@@ -287,8 +297,18 @@ class Scheduler:
             budget -= count
         return exports
 
+    def _follows(self, sequence: Sequence, chunks: list[Chunk], budget: int) -> bool:
+        """Whether another request computes most of its first chunk in this very step: in the next it is cached. So of
+        several answers to one prompt only the first computes it."""
+        for chunk in chunks:
+            if chunk.count > 1 and (shared := shared_tokens(sequence, chunk, self.block_tokens)):
+                uncached = len(sequence.tokens) - chunk.sequence.committed * self.block_tokens
+                if 2 * shared >= min(uncached, budget):
+                    return True
+        return False
+
     def _start(self, sequence: Sequence, budget: int) -> bool:
-        """Makes the first waiting request run, when there is room for its first chunk and then for one block more of
+        """Makes a waiting request run, when there is room for its first chunk and then for one block more of
         each that runs already: else it would soon be preempted for them."""
         cached = self._match(sequence)
         computed = len(cached) * self.block_tokens
@@ -297,7 +317,7 @@ class Scheduler:
             sequence.blocks = self.pool.acquire(cached, fresh, Hold.USE, spare=len(self._running))
         except KvExhausted:
             return False
-        self._waiting.popleft()
+        self._waiting.remove(sequence)
         self._running.append(sequence)
         sequence.stage, sequence.hold = Stage.RUNNING, Hold.USE
         sequence.computed, sequence.committed = computed, len(cached)

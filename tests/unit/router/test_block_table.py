@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 
+from router.prefix_index import block_table
 from router.prefix_index.block_table import MIN_MEMORY_BYTES, BlockTable, Words
 from router.prefix_index.owner_sets import NOBODY, OwnerSets
 
@@ -18,8 +19,18 @@ def keys(numbers: list[int]) -> Words:
 
 
 def owners_of(table: BlockTable, numbers: list[int]) -> list[int]:
-    pairs = [*table.owners(keys(numbers)), (len(numbers), 0)]
+    hashes = np.stack((keys(numbers), keys(numbers) * np.uint64(3)), axis=1).tobytes()
+    pairs = [*table.owners(hashes), (len(numbers), 0)]
     return [owners for (at, owners), (end, _) in itertools.pairwise(pairs) for _ in range(at, end)]
+
+
+@pytest.fixture(params=["native", "numpy"], autouse=True)
+def lookup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test with both."""
+    if request.param == "numpy":
+        monkeypatch.setattr(block_table, "_native_runs", lambda slots, multiplier: None)
+    elif BlockTable(MIN_MEMORY_BYTES)._native is None:
+        pytest.skip("no native look-ups on this machine")
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -47,6 +47,45 @@ def test_prompts_run_first_come_first_served_and_share_a_step(make_world: MakeWo
     assert ran(world.step()) == {"0": (6, 1), "1": (10, 10), "2": (0, 3)}
 
 
+def test_of_prompts_that_are_alike_one_is_computed(make_world: MakeWorld) -> None:
+    world = make_world(budget=64, blocks=64)
+    for name in ("first", "second", "third"):
+        world.add(name, prompt(14))
+    world.add("other", prompt(5, 50))
+    assert ran(world.step()) == {"first": (0, 14), "other": (0, 5)}, "nobody else is held up"
+    assert ran(world.step()) == {"first": (14, 1), "other": (5, 1), "second": (12, 2), "third": (12, 2)}
+    world.run()
+    assert world.answers["first"] == world.answers["second"] == world.answers["third"]
+    assert world.at_rest()
+
+
+def test_a_long_prompt_is_followed_to_its_end(make_world: MakeWorld) -> None:
+    world = make_world(budget=16)
+    for name in ("first", "second"):
+        world.add(name, prompt(40), max_tokens=1)
+    plans = [ran(world.step()) for _ in range(4)]
+    assert plans == [{"first": (0, 16)}, {"first": (16, 16)}, {"first": (32, 8)}, {"second": (36, 4)}]
+
+
+@pytest.mark.parametrize(
+    ("alike", "use_prefix_cache"), [(4, True), (14, False)], ids=["little in common", "may not use the cache"]
+)
+def test_prompts_with_little_to_gain_do_not_wait(make_world: MakeWorld, alike: int, use_prefix_cache: bool) -> None:
+    world = make_world(budget=64)
+    world.add("first", prompt(14))
+    world.add("second", prompt(alike) + prompt(14 - alike, 50), use_prefix_cache=use_prefix_cache)
+    assert ran(world.step()) == {"first": (0, 14), "second": (0, 14)}
+
+
+def test_who_follows_a_cancelled_request_takes_its_place(make_world: MakeWorld) -> None:
+    world = make_world(budget=16)
+    for name in ("first", "second", "third"):
+        world.add(name, prompt(40), max_tokens=1)
+    world.step()
+    world.cancel("first")
+    assert ran(world.step()) == {"second": (16, 16)}
+
+
 def test_no_more_requests_run_than_allowed(make_world: MakeWorld) -> None:
     world = make_world(max_running=2)
     for index in range(3):
