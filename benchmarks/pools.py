@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import pool_changes, prediction
 from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import say
-from cluster.commands.profile import Grid
+from cluster.profiler import Grid
 from tandem.errors import TandemError
 
 QUICK_CHANGES = pool_changes.Sizes(2, 4, 16, 24, 3.0, 40)
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--figure", action="append", choices=NAMES, help="only these (may be repeated)")
     parser.add_argument("--cost", type=Path, help="step times of this machine, as `tandem profile` writes them")
     parser.add_argument("--results", type=Path, help="prediction: keeps what was measured here, and goes on from there")
-    parser.add_argument("--shape", action="append", help="prediction: these, as in 1:1, whether they fit or not")
+    parser.add_argument("--shape", action="append", help="prediction: only these, as in 1:1")
     parser.add_argument("--trace", action="append", choices=prediction.TRACES, help="prediction: only these")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
     options = parser.parse_args()
@@ -63,8 +63,7 @@ def _figures(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Fig
     }
     if options.cost is not None:
         cost: Path = options.cost
-        fitting = tuple(each for each in prediction.SHAPES if prediction.fits(*each))
-        shapes = tuple(map(_shape, options.shape)) if options.shape else fitting
+        shapes = tuple(map(_shape, options.shape)) if options.shape else prediction.SHAPES
         names = options.trace or prediction.TRACES
         found["prediction"] = lambda: prediction.prediction(cost, shapes, names, sizes, options.results)
         found["static_ratios"] = lambda: pool_changes.ratios(prediction.profiled(cost, sizes.grid), changes)

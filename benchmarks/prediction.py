@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,8 @@ import numpy as np
 from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import live, play, say, spec_of
 from cluster.commands.planning import HardwareFlags, load_hardware
-from cluster.commands.profile import Grid, run_profile
+from cluster.commands.profile import run_profile
+from cluster.profiler import Grid
 from planner.compare import Line, compared
 from planner.hardware import Hardware, setup_of_spec
 from planner.outcome import Outcome
@@ -63,12 +63,6 @@ def traces(count: int) -> dict[str, Trace]:
     )
     bursts = synthetic_trace(count, Gamma(1.0, 2.0), LengthSpec(40, 0.6, 160), LengthSpec(32, 0.6, 96), seed=13)
     return dict(zip(TRACES, (chat, documents, bursts), strict=True))
-
-
-def fits(prefill: int, decode: int) -> bool:
-    """A core for every worker, and one for the router, the agents and who asks. With fewer they take turns, which no
-    cost model of a step knows of."""
-    return prefill + decode < len(os.sched_getaffinity(0))
 
 
 def setup_for(hardware: Hardware, prefill: int, decode: int, trace: Trace) -> Setup:
@@ -116,7 +110,7 @@ def profiled(cost: Path, grid: Grid) -> Path:
 
 def load_measured_hardware(cost: Path) -> Hardware:
     """The demo model on this machine, as `tandem profile` measured it."""
-    return load_hardware(HardwareFlags(DEMO_MODEL, "cpu", str(cost), None, element_bytes=4.0))
+    return load_hardware(HardwareFlags(DEMO_MODEL, "cpu", str(cost), None, element_bytes=4.0, one_host=True))
 
 
 class Cells:
@@ -144,10 +138,7 @@ class Cells:
 def prediction(
     cost: Path, shapes: Sequence[tuple[int, int]], names: Sequence[str], sizes: Sizes, results: Path | None = None
 ) -> Iterator[Figure]:
-    """Lines for each shape and trace, then the worst of all. Nothing, where no shape is given."""
-    if not shapes:
-        say("prediction: no shape leaves a core of this machine free")
-        return
+    """Lines for each shape and trace, then the worst of all."""
     hardware, cells = load_measured_hardware(profiled(cost, sizes.grid)), Cells(results, cost, sizes)
     drawn = traces(sizes.draws)
     found: list[Figure] = []
@@ -188,7 +179,7 @@ def errors(name: str, cell: Cell) -> Iterator[Figure]:
         lines = {line.metric: line for line in compared(a, b)}
         for metric in (*LATENCIES, "attainment.joint"):
             say(f"  {name} at {share} %, {metric}: simulated {lines[metric].a}, measured {lines[metric].b}")
-        latency = max(abs(_line(lines, each).percent or 0.0) / 100 for each in LATENCIES)
+        latency = max(_error(lines, each) for each in LATENCIES)
         points = max(abs(line.points or 0.0) for line in lines.values() if line.metric.startswith("attainment"))
         yield Figure(f"sim.latency_error_{share}_{name}", round(latency, 3), "share", LATENCY_TARGET)
         yield Figure(f"sim.attainment_error_{share}_{name}", round(points, 1), "points", ATTAINMENT_TARGET_POINTS)
@@ -203,8 +194,9 @@ def worst(figures: Sequence[Figure]) -> Iterator[Figure]:
             yield replace(most, figure=name, ratio=ratio)
 
 
-def _line(lines: Mapping[str, Line], metric: str) -> Line:
+def _error(lines: Mapping[str, Line], metric: str) -> float:
+    """Of the simulated, relative to the measured."""
     found = lines.get(metric)
-    if found is None or found.a is None or found.b is None:
+    if found is None or found.a is None or not found.b:
         raise RuntimeError(f"{metric} was not measured")
-    return found
+    return abs(found.a / found.b - 1)

@@ -45,6 +45,9 @@ def simulate(
     device: Device = "cpu",
     cost: Cost = None,
     element_bytes: ElementBytes = None,
+    one_host: Annotated[
+        bool, typer.Option("--one-host", help="All workers share the cores of the host of --cost (`tandem profile`).")
+    ] = False,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0: aggregated.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
     prefill_tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks of a prefill worker.")] = None,
@@ -76,7 +79,7 @@ def simulate(
     traffic = TrafficFlags(
         trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter
     )
-    hardware = HardwareFlags(model or "", device, cost, None, element_bytes)
+    hardware = HardwareFlags(model or "", device, cost, None, element_bytes, one_host)
     flags = SimulateFlags(
         traffic, hardware, Slo(ttft, tpot), config, prefill, decode, prefill_tp, decode_tp, tuple(fault or ()), json,
         autoscale,

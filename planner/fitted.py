@@ -14,13 +14,14 @@ import csv
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from planner.cost import CostModel, LinkShape, PrefillWork
+from planner.shared_host import HostCores
 from tandem.errors import ConfigError
 
 _SPLITWISE = {"model", "hardware", "prompt_size", "batch_size", "token_size", "prompt_time", "token_time"}
@@ -218,7 +219,23 @@ def read_measured(path: Path) -> dict[int, CostModel]:
 Measured = tuple[Sequence[PrefillPoint], Sequence[DecodePoint], LinkShape]
 
 
-def write_measured(path: Path, widths: dict[int, Measured], about: dict[str, str]) -> None:
+def read_host(path: Path) -> HostCores:
+    """The host that `write_measured` wrote of. Raises ConfigError."""
+    host = _json(path).get("host")
+    if host is None:
+        raise ConfigError(
+            f"{path.name}: expected what `tandem profile --device cpu` measures of a host's cores, found nothing",
+            field="--one-host",
+        )
+    try:
+        return HostCores(**host)
+    except TypeError as error:
+        raise ConfigError(f"{path.name}: host: expected cores and contention: {error}", field="--one-host") from None
+
+
+def write_measured(
+    path: Path, widths: dict[int, Measured], about: dict[str, str], host: HostCores | None = None
+) -> None:
     """The measurements themselves: the fit is made anew whenever they are read."""
     entries = [
         {
@@ -229,7 +246,8 @@ def write_measured(path: Path, widths: dict[int, Measured], about: dict[str, str
         }
         for tp, (prefills, decodes, link) in widths.items()
     ]
-    path.write_text(json.dumps({"about": about, "widths": entries}, indent=1) + "\n", encoding="utf-8")
+    content = {"about": about, "widths": entries} | ({} if host is None else {"host": asdict(host)})
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from planner.cost import CostModel, RooflineCostModel
 from planner.devices import DeviceSpec
 from planner.models import PlannedModel
+from planner.shared_host import HostCores
 from planner.simulator.setup import MAX_MODEL_TOKENS, PoolSetup, Setup
 from tandem.config import ClusterSpec, PoolSpec, RouterSpec
 from tandem.errors import ConfigError
@@ -17,11 +18,13 @@ _ROUNDING = 32  # a request's last block is half empty: in blocks of a 32nd of t
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """`measured`: cost models by TP width that replace the roofline where they are given."""
+    """`measured`: cost models by TP width that replace the roofline where they are given. `host`: the one that all
+    workers run on; None: each has its own hardware."""
 
     model: PlannedModel
     device: DeviceSpec
     measured: Mapping[int, CostModel] = field(default_factory=dict)
+    host: HostCores | None = None
 
     def cost(self, tp: int) -> CostModel:
         """Raises ConfigError when a measured model lacks this width."""
@@ -110,7 +113,7 @@ def make_setup(
     shape = hardware.model.shape
     return Setup(
         prefill, decode, shape.layers, shape.kv_token_bytes, router, max_running_requests, max_step_tokens,
-        max_model_tokens, block_tokens,
+        max_model_tokens, block_tokens, host=hardware.host,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from planner.cost import CostModel
 from planner.devices import DeviceSpec, find_device
-from planner.fitted import read_distserve, read_measured, read_splitwise
+from planner.fitted import read_distserve, read_host, read_measured, read_splitwise
 from planner.hardware import Hardware
 from planner.models import find_model
 from planner.traces.arrivals import ArrivalProcess, Diurnal, Gamma, Ramp
@@ -42,13 +42,15 @@ class TrafficFlags:
 
 @dataclass(frozen=True, slots=True)
 class HardwareFlags:
-    """`cost`: a table or measured cost model, FILE or FILE:MODEL or FILE:MODEL/HARDWARE."""
+    """`cost`: a table or measured cost model, FILE or FILE:MODEL or FILE:MODEL/HARDWARE. `one_host`: all workers share
+    the cores of the host that it was measured on."""
 
     model: str
     device: str
     cost: str | None = None
     price: float | None = None
     element_bytes: float | None = None  # None: the device's
+    one_host: bool = False
 
 
 def load_traffic(flags: TrafficFlags) -> Trace:
@@ -130,7 +132,12 @@ def load_hardware(flags: HardwareFlags) -> Hardware:
         device = device.model_copy(update={"price_per_hour": flags.price})
     element_bytes = device.element_bytes if flags.element_bytes is None else flags.element_bytes
     hardware = Hardware(find_model(flags.model, element_bytes=element_bytes), device)
-    return hardware if flags.cost is None else replace(hardware, measured=_costs(flags.cost, device))
+    if flags.cost is None:
+        if flags.one_host:
+            raise ConfigError("--one-host: expected --cost with a file of `tandem profile`", field="--one-host")
+        return hardware
+    host = read_host(Path(flags.cost)) if flags.one_host else None
+    return replace(hardware, measured=_costs(flags.cost, device), host=host)
 
 
 def _costs(text: str, device: DeviceSpec) -> dict[int, CostModel]:
@@ -156,4 +163,6 @@ def describe_cost(hardware: Hardware, tp: int) -> str:
         return f"roofline of {device.name} (MFU {device.mfu:g}, MBU {device.mbu:g}; not fitted to measurements)"
     error = hardware.cost(tp).fit_error
     known = "fit error not published" if error is None else f"mean fit error {error:.1%}"
-    return f"measured at TP {tp}: {known}"
+    host = hardware.host
+    shared = "" if host is None else f"; room for {host.cores} ranks at a time, {host.contention:g} times as long then"
+    return f"measured at TP {tp}: {known}{shared}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from operator import itemgetter
 
+from planner.shared_host import BusyCores
 from planner.simulator.events import EventLoop
 from planner.simulator.idlest import Idlest
 from planner.simulator.recorder import IntervalHistogram
@@ -31,6 +32,7 @@ _NOWHERE: Mapping[Life, float] = {}  # no pair of workers was measured by itself
 class SimFleet:
     def __init__(self, setup: Setup, loop: EventLoop, host: WorkerHost, intervals: IntervalHistogram) -> None:
         self._setup, self._loop, self._host, self._intervals = setup, loop, host, intervals
+        self._cores = None if setup.host is None else BusyCores(setup.host, loop)
         self.estimates = Estimates(loop)
         self._pace: dict[Role, WorkerEstimates] = {role: self.estimates.worker(MODEL, role) for role in Role}
         self.workers: dict[str, SimWorker] = {}
@@ -44,7 +46,7 @@ class SimFleet:
     def start(self, worker_id: str, role: Role, epoch: int) -> SimWorker:
         pool = self._setup.decode if role is Role.DECODE or self._setup.prefill is None else self._setup.prefill
         key = WorkerKey(worker_id, epoch)
-        worker = SimWorker(key, role, pool, self._setup, self._loop, self._host, self._intervals)
+        worker = SimWorker(key, role, pool, self._setup, self._loop, self._host, self._intervals, self._cores)
         self.workers[worker_id] = self._by_role[role][worker_id] = worker
         self.note(worker)
         return worker

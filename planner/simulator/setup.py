@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from planner.cost import CostModel
+from planner.shared_host import HostCores
 from tandem.config import Role, RouterSpec
 from tandem.config_autoscaler import AutoscalerSpec
 from tandem.errors import ConfigError
@@ -80,7 +81,8 @@ def _wrong_fault(text: str) -> ConfigError:
 @dataclass(frozen=True, slots=True)
 class Setup:
     """`block_tokens` is the bookkeeping's, which may be coarser than the engine's. `layers`, `kv_token_bytes`: of the
-    model, all ranks together. `prefill` None makes the cluster aggregated."""
+    model, all ranks together. `prefill` None makes the cluster aggregated. `host`: the one that all workers run on;
+    None: each has its own hardware."""
 
     prefill: PoolSetup | None
     decode: PoolSetup
@@ -95,6 +97,7 @@ class Setup:
     network_s: float = NETWORK_S
     faults: tuple[Fault, ...] = ()
     autoscaler: AutoscalerSpec = field(default_factory=AutoscalerSpec)
+    host: HostCores | None = None
 
     def pools(self) -> list[tuple[Role, PoolSetup]]:
         pools = [(Role.DECODE, self.decode)]

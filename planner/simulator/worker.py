@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from planner.cost import CostModel, PrefillWork
@@ -20,6 +21,7 @@ from tandem.config import Role
 from tandem.errors import TandemError
 
 if TYPE_CHECKING:
+    from planner.shared_host import BusyCores
     from planner.simulator.events import EventLoop
     from planner.simulator.recorder import IntervalHistogram
     from planner.simulator.setup import PoolSetup, Setup
@@ -51,7 +53,7 @@ class SimWorker:
 
     def __init__(
         self, key: WorkerKey, role: Role, pool: PoolSetup, setup: Setup, loop: EventLoop, host: WorkerHost,
-        intervals: IntervalHistogram,
+        intervals: IntervalHistogram, cores: BusyCores | None = None,
     ) -> None:  # fmt: skip
         self.key, self.role = key, role
         self.blocks = SimBlockPool(pool.kv_tokens // setup.block_tokens)
@@ -73,6 +75,7 @@ class SimWorker:
         self.events_due = False
         self._seen_frames = 0
         self._loop, self._host, self._intervals = loop, host, intervals
+        self._cores, self._ranks = cores, pool.tp
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._load: Load | None = None  # None: to be counted anew
         self._total_blocks = self.blocks.counts().total
@@ -100,6 +103,8 @@ class SimWorker:
             for sequence in self.scheduler.repeat(done) if done > 0 else []:
                 sequence.last_token_s = start_s + done * step_s
         self.lost = True
+        if self._cores is not None:
+            self._cores.stop(self)
         self._generation += 1
         self._inbox.clear()
 
@@ -143,8 +148,7 @@ class SimWorker:
             self._host.changed(self, room=False)
 
     def _begin(self) -> None:
-        steps = self.scheduler.steady_steps(MAX_REPEATED_STEPS)
-        if steps:
+        if self._cores is None and (steps := self.scheduler.steady_steps(MAX_REPEATED_STEPS)):
             self._begin_repeat(steps)
             return
         plan = self.scheduler.schedule()
@@ -163,8 +167,10 @@ class SimWorker:
                 self._host.export(self, part, now_s, now_s)
         self._stepping = True
         self._generation += 1
-        self.busy_s += seconds
-        self._loop.at(now_s + seconds, self._end, self._generation, plan, now_s)
+        if self._cores is None:
+            self._loop.at(now_s + seconds, self._end, self._generation, plan, now_s)
+        else:
+            self._cores.run(self, self._ranks, seconds, partial(self._end, self._generation, plan, now_s))
 
     def _resume(self) -> None:
         if not self._stepping and not self.lost:
@@ -175,6 +181,7 @@ class SimWorker:
             return
         now_s = self._loop.now_s()
         self._stepping = False
+        self.busy_s += now_s - start_s
         self.scheduler.advance(plan)
         computed = False
         intervals: list[float] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import yaml
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.commands.profile import Grid, run_profile
-from planner.fitted import read_measured
+from cluster.commands.planning import HardwareFlags, load_hardware
+from cluster.commands.profile import run_profile
+from cluster.profiler import Grid
+from planner.fitted import read_host, read_measured
 from tandem.errors import ConfigError
 from tandem.testing import write_tiny_llama
 
@@ -36,6 +39,20 @@ def test_steps_are_measured_and_simulated_with(model: Path, tmp_path: Path) -> N
     result = CliRunner().invoke(app, ["simulate", *traffic, *hardware])
     assert result.exit_code == 0, result.output
     assert "mean fit error" in result.stdout
+    host = read_host(cost)
+    assert host.cores == len(os.sched_getaffinity(0))
+    assert host.contention < 10
+    shared = CliRunner().invoke(app, ["simulate", *traffic, *hardware, "--one-host"])
+    assert shared.exit_code == 0, shared.output
+    assert f"room for {host.cores} ranks at a time" in shared.stdout
+
+
+def test_one_host_needs_what_was_measured_of_it(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "cost.json").write_text('{"widths": []}')
+    with pytest.raises(ConfigError, match=r"cost.json: expected what `tandem profile --device cpu` measures"):
+        load_hardware(HardwareFlags(str(model), "cpu", str(tmp_path / "cost.json"), one_host=True))
+    with pytest.raises(ConfigError, match="--one-host: expected --cost"):
+        load_hardware(HardwareFlags(str(model), "cpu", one_host=True))
 
 
 def test_a_pool_too_small_to_measure_in_says_so(model: Path, tmp_path: Path) -> None:

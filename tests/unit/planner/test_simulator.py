@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from planner.cost import PrefillWork
+from planner.shared_host import HostCores
 from planner.simulator import worker as worker_module
 from planner.simulator.links import Port, push
 from planner.simulator.result import SimResult
@@ -101,6 +102,15 @@ class TestOneRequest:
         result = simulate(one(500_000, 5, (1.0, 100, 5)), setup_of(1, 1))
         assert (result.rejected, result.finished) == (1, 1)
         assert result.refusals == {"context_length_exceeded": 1}
+
+
+def test_workers_of_one_host_take_turns_with_its_cores() -> None:
+    two_at_once = one(1000, 1, (0.0, 1000, 1))
+    alone, sharing = (
+        simulate(two_at_once, setup_of(0, 2, host=HostCores(cores))).ttft_s.p90 for cores in (2, 1)
+    )
+    assert alone == pytest.approx(2 * HOP_S + 1000 * PER_TOKEN_S)
+    assert sharing == pytest.approx(2 * HOP_S + 2 * 1000 * PER_TOKEN_S)
 
 
 def test_waiting_is_what_queueing_theory_says() -> None:

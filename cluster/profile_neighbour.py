@@ -1,0 +1,63 @@
+"""A worker that computes while `tandem profile` measures what that costs the one beside it, until its stdin ends.
+
+    python -m cluster.profile_neighbour FOLDER SPEC       SPEC: the ModelSpec as JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cluster.profiler import Grid, Profiler, build_alone
+from tandem.config import ModelSpec
+from tandem.errors import UnavailableError
+
+READY = "ready"
+
+
+@contextmanager
+def neighbours(count: int, folder: Path, spec: ModelSpec) -> Iterator[None]:
+    """So many of them compute meanwhile. Raises UnavailableError."""
+    command = [sys.executable, "-m", __name__, str(folder), spec.model_dump_json()]
+    started = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
+    ]
+    try:
+        for each in started:
+            if each.stdout is None or each.stdout.readline().strip() != READY:
+                raise UnavailableError("a neighbour of the profiled worker did not start; its own words are above")
+        yield
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m cluster.profile_neighbour")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("spec")
+    options = parser.parse_args()
+    spec = ModelSpec.model_validate_json(options.spec)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with build_alone(options.folder, spec) as rank:
+        profiler = Profiler(rank, spec, Grid())
+        profiler.mixed_s()
+        print(READY, flush=True)
+        while True:
+            profiler.mixed_s()
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Workers of one host: how their steps take turns with its cores, by hand."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from planner.shared_host import BusyCores, HostCores
+from planner.simulator.events import EventLoop
+from tandem.errors import ConfigError
+
+HOST = HostCores(cores=2, contention=1.2)
+
+
+@pytest.mark.parametrize(
+    ("host", "stretches"),
+    [
+        (HostCores(1), [1, 2, 3, 4]),
+        (HOST, [1, 1.2, 1.8, 2.4]),
+        (HostCores(4), [1, 1, 1, 1, 1.25]),
+        (HostCores(4, 1.3), [1, 1.1, 1.2, 1.3, 1.625]),
+    ],
+    ids=["one core", "two", "four without contention", "four"],
+)
+def test_stretch(host: HostCores, stretches: list[float]) -> None:
+    assert [host.stretch(1 + at) for at in range(len(stretches))] == pytest.approx(stretches)
+
+
+@pytest.mark.parametrize(("cores", "contention"), [(0, 1.0), (2, 0.9), (2, float("nan"))])
+def test_what_no_host_is(cores: int, contention: float) -> None:
+    with pytest.raises(ConfigError, match="host: expected"):
+        HostCores(cores, contention)
+
+
+def ends(steps: dict[str, tuple[float, int, float]], stop: tuple[str, float] | None = None) -> dict[str, float]:
+    """When steps end that are (begun at, ranks, seconds); `stop`: who is lost, and when."""
+    loop, found = EventLoop(), {}
+    cores = BusyCores(HOST, loop)
+
+    def note(name: str) -> None:
+        found[name] = loop.now_s()
+
+    for name, (at_s, ranks, seconds) in steps.items():
+        loop.at(at_s, cores.run, name, ranks, seconds, partial(note, name))
+    if stop is not None:
+        loop.at(stop[1], cores.stop, stop[0])
+    loop.run(lambda: False)
+    return found
+
+
+def test_a_step_is_as_slow_as_there_are_others_at_each_moment() -> None:
+    assert ends({"a": (0, 1, 1.0)}) == {"a": 1.0}
+    # a alone for half a second, then both at 1 / 1.2 for 0.6 s, then b alone with half a second left.
+    assert ends({"a": (0, 1, 1.0), "b": (0.5, 1, 1.0)}) == pytest.approx({"a": 1.1, "b": 1.6})
+    assert ends({"a": (0, 1, 1.0), "b": (0, 2, 1.0)}) == pytest.approx({"a": 1.8, "b": 1.8})
+
+
+def test_who_is_lost_leaves_its_core() -> None:
+    steps = {"a": (0.0, 1, 1.0), "b": (0.0, 1, 1.0)}
+    assert ends(steps, stop=("b", 0.6)) == pytest.approx({"a": 1.1})
