@@ -18,9 +18,7 @@ from tandem.launch import RouterLaunch
 from tandem.logs import setup_logging
 
 EXIT_CONFIG = 2
-# How many more objects are made than freed before the youngest are looked at, and every how many times the older ones.
-# Ten times as many of the youngest made a pause of 200 ms of what 500 streams hold; a request frees its own without it.
-GC_THRESHOLDS = (2_000, 5, 100)
+GC_ALLOCATIONS = 20_000  # more objects made than freed between two collections
 
 
 async def serve(launch: RouterLaunch) -> None:
@@ -32,7 +30,7 @@ async def serve(launch: RouterLaunch) -> None:
     await app.start()
     gc.collect()
     gc.freeze()  # else each full collection looks at all modules anew, for tens of milliseconds
-    gc.set_threshold(*GC_THRESHOLDS)
+    gc.set_threshold(GC_ALLOCATIONS, 10, 20)
     await stop.wait()
     await app.close()
 
