@@ -101,7 +101,7 @@ class Profiler:
         longest = min(self._rank.max_model_tokens - MIXED_STEPS - 2, self._capacity // MIXED_BATCH - MIXED_STEPS - 2)
         engine = self._engine(MIXED_BATCH * MIXED_PROMPT)
         for _ in range(MIXED_BATCH):
-            self._add(engine, min(MIXED_PROMPT, longest), answer=MIXED_STEPS + 1)
+            self._add(engine, max(1, min(MIXED_PROMPT, longest)), answer=MIXED_STEPS + 1)
         return sum(_timed(engine) for _ in range(MIXED_STEPS + 1))
 
     def _decode_grid(self) -> Iterator[tuple[int, int]]:
