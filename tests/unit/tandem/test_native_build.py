@@ -32,7 +32,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_an_image_needs_no_compiler(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = build_all(sources)
-    assert [re.sub("-.*", "", path.name) for path in built] == ["digest", "kernels"]
+    assert [re.sub("-.*", "", path.name) for path in built] == ["digest", "kernels", "prefix"]
     shutil.rmtree(sources.parent / "cache")
     monkeypatch.setenv("PATH", "")
     for path, source in zip(built, ("digest.c", "kernels.c"), strict=True):
