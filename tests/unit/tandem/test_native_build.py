@@ -35,7 +35,7 @@ def test_an_image_needs_no_compiler(sources: Path, monkeypatch: pytest.MonkeyPat
     assert [re.sub("-.*", "", path.name) for path in built] == ["digest", "kernels", "prefix"]
     shutil.rmtree(sources.parent / "cache")
     monkeypatch.setenv("PATH", "")
-    for path, source in zip(built, ("digest.c", "kernels.c"), strict=True):
+    for path, source in zip(built, ("digest.c", "kernels.c", "prefix.c"), strict=True):
         assert library_path(sources / source) == path
         assert path.stat().st_mode & 0o777 == 0o755
         ctypes.CDLL(str(path))
