@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import threading
@@ -19,12 +18,13 @@ from tandem.config import ModelSpec
 from tandem.errors import UnavailableError
 
 READY = "ready"
+END_TIMEOUT_S = 30.0  # a few steps of a large model
 
 
 @contextmanager
 def neighbours(count: int, folder: Path, spec: ModelSpec) -> Iterator[None]:
     """So many of them compute meanwhile. Raises UnavailableError."""
-    command = [sys.executable, "-m", __name__, str(folder), spec.model_dump_json()]
+    command = [sys.executable, "-P", "-m", __name__, str(folder), spec.model_dump_json()]
     started = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
     ]
@@ -35,8 +35,11 @@ def neighbours(count: int, folder: Path, spec: ModelSpec) -> Iterator[None]:
         yield
     finally:
         for each in started:
-            each.kill()
-            each.wait()
+            try:
+                each.communicate(timeout=END_TIMEOUT_S)  # which ends its stdin
+            except subprocess.TimeoutExpired:
+                each.kill()
+                each.wait()
 
 
 def main() -> None:
@@ -45,18 +48,20 @@ def main() -> None:
     parser.add_argument("spec")
     options = parser.parse_args()
     spec = ModelSpec.model_validate_json(options.spec)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    ended = threading.Event()
+    threading.Thread(target=_await_end, args=(ended,), daemon=True).start()
     with build_alone(options.folder, spec) as rank:
         profiler = Profiler(rank, spec, Grid())
         profiler.mixed_s()
         print(READY, flush=True)
-        while True:
+        while not ended.is_set():
             profiler.mixed_s()
 
 
-def _end_with_parent() -> None:
+def _await_end(ended: threading.Event) -> None:
+    """Also when who started it is killed."""
     sys.stdin.read()
-    os._exit(0)
+    ended.set()
 
 
 if __name__ == "__main__":

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from tandem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from planner.simulator.events import EventLoop
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,6 @@ class HostCores:
         return (1 + (self.contention - 1) * share) * max(1.0, computing / self.cores)
 
 
-class Loop(Protocol):
-    def now_s(self) -> float: ...
-    def at(self, at_s: float, handle: Callable[..., None], *args: Any) -> None: ...
-
-
 @dataclass(slots=True)
 class _Step:
     ranks: int
@@ -49,7 +47,7 @@ class _Step:
 class BusyCores:
     """The steps that run on a host just now, each as much slower as there are others at each moment."""
 
-    def __init__(self, host: HostCores, loop: Loop) -> None:
+    def __init__(self, host: HostCores, loop: EventLoop) -> None:
         self._host, self._loop = host, loop
         self._steps: dict[object, _Step] = {}
         self._since_s, self._stretch = loop.now_s(), 1.0

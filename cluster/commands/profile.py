@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 
 from cluster.profile_neighbour import neighbours
@@ -16,6 +17,7 @@ from cluster.spec_loader import load_spec
 from planner.devices import find_device
 from planner.fitted import read_measured, write_measured
 from planner.shared_host import HostCores
+from tandem.errors import UnavailableError
 
 MIXED_RUNS = 5
 
@@ -39,12 +41,21 @@ def run_profile(
     return 0
 
 
-def _host_cores(profiler: Profiler, resolved: ResolvedModel, say: Callable[[str], None]) -> HostCores:
-    """How much longer steps last while a worker computes on every core of this host."""
+def _host_cores(profiler: Profiler, resolved: ResolvedModel, say: Callable[[str], None]) -> HostCores | None:
+    """How much longer steps last while a worker computes on every core of this host. None, said, where there is no
+    memory for so many: what was measured before is not lost for it."""
     cores = max(1, len(os.sched_getaffinity(0)) // resolved.spec.engine.threads_per_rank)
+    needed, free = (cores - 1) * psutil.Process().memory_info().rss, psutil.virtual_memory().available
+    if needed > free:
+        say(f"left out how {cores} workers slow each other down: they need {needed >> 30} GiB, {free >> 30} are free")
+        return None
     alone_s = [profiler.mixed_s() for _ in range(MIXED_RUNS)]
-    with neighbours(cores - 1, resolved.folder, resolved.spec):
-        beside_s = [profiler.mixed_s() for _ in range(MIXED_RUNS)]
+    try:
+        with neighbours(cores - 1, resolved.folder, resolved.spec):
+            beside_s = [profiler.mixed_s() for _ in range(MIXED_RUNS)]
+    except UnavailableError as error:
+        say(f"left out how {cores} workers slow each other down: {error.message}")
+        return None
     contention = max(1.0, statistics.median(beside_s) / statistics.median(alone_s))
     say(f"room for {cores} ranks: steps last {contention:.2f} times as long while all compute")
     return HostCores(cores, round(contention, 3))

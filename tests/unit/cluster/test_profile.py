@@ -61,3 +61,15 @@ def test_a_pool_too_small_to_measure_in_says_so(model: Path, tmp_path: Path) -> 
     config.write_text(yaml.safe_dump({"models": [{"source": str(model), "engine": engine}]}))
     with pytest.raises(ConfigError, match="too few to profile"):
         run_profile(config, None, "cpu", tmp_path / "cost.json", Grid((16,), (16,), (48,)))
+
+
+def test_a_host_without_memory_for_neighbours_keeps_what_was_measured(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cost = tmp_path / "cost.json"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(1 << 20)))
+    assert run_profile(None, str(model), "cpu", cost, GRID) == 0
+    assert "left out how" in capsys.readouterr().err
+    assert read_measured(cost)
+    with pytest.raises(ConfigError, match="found nothing"):
+        read_host(cost)
