@@ -20,6 +20,7 @@ from benchmarks import (
     observability,
     router_cost,
     router_decide,
+    router_hostile,
     router_index,
     router_overload,
     router_redis,
@@ -30,6 +31,7 @@ from benchmarks.handoff_figures import Figure
 FIGURES: dict[str, Callable[[bool], Iterator[Figure]]] = {  # called with: whether to be quick
     "cost": lambda quick: router_cost.figures(router_cost.QUICK if quick else router_cost.Sizes()),
     "decide": lambda quick: router_decide.figures(router_decide.QUICK if quick else router_decide.Sizes()),
+    "hostile": lambda quick: router_hostile.figures(router_hostile.QUICK if quick else router_hostile.Sizes()),
     "index": lambda quick: router_index.figures(router_index.QUICK if quick else router_index.Sizes()),
     "observability": lambda quick: observability.figures(observability.QUICK if quick else observability.SIZES),
     "overload": lambda quick: router_overload.figures(router_overload.QUICK if quick else router_overload.Sizes()),

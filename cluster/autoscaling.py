@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from cluster.observed_load import ObservedLoad
 from cluster.resolve import ResolvedModel
 from planner.autoscaler import SETTLE_S, Action, Autoscaler, Decision, Limits, Objectives, View
-from planner.pool_forecast import Layout
+from planner.pool_forecast import Layout, LocalPrompts
 from tandem.config import ClusterSpec, ModelSpec, Role
 from tandem.errors import TandemError
 from tandem.v1 import cluster_pb2, trace_pb2, worker_pb2
@@ -35,6 +35,7 @@ class _Model:
         self.resolved = model
         self.policy = Autoscaler(spec.autoscaler, Limits.of(spec.autoscaler, pools), Objectives.of(spec.router.classes))
         self.load = ObservedLoad(now_s)
+        self.local = LocalPrompts.of(spec.router)
         self.changed_s = now_s
         self.words = "not looked yet"
 
@@ -110,7 +111,7 @@ class Autoscaling:
         return View(
             Layout(*(sum(slot.role is role for slot in slots) for role in (Role.PREFILL, Role.DECODE))),
             model.load.load(loads[Role.PREFILL], loads[Role.DECODE]),
-            model.load.capability(engine.max_running_requests, blocks * engine.block_tokens),
+            model.load.capability(engine.max_running_requests, blocks * engine.block_tokens, model.local),
             model.load.measured(model.changed_s + SETTLE_S),
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.autoscaler import Measured
-from planner.pool_forecast import Capability, Load
+from planner.pool_forecast import Capability, Load, LocalPrompts
 from router.policies.pace import BATCH_SIZES, START_PACE, Pace
 from tandem.v1 import trace_pb2, worker_pb2
 
@@ -86,8 +86,8 @@ class ObservedLoad:
             missed_tpot=round(seen["missed_tpot"]),
         )
 
-    def capability(self, max_running_requests: int, kv_tokens: int) -> Capability:
-        return Capability(*self._paces, max_running_requests, kv_tokens)
+    def capability(self, max_running_requests: int, kv_tokens: int, local: LocalPrompts) -> Capability:
+        return Capability(*self._paces, max_running_requests, kv_tokens, local)
 
     def _since(self, sample: _Sample) -> dict[str, float]:
         return {name: total - sample.totals[name] for name, total in self._totals.items()}

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from planner.pool_forecast import Capability, Forecast, Layout, Load, forecast
+from planner.pool_forecast import Capability, Forecast, Layout, Load, forecasts
 from tandem.config import ClassSpec, ModelSpec
 from tandem.config_autoscaler import AutoscalerSpec
 
@@ -253,12 +253,16 @@ class Autoscaler:
     # ---- what is predicted
 
     def _pressure(self, view: View, layout: Layout) -> _Pressure:
-        found, load = forecast(layout, view.load, view.can), view.load
+        found, load = self._forecast(view, layout), view.load
         asks = load.requests_per_s > 0 or load.queued_tokens > 0
         answers = load.answer_tokens_per_s > 0 or load.decoding_requests > 0
         ttft, tpot = self._shares(found)
         more_ttft, more_tpot = self._missed(view)
         return _Pressure(layout, found, asks * ttft * more_ttft, answers * tpot * more_tpot)
+
+    def _forecast(self, view: View, layout: Layout) -> Forecast:
+        """With as many prompts computed on decode workers as is best: so the router does it."""
+        return min(forecasts(layout, view.load, view.can), key=lambda each: max(*self._shares(each), each.fill))
 
     def _shares(self, found: Forecast) -> tuple[float, float]:
         """Of the objectives."""
@@ -274,7 +278,7 @@ class Autoscaler:
         measured = view.measured
         if measured.judged < LEAST_MEASURED:
             return 1.0, 1.0
-        ttft, tpot = self._shares(forecast(view.layout, view.load, view.can))
+        ttft, tpot = self._shares(self._forecast(view, view.layout))
         many = MISSED_SHARE * measured.judged
         return (
             _to_reach_one(ttft) if measured.missed_ttft > many else 1.0,
@@ -285,7 +289,7 @@ class Autoscaler:
         measured = view.measured
         if measured.ttft_s is None or measured.requests < LEAST_MEASURED:
             return
-        predicted_s = forecast(view.layout, view.load, view.can).ttft_s
+        predicted_s = self._forecast(view, view.layout).ttft_s
         if predicted_s > 0:
             least, most = CORRECTIONS
             seen = max(least, min(most, measured.ttft_s / predicted_s))

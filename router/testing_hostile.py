@@ -1,7 +1,9 @@
-"""Clients that mean harm, in a process of their own: `python -m router.testing_hostile ATTACK HTTP_PORT GRPC_PORT N`.
+"""Clients that mean harm, in a process of their own:
+
+    python -m router.testing_hostile ATTACK HTTP_PORT GRPC_PORT MODEL N
 
 Prints what it saw as one line of JSON when the attack is made, holds its connections until its input ends, and then
-prints how many of them the router had closed.
+prints how many of them the router had closed. `Attack` begins one, and hears of it.
 """
 
 from __future__ import annotations
@@ -22,9 +24,46 @@ from tandem.v1.inference_pb2_grpc import InferenceStub
 HOST = "127.0.0.1"
 AT_ONCE = 48
 STORM_AT_ONCE = 16  # about a hundred requests each second
+PATIENCE_S = 600.0
 LONG_S = 0.3  # an answer of the stub workers takes longer
-STREAM = {"model": "tiny", "prompt": "x", "stream": True, "max_tokens": 1500}
+STREAM: dict[str, object] = {"prompt": "x", "stream": True, "max_tokens": 1500}  # `main` adds the model
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Attack:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError("the attack has no pipes")
+        self._process, self._input, self._output = process, process.stdin, process.stdout
+
+    @classmethod
+    async def begin(cls, name: str, ports: tuple[int, int], model: str, count: int, nice: int = 0) -> Attack:
+        """`ports`: of HTTP and gRPC. `nice`: how far everybody else on its cores goes first."""
+        command = ["nice", "-n", f"{nice}", sys.executable, "-m", "router.testing_hostile"]
+        pipe = asyncio.subprocess.PIPE
+        about = (name, *map(str, ports), model, f"{count}")
+        return cls(await asyncio.create_subprocess_exec(*command, *about, stdin=pipe, stdout=pipe))
+
+    async def made(self) -> int:
+        """Waits until it is; its connections that are open then."""
+        return await self._says("made")
+
+    async def end(self) -> int:
+        """How many of its connections the router had closed."""
+        self._input.write(b"\n")
+        closed = await self._says("closed")
+        await self._process.wait()
+        return closed
+
+    async def drop(self) -> None:
+        """Ends it at once, with all its connections."""
+        self._process.kill()
+        await self._process.wait()
+
+    async def _says(self, word: str) -> int:
+        async with asyncio.timeout(PATIENCE_S):
+            line = await self._output.readline()
+        return int(json.loads(line)[word])
 
 
 def http_request(body: dict[str, object]) -> bytes:
@@ -90,7 +129,25 @@ async def _windowless(grpc_port: int, count: int) -> Connection:
     return reader, writer
 
 
-_DRIPS: list[asyncio.Task[None]] = []
+async def readers(http_port: int, grpc_port: int, count: int) -> list[Connection]:
+    """No harm: what slow readers ask for, all by HTTP, and read."""
+    request = http_request(STREAM | {"logprobs": 20})
+
+    async def one() -> Connection:
+        reader, writer = await asyncio.open_connection(HOST, http_port)
+        writer.write(request)
+        _KEPT_UP.append(asyncio.create_task(_read_on(reader)))
+        return reader, writer
+
+    return await _all(one, count)
+
+
+async def _read_on(reader: asyncio.StreamReader) -> None:
+    while await reader.read(1 << 16):
+        pass
+
+
+_KEPT_UP: list[asyncio.Task[None]] = []
 
 
 async def idle(http_port: int, grpc_port: int, count: int) -> list[Connection]:
@@ -124,7 +181,7 @@ async def slowloris(http_port: int, grpc_port: int, count: int) -> list[Connecti
                 writer.write(more)
                 await asyncio.sleep(0.1)
 
-        _DRIPS.append(asyncio.create_task(drip()))
+        _KEPT_UP.append(asyncio.create_task(drip()))
         return reader, writer
 
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -201,16 +258,19 @@ async def _is_closed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
         return True
 
 
-ATTACKS = {each.__name__: each for each in (cancel_storm, slow_readers, idle, slowloris, rapid_reset)}
+ATTACKS = {each.__name__: each for each in (cancel_storm, slow_readers, readers, idle, slowloris, rapid_reset)}
 
 
-async def main(attack: str, http_port: int, grpc_port: int, count: int) -> None:
+async def main(attack: str, http_port: int, grpc_port: int, model: str, count: int) -> None:
+    STREAM["model"] = model
     made = await ATTACKS[attack](http_port, grpc_port, count)
     print(json.dumps({"made": len(made)}), flush=True)
     await asyncio.to_thread(sys.stdin.readline)
+    for task in _KEPT_UP:
+        task.cancel()
     closed = await asyncio.gather(*(_is_closed(*each) for each in made))
     print(json.dumps({"closed": sum(closed)}), flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])))

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.autoscaler import SETTLE_S, Action, Autoscaler, Limits, Measured, Objectives, View
-from planner.pool_forecast import Capability, Layout, Load
+from planner.pool_forecast import Capability, Layout, Load, LocalPrompts
 from planner.simulator.events import EventLoop
 from planner.simulator.fleet import MODEL
 from planner.simulator.recorder import Recorder
@@ -82,22 +83,30 @@ class SimAutoscaler:
             fleet.pace(Role.DECODE).pace(),
             self._setup.max_running_requests,
             self._setup.decode.kv_tokens,
+            LocalPrompts.of(self._setup.router),
         )
         return View(Layout(fleet.count(Role.PREFILL), fleet.count(Role.DECODE)), load, can, self._measured(now_s))
 
     def _measured(self, now_s: float) -> Measured:
-        """Of first tokens."""
         since_s = max(now_s - WINDOW_S, self._changed_s + SETTLE_S)
-        first_s = self._seen.first_token_s
-        # Whoever has its first token now came lately.
-        recent = int(np.searchsorted(self._trace.arrival_s, now_s - 6 * WINDOW_S))
-        late = np.nonzero(first_s[recent:] >= since_s)[0] + recent
-        if not late.size:
-            return Measured()
-        ttft_s = first_s[late] - self._trace.arrival_s[late]
-        limit_s = self._objectives.ttft_s
-        missed = 0 if limit_s is None else int((ttft_s > limit_s).sum())
-        return Measured(int(late.size), float(ttft_s.mean()), int(late.size), missed)
+        seen, arrival_s = self._seen, self._trace.arrival_s
+        # Whoever has its first token now came lately; an answer may last longer.
+        recent = int(np.searchsorted(arrival_s, now_s - 6 * WINDOW_S))
+        began = np.nonzero(seen.first_token_s[recent:] >= since_s)[0] + recent
+        ended = np.nonzero(seen.finished & (seen.last_token_s >= since_s))[0]
+        decoding_s = seen.last_token_s[ended] - seen.first_token_s[ended]
+        tpot_s = decoding_s / np.maximum(1, self._trace.output_tokens[ended] - 1)
+        return Measured(
+            requests=began.size,
+            ttft_s=float((seen.first_token_s[began] - arrival_s[began]).mean()) if began.size else None,
+            judged=ended.size,
+            missed_ttft=_beyond(seen.first_token_s[ended] - arrival_s[ended], self._objectives.ttft_s),
+            missed_tpot=_beyond(tpot_s, self._objectives.tpot_s),
+        )
+
+
+def _beyond(times_s: NDArray[np.float64], limit_s: float | None) -> int:
+    return 0 if limit_s is None else int((times_s > limit_s).sum())
 
 
 def objectives_of(setup: Setup, ttft_s: float | None, tpot_s: float | None) -> Objectives:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.observed_load import ObservedLoad
+from planner.pool_forecast import LocalPrompts
 from router.policies.pace import BATCH_SIZES, START_PACE
 from tandem.v1 import trace_pb2, worker_pb2
 
@@ -64,15 +65,15 @@ def test_paces_that_are_not_as_ours_are_left_out() -> None:
     good = trace_pb2.Pace(prefill_s_per_token=0.001, tpot_s=[0.05] * len(BATCH_SIZES))
     other = trace_pb2.Pace(prefill_s_per_token=0.003, tpot_s=[0.07] * len(BATCH_SIZES))
     strange = trace_pb2.Pace(prefill_s_per_token=0.5, tpot_s=[1.0])
-    assert observed.capability(8, 100).prefill == START_PACE
+    assert observed.capability(8, 100, LocalPrompts()).prefill == START_PACE
     reports = {
         "r0": (1, trace_pb2.ModelDemand(prefill=good, decode=good)),
         "r1": (1, trace_pb2.ModelDemand(prefill=other, decode=strange)),
     }
     observed.note(reports, 1.0)
-    can = observed.capability(8, 100)
+    can = observed.capability(8, 100, LocalPrompts())
     assert can.prefill.prefill_s_per_token == pytest.approx(0.002)
     assert can.prefill.tpot_at_s(1) == pytest.approx(0.06)
     assert can.decode.tpot_at_s(1) == pytest.approx(0.05)
     observed.note({"r0": (1, trace_pb2.ModelDemand(decode=other))}, 2.0)  # aggregated: decode workers prefill
-    assert observed.capability(8, 100).prefill.prefill_s_per_token == pytest.approx(0.003)
+    assert observed.capability(8, 100, LocalPrompts()).prefill.prefill_s_per_token == pytest.approx(0.003)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.autoscaler import Action, Autoscaler, Decision, Limits, Measured, Objectives, View
-from planner.pool_forecast import Capability, Layout, Load, forecast
+from planner.pool_forecast import Capability, Layout, Load, LocalPrompts, forecast, forecasts
 from router.policies.pace import BATCH_SIZES, Pace
-from tandem.config import ClassSpec, ModelSpec
+from tandem.config import ClassSpec, Disaggregation, ModelSpec, PolicyName, RouterSpec
 from tandem.config_autoscaler import AutoscalerSpec
 
 # A worker prefills 4,000 tokens/s; a token takes 20 ms alone and 40 ms in a batch of 32.
@@ -70,6 +71,33 @@ def test_a_queue_counts_before_rates_have_shown_it() -> None:
     decision = settled(autoscaler(limits(3, 3)), view)
     assert decision.layout == Layout(2, 1)
     assert "TTFT" in decision.reason
+
+
+def test_prompts_that_idle_decode_workers_compute_need_no_further_prefill_worker() -> None:
+    short_answers = Load(requests_per_s=2.2, uncached_tokens=1600, context_tokens=1604, answer_tokens=4)
+    busy = replace(short_answers, answer_tokens=500, decoding_requests=20)
+    for disaggregation, load, layout in (
+        (Disaggregation.ALWAYS, short_answers, (2, 1)),
+        (Disaggregation.AUTO, short_answers, (1, 2)),
+        (Disaggregation.AUTO, busy, (2, 1)),  # they do not while others decode there
+        (Disaggregation.NEVER, short_answers, (1, 2)),
+    ):
+        can = replace(CAN, local=LocalPrompts.of(RouterSpec(disaggregation=disaggregation)))
+        decision = settled(autoscaler(limits(3, 3), Objectives(ttft_s=2.0)), View(Layout(1, 2), load, can))
+        assert decision.layout == Layout(*layout), (disaggregation, decision.reason)
+
+
+def test_what_a_decode_worker_computes_is_missing_to_its_answers() -> None:
+    alone, with_prompts = (forecast(Layout(1, 2), LONG_PROMPTS, CAN, local) for local in (0.0, 0.5))
+    assert with_prompts.ttft_tail_s < alone.ttft_tail_s
+    assert with_prompts.tpot_s > alone.tpot_s
+    assert forecast(Layout(0, 3), LONG_PROMPTS, CAN, 1.0) == forecasts(Layout(0, 3), LONG_PROMPTS, CAN)[0]
+
+
+def test_which_prompts_may_stay_on_a_decode_worker_is_what_the_router_is_told() -> None:
+    assert LocalPrompts.of(RouterSpec()) == (32, 256, math.inf)
+    assert LocalPrompts.of(RouterSpec(policy=PolicyName.RANDOM)) == (32, 32, 32)  # it predicts nothing
+    assert LocalPrompts.of(RouterSpec(local_prefill_busy_max_tokens=0)) == (32, 32, math.inf)
 
 
 def test_answers_that_find_no_place_count_without_an_objective_for_tpot() -> None:

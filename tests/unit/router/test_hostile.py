@@ -7,9 +7,7 @@ How their times compare is printed.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ import numpy as np
 import pytest
 
 from router.testing_bodies import multiplying_bodies
+from router.testing_hostile import Attack
 from router.testing_site import MODEL, TIMEOUT_S, RouterSite
 from tandem.config import Disaggregation, RouterSpec
 from tandem.tokenizer import Tokenizer
@@ -89,31 +88,6 @@ class Site(RouterSite):
                 await asyncio.sleep(0.1)
 
 
-class Attack:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    @classmethod
-    async def begin(cls, site: Site, name: str, count: int) -> Attack:
-        command = ["-m", "router.testing_hostile", name, str(site.http_port), str(site.grpc_port), str(count)]
-        pipe = asyncio.subprocess.PIPE
-        return cls(await asyncio.create_subprocess_exec(sys.executable, *command, stdin=pipe, stdout=pipe))
-
-    async def says(self, word: str) -> int:
-        assert self._process.stdout is not None
-        async with asyncio.timeout(10 * TIMEOUT_S):
-            line = await self._process.stdout.readline()
-        return int(json.loads(line)[word])
-
-    async def end(self) -> int:
-        """How many of its connections the router had closed."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(b"\n")
-        closed = await self.says("closed")
-        await self._process.wait()
-        return closed
-
-
 @pytest.fixture
 async def site(tmp_path: Path, model_dir: Path) -> AsyncIterator[Site]:
     site = Site(tmp_path, model_dir)
@@ -160,8 +134,8 @@ async def test_hostile_clients_harm_nobody_and_leave_nothing(site: Site, case: C
     grown: list[int] = []
     under_s: list[float] = []
     for _ in range(case.rounds):
-        attack = await Attack.begin(site, case.name, count)
-        made = asyncio.create_task(attack.says("made"))
+        attack = await Attack.begin(case.name, (site.http_port, site.grpc_port), MODEL, count)
+        made = asyncio.create_task(attack.made())
         while not made.done():
             under_s += await site.traffic(0.5)
         if case.left_open is not None:
