@@ -3,8 +3,8 @@
 Prefill is a queue with as many servers as there are prefill workers; its waiting time is Sakasegawa's approximation for
 M/M/c ("An approximation formula for Lq = a*rho^b/(1-rho)", 1977). The batch of a decode worker follows from Little's
 law: as many requests as tokens come per second, times the time that a token takes in such a batch. Decode workers
-compute some prompts themselves, as far as the router may have them do it, and all where there is no prefill worker; each
-has so much less time for its answers.
+compute some prompts themselves, as far as the router lets them, and all where there is no prefill worker; each has so
+much less time for its answers.
 """
 
 from __future__ import annotations
