@@ -181,7 +181,10 @@ def autoscaled_spec(slo: Slo) -> ClusterSpec:
 
 async def _goodput(spec: ClusterSpec, trace: Trace, slo: Slo) -> float:
     async with live(spec) as controller:
+        began_s = time.time()
         result = await play(controller, trace, slo, salt=2)
+        for each in reversed(controller.autoscaling.status().decisions):
+            say(f"{each.at_unix_s - began_s:.0f} s: {each.reason} ({each.outcome})")
     model = spec.models[0]
     name = f"{model.prefill.workers}:{model.decode.workers}"
     say(f"{name}: goodput {result.goodput_per_s:.3f}/s, both objectives {result.attainment.joint:.1%}")
