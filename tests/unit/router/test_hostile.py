@@ -158,6 +158,17 @@ async def test_hostile_clients_harm_nobody_and_leave_nothing(site: Site, case: C
     assert "Traceback" not in site.log()
 
 
+async def test_clients_that_vanish_with_answers_unread_are_nothing_to_report(site: Site) -> None:
+    await site.traffic(0.5)
+    descriptors = site.process.num_fds()
+    attack = await Attack.begin("slow_readers", (site.http_port, site.grpc_port), MODEL, 40)
+    await attack.made()
+    await site.traffic(0.5)
+    await attack.drop()
+    await site.at_rest(descriptors)
+    assert "Traceback" not in site.log()
+
+
 async def test_bodies_that_multiply_are_refused_fast_and_do_not_hold_up_others(site: Site) -> None:
     for worker in site.workers:
         worker.behaviour.token_delay_s = 0.001
