@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 3.0  # with the longest pause before another try: a healed network is noticed within 5 s
 MAX_OUTBOX_FRAMES = 16_384
 MAX_MESSAGE_BYTES = 1 << 20  # of several frames together; gRPC's limit is 4 MiB
-TOKENS_AT_A_TIME = 8
 MAX_BACKOFF_S = 1.0
 MAX_LATE = 256
 
@@ -185,11 +184,11 @@ class WorkerLink:
             self.sent_frames = self.seen_frames = 0
             self.ready = True
             self._listener.link_changed(self)
-            await self._deliver(first)
+            self._deliver(first)
             writer = asyncio.create_task(self._write(call))
             try:
                 while isinstance(frame := await call.read(), worker_pb2.WorkerFrame):
-                    await self._deliver(frame)
+                    self._deliver(frame)
                 raise _LinkBroken(await call.details() or "the worker ended the stream")
             finally:
                 writer.cancel()
@@ -226,26 +225,20 @@ class WorkerLink:
                 message.more.append(outbox.popleft())
         return message
 
-    async def _deliver(self, frame: worker_pb2.WorkerFrame) -> None:
-        """A large batch's tokens are given a few at a time: a request that begins need not wait for all of them."""
+    def _deliver(self, frame: worker_pb2.WorkerFrame) -> None:
+        sinks = self._sinks
+        now_s = time.monotonic()
         if frame.sent_at_s:
-            self._offset.frame(frame.sent_at_s, time.monotonic())
+            self._offset.frame(frame.sent_at_s, now_s)
         for reserved in frame.reserved:
-            if (sink := self._sinks.get(reserved.request_id)) is not None:
+            if (sink := sinks.get(reserved.request_id)) is not None:
                 sink.on_reserved(self, reserved)
         for scores in frame.prompt_scores:
-            if (sink := self._sinks.get(scores.request_id)) is not None:
+            if (sink := sinks.get(scores.request_id)) is not None:
                 sink.on_prompt_scores(self, scores)
-        for at in range(0, len(frame.tokens), TOKENS_AT_A_TIME):
-            if at:
-                await asyncio.sleep(0)
-            for token in frame.tokens[at : at + TOKENS_AT_A_TIME]:
-                if (sink := self._sinks.get(token.request_id)) is not None:
-                    sink.on_token(self, token)
-        self._deliver_rest(frame)
-
-    def _deliver_rest(self, frame: worker_pb2.WorkerFrame) -> None:
-        sinks, now_s = self._sinks, time.monotonic()
+        for token in frame.tokens:
+            if (sink := sinks.get(token.request_id)) is not None:
+                sink.on_token(self, token)
         for handoff in frame.handoffs:
             sink = sinks.get(handoff.request_id) or self._late.pop(handoff.request_id, None)
             if sink is not None:
