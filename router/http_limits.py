@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections.abc import Set
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.http_body import Body
+from router.sse import SCOPE_KEY
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 128
@@ -43,15 +44,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._header_bytes: int | None = None  # so far; None: not in headers
         self._headers = 0
         self._asked_since_s: float | None = self.loop.time()  # for the rest of a request; None: it is complete
-        self._body: Body | None = None  # of the last request that came
+        self._body = Body(transport, self.flow)
         self._unread_since_s: float | None = None  # they leave unread what we sent; None: they do not
         if len(self.connections) > self.max_connections:
             self._refuse(_TOO_MANY)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._body is not None:
-            self._body.lost()
+        self._body.lost()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -82,7 +82,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._header_bytes = None
         super().on_headers_complete()
-        self._body = Body(self.cycle)
+        # Not one for each request: that would lead back to its scope, and keep all of the request for the collector.
+        cast(dict[str, object], self.scope)[SCOPE_KEY] = self._body
 
     def on_message_complete(self) -> None:
         self._asked_since_s = None

@@ -10,7 +10,6 @@ the token that T joins with. S sends nothing while it holds, so the router knows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -20,7 +19,6 @@ from tandem.v1 import worker_pb2
 
 if TYPE_CHECKING:
     from router.fleet import Worker
-    from router.request import ValidRequest
     from router.run import RequestRun
     from router.run_host import RunHost
     from router.wire_names import WireNames
@@ -37,7 +35,7 @@ class MovePhase(StrEnum):
 class Move:
     """`source_id`, `target_id`: the request's name on either worker's wire."""
 
-    request: ValidRequest
+    run: RequestRun
     source: Worker
     target: Worker
     source_id: str
@@ -47,15 +45,15 @@ class Move:
     def begin(self) -> None:
         frames.hold(self.source, self.source_id)
 
-    def reserve(self, answer: Sequence[int]) -> None:
-        """The source holds it after `answer`."""
+    def reserve(self) -> None:
+        """The source holds it after the answer so far."""
         self.phase = MovePhase.RESERVING
-        frames.reserve(self.target, self.request.work(self.target_id, answer[:-1]), self.source)
+        frames.reserve(self.target, self.run.request.work(self.target_id, self.run.answer[:-1]), self.source)
 
-    def push(self, ticket: worker_pb2.HandoffTicket, last_token: int) -> None:
+    def push(self, ticket: worker_pb2.HandoffTicket) -> None:
         self.phase = MovePhase.PUSHING
         frames.move(self.source, self.source_id, ticket)
-        frames.join(self.target, self.target_id, last_token)
+        frames.join(self.target, self.target_id, self.run.answer[-1])
 
     def resume(self) -> None:
         frames.resume(self.source, self.source_id)
@@ -70,8 +68,7 @@ class Move:
 class Mover:
     """One run's moves, one at a time. Words of workers that belong to a move are taken here first."""
 
-    def __init__(self, run: RequestRun, names: WireNames, host: RunHost) -> None:
-        self._run = run
+    def __init__(self, names: WireNames, host: RunHost) -> None:
         self._names = names
         self._host = host
         self._move: Move | None = None
@@ -80,9 +77,9 @@ class Mover:
     def is_moving(self) -> bool:
         return self._move is not None
 
-    def begin(self, source: Worker, target: Worker, source_id: str, target_id: str) -> None:
-        self._move = Move(self._run.request, source, target, source_id, target_id)
-        self._move.begin()
+    def begin(self, move: Move) -> None:
+        self._move = move
+        move.begin()
 
     def forget(self) -> None:
         self._move = None
@@ -98,14 +95,14 @@ class Mover:
                 move.resume()
                 self._give_up(move)
                 return
-            self._names.attach(move.target, move.target_id)
-            move.reserve(self._run.answer)
-            self._host.sent(self._run, move.target)
+            self._names.attach(move.target, move.target_id, move.run)
+            move.reserve()
+            self._host.sent(move.run, move.target)
 
     def on_reserved(self, link: WorkerLink, reserved: worker_pb2.Reserved) -> None:
         move = self._move
         if move is not None and move.is_to(link) and move.phase is MovePhase.RESERVING:
-            move.push(reserved.ticket, self._run.answer[-1])
+            move.push(reserved.ticket)
 
     def on_handoff(self, link: WorkerLink) -> Move | None:
         """The move that is done by that: the target has joined."""
@@ -128,4 +125,4 @@ class Mover:
     def _give_up(self, move: Move) -> None:
         self._move = None
         self._names.cancel(move.target)
-        self._host.move_failed(self._run, move.target)
+        self._host.move_failed(move.run, move.target)

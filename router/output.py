@@ -114,16 +114,15 @@ class ResponseStream:
         self.request_id = request_id
         self.final: Final | None = None
         self.prompt_scores: tuple[inference_pb2.TokenLogprobs, ...] = ()
-        self._on_cancel = on_cancel
+        self._on_cancel: Callable[[], None] | None = on_cancel  # until the end: it leads back to us
         self._pieces: list[Piece] = []
         self._error: TandemError | None = None  # until it is raised: its traceback leads back to us
-        self._has_ended = False
         self._waiting: asyncio.Future[None] | None = None  # of `next`
-        self._wake: Callable[[], None] = self._wake_next
+        self._wakes: Callable[[], None] | None = None  # another than `next`
 
     def wake_with(self, wake: Callable[[], None]) -> None:
         """Calls `wake` from now on when something has come: one reader can then wait for several streams."""
-        self._wake = wake
+        self._wakes = wake
 
     def take(self) -> list[Piece]:
         """What has come since the last call. Raises the TandemError that ended the request, once, after all else."""
@@ -150,27 +149,29 @@ class ResponseStream:
         return len(self._pieces) <= MAX_UNREAD_PIECES
 
     def finish(self, final: Final) -> None:
-        self.final, self._has_ended = final, True
+        self.final, self._on_cancel = final, None
         self._wake()
 
     def fail(self, error: TandemError) -> None:
-        self._error, self._has_ended = error, True
+        self._error, self._on_cancel = error, None
         self._wake()
 
     def cancel(self) -> None:
         """The reader wants no more. Idempotent; nothing happens after the end."""
-        if not self._has_ended:
+        if self._on_cancel is not None:
             self._on_cancel()
 
     async def next(self) -> list[Piece]:
         """Waits for what comes next, and takes all there is; empty: it was the end. Raises as `take`. One reader."""
-        while not (pieces := self.take()) and not self._has_ended:
+        while not (pieces := self.take()) and self._on_cancel is not None:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
         return pieces
 
-    def _wake_next(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
+    def _wake(self) -> None:
+        if self._wakes is not None:
+            self._wakes()
+        elif self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:

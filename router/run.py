@@ -18,7 +18,7 @@ from router import frames
 from router.attempt_faults import BLAMED, HANDOFF_FAULTS, REFUSALS, RETRIED
 from router.deadlines import DEADLINE_SLACK_S
 from router.fleet import Worker
-from router.move import Mover
+from router.move import Move, Mover
 from router.output import OutputAssembler, ResponseStream, Usage
 from router.pace_meter import PaceMeter
 from router.policies.types import WaitReason
@@ -68,9 +68,9 @@ class RequestRun:
         self._meter = PaceMeter()
         self._gaps: list[float] = []  # seconds between tokens, not told yet
         self._wire_id = ""
-        self._names = WireNames(self)
+        self._names = WireNames()
         self._asked: worker_pb2.Work | None = None  # of the decode worker; the prefill worker is asked for the same
-        self._mover = Mover(self, self._names, host)
+        self._mover = Mover(self._names, host)
         self._account = RunAccount.open(self.waiting_since_s)
 
     @property
@@ -119,7 +119,7 @@ class RequestRun:
         if prefill is None:
             self.trace.begin(self._wire_id, "", decode.key.worker_id, self._clock.now_s())
             self.lifecycle.start_prefill()
-            self._names.attach(decode, self._wire_id)
+            self._names.attach(decode, self._wire_id, self)
             frames.generate(decode, self._work())
             self._host.sent(self, decode)
         else:
@@ -134,7 +134,7 @@ class RequestRun:
 
     def _reserve(self, decode: Worker, prefill: Worker) -> None:
         self.trace.begin(self._wire_id, prefill.key.worker_id, decode.key.worker_id, self._clock.now_s())
-        self._names.attach(decode, self._wire_id)
+        self._names.attach(decode, self._wire_id, self)
         self._asked = self._work()
         frames.reserve(decode, self._asked, prefill)
         self._host.sent(self, decode)
@@ -151,7 +151,8 @@ class RequestRun:
         if self._mover.is_moving:
             return False
         self._attempts += 1
-        self._mover.begin(source, target, self._wire_id, f"{self.request.request_id}.{self._attempts}")
+        target_id = f"{self.request.request_id}.{self._attempts}"
+        self._mover.begin(Move(self, source, target, self._wire_id, target_id))
         return True
 
     # ---- what workers say
@@ -175,7 +176,7 @@ class RequestRun:
         if not self._answer:
             self._account.cached_decode = reserved.ticket.cached_tokens
         self.lifecycle.start_prefill()
-        self._names.attach(prefill, self._wire_id)
+        self._names.attach(prefill, self._wire_id, self)
         frames.prefill(prefill, self._asked or self._work(), reserved.ticket)
         self._asked = None
         self._host.sent(self, prefill)

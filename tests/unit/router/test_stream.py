@@ -6,9 +6,15 @@ import gc
 import weakref
 from contextlib import suppress
 
+import pytest
+
 from router.output import ResponseStream
+from router.run import RequestRun
+from router.testing import until
 from router.trace import Attempt, Trace
 from tandem.errors import RequestCancelled
+from tandem.v1 import inference_pb2
+from tests.unit.router.conftest import MODEL, Cluster
 
 
 async def test_an_error_is_raised_once_and_goes_with_its_reader() -> None:
@@ -37,3 +43,20 @@ async def test_an_error_is_raised_once_and_goes_with_its_reader() -> None:
     failure = trace.attempts[0].failure
     assert failure is not None
     assert failure.message == "gone"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_was_answered_waits_for_no_collector(cluster: Cluster, stream: bool) -> None:
+    """Thousands of such objects a second made it stop the router for tens of milliseconds, again and again."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "stream": stream}
+    sampling = inference_pb2.SamplingParams(max_tokens=3)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert (await cluster.http.post("/v1/chat/completions", json=body)).status_code == 200
+            call = cluster.inference.Generate(inference_pb2.GenerateRequest(prompt="hello", sampling=sampling))
+            assert [each async for each in call]
+        await until(lambda: all(type(each) not in (RequestRun, ResponseStream) for each in gc.get_objects()))
+    finally:
+        gc.enable()
