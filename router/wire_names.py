@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 class WireNames:
-    """Which workers may know one request now, and by what wire id. Knows the run only while one of them does: it belongs
-    to it, and what leads back to itself waits for the collector."""
+    """Which workers may know one request now, and by what wire id. Knows the run only while one of them does: the run
+    has it, and what leads back to itself waits for the collector."""
 
     def __init__(self) -> None:
         self._on: list[tuple[Worker, str, RequestRun]] = []
