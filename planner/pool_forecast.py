@@ -131,7 +131,7 @@ def _local_shares(layout: Layout, load: Load, can: Capability) -> Sequence[float
         return (1.0,)
     most = 1.0 if tokens <= local.while_busy else 0.0
     if not most and tokens <= local.while_idle:
-        # Of a batch whose size is Poisson distributed nothing is left so often; one idle worker is enough.
+        # A batch whose size is Poisson distributed is empty so often; one idle worker is enough.
         idle = math.exp(-_batch(layout, load, can, 0.0))
         most = 1 - (1 - idle) ** layout.decode
     return [most * at / (_SHARES - 1) for at in range(_SHARES)] if most else (0.0,)

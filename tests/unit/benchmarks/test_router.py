@@ -20,6 +20,7 @@ COST = {
 DECIDE = {"router.decide_100k_ms": "ms", "router.hash_100k_ms": "ms"}
 PEERS = {"index.peer": "look-ups/s", "index.peer_events_per_s": "events/s"}  # only where the peer is installed
 REDIS = {f"router.redis_{what}_ttft_p99_ms": "ms" for what in ("killed", "frozen", "emptied", "lost")}
+HOSTILE = {"router.idle_p99_ms": "ms", "router.slow_readers_p99_ms": "ms"}
 OVERLOAD = {"router.overload_goodput": "requests/s", "router.refuse_p99_ms": "ms"}
 
 
@@ -45,7 +46,7 @@ def test_one_decision_is_measured(figures: Figures) -> None:
     assert all(line["value"] > 0 for line in lines.values())
 
 
-@pytest.mark.soak_only  # as are the next two: the same site as above, and none looks at the product but by its speed
+@pytest.mark.soak_only  # as are the next three: the same site as above, and none looks at the product but by its speed
 def test_most_of_the_peak_is_kept_under_overload(figures: Figures) -> None:
     lines = figures("benchmarks.router", "--figure", "overload")
     assert {name: line["unit"] for name, line in lines.items()} == OVERLOAD
@@ -57,6 +58,13 @@ def test_what_a_lost_redis_adds_to_the_first_token_is_measured(figures: Figures)
     lines = figures("benchmarks.router", "--figure", "redis")
     assert {name: line["unit"] for name, line in lines.items()} == REDIS
     assert all(line["reference"] > 0 for line in lines.values())
+
+
+@pytest.mark.soak_only
+def test_what_hostile_clients_cost_the_others_is_measured(figures: Figures) -> None:
+    lines = figures("benchmarks.router", "--figure", "hostile")
+    assert {name: line["unit"] for name, line in lines.items()} == HOSTILE
+    assert all(line["ratio"] > 0 for line in lines.values())
 
 
 @pytest.mark.soak_only
