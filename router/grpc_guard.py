@@ -131,8 +131,10 @@ async def _write_all(responses: AsyncGenerator[Any, None], context: Any, client_
         async with contextlib.aclosing(responses):
             async for response in responses:
                 patience.writes += 1
-                await _write(context, response)
+                await context.write(response)
                 patience.writes += 1
+    except grpc.aio.InternalError as error:  # how the library says that the client is gone, before it cancels the call
+        raise asyncio.CancelledError from error
     except asyncio.CancelledError:
         if not patience.ended:
             raise
@@ -144,13 +146,6 @@ async def _write_all(responses: AsyncGenerator[Any, None], context: Any, client_
         raise
     finally:
         patience.close()
-
-
-async def _write(context: Any, response: Any) -> None:
-    try:
-        await context.write(response)
-    except grpc.aio.InternalError as error:  # how the library says that the client is gone, before it cancels the call
-        raise asyncio.CancelledError from error
 
 
 class _Patience:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Any, Protocol
 
 import grpc
@@ -32,7 +32,7 @@ HELLO_TIMEOUT_S = 3.0  # with the longest pause before another try: a healed net
 MAX_OUTBOX_FRAMES = 16_384
 MAX_MESSAGE_BYTES = 1 << 20  # of several frames together; gRPC's limit is 4 MiB
 MAX_BACKOFF_S = 1.0
-MAX_LATE = 256
+LATE_S = 5.0  # so long a request that ended is kept for the report of its handoff
 
 
 class RequestSink(Protocol):
@@ -87,7 +87,7 @@ class WorkerLink:
         self._tls = tls
         self._sinks: dict[str, RequestSink] = {}
         self._offset = ClockOffset()
-        self._late: OrderedDict[str, RequestSink] = OrderedDict()
+        self._late: dict[str, RequestSink] = {}
         self._outbox: deque[worker_pb2.RouterFrame] = deque()
         self._takes_more = False  # several frames in a message; older workers do not
         self._wake = asyncio.Event()
@@ -121,12 +121,11 @@ class WorkerLink:
         """Idempotent. Later words about `wire_id` are dropped."""
         self._sinks.pop(wire_id, None)
 
-    def detach_but_report(self, wire_id: str, sink: RequestSink) -> None:
-        """As `detach`; but a report of the handoff that is on its way still reaches `sink`, if it comes soon."""
-        self.detach(wire_id)
-        self._late[wire_id] = sink
-        while len(self._late) > MAX_LATE:
-            self._late.popitem(last=False)
+    def detach_but_report(self, wire_id: str) -> None:
+        """As `detach`; but a report of the handoff that is on its way still reaches the sink, within `LATE_S`."""
+        if (sink := self._sinks.pop(wire_id, None)) is not None:
+            self._late[wire_id] = sink
+            asyncio.get_running_loop().call_later(LATE_S, self._late.pop, wire_id, None)
 
     def send(self, frame: worker_pb2.RouterFrame) -> None:
         """Queues a frame. On a lost link it is dropped: the sinks were told already."""
