@@ -78,7 +78,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayNodes]:
 
 
 async def answer(client: openai.AsyncOpenAI, prompt: list[int], sampling: dict[str, Any]) -> str:
-    parts = await client.completions.create(model="tiny", prompt=prompt, max_tokens=200, stream=True, **sampling)
+    parts = await client.completions.create(model="tiny", prompt=prompt, max_tokens=600, stream=True, **sampling)
     return "".join([part.choices[0].text async for part in parts])
 
 
@@ -100,9 +100,10 @@ async def load(client: openai.AsyncOpenAI, expected: list[str]) -> AsyncIterator
         await asyncio.gather(*asking)
 
 
-def counted(cluster: Cluster, metric: str) -> float:
+def counted(cluster: Cluster, metric: str, *labels: str) -> float:
     lines = httpx.get(f"{cluster.base_url}/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{metric}{{"))
+    of_it = [line for line in lines if line.startswith(f"{metric}{{") and all(label in line for label in labels)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in of_it)
 
 
 def worker_of(cluster: Cluster, worker_id: str) -> dict[str, Any]:
@@ -137,6 +138,8 @@ async def test_a_ray_node_that_is_told_to_end_costs_no_answer_and_another_takes_
             while min(answered) < 2:
                 await asyncio.sleep(0.1)
             before = [counted(cluster, name) for name in COUNTS]
+            while not counted(cluster, "tandem_worker_requests", f'worker="{there["id"]}"', 'state="running"'):
+                await asyncio.sleep(0.01)
             told_s = time.monotonic()
             leaving.send_signal(told_by)
             await asyncio.to_thread(leaving.wait, ENDS_WITHIN_S)
