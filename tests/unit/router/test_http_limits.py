@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from typing import Any
 
 import pytest
 
 from tandem.config import RouterSpec
+from tests.unit.router.conftest import MODEL
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -100,3 +103,17 @@ async def test_one_connection_too_many_is_refused_and_the_others_serve(cluster: 
     async with asyncio.timeout(30):
         while (await cluster.http.get("/health")).status_code != 200:
             await asyncio.sleep(0.05)
+
+
+async def test_two_streams_asked_for_at_once_come_one_after_the_other(cluster: Any) -> None:
+    """They share a connection, and may share nothing of their answers."""
+    body = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 4, "stream": True}).encode()
+    ask = HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    reader, writer = await connect(cluster, ask + ask)
+    _, *answers = (await rest(reader)).split(b"HTTP/1.1 200 OK\r\n")
+    ids = [re.findall(rb'"id":"([^"]+)"', answer) for answer in answers]
+    assert [len(each) for each in ids] == [5, 5]
+    assert [len({*each}) for each in ids] == [1, 1]
+    assert ids[0][0] != ids[1][0]
+    assert all(answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") for answer in answers)
+    writer.close()
