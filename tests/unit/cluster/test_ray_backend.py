@@ -89,10 +89,12 @@ def test_ctrl_c_during_a_start_leaves_nothing(tmp_path: Path, after_s: float) ->
     env = os.environ | {"XDG_STATE_HOME": str(tmp_path)}
     ports = ("--http-port", "0", "--grpc-port", "0", "--admin-port", "0")
     command = [sys.executable, "-m", "cluster", "up", *ports]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    said = tmp_path / "said"
+    with said.open("wb") as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
     asyncio.run(asyncio.sleep(after_s))
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    assert process.wait(90) in (0, 130, -signal.SIGINT)
+    assert process.wait(90) in (0, 130, -signal.SIGINT), said.read_text()
     _, alive = psutil.wait_procs(family, timeout=30)
     assert [p.cmdline() for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
