@@ -7,7 +7,6 @@ earnest they have machines of their own.
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -17,6 +16,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.handoff_figures import Figure
+from benchmarks.live_cluster import say
 from benchmarks.router_bench import MODEL, OTHER_CORES, Bench, Prompts, Setup, on_cores, running
 from benchmarks.router_clients import Heard, HttpClient, open_loop
 from benchmarks.router_cost import ROUTER, bench_model
@@ -79,8 +79,8 @@ async def _measure(sizes: Sizes, case: Case, model_dir: Path) -> Figure:
                     heard += await open_loop(client, prompts, sizes.rate, sizes.seconds)
         await client.close()
     for name, share in (("p50", 0.5), ("p99", 0.99)):
-        print(f"{case.attack}, {name}: first token {first_ms(calm, share):.1f} → {first_ms(under, share):.1f} ms, "
-            f"answer {whole_ms(calm, share):.0f} → {whole_ms(under, share):.0f} ms", file=sys.stderr)  # fmt: skip
+        say(f"{case.attack}, {name}: first token {first_ms(calm, share):.1f} → {first_ms(under, share):.1f} ms, "
+            f"answer {whole_ms(calm, share):.0f} → {whole_ms(under, share):.0f} ms")  # fmt: skip
     value, reference = whole_ms(under, 0.99), whole_ms(calm, 0.99)
     return Figure(
         f"router.{case.attack}_p99_ms", round(value, 1), "ms", round(reference, 1), round(value / reference, 2)

@@ -138,8 +138,9 @@ async def test_a_ray_node_that_is_told_to_end_costs_no_answer_and_another_takes_
             while min(answered) < 2:
                 await asyncio.sleep(0.1)
             before = [counted(cluster, name) for name in COUNTS]
-            while not counted(cluster, "tandem_worker_requests", f'worker="{there["id"]}"', 'state="running"'):
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(60.0):  # one without work has nothing to move
+                while not counted(cluster, "tandem_worker_requests", f'worker="{there["id"]}"', 'state="running"'):
+                    await asyncio.sleep(0.01)
             told_s = time.monotonic()
             leaving.send_signal(told_by)
             await asyncio.to_thread(leaving.wait, ENDS_WITHIN_S)
