@@ -32,24 +32,24 @@ from transformers import AutoModelForCausalLM
 from benchmarks.engine_peers import Peer, find_pair, find_peers
 from benchmarks.engine_served import ServedPair
 from benchmarks.handoff_figures import Figure
-from tandem.config import DEMO_MODEL, EngineSpec
-from tandem.engine.attention import StepAttention
+from tandem.checkpoint.model_config import ModelConfig
+from tandem.checkpoint.model_store import pull
+from tandem.config.spec import DEMO_MODEL, EngineSpec
+from tandem.engine.attention.attention import StepAttention
 from tandem.engine.factory import Rank, build_rank
 from tandem.engine.kv_pool import DTYPES
 from tandem.engine.output import best_of_any, launched
 from tandem.engine.peaks import DevicePeaks, device_peaks
 from tandem.engine.runner import ModelRunner
 from tandem.engine.step import SequenceStep
-from tandem.engine.testing import EngineDriver, NoExport, make_request
 from tandem.errors import InternalError
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 from tandem.model.matrices import MatrixMaker, Weights
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
-from tandem.model_config import ModelConfig
-from tandem.model_store import pull
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing.engine import EngineDriver, NoExport, make_request
+from tandem.testing.models import random_prompt, write_tiny_llama
 
 T = TypeVar("T")
 OVERHEAD_TARGET_MS = 1.0

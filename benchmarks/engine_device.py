@@ -27,14 +27,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.handoff_figures import Figure
-from tandem.config import EngineSpec
+from tandem.config.spec import EngineSpec
+from tandem.engine.attention.paged_check import plain_attention
+from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.decode_graphs import Again
 from tandem.engine.factory import Rank, build_rank
-from tandem.engine.paged_check import plain_attention
-from tandem.engine.paged_kernels import PagedPath
-from tandem.engine.testing import NoExport, make_request
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt
+from tandem.testing.engine import NoExport, make_request
+from tandem.testing.models import random_prompt
 
 ELEMENT_BYTES = 2  # bfloat16
 

@@ -14,9 +14,9 @@ from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from benchmarks.live_cluster import live, spec_of
-from cluster.load.client import Answer, Ask, Client
-from cluster.load.grpc_client import GrpcClient
-from cluster.load.openai_client import Endpoint, OpenAiClient
+from cluster.cli.load.client import Answer, Ask, Client
+from cluster.cli.load.grpc_client import GrpcClient
+from cluster.cli.load.openai_client import Endpoint, OpenAiClient
 
 NAME = "served"
 T = TypeVar("T")

@@ -14,11 +14,11 @@ import numpy as np
 
 from benchmarks.handoff_figures import Figure, Sizes, against_limit
 from benchmarks.handoff_limits import BareGloo, RawSocket, memcpy_s
-from kvtransfer.control import BeginStep, Received, Sent
-from kvtransfer.piece import MAX_PIECE_BYTES
-from kvtransfer.testing import FakeKv, FakeModel, FakeWorker, Handoff
-from kvtransfer.ticket import Ticket
-from tandem.config import TransportKind
+from kvtransfer.agent.control import BeginStep, Received, Sent
+from kvtransfer.session.piece import MAX_PIECE_BYTES
+from kvtransfer.session.ticket import Ticket
+from kvtransfer.testing.handoff import FakeKv, FakeModel, FakeWorker, Handoff
+from tandem.config.spec import TransportKind
 
 RUN_BLOCKS = 16   # physical blocks come in runs of this many, in random order, as a pool gives them after some use
 SETTLE_S = 0.05   # until both agents have opened the ticket

@@ -17,7 +17,7 @@ from types import TracebackType
 
 import numpy as np
 
-from kvtransfer.pool import Bytes
+from kvtransfer.pool.pool import Bytes
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 60.0

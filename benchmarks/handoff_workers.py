@@ -13,15 +13,15 @@ from pathlib import Path
 
 from benchmarks.handoff_figures import Figure, Sizes
 from benchmarks.serving import FIRST_ORDINARY_TOKEN, percentile
-from tandem.config import DEMO_MODEL, EngineSpec
+from tandem.checkpoint.model_store import resolve
+from tandem.config.spec import DEMO_MODEL, EngineSpec
 from tandem.errors import WorkerLost
 from tandem.kvcache.layout import blocks_for
-from tandem.model_store import resolve
 from tandem.request import SamplingParams
-from tandem.testing import write_tiny_llama
+from tandem.testing.models import write_tiny_llama
 from tandem.v1 import worker_pb2
-from worker.testing import HandRouter, WorkerSession
-from worker.testing_live import Pair, live_pair
+from worker.testing.live import Pair, live_pair
+from worker.testing.session import HandRouter, WorkerSession
 
 WARM_UP_RUNS = 5
 TINY_VOCAB = 320

@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from cluster.commands.running import running_cluster
-from cluster.controller import Controller
-from cluster.load.grpc_client import GrpcClient
-from cluster.load.player import Limits, LoadResult, Player
-from cluster.load.prompts import Prompts
-from cluster.spec_loader import load_spec
+from cluster.cli.commands.running import running_cluster
+from cluster.cli.load.grpc_client import GrpcClient
+from cluster.cli.load.player import Limits, LoadResult, Player
+from cluster.cli.load.prompts import Prompts
+from cluster.control.controller import Controller
+from cluster.spec.loader import load_spec
 from planner.simulator.setup import Slo
 from planner.traces.trace import Trace
-from tandem.config import ClusterSpec
+from tandem.config.spec import ClusterSpec
 
 KV_BLOCKS = 768  # of each worker: the demo model's keys and values are large for a few cores' memory
 QUEUED = 4096  # nothing is refused: what waits shows in the latencies

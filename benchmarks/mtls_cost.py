@@ -20,11 +20,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from cluster.admin_client import folder_spec
-from cluster.certificates import create
-from tandem.grpc_options import CLIENT_OPTIONS, SERVER_OPTIONS
-from tandem.grpc_tls import ClusterTls, add_port, make_server, open_channel
-from tandem.identity import Identity
+from cluster.cli.admin_client import folder_spec
+from cluster.cli.certificates import create
+from tandem.rpc.grpc_options import CLIENT_OPTIONS, SERVER_OPTIONS
+from tandem.rpc.grpc_tls import ClusterTls, add_port, make_server, open_channel
+from tandem.rpc.identity import Identity
 
 METHOD = "/bench/Talk"
 WARM_UP = 200

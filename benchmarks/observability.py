@@ -19,9 +19,9 @@ from benchmarks.router_clients import HttpClient, closed_loop
 from benchmarks.router_cost import QUICK as COST_QUICK
 from benchmarks.router_cost import Sizes as CostSizes
 from benchmarks.router_cost import bench_model, measured, setup
-from router.testing_otlp import OtlpReceiver, otlp_receiver
-from tandem.config_observability import MetricsSpec, ObservabilitySpec, TracingSpec
-from tandem.tokenizer import Tokenizer
+from router.testing.otlp import OtlpReceiver, otlp_receiver
+from tandem.config.observability import MetricsSpec, ObservabilitySpec, TracingSpec
+from tandem.text.tokenizer import Tokenizer
 
 SIZES = CostSizes(http_streams=50, seconds=2.5, rounds=16)
 QUICK = COST_QUICK

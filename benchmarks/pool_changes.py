@@ -17,18 +17,18 @@ import numpy as np
 from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import live, play, say, spec_of
 from benchmarks.prediction import load_measured_hardware, setup_for
-from cluster.admin_client import Admin
-from cluster.commands.status import fetch
-from cluster.controller import Controller
-from cluster.load.client import Ask
-from cluster.load.grpc_client import GrpcClient
+from cluster.cli.admin_client import Admin
+from cluster.cli.commands.status import fetch
+from cluster.cli.load.client import Ask
+from cluster.cli.load.grpc_client import GrpcClient
+from cluster.control.controller import Controller
 from planner.hardware import Hardware
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, synthetic_trace
 from planner.traces.trace import Trace
-from tandem.config import ClusterSpec, Role
+from tandem.config.spec import ClusterSpec, Role
 from tandem.v1 import cluster_pb2
 
 ROLE_CHANGE_TARGET_S, MOVED_GAP_TARGET_MS, WORST_TARGET, BEST_TARGET = 1.0, 500.0, 1.5, 0.95

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import pool_changes, prediction
 from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import say
-from cluster.profiler import Grid
+from cluster.profiling.profiler import Grid
 from tandem.errors import TandemError
 
 QUICK_CHANGES = pool_changes.Sizes(2, 4, 16, 24, 3.0, 40)

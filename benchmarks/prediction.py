@@ -18,9 +18,9 @@ import numpy as np
 
 from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import live, play, say, spec_of
-from cluster.commands.planning import HardwareFlags, load_hardware
-from cluster.commands.profile import run_profile
-from cluster.profiler import Grid
+from cluster.cli.commands.planning import HardwareFlags, load_hardware
+from cluster.cli.commands.profile import run_profile
+from cluster.profiling.profiler import Grid
 from planner.compare import Line, compared
 from planner.hardware import Hardware, setup_of_spec
 from planner.outcome import Outcome
@@ -29,7 +29,7 @@ from planner.simulator.simulate import simulate
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
 from planner.traces.trace import Trace
-from tandem.config import DEMO_MODEL
+from tandem.config.spec import DEMO_MODEL
 
 TRACES = ("chat", "documents", "bursts")
 SHAPES = ((0, 1), (1, 1), (2, 1), (1, 2))

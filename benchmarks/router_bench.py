@@ -20,10 +20,10 @@ from typing import Any
 import psutil
 
 from benchmarks.router_stubs import BLOCK_TOKENS, CLUSTER, FINGERPRINT
-from tandem.config import RouterSpec
-from tandem.config_observability import ObservabilitySpec
-from tandem.launch import RouterLaunch, ServedModel
-from tandem.tokenizer import Tokenizer
+from tandem.config.launch import RouterLaunch, ServedModel
+from tandem.config.observability import ObservabilitySpec
+from tandem.config.spec import RouterSpec
+from tandem.text.tokenizer import Tokenizer
 
 MODEL = "bench"
 START_TIMEOUT_S = 60.0

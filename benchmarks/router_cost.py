@@ -18,11 +18,11 @@ from benchmarks.proxy_peer import ProxyPeer, peer_running
 from benchmarks.router_bench import MODEL, OTHER_CORES, Bench, Prompts, Setup, on_cores, running
 from benchmarks.router_clients import Client, GrpcClient, Heard, HttpClient, closed_loop, open_loop
 from benchmarks.serving import percentile
-from tandem.config import DEMO_MODEL, Disaggregation, RouterSpec
+from tandem.checkpoint.model_store import resolve
+from tandem.config.spec import DEMO_MODEL, Disaggregation, RouterSpec
 from tandem.errors import ConfigError
-from tandem.model_store import resolve
-from tandem.testing import write_tiny_llama
-from tandem.tokenizer import Tokenizer
+from tandem.testing.models import write_tiny_llama
+from tandem.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

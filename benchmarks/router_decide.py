@@ -14,20 +14,20 @@ import numpy as np
 
 from benchmarks.handoff_figures import Figure
 from router.app import RouterApp
-from router.output import OutputAssembler
 from router.policies.types import Placement
-from router.request import ValidRequest
-from router.run import RequestRun
+from router.requests.output import OutputAssembler
+from router.requests.request import ValidRequest
+from router.requests.run import RequestRun
 from router.terms import Terms
-from router.testing import StubWorker, until
-from router.testing_controller import StubController
-from tandem.blockhash import HASH_BYTES, BlockHash, HashKey, hash_blocks
+from router.testing.controller import StubController
+from router.testing.stub_worker import StubWorker, until
 from tandem.clock import SystemClock
-from tandem.config import Role, RouterSpec
-from tandem.launch import RouterLaunch, ServedModel
-from tandem.prefix_events import PrefixSnapshot, join_hashes
+from tandem.config.launch import RouterLaunch, ServedModel
+from tandem.config.spec import Role, RouterSpec
+from tandem.kvcache.blockhash import HASH_BYTES, BlockHash, HashKey, hash_blocks
+from tandem.kvcache.prefix_events import PrefixSnapshot, join_hashes
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import cluster_pb2
 
 MODEL = "bench"

@@ -21,8 +21,8 @@ from benchmarks.router_bench import MODEL, OTHER_CORES, Bench, Prompts, Setup, o
 from benchmarks.router_clients import Heard, HttpClient, open_loop
 from benchmarks.router_cost import ROUTER, bench_model
 from benchmarks.serving import percentile
-from router.testing_hostile import Attack
-from tandem.tokenizer import Tokenizer
+from router.testing.hostile import Attack
+from tandem.text.tokenizer import Tokenizer
 
 LAST = 19  # the niceness of attackers
 

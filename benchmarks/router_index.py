@@ -15,15 +15,8 @@ import psutil
 from benchmarks.handoff_figures import Figure
 from benchmarks.router_peer import PeerTree, peer_tree
 from router.prefix_index.mirror import Applied, PrefixMirror, WorkerKey
-from tandem.blockhash import HASH_BYTES, BlockHash
-from tandem.prefix_events import (
-    PrefixEvent,
-    PrefixSnapshot,
-    decode_event,
-    encode_event,
-    entry_id,
-    split_hashes,
-)
+from tandem.kvcache.blockhash import HASH_BYTES, BlockHash
+from tandem.kvcache.prefix_events import PrefixEvent, PrefixSnapshot, decode_event, encode_event, entry_id, split_hashes
 
 BYTES_PER_BLOCK = 20  # what the documentation says to configure
 TURN = 64  # look-ups of one side before the other's: a slow spell of the machine meets both

@@ -22,11 +22,11 @@ import uvloop
 
 from benchmarks.handoff_figures import Figure
 from router.app import RouterApp
-from router.testing import StubWorker, until
-from router.testing_controller import StubController
-from tandem.config import ClassSpec, Disaggregation, Role, RouterSpec
-from tandem.launch import RouterLaunch, ServedModel
-from tandem.testing import write_tiny_llama
+from router.testing.controller import StubController
+from router.testing.stub_worker import StubWorker, until
+from tandem.config.launch import RouterLaunch, ServedModel
+from tandem.config.spec import ClassSpec, Disaggregation, Role, RouterSpec
+from tandem.testing.models import write_tiny_llama
 from tandem.v1 import worker_pb2
 
 MODEL = "tiny"

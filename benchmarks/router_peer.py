@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.blockhash import BlockHash
+from tandem.kvcache.blockhash import BlockHash
 
 
 class PeerTree:

@@ -23,9 +23,9 @@ from benchmarks.router_bench import MODEL, OTHER_CORES, Bench, Prompts, Setup, o
 from benchmarks.router_clients import HttpClient, closed_loop, open_loop
 from benchmarks.router_cost import ROUTER, measured
 from benchmarks.serving import percentile
-from router.testing_index import Server
-from tandem.testing import write_tiny_llama
-from tandem.tokenizer import Tokenizer
+from router.testing.index import Server
+from tandem.testing.models import write_tiny_llama
+from tandem.text.tokenizer import Tokenizer
 
 EMPTIED_EVERY_S = 0.25
 

@@ -27,8 +27,8 @@ from benchmarks.handoff_figures import Figure
 from benchmarks.router_bench import MODEL, Setup, running
 from benchmarks.router_clients import GENERATE
 from benchmarks.router_stubs import BLOCK_TOKENS
-from tandem.config import Disaggregation, PolicyName, RouterSpec
-from tandem.testing import write_tiny_llama
+from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
+from tandem.testing.models import write_tiny_llama
 from tandem.v1 import inference_pb2
 
 TRACE_BLOCK_TOKENS = 512  # of the trace's hash ids

@@ -21,13 +21,13 @@ from typing import Any
 import grpc
 import uvloop
 
-from router.testing import RECEIVED, SENT
-from router.testing_controller import StubController
-from tandem.blockhash import BlockHash, HashKey, hash_blocks
-from tandem.config import Role
-from tandem.grpc_options import SERVER_OPTIONS
+from router.testing.controller import StubController
+from router.testing.stub_worker import RECEIVED, SENT
+from tandem.config.spec import Role
+from tandem.kvcache.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.kvcache.layout import blocks_for
-from tandem.prefix_events import join_hashes
+from tandem.kvcache.prefix_events import join_hashes
+from tandem.rpc.grpc_options import SERVER_OPTIONS
 from tandem.v1 import cluster_pb2, inference_pb2, worker_pb2
 from tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from worker.event_publisher import EventPublisher

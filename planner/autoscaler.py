@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from planner.pool_forecast import Capability, Forecast, Layout, Load, forecasts
-from tandem.config import ClassSpec, ModelSpec
-from tandem.config_autoscaler import AutoscalerSpec
+from tandem.config.autoscaler import AutoscalerSpec
+from tandem.config.spec import ClassSpec, ModelSpec
 
 GAIN = 0.85  # what a change leaves of the pressure, at most
 STOP_MARGIN = 1.5  # a worker is stopped where the others could take so many times the load

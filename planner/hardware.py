@@ -10,7 +10,7 @@ from planner.devices import DeviceSpec
 from planner.models import PlannedModel
 from planner.shared_host import HostCores
 from planner.simulator.setup import MAX_MODEL_TOKENS, PoolSetup, Setup
-from tandem.config import ClusterSpec, PoolSpec, RouterSpec
+from tandem.config.spec import ClusterSpec, PoolSpec, RouterSpec
 from tandem.errors import ConfigError
 
 _ROUNDING = 32  # a request's last block is half empty: in blocks of a 32nd of the mean prompt that is 1.6 %

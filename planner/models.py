@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.cost import ModelShape
+from tandem.checkpoint.model_config import ModelConfig
 from tandem.errors import ConfigError
-from tandem.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

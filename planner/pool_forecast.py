@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from router.policies.pace import START_PACE, Pace
-from tandem.config import Disaggregation, PolicyName, RouterSpec
+from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
 
 HORIZON_S = 10.0  # in which a backlog grows or shrinks
 TAIL = math.log(10)  # nine in ten of exponentially distributed waits are shorter than so many means

@@ -13,9 +13,9 @@ from pathlib import Path
 import uvloop
 
 from router.app import RouterApp
+from tandem.config.launch import RouterLaunch
 from tandem.errors import ConfigError
-from tandem.launch import RouterLaunch
-from tandem.logs import setup_logging
+from tandem.telemetry.logs import setup_logging
 
 EXIT_CONFIG = 2
 GC_ALLOCATIONS = 20_000  # more objects made than freed between two collections

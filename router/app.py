@@ -12,38 +12,38 @@ from zlib import crc32
 from prometheus_client import CollectorRegistry
 
 from router.auth.calls import Calls
-from router.certificate_metrics import CertificateCollector
 from router.dashboard.edge import DashboardEdge
 from router.dashboard.feed import Feed
 from router.dashboard.source import SnapshotSource
 from router.dashboard.view import RouterView
-from router.directory import DirectoryFollower
-from router.dispatch import Dispatcher
-from router.edge_grpc import GrpcServer
-from router.edge_http import HttpEdge, HttpServer, bind
-from router.edge_tls import EdgeTls
-from router.edge_traces import TracesEdge
-from router.fleet import Fleet
-from router.health_metrics import HealthMetrics
-from router.health_watch import HealthWatch
-from router.http_limits import connections_for
-from router.observe import Observation, router_metrics
+from router.edge.grpc import GrpcServer
+from router.edge.http import HttpEdge, HttpServer, bind
+from router.edge.limits.http import connections_for
+from router.edge.tls import EdgeTls
+from router.edge.traces import TracesEdge
+from router.observe.export import TraceExport
+from router.observe.metrics.certificates import CertificateCollector
+from router.observe.metrics.health import HealthMetrics
+from router.observe.observation import Observation, router_metrics
 from router.policies.estimates import Estimates
 from router.policies.profiles import policy_profile
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
-from router.readiness import Readiness
-from router.request import ServingModel
+from router.probes.health_watch import HealthWatch
+from router.probes.readiness import Readiness
+from router.requests.dispatcher import Dispatcher
+from router.requests.request import ServingModel
 from router.service import RouterService
 from router.terms import TermsParser
-from router.trace_export import TraceExport
+from router.workers.directory import DirectoryFollower
+from router.workers.fleet import Fleet
 from tandem.clock import Clock, SystemClock
-from tandem.config import Role
-from tandem.grpc_options import CLIENT_OPTIONS
-from tandem.grpc_tls import ClusterTls, open_channel
-from tandem.identity import Identity
-from tandem.launch import RouterLaunch
-from tandem.trace_context import TraceSampler
+from tandem.config.launch import RouterLaunch
+from tandem.config.spec import Role
+from tandem.rpc.grpc_options import CLIENT_OPTIONS
+from tandem.rpc.grpc_tls import ClusterTls, open_channel
+from tandem.rpc.identity import Identity
+from tandem.telemetry.trace_context import TraceSampler
 from tandem.v1 import cluster_pb2
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 HTTP and gRPC. Every HTTP answer has a request id: ours, where none came.
 
 The client's request id is for its own books, and finds its trace; the trace context is also read
-(tandem/trace_context.py).
+(tandem/telemetry/trace_context.py).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.request import new_request_id
-from tandem.log_context import name_logs
+from router.requests.request import new_request_id
+from tandem.telemetry.log_context import name_logs
 
 HEADER = b"x-request-id"
 TRACEPARENT = b"traceparent"

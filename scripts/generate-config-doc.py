@@ -17,14 +17,14 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tandem.config import ClusterSpec
+from tandem.config.spec import ClusterSpec
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 INTRODUCTION = """\
 # Configuration
 
-<!-- Generated from tandem/config.py by scripts/generate-config-doc.py; change that and run `make docs`. -->
+<!-- Generated from tandem/config/spec.py by scripts/generate-config-doc.py; change that and run `make docs`. -->
 
 One schema, checked once when `tandem up` starts: the YAML file (`tandem up --config FILE`), the environment, the
 flags, and the Helm values under `cluster` are all this. An unknown key is an error that names it. Every section has

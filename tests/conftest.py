@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.request import SamplingParams
 from tandem.sampling.sampler import choose
-from tandem.testing import write_tiny_llama
+from tandem.testing.models import write_tiny_llama
 from tandem.token_history import TokenHistory
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -13,8 +13,8 @@ from collections import deque
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from tandem.blockhash import HASH_BYTES, BlockHash
-from tandem.prefix_events import (
+from tandem.kvcache.blockhash import HASH_BYTES, BlockHash
+from tandem.kvcache.prefix_events import (
     EVENT_FIELD,
     MAX_EVENT_HASHES,
     SNAPSHOT_HEADER_BYTES,
@@ -29,7 +29,7 @@ from tandem.prefix_events import (
     stream_key,
     wanted_key,
 )
-from tandem.redis_client import answer, connect
+from tandem.rpc.redis_client import answer, connect
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tandem.channel import Channel, ChannelError, ThreadSender
+from tandem.rpc.channel import Channel, ChannelError, ThreadSender
 from worker.inbox import Inbox, Stop
 from worker.messages import LeaderReady, ToLeader, ToRouter
 

@@ -1,4 +1,4 @@
-"""What a worker's service process and its leader (rank 0) say to each other, over `tandem.channel`.
+"""What a worker's service process and its leader (rank 0) say to each other, over `tandem.rpc.channel`.
 
 Frames of the Worker protocol pass through as bytes: the service ends the gRPC connection, the leader understands it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvtransfer.control import Peer
+from kvtransfer.agent.control import Peer
 
 
 class LeaderReady(msgspec.Struct, frozen=True, tag=True):

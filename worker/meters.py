@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tandem.engine.step_work import StepWork, WorkShape
 from tandem.kvcache.host_tier import TierCounts
-from tandem.step_work import StepWork, WorkShape
 from tandem.v1 import worker_pb2
 
 STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12)

@@ -17,23 +17,23 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvtransfer.agent_client import AgentClient, RankExporter
-from kvtransfer.control import Attached, AttachPool, FromAgent, Layout, Lead, TlsFiles
-from kvtransfer.cuda_ipc import export_tensor
-from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from kvtransfer.agent.client import AgentClient, RankExporter
+from kvtransfer.agent.control import Attached, AttachPool, FromAgent, Layout, Lead, TlsFiles
+from kvtransfer.pool.cuda_ipc import export_tensor
+from kvtransfer.session.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from tandem.checkpoint.model_config import fingerprint
 from tandem.clock import SystemClock
-from tandem.config import Role as RoleName
-from tandem.config import WireDtype
+from tandem.config.launch import WorkerLaunch
+from tandem.config.spec import Role as RoleName
+from tandem.config.spec import WireDtype
 from tandem.engine.engine import Engine
 from tandem.engine.factory import Rank, build_rank
 from tandem.engine.peaks import device_peaks
+from tandem.engine.step_work import WorkShape
 from tandem.errors import TandemError
-from tandem.identity import Identity
 from tandem.kvcache.layout import DTYPE_BYTES
-from tandem.launch import WorkerLaunch
-from tandem.logs import setup_logging
-from tandem.model_config import fingerprint
-from tandem.step_work import WorkShape
+from tandem.rpc.identity import Identity
+from tandem.telemetry.logs import setup_logging
 from tandem.v1 import cluster_pb2
 from worker.agents import Agents
 from worker.identity import WorkerIdentity

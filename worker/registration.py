@@ -9,11 +9,11 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
-from kvtransfer.control import Peer
-from tandem.grpc_errors import error_from_rpc
-from tandem.grpc_tls import ClusterTls, open_channel
-from tandem.identity import Identity
-from tandem.launch import WorkerLaunch
+from kvtransfer.agent.control import Peer
+from tandem.config.launch import WorkerLaunch
+from tandem.rpc.grpc_errors import error_from_rpc
+from tandem.rpc.grpc_tls import ClusterTls, open_channel
+from tandem.rpc.identity import Identity
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 
 log = logging.getLogger(__name__)

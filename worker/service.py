@@ -21,14 +21,14 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from tandem.channel import Channel
+from tandem.config.launch import WorkerLaunch
 from tandem.errors import DeadlineExceeded, InputError, TandemError, UnavailableError
-from tandem.grpc_errors import abort
-from tandem.grpc_options import SERVER_OPTIONS
-from tandem.grpc_tls import ClusterTls, add_port, make_server
-from tandem.identity import Identity
-from tandem.launch import WorkerLaunch
-from tandem.logs import setup_logging
+from tandem.rpc.channel import Channel
+from tandem.rpc.grpc_errors import abort
+from tandem.rpc.grpc_options import SERVER_OPTIONS
+from tandem.rpc.grpc_tls import ClusterTls, add_port, make_server
+from tandem.rpc.identity import Identity
+from tandem.telemetry.logs import setup_logging
 from tandem.v1 import cluster_pb2, worker_pb2
 from worker.event_publisher import EventPublisher
 from worker.messages import (

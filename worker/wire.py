@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvtransfer.causes import HandoffFault, parse_cause
-from tandem.blockhash import HashKey
+from kvtransfer.session.causes import HandoffFault, parse_cause
 from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, TokenLogprob, TokenOut
 from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
+from tandem.kvcache.blockhash import HashKey
 from tandem.request import FinishReason, SamplingParams
 from tandem.v1 import inference_pb2, worker_pb2
 

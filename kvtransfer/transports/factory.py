@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvtransfer.causes import protocol_fault
-from kvtransfer.control import Peer
-from kvtransfer.handshake import MAPPED as MAPPED
-from kvtransfer.handshake import Hello, LinkRefused, Own
-from kvtransfer.piece import MAX_MAPPED_PIECE_BYTES, MAX_PIECE_BYTES
-from kvtransfer.pool import PoolMap
-from kvtransfer.reshard import Link
-from kvtransfer.stream import FrameStream
-from kvtransfer.tls import Wire
+from kvtransfer.agent.control import Peer
+from kvtransfer.link.handshake import MAPPED as MAPPED
+from kvtransfer.link.handshake import Hello, LinkRefused, Own
+from kvtransfer.link.stream import FrameStream
+from kvtransfer.link.tls import Wire
+from kvtransfer.pool.pool import PoolMap
+from kvtransfer.session.causes import protocol_fault
+from kvtransfer.session.piece import MAX_MAPPED_PIECE_BYTES, MAX_PIECE_BYTES
+from kvtransfer.session.reshard import Link
+from kvtransfer.session.versions import common_version, knows_int8, takes_large_pieces
 from kvtransfer.transports.mapped import MappedReceiver, MappedSender
 from kvtransfer.transports.nixl import NixlReceiver, NixlSender, check_nixl
 from kvtransfer.transports.protocol import KvReceiver, KvSender, LinkThread
 from kvtransfer.transports.tcp import TcpReceiver, TcpSender
-from kvtransfer.versions import common_version, knows_int8, takes_large_pieces
 from tandem.errors import ConfigError
 
 if TYPE_CHECKING:

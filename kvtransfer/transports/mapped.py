@@ -23,20 +23,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from kvtransfer.causes import protocol_fault
-from kvtransfer.digest import copy_and_digest, digest_of, digest_of_bytes
-from kvtransfer.handshake import MULTILINEAR, XXH3, Hello, Own, Welcome, pool_layout
-from kvtransfer.piece import FrameType, Header, Piece
-from kvtransfer.pool import PoolMap, Span, check_span
-from kvtransfer.pools import Pool, open_pool
-from kvtransfer.reshard import Link
-from kvtransfer.stream import FrameStream
+from kvtransfer.link.handshake import MULTILINEAR, XXH3, Hello, Own, Welcome, pool_layout
+from kvtransfer.link.stream import FrameStream
+from kvtransfer.pool.digest import copy_and_digest, digest_of, digest_of_bytes
+from kvtransfer.pool.pool import PoolMap, Span, check_span
+from kvtransfer.pool.pools import Pool, open_pool
+from kvtransfer.session.causes import protocol_fault
+from kvtransfer.session.piece import FrameType, Header, Piece
+from kvtransfer.session.reshard import Link
+from kvtransfer.session.versions import mapped_digests_follow
 from kvtransfer.transports.protocol import INLINE_BYTES, PROBE_BYTES, LinkThread, Terms
-from kvtransfer.versions import mapped_digests_follow
 
 if TYPE_CHECKING:
-    from kvtransfer.device_digest import DigestKeys
-    from kvtransfer.device_pool import DevicePool
+    from kvtransfer.pool.device_digest import DigestKeys
+    from kvtransfer.pool.device_pool import DevicePool
 
 T = TypeVar("T")
 DIGESTS_AHEAD = 2  # that wait for the link's thread behind the one it makes: it never idles

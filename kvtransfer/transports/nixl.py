@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
-from kvtransfer.data_socket import TOKEN_BYTES, DataDoor, DataSocket, connect_data
-from kvtransfer.digest import digest_of_bytes
-from kvtransfer.handshake import Hello, Own, Welcome, pool_layout
-from kvtransfer.piece import MAX_PIECE_BYTES, Piece
-from kvtransfer.pool import Bytes, PoolMap, Span, check_span, make_staging
-from kvtransfer.pools import Pool
-from kvtransfer.reshard import Link
-from kvtransfer.sockets import join_address, split_address
+from kvtransfer.link.data_socket import TOKEN_BYTES, DataDoor, DataSocket, connect_data
+from kvtransfer.link.handshake import Hello, Own, Welcome, pool_layout
+from kvtransfer.link.sockets import join_address, split_address
+from kvtransfer.pool.digest import digest_of_bytes
+from kvtransfer.pool.pool import Bytes, PoolMap, Span, check_span, make_staging
+from kvtransfer.pool.pools import Pool
+from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.session.piece import MAX_PIECE_BYTES, Piece
+from kvtransfer.session.reshard import Link
 from kvtransfer.transports.mapped import MappedSender, unpack_ids
 from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, Terms
 from tandem.errors import ConfigError

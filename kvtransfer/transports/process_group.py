@@ -27,18 +27,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
-from kvtransfer.digest import Digest, digest_of, digest_of_bytes, start_digest
-from kvtransfer.handshake import Own, Welcome
-from kvtransfer.liveness import STALL_S
-from kvtransfer.piece import FrameType, Header, Piece, as_int8
-from kvtransfer.pool import Bytes, Cursor, PoolMap, Span, make_staging
-from kvtransfer.pools import Pool
-from kvtransfer.quantise import dequantise, quantise
-from kvtransfer.sockets import listen_tcp, split_address
-from kvtransfer.stream import FrameStream
+from kvtransfer.link.handshake import Own, Welcome
+from kvtransfer.link.liveness import STALL_S
+from kvtransfer.link.sockets import listen_tcp, split_address
+from kvtransfer.link.stream import FrameStream
+from kvtransfer.pool.digest import Digest, digest_of, digest_of_bytes, start_digest
+from kvtransfer.pool.pool import Bytes, Cursor, PoolMap, Span, make_staging
+from kvtransfer.pool.pools import Pool
+from kvtransfer.pool.quantise import dequantise, quantise
+from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.session.piece import FrameType, Header, Piece, as_int8
+from kvtransfer.session.versions import stripes_groups
 from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, Terms
-from kvtransfer.versions import stripes_groups
 
 TIMEOUT = datetime.timedelta(seconds=20)  # to meet
 MESSAGE_BYTES = 4 << 20

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
-from kvtransfer.causes import DeviceLost
-from kvtransfer.handshake import XXH3, Welcome
-from kvtransfer.piece import Piece
-from kvtransfer.pool import Span
-from kvtransfer.stream import FrameStream
+from kvtransfer.link.handshake import XXH3, Welcome
+from kvtransfer.link.stream import FrameStream
+from kvtransfer.pool.pool import Span
+from kvtransfer.session.causes import DeviceLost
+from kvtransfer.session.piece import Piece
 
 log = logging.getLogger(__name__)
 

@@ -17,17 +17,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import xxhash
 
-from kvtransfer.batches import BATCH_BYTES, Batch, batches, batches_of, make_scratch
-from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
-from kvtransfer.data_socket import TOKEN_BYTES, DataDoor, DataSocket, connect_data
-from kvtransfer.digest import digest_of_bytes
-from kvtransfer.handshake import Own, Welcome
-from kvtransfer.piece import FrameType, Header, Piece, as_int8
-from kvtransfer.pool import Bytes, Span
-from kvtransfer.pools import Pool
-from kvtransfer.quantise import dequantise, quantise
-from kvtransfer.sockets import join_address, split_address
-from kvtransfer.stream import FrameStream
+from kvtransfer.link.data_socket import TOKEN_BYTES, DataDoor, DataSocket, connect_data
+from kvtransfer.link.handshake import Own, Welcome
+from kvtransfer.link.sockets import join_address, split_address
+from kvtransfer.link.stream import FrameStream
+from kvtransfer.pool.digest import digest_of_bytes
+from kvtransfer.pool.pool import Bytes, Span
+from kvtransfer.pool.pools import Pool
+from kvtransfer.pool.quantise import dequantise, quantise
+from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.session.piece import FrameType, Header, Piece, as_int8
+from kvtransfer.transports.batches import BATCH_BYTES, Batch, batches, batches_of, make_scratch
 from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, Terms
 
 MAX_IDLE_S = 20.0

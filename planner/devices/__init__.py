@@ -10,8 +10,8 @@ import yaml
 from pydantic import Field, ValidationError
 
 from planner.cost import DeviceShape, LinkShape
+from tandem.config.frozen import Frozen
 from tandem.errors import ConfigError
-from tandem.frozen import Frozen
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]

@@ -12,7 +12,7 @@ from planner.simulator.result import SimResult
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.trace import Trace
-from tandem.config import RouterSpec
+from tandem.config.spec import RouterSpec
 
 ENGINE_BLOCK_TOKENS = 16
 MAX_QUEUED = 4096

@@ -18,7 +18,7 @@ from planner.search.workforce import Journal, Workforce
 from planner.simulator.setup import Slo
 from planner.traces.trace import Trace
 from tandem.errors import ConfigError
-from tandem.words import plural
+from tandem.text.words import plural
 
 Progress = Callable[[str, int, int], None]  # what is done, jobs done, jobs in all
 

@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from planner.search.evaluate import Evaluation
 from planner.search.plan import Plan
-from tandem.words import plural
+from tandem.text.words import plural
 
 DISAGGREGATED, AGGREGATED, CHOSEN = "#1f6feb", "#d29922", "#1a7f37"
 _STYLE = """

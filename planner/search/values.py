@@ -14,9 +14,9 @@ from planner.hardware import Hardware
 from planner.search.evaluate import ENGINE_BLOCK_TOKENS, router_spec
 from planner.search.layout import Layout
 from planner.search.plan import Plan
-from tandem.config import DEMO_MODEL
+from tandem.config.spec import DEMO_MODEL
 from tandem.errors import InputError
-from tandem.words import plural
+from tandem.text.words import plural
 
 MODEL_VOLUME = "/models"  # of the chart
 REDIS_SECRET = "tandem-valkey"

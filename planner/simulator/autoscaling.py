@@ -16,7 +16,7 @@ from planner.simulator.events import EventLoop
 from planner.simulator.fleet import MODEL
 from planner.simulator.recorder import Recorder
 from planner.simulator.setup import Setup
-from tandem.config import Role
+from tandem.config.spec import Role
 
 if TYPE_CHECKING:
     from planner.simulator.cluster import SimCluster

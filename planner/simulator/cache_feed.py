@@ -6,7 +6,7 @@ from planner.simulator.events import EventLoop
 from planner.simulator.fleet import SimFleet
 from planner.simulator.worker import SimWorker
 from router.prefix_index.mirror import PrefixMirror, WorkerKey
-from tandem.prefix_events import PrefixEvent, PrefixSnapshot
+from tandem.kvcache.prefix_events import PrefixEvent, PrefixSnapshot
 
 LAG_S = 0.25  # as often as a router looks
 LOOKS_PER_S = 2000  # at workers, in all: thousands of them are looked at less often

@@ -1,6 +1,6 @@
 """The router in virtual time: admission, placement, and the steps of a handoff.
 
-Follows router.dispatch and router.run, with the same pure classes; only what they do by gRPC is an event here.
+Follows router.requests.dispatcher and router.requests.run, with the same pure classes; only what they do by gRPC is an event here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from planner.simulator.requests import SimRequest
 from planner.simulator.sequence import BlockNames, SimSequence
 from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker
-from router.account import Charge
-from router.admission import Admission
-from router.in_flight_prefills import InFlightPrefills
+from router.admission.admission import Admission
 from router.policies.profiles import policy_profile
 from router.policies.types import Ask, Candidate, Placement, WaitReason
+from router.prefix_index.in_flight_prefills import InFlightPrefills
 from router.terms import Terms
-from tandem.config import Role
+from router.workers.account import Charge
+from tandem.config.spec import Role
 from tandem.errors import ContextExceeded, TandemError
 from tandem.kvcache.layout import blocks_for
 from tandem.request import RequestState

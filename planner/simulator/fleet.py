@@ -12,7 +12,7 @@ from operator import itemgetter
 
 from planner.shared_host import BusyCores
 from planner.simulator.events import EventLoop
-from planner.simulator.idlest import Idlest
+from planner.simulator.least_loaded import Idlest
 from planner.simulator.recorder import IntervalHistogram
 from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker, WorkerHost
@@ -20,7 +20,7 @@ from router.policies.estimates import Estimates, WorkerEstimates
 from router.policies.pace import Pace
 from router.policies.types import Candidate, Life
 from router.prefix_index.mirror import WorkerKey
-from tandem.config import Role
+from tandem.config.spec import Role
 
 MODEL = "model"
 WHOLE_POOL = 24  # a pool of so many is looked at whole

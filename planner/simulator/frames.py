@@ -11,8 +11,8 @@ from planner.simulator.requests import SimRequest
 from planner.simulator.sequence import BlockNames, SimSequence, TokenCount
 from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker
-from tandem.blockhash import HashKey
 from tandem.errors import KvExhausted, TandemError
+from tandem.kvcache.blockhash import HashKey
 from tandem.request import SamplingParams
 
 _KEY = HashKey("simulated")

@@ -10,7 +10,7 @@ from planner.simulator.requests import SimRequest
 from planner.simulator.sequence import BlockNames
 from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker
-from tandem.config import Role
+from tandem.config.spec import Role
 from tandem.errors import TandemError, WorkerLost
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""One request on its way through the simulated cluster: what router.run keeps of a real one."""
+"""One request on its way through the simulated cluster: what router.requests.run keeps of a real one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from planner.simulator.sequence import SimSequence
 from planner.simulator.worker import SimWorker
-from router.account import Charge
 from router.policies.types import WaitReason
 from router.terms import Terms
-from tandem.blockhash import BlockHash
+from router.workers.account import Charge
+from tandem.kvcache.blockhash import BlockHash
 from tandem.request import Lifecycle
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from planner.simulator.sequence import SimSequence
-from tandem.blockhash import BlockHash
 from tandem.kvcache.block_pool import BlockPool, Hold
+from tandem.kvcache.blockhash import BlockHash
 from tandem.kvcache.layout import blocks_for
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence

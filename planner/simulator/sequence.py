@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.traces.trace import Prefixes
-from tandem.blockhash import HASH_BYTES, BlockHash
+from tandem.kvcache.blockhash import HASH_BYTES, BlockHash
 from tandem.scheduler.sequence import Sequence
 
 _OWN = 1 << 63

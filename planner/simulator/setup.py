@@ -7,8 +7,8 @@ from enum import StrEnum
 
 from planner.cost import CostModel
 from planner.shared_host import HostCores
-from tandem.config import Role, RouterSpec
-from tandem.config_autoscaler import AutoscalerSpec
+from tandem.config.autoscaler import AutoscalerSpec
+from tandem.config.spec import Role, RouterSpec
 from tandem.errors import ConfigError
 
 MAX_MODEL_TOKENS = 1 << 30

@@ -13,7 +13,7 @@ from planner.simulator.recorder import Recorder
 from planner.simulator.result import SimResult, summarize
 from planner.simulator.setup import Fault, FaultKind, Setup, Slo
 from planner.traces.trace import Trace
-from tandem.config import Role
+from tandem.config.spec import Role
 from tandem.errors import ConfigError, InternalError
 
 Progress = Callable[[int], None]  # requests that have arrived

@@ -15,9 +15,9 @@ from planner.cost import CostModel, PrefillWork
 from planner.simulator.links import Port
 from planner.simulator.scheduler import RepeatingScheduler, SimBlockPool
 from planner.simulator.sequence import SimSequence
-from router.account import Account
 from router.prefix_index.mirror import WorkerKey
-from tandem.config import Role
+from router.workers.account import Account
+from tandem.config.spec import Role
 from tandem.errors import TandemError
 
 if TYPE_CHECKING:

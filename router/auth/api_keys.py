@@ -18,9 +18,9 @@ from typing import Annotated
 from pydantic import AwareDatetime, Field, model_validator
 
 from router.auth.principal import TENANT_PATTERN, Principal
-from tandem.config_auth import LimitsSpec, Name
+from tandem.config.auth import LimitsSpec, Name
+from tandem.config.frozen import Frozen
 from tandem.errors import NotFound
-from tandem.frozen import Frozen
 
 PREFIX = "tdm_"
 _ID_BYTES, _SECRET_BYTES = 6, 32

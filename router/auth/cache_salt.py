@@ -1,4 +1,4 @@
-"""What keeps the cached blocks of tenants apart: a salt that block hashes are keyed with (tandem.blockhash)."""
+"""What keeps the cached blocks of tenants apart: a salt that block hashes are keyed with (tandem.kvcache.blockhash)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from router.auth.rate_limits import RateLimiter
 from router.auth.sources import KeySources
 from router.terms import PRIORITY, TENANT, Terms
 from tandem.clock import Clock
-from tandem.config_auth import AuthSpec
+from tandem.config.auth import AuthSpec
 from tandem.errors import ConfigError, PermissionDenied, TandemError
 
 

@@ -14,7 +14,7 @@ from router.auth.calls import Calls
 from router.auth.principal import Access
 from router.request_ids import client_request_id, trace_id_of
 from tandem.errors import TandemError
-from tandem.grpc_errors import abort
+from tandem.rpc.grpc_errors import abort
 
 Metadata = tuple[tuple[str, str | bytes], ...] | None
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]

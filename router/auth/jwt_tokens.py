@@ -13,7 +13,7 @@ from jwt.exceptions import PyJWTError
 
 from router.auth.jwks import SigningKey, SigningKeys
 from router.auth.principal import TENANT_SHAPE, Principal
-from tandem.config_auth import JwtSpec, LimitsSpec
+from tandem.config.auth import JwtSpec, LimitsSpec
 from tandem.errors import Unauthenticated, UnavailableError
 
 MAX_TOKEN_CHARS = 8192

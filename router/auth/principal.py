@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tandem.config_auth import LimitsSpec
+from tandem.config.auth import LimitsSpec
 
 TENANT_PATTERN = r"[A-Za-z0-9_.:@-]{1,64}"
 TENANT_SHAPE = re.compile(TENANT_PATTERN)

@@ -14,7 +14,7 @@ from router.auth.jwks import SigningKeys, fetch_jwks, read_jwks
 from router.auth.jwt_tokens import JwtVerifier
 from router.auth.keys_file import read_keys
 from tandem.clock import Clock
-from tandem.config_auth import AuthSpec, JwtSpec
+from tandem.config.auth import AuthSpec, JwtSpec
 from tandem.errors import ConfigError
 
 log = logging.getLogger(__name__)

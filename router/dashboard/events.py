@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from router.fleet import Fleet
-from router.health import EjectReason, HealthState
 from router.prefix_index.mirror import WorkerKey
-from tandem.config import Role
+from router.workers.fleet import Fleet
+from router.workers.health import EjectReason, HealthState
+from tandem.config.spec import Role
 
 MAX_EVENTS = 200
 SAME_WITHIN_S = 10.0

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvtransfer.causes import HandoffFault
+from kvtransfer.session.causes import HandoffFault
 from router.dashboard.events import EventKind, EventLog, FleetWatch, Severity
 from router.dashboard.flows import Flows
 from router.dashboard.slices import Count, Latency, Slices, bucket_of
+from router.observe.trace import Attempt
 from router.policies.types import Placement, PlacementReason
-from router.trace import Attempt
 from tandem.clock import Clock
 from tandem.errors import TandemError
 from tandem.v1 import worker_pb2
 
 if TYPE_CHECKING:
-    from router.run import RequestRun
+    from router.requests.run import RequestRun
 
 MAX_DECISIONS = 50
 _ITL, _OUTPUT_TOKENS = int(Latency.ITL), int(Count.OUTPUT_TOKENS)

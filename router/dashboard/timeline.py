@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.dashboard import snapshot
-from router.trace import Trace
+from router.observe.trace import Trace
 from tandem.v1 import trace_pb2
 
 

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from router.dashboard import cluster_status, figures, snapshot, timeline
 from router.dashboard.events import Event
 from router.dashboard.feed import Decision, Feed
-from router.dispatch import Dispatcher
-from router.fleet import Worker
-from router.output import Usage
+from router.observe.trace import Trace
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
-from router.run import RequestRun
+from router.requests.dispatcher import Dispatcher
+from router.requests.output import Usage
+from router.requests.run import RequestRun
 from router.service import RouterService
-from router.trace import Trace
+from router.workers.fleet import Worker
 from tandem.clock import Clock
-from tandem.config import ClassSpec, Role
+from tandem.config.spec import ClassSpec, Role
 from tandem.request import RequestState
 from tandem.version import tandem_version
 

@@ -25,7 +25,7 @@ from router.policies.pace import (
 )
 from router.policies.types import Life
 from tandem.clock import Clock
-from tandem.config import Role
+from tandem.config.spec import Role
 
 HALF_LIFE_S = 30.0
 REFRESH_S = 0.25  # a worker's figures are worked out anew so often at most: decisions read them for all workers

@@ -11,7 +11,7 @@ from router.policies.costs import prefill_s
 from router.policies.filters import HasPrefillRoom
 from router.policies.local_prefill import LocalPrefill
 from router.policies.types import Ask, Candidate, Filter, Pick, Placement, PlacementReason, Score, WaitReason
-from tandem.config import Disaggregation
+from tandem.config.spec import Disaggregation
 
 
 @dataclass(frozen=True, slots=True)

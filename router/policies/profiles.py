@@ -17,7 +17,7 @@ from router.policies.scores import (
     Shuffled,
 )
 from router.policies.types import Score
-from tandem.config import Disaggregation, PolicyName, RouterSpec
+from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
 
 Weighted = tuple[tuple[Score, float], ...]
 

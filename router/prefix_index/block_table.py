@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.prefix_index.owner_sets import NOBODY, OwnerSets
-from tandem.blockhash import HASH_BYTES
 from tandem.errors import ConfigError
+from tandem.kvcache.blockhash import HASH_BYTES
 from tandem.native.prefix import PrefixRuns, prefix_library
 
 log = logging.getLogger(__name__)

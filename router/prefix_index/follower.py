@@ -20,7 +20,7 @@ from redis.typing import KeyT, StreamIdT
 
 from router.prefix_index.mirror import Applied, PrefixMirror, WorkerKey
 from tandem.clock import Clock
-from tandem.prefix_events import (
+from tandem.kvcache.prefix_events import (
     EVENT_FIELD,
     MAX_SNAPSHOT_BYTES,
     SNAPSHOT_HEADER_BYTES,
@@ -35,7 +35,7 @@ from tandem.prefix_events import (
     stream_key,
     wanted_key,
 )
-from tandem.redis_client import ANSWER_TIMEOUT_S, answer, connect
+from tandem.rpc.redis_client import ANSWER_TIMEOUT_S, answer, connect
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from router.prefix_index.block_table import SLICE_BLOCKS, BlockTable, words_of
-from tandem.blockhash import HASH_BYTES, BlockHash
-from tandem.prefix_events import PrefixEvent, PrefixSnapshot
+from tandem.kvcache.blockhash import HASH_BYTES, BlockHash
+from tandem.kvcache.prefix_events import PrefixEvent, PrefixSnapshot
 
 DEFAULT_MEMORY_BYTES = 64 << 20
 FEW_OWNERS = 16  # so many bits are faster found one by one; a popular prefix of a large pool has hundreds

@@ -14,14 +14,14 @@ from typing import Protocol
 
 import msgspec
 
-from tandem.blockhash import HashKey
+from tandem.engine.step_work import NO_WORK, StepWork
 from tandem.errors import TandemError
 from tandem.kvcache.block_pool import BlockCounts, CacheEvent
+from tandem.kvcache.blockhash import HashKey
 from tandem.kvcache.host_tier import NO_TIER, TierCounts
 from tandem.request import FinishReason, SamplingParams
 from tandem.sampling.sampler import TokenLogprob
 from tandem.scheduler.plan import ExportRange
-from tandem.step_work import NO_WORK, StepWork
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.engine.attention.varlen_attention import PagedBatch, PagedKernel, VarlenAttention
 from tandem.engine.output import best_of
 from tandem.engine.step import SequenceStep, StepInput
-from tandem.engine.varlen_attention import PagedBatch, PagedKernel, VarlenAttention
 from tandem.kvcache.layout import blocks_for
 from tandem.model.decoder import Decoder
 

@@ -13,6 +13,7 @@ from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, RequestEn
 from tandem.engine.output import Launched, Row, StepOutput
 from tandem.engine.runner import ModelRunner
 from tandem.engine.step import HEARTBEAT, STOP, Draw, SequenceStep, StepInput
+from tandem.engine.step_work import StepWork
 from tandem.errors import InputError, InternalError, TandemError, WorkerLost
 from tandem.kvcache.block_pool import CacheEvent
 from tandem.kvcache.layout import blocks_for
@@ -21,7 +22,6 @@ from tandem.sampling.sampler import Choice, choose, wants_best_alone, wants_draw
 from tandem.scheduler.plan import Chunk, StepPlan
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
-from tandem.step_work import StepWork
 
 _UNKNOWN = 0  # a token that only the device knows yet
 _NO_OUTPUT = StepOutput([], [], [])

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import torch
 
-from tandem.config import EngineSpec
+from tandem.checkpoint.model_config import ModelConfig
+from tandem.config.spec import EngineSpec
 from tandem.engine.api import KvExporter
+from tandem.engine.attention.kernels import choose_kernels, choose_matrices
+from tandem.engine.attention.paged_kernels import PagedPath, choose_paged_path
 from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.engine import Engine
 from tandem.engine.host_pool import HostPool, host_slots
-from tandem.engine.kernels import choose_kernels, choose_matrices
 from tandem.engine.kv_pool import DTYPES, KvPool, pool_layout
 from tandem.engine.output import Launched
-from tandem.engine.paged_kernels import PagedPath, choose_paged_path
 from tandem.engine.runner import ModelRunner
 from tandem.engine.step import HEARTBEAT
 from tandem.engine.tp_group import TpGroup
@@ -27,7 +28,6 @@ from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.checkpoint import Checkpoint
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
-from tandem.model_config import ModelConfig
 from tandem.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem.config import EngineSpec
+from tandem.config.spec import EngineSpec
 from tandem.engine.kv_pool import DTYPES, KvPool
 from tandem.engine.memory import available_bytes
 from tandem.errors import InsufficientMemory

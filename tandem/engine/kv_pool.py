@@ -10,7 +10,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from tandem.config import EngineSpec
+from tandem.config.spec import EngineSpec
 from tandem.engine.memory import available_bytes
 from tandem.errors import InsufficientMemory
 from tandem.kvcache.layout import KvPoolLayout, cell_width

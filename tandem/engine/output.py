@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.engine.api import ScoredToken
+from tandem.engine.attention.varlen_attention import to_device
 from tandem.engine.device_sampler import drawn
 from tandem.engine.step import SequenceStep
-from tandem.engine.varlen_attention import to_device
 from tandem.native.library import Kernels
 
 Row = NDArray[np.float32]  # [vocab_size]

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 
 from tandem.engine.api import KvExporter
-from tandem.engine.attention import StepAttention
+from tandem.engine.attention.attention import StepAttention
+from tandem.engine.attention.native_attention import NativeStepAttention
+from tandem.engine.attention.varlen_attention import PagedBatch, PagedKernel, VarlenAttention, to_device
 from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.host_pool import HostPool
 from tandem.engine.kv_pool import KvPool
-from tandem.engine.native_attention import NativeStepAttention
 from tandem.engine.output import Launched, best_of_any, launched
 from tandem.engine.scores import score
 from tandem.engine.step import SequenceStep, StepInput
-from tandem.engine.varlen_attention import PagedBatch, PagedKernel, VarlenAttention, to_device
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import Attend, Decoder
 from tandem.native.library import Kernels

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tandem.blockhash import BlockHash
 from tandem.errors import InternalError, KvExhausted
+from tandem.kvcache.blockhash import BlockHash
 from tandem.kvcache.host_tier import NO_TIER, BlockCopies, HostTier, TierCounts
 
 Found = int | BlockHash  # a cached block, or the hash of one that only the host tier has

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tandem.blockhash import BlockHash
+from tandem.kvcache.blockhash import BlockHash
 
 
 class BlockCopies(msgspec.Struct, frozen=True, array_like=True):

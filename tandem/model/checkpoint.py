@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tandem.checkpoint.json_fields import read_json_object
 from tandem.errors import CheckpointError
-from tandem.json_fields import read_json_object
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.model_config import ModelConfig
 from tandem.model.experts import SparseMlp
 from tandem.model.layers import ColumnParallelLinear, GatedMlp, LmHead, RmsNorm, RowParallelLinear, VocabEmbedding
 from tandem.model.ops import Ops
 from tandem.model.rope import Rope, Rotation
-from tandem.model_config import ModelConfig
 
 
 class Attend(Protocol):

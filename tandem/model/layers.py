@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.checkpoint.model_families import Activation
 from tandem.model.matrices import Matrix
 from tandem.model.ops import Ops
 from tandem.model.parallel import TensorParallel
-from tandem.model_families import Activation
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tandem.checkpoint.model_families import Activation
 from tandem.model.rope import Rotation, rotate
-from tandem.model_families import Activation
 from tandem.native.library import LANES, Kernels
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(

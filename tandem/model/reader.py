@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tandem.checkpoint.model_config import ModelConfig
 from tandem.errors import CheckpointError, ConfigError
 from tandem.model.checkpoint import Checkpoint
 from tandem.model.decoder import Attention, Ends
@@ -16,7 +17,6 @@ from tandem.model.layers import ColumnParallelLinear, GatedMlp, LmHead, RmsNorm,
 from tandem.model.matrices import Matrix, MatrixMaker, Weights
 from tandem.model.ops import Ops
 from tandem.model.parallel import TensorParallel
-from tandem.model_config import ModelConfig
 from tandem.native.library import GROUP
 
 

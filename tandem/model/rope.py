@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from tandem.rope_config import LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
+from tandem.checkpoint.rope_config import LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
 
 # cos [tokens, 1, dims] and sin with the first half negated: turning is then x · cos + swap(x) · sin.
 Rotation = tuple[Tensor, Tensor]

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.checkpoint.model_families import Activation
 from tandem.model.device_matrices import LARGEST
 from tandem.model.rope import Rotation
-from tandem.model_families import Activation
 
 _GATED_BLOCK = 1024
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.checkpoint.model_config import ModelConfig
 from tandem.errors import CheckpointError
 from tandem.model.checkpoint import Checkpoint
 from tandem.model.decoder import Decoder
@@ -16,7 +17,6 @@ from tandem.model.matrices import MatrixMaker
 from tandem.model.parallel import TensorParallel
 from tandem.model.reader import WeightReader
 from tandem.model.rope import Rope
-from tandem.model_config import ModelConfig
 
 # Buffers that old writers saved; the model computes them itself.
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from tandem.cache import cache_dir
+from tandem.checkpoint.cache import cache_dir
 from tandem.errors import ConfigError
 
 _FLAGS: Final = ("-O3", "-mavx2", "-mfma", "-mf16c", "-std=gnu11", "-pthread", "-shared", "-fPIC")

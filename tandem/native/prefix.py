@@ -11,8 +11,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.blockhash import HASH_BYTES
 from tandem.errors import ConfigError
+from tandem.kvcache.blockhash import HASH_BYTES
 from tandem.native.build import library_path
 
 SOURCE: Final = Path(__file__).with_name("prefix.c")

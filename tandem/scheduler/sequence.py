@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tandem.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.kvcache.block_pool import Hold
+from tandem.kvcache.blockhash import BlockHash, HashKey, hash_blocks
 from tandem.request import SamplingParams
 from tandem.token_history import TokenHistory
 

@@ -21,10 +21,10 @@ import psutil
 import pytest
 import yaml
 
-from cluster import embedded_redis
-from tandem.cache import cache_dir
-from tandem.config import DEMO_MODEL
-from tandem.model_store import pull
+from cluster.backends import embedded_redis
+from tandem.checkpoint.cache import cache_dir
+from tandem.checkpoint.model_store import pull
+from tandem.config.spec import DEMO_MODEL
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")]
 
@@ -242,7 +242,7 @@ class Deployment:
                 command = " ".join(psutil.Process(pid).cmdline())
             except psutil.NoSuchProcess:
                 continue
-            if re.search(r" -m (cluster|router|kvtransfer|worker|cluster.rank_process)\b|tandem up", command):
+            if re.search(r" -m (cluster|router|kvtransfer|worker|cluster.backends.rank_process)\b|tandem up", command):
                 found.append(command)
         return found
 

@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tandem.oip import grpc_predict_v2_pb2
-from tandem.testing import write_tiny_llama
+from tandem.testing.models import write_tiny_llama
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, trace_pb2, worker_pb2
 from worker.wire import PROTOCOL_VERSION
 

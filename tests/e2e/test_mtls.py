@@ -27,13 +27,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from cluster.admin_client import folder_spec
-from cluster.certificates import create
-from tandem.config import TlsSpec
-from tandem.grpc_tls import ClusterTls, open_channel
-from tandem.identity import Identity
+from cluster.cli.admin_client import folder_spec
+from cluster.cli.certificates import create
+from tandem.config.spec import TlsSpec
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.rpc.grpc_tls import ClusterTls, open_channel
+from tandem.rpc.identity import Identity
+from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.conftest import Reference
 from tests.e2e.conftest import Cluster, start_cluster

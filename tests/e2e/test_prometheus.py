@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from deploy.grafana.dashboards import DASHBOARDS
-from tandem.testing import write_tiny_llama
+from tandem.testing.models import write_tiny_llama
 
 if TYPE_CHECKING:
     from conftest import Cluster

@@ -18,7 +18,7 @@ import openai
 import psutil
 import pytest
 
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.e2e.conftest import Cluster, free_ports
 
 pytestmark = pytest.mark.e2e

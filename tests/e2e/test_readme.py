@@ -37,7 +37,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.testing import write_tiny_llama
+from tandem.testing.models import write_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.engine.attention.paged_check import fault, plain_attention
+from tandem.engine.attention.paged_kernels import PagedPath, kernels_there
 from tandem.engine.decode_graphs import CudaRecorder
 from tandem.engine.factory import Rank
 from tandem.engine.kv_pool import DTYPES
-from tandem.engine.paged_check import fault, plain_attention
-from tandem.engine.paged_kernels import PagedPath, kernels_there
-from tandem.engine.testing import EngineDriver, single_rank
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import AttentionTerms
@@ -23,7 +22,8 @@ from tandem.model.device_ops import choose_ops
 from tandem.model.fp8 import FP8, narrowed
 from tandem.model.ops import TORCH_OPS
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing.engine import EngineDriver, single_rank
+from tandem.testing.models import random_prompt, write_tiny_llama
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda:0")

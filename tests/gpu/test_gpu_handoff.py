@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer.control import LinkReport, Received, ReceiveFailed, Sent
-from kvtransfer.cuda_ipc import export_tensor, gpu_index, gpu_uuid
-from kvtransfer.device_digest import DigestKeys
-from kvtransfer.device_pool import DevicePool
-from kvtransfer.pool import PoolMap, Span
-from kvtransfer.testing import FakeModel, FakeWorker, Handoff
+from kvtransfer.agent.control import LinkReport, Received, ReceiveFailed, Sent
+from kvtransfer.pool.cuda_ipc import export_tensor, gpu_index, gpu_uuid
+from kvtransfer.pool.device_digest import DigestKeys
+from kvtransfer.pool.device_pool import DevicePool
+from kvtransfer.pool.pool import PoolMap, Span
+from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
 from tandem.kvcache.layout import KvPoolLayout
-from tandem.testing import FaultSettings
+from tandem.testing.models import FaultSettings
 
 pytestmark = pytest.mark.gpu
 LAYOUT = KvPoolLayout(num_blocks=24, layers=3, kv_heads=4, block_tokens=16, head_dim=64, dtype="bfloat16")
@@ -126,7 +126,7 @@ def test_a_flipped_bit_in_gpu_memory_is_found(tmp_path: Path) -> None:
         )
         await complete(start(prefill, decode, 1))
 
-    launcher = ("-m", "kvtransfer.testing_agent", "--faults", faults.to_json())
+    launcher = ("-m", "kvtransfer.testing.agent", "--faults", faults.to_json())
     between(tmp_path, ("cuda:0", "cuda:0"), check, launcher=launcher)
 
 

@@ -1,4 +1,4 @@
-"""Live workers for the integration tests (see `worker.testing_live`), and a real router before them."""
+"""Live workers for the integration tests (see `worker.testing.live`), and a real router before them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from router.app import RouterApp
-from router.testing import until
-from tandem.config import Disaggregation, EngineSpec, ModelSpec, Role, RouterSpec, TransferSpec
-from tandem.config_auth import AuthSpec
-from tandem.config_observability import ObservabilitySpec
-from tandem.launch import RouterLaunch, ServedModel
-from tandem.model_config import fingerprint
-from worker.testing import assert_conserved, open_session
-from worker.testing_fork import ForkServer
-from worker.testing_live import RANK, Pair, Workers, live_pair, workers
+from router.testing.stub_worker import until
+from tandem.checkpoint.model_config import fingerprint
+from tandem.config.auth import AuthSpec
+from tandem.config.launch import RouterLaunch, ServedModel
+from tandem.config.observability import ObservabilitySpec
+from tandem.config.spec import Disaggregation, EngineSpec, ModelSpec, Role, RouterSpec, TransferSpec
+from worker.testing.fork import ForkServer
+from worker.testing.live import RANK, Pair, Workers, live_pair, workers
+from worker.testing.session import assert_conserved, open_session
 
 StartPair = Callable[..., AbstractAsyncContextManager[Pair]]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tandem.config import EngineSpec, TransportKind
+from tandem.config.spec import EngineSpec, TransportKind
 from tandem.errors import TandemError
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
-from worker.testing import Answer, HandRouter
+from tandem.testing.models import random_prompt, write_tiny_llama
+from worker.testing.session import Answer, HandRouter
 
 VOCAB = 300
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tandem.config import DEMO_MODEL, EngineSpec
-from tandem.model_store import resolve
+from tandem.checkpoint.model_store import resolve
+from tandem.config.spec import DEMO_MODEL, EngineSpec
 from tandem.request import SamplingParams
-from worker.testing import HandRouter
+from worker.testing.session import HandRouter
 
 GOLDEN_FILE = Path(__file__).parents[1] / "data" / "smollm2_golden.json"
 END_OF_TURN = 2

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from router.detokenizer import Decoder, Detokenizer
-from router.fleet import Worker
-from router.health import HealthState
-from router.output import OutToken
-from router.request import RawRequest, RawSampling
+from router.requests.detokenizer import Decoder, Detokenizer
+from router.requests.output import OutToken
+from router.requests.request import RawRequest, RawSampling
 from router.service import RouterService
-from router.testing import until
-from tandem.config import EngineSpec, Role
+from router.testing.stub_worker import until
+from router.workers.fleet import Worker
+from router.workers.health import HealthState
+from tandem.config.spec import EngineSpec, Role
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing.models import random_prompt, write_tiny_llama
 
 VOCAB = 300
 MAX_TOKENS = 60

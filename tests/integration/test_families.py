@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tandem.config import EngineSpec
+from tandem.config.spec import EngineSpec
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt
-from worker.testing import HandRouter
+from tandem.testing.models import random_prompt
+from worker.testing.session import HandRouter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 ENGINE = EngineSpec(kv_blocks=64, max_step_tokens=48)

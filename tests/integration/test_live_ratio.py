@@ -19,19 +19,19 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from cluster.autoscaling import Autoscaling
-from cluster.controller import Controller, with_free_ports
-from cluster.resolve import resolve
-from cluster.spec_changes import SpecSource
-from cluster.subprocess_backend import SubprocessBackend
-from cluster.worker_slot import WorkerState
-from router.testing import until
-from tandem.config import ClusterSpec, Role
-from tandem.config_autoscaler import AutoscalerSpec
+from cluster.backends.subprocess_backend import SubprocessBackend
+from cluster.control.autoscaling import Autoscaling
+from cluster.control.controller import Controller, with_free_ports
+from cluster.control.worker_slot import WorkerState
+from cluster.spec.changes import SpecSource
+from cluster.spec.resolve import resolve
+from router.testing.stub_worker import until
+from tandem.config.autoscaler import AutoscalerSpec
+from tandem.config.spec import ClusterSpec, Role
 from tandem.errors import ConfigError
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import cluster_pb2
-from worker.testing import assert_conserved, open_session
+from worker.testing.session import assert_conserved, open_session
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one cluster serves all
 PAGE = Path(__file__).parents[2] / "docs" / "live-ratio.md"

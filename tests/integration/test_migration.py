@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from router.request import RawRequest, RawSampling
+from router.requests.request import RawRequest, RawSampling
 from router.service import RouterService
-from tandem.config import EngineSpec
+from tandem.config.spec import EngineSpec
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing.models import random_prompt, write_tiny_llama
 
 VOCAB = 300
 MAX_TOKENS = 60

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from router.request import RawRequest, RawSampling
+from router.requests.request import RawRequest, RawSampling
 from router.service import RouterService
-from router.testing import until as within
-from tandem.config import EngineSpec, Role
+from router.testing.stub_worker import until as within
+from tandem.config.spec import EngineSpec, Role
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import cluster_pb2
-from worker.testing_live import Workers
+from worker.testing.live import Workers
 
 until = partial(within, timeout_s=60.0)
 

@@ -13,12 +13,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.app import RouterApp
-from router.span_tree import CHAIN
-from router.testing import until
-from router.testing_otlp import GotSpan, OtlpReceiver, otlp_receiver
-from tandem.config import EngineSpec
-from tandem.config_observability import ObservabilitySpec, TracingSpec
-from tandem.testing import random_prompt, write_tiny_llama
+from router.observe.span_tree import CHAIN
+from router.testing.otlp import GotSpan, OtlpReceiver, otlp_receiver
+from router.testing.stub_worker import until
+from tandem.config.observability import ObservabilitySpec, TracingSpec
+from tandem.config.spec import EngineSpec
+from tandem.testing.models import random_prompt, write_tiny_llama
 
 VOCAB = 300
 PROMPT_TOKENS = 4000

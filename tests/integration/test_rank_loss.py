@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tandem.config import EngineSpec
+from tandem.config.spec import EngineSpec
 from tandem.errors import WorkerLost
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
-from worker.testing import HandRouter
+from tandem.testing.models import random_prompt, write_tiny_llama
+from worker.testing.session import HandRouter
 
 LONG = SamplingParams(temperature=0.0, max_tokens=900)
 

@@ -16,16 +16,16 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from cluster.commands.status import to_json
-from cluster.controller import Controller, with_free_ports
-from cluster.resolve import resolve
-from cluster.router_slot import RouterSlot, RouterState
-from cluster.subprocess_backend import SubprocessBackend
-from tandem.config import ClusterSpec
+from cluster.backends.subprocess_backend import SubprocessBackend
+from cluster.cli.commands.status import to_json
+from cluster.control.controller import Controller, with_free_ports
+from cluster.control.router_slot import RouterSlot, RouterState
+from cluster.spec.resolve import resolve
+from tandem.config.spec import ClusterSpec
 from tandem.errors import NotFound
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
-from worker.testing import assert_conserved, open_session
+from worker.testing.session import assert_conserved, open_session
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one cluster serves all
 VOCAB = 300

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tandem.config import EngineSpec, TransportKind
+from tandem.config.spec import EngineSpec, TransportKind
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import worker_pb2
-from worker.testing import HandRouter, WorkerSession, assert_conserved
+from worker.testing.session import HandRouter, WorkerSession, assert_conserved
 
 VOCAB = 300
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)

@@ -20,9 +20,9 @@ import pytest
 
 from router.auth import api_keys
 from router.auth.keys_file import change_keys
-from tandem.config import EngineSpec
-from tandem.config_auth import AuthSpec
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.config.auth import AuthSpec
+from tandem.config.spec import EngineSpec
+from tandem.testing.models import random_prompt, write_tiny_llama
 
 FULL_ROUNDS, SHORT_ROUNDS, CONTROL_ROUNDS = 500, 30, 30
 VOCAB = 300

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from tandem.config import EngineSpec, TlsSpec, TransportKind, WireDtype
-from tandem.engine.testing import EngineDriver, single_rank
+from tandem.config.spec import EngineSpec, TlsSpec, TransportKind, WireDtype
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
-from worker.testing import HandRouter, WorkerSession
-from worker.testing_live import Pair
+from tandem.testing.engine import EngineDriver, single_rank
+from tandem.testing.models import random_prompt, write_tiny_llama
+from worker.testing.live import Pair
+from worker.testing.session import HandRouter, WorkerSession
 
 VOCAB = 300
 LENGTHS = (1, 15, 16, 17, 100, 1000)

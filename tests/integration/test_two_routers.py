@@ -17,21 +17,21 @@ import pytest
 import pytest_asyncio
 
 from router.app import RouterApp
-from router.fleet import Worker
 from router.policies.types import Candidate
-from router.request import RawRequest, RawSampling
-from router.testing import until
-from router.testing_index import Server
-from tandem.config import Disaggregation, EngineSpec, ModelSpec, Role, RouterSpec, TransferSpec
-from tandem.launch import RouterLaunch, ServedModel
-from tandem.model_config import fingerprint
+from router.requests.request import RawRequest, RawSampling
+from router.testing.index import Server
+from router.testing.stub_worker import until
+from router.workers.fleet import Worker
+from tandem.checkpoint.model_config import fingerprint
+from tandem.config.launch import RouterLaunch, ServedModel
+from tandem.config.spec import Disaggregation, EngineSpec, ModelSpec, Role, RouterSpec, TransferSpec
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
-from tandem.testing_net import TcpProxy, tcp_proxy
+from tandem.testing.models import random_prompt, write_tiny_llama
+from tandem.testing.net import TcpProxy, tcp_proxy
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
-from worker.testing import WorkerSession, assert_conserved, open_session
-from worker.testing_fork import ForkServer
-from worker.testing_live import Directory, Workers, workers
+from worker.testing.fork import ForkServer
+from worker.testing.live import Directory, Workers, workers
+from worker.testing.session import WorkerSession, assert_conserved, open_session
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one set of workers serves all
 VOCAB = 300

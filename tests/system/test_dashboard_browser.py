@@ -21,15 +21,15 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
-from cluster.admin_client import Admin
-from cluster.controller import Controller, with_free_ports
-from cluster.resolve import resolve
-from cluster.subprocess_backend import SubprocessBackend
-from cluster.top.app import TopApp
-from cluster.top.source import FrameSource
-from tandem.config import ClusterSpec
-from tandem.testing import random_prompt, write_tiny_llama
-from worker.testing import assert_conserved, open_session
+from cluster.backends.subprocess_backend import SubprocessBackend
+from cluster.cli.admin_client import Admin
+from cluster.cli.top.app import TopApp
+from cluster.cli.top.source import FrameSource
+from cluster.control.controller import Controller, with_free_ports
+from cluster.spec.resolve import resolve
+from tandem.config.spec import ClusterSpec
+from tandem.testing.models import random_prompt, write_tiny_llama
+from worker.testing.session import assert_conserved, open_session
 
 pytestmark = [pytest.mark.system, pytest.mark.asyncio(loop_scope="module")]  # one cluster serves all
 

@@ -1,4 +1,4 @@
-"""How each architecture's layers are read from a checkpoint; `tandem/model_families.py` reads its config."""
+"""How each architecture's layers are read from a checkpoint; `tandem/checkpoint/model_families.py` reads its config."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config import TransportKind
+from tandem.config.spec import TransportKind
 
 DIFFERENCES = {"handoff.ttft_extra_ms", "handoff.gpu_digest_share"}
 Figures = Callable[..., dict[str, dict[str, Any]]]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.apply import Apply
-from cluster.spec_changes import SpecSource
-from cluster.spec_loader import spec_of_text
+from cluster.control.apply import Apply
+from cluster.spec.changes import SpecSource
+from cluster.spec.loader import spec_of_text
 from tandem.errors import InsufficientMemory
 
 

@@ -9,11 +9,11 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from cluster.commands.status import show, to_json
-from cluster.commands.up import UpFlags
+from cluster.cli.commands.status import show, to_json
+from cluster.cli.commands.up import UpFlags
 from router.dashboard.cluster_status import scaling, with_autoscaler
 from router.dashboard.events import EventKind, Severity
-from tandem.config import ClusterSpec
+from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 from tandem.v1 import cluster_pb2
 

@@ -9,17 +9,17 @@ import pytest
 from cryptography import x509
 from typer.testing import CliRunner
 
-from cluster import certificates
-from cluster.admin_client import Admin, find_admin, folder_spec
-from cluster.certificates import LEAVES, create, days_left, load, renew, texts_of
-from cluster.check_tls import check_tls
-from cluster.cli import app
-from cluster.commands.doctor import CHECKS
-from cluster.commands.up import UpFlags
-from tandem.config import ClusterSpec
+from cluster.cli import certificates
+from cluster.cli.admin_client import Admin, find_admin, folder_spec
+from cluster.cli.certificates import LEAVES, create, days_left, load, renew, texts_of
+from cluster.cli.commands.doctor import CHECKS
+from cluster.cli.commands.up import UpFlags
+from cluster.cli.main import app
+from cluster.spec.check_tls import check_tls
+from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
-from tandem.identity import Identity, identities
-from tandem.tls import load_tls
+from tandem.rpc.identity import Identity, identities
+from tandem.rpc.tls import load_tls
 
 
 def make(folder: Path, cluster: str = "tandem", days: int = 90, authority_days: int = 900) -> Path:

@@ -17,10 +17,10 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from cluster.certificates import create
-from cluster.cli import app
-from cluster.state_file import this_process, written
-from tandem.testing import write_tiny_llama
+from cluster.cli.certificates import create
+from cluster.cli.main import app
+from cluster.cli.state_file import this_process, written
+from tandem.testing.models import write_tiny_llama
 
 HEAVY = ("torch", "ray", "grpc", "pydantic", "transformers")
 
@@ -32,7 +32,7 @@ def tandem(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = f"import sys, json, cluster.cli; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    code = f"import sys, json, cluster.cli.main; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(out.stdout) == []
 

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from cluster import console as consoles
-from cluster.console import BOXED, UNLIMITED, fitted
+from cluster.cli import console as consoles
+from cluster.cli.console import BOXED, UNLIMITED, fitted
 
 TITLES = ("worker", "role", "epoch", "blocks", "note")
 ROWS = [

@@ -12,13 +12,13 @@ import grpc.aio
 import psutil
 import pytest
 
-from cluster.controller import Controller, with_free_ports
-from cluster.resolve import resolve
-from cluster.subprocess_backend import SubprocessBackend
-from cluster.worker_slot import WorkerSlot, WorkerState
-from tandem.config import ClusterSpec
+from cluster.backends.subprocess_backend import SubprocessBackend
+from cluster.control.controller import Controller, with_free_ports
+from cluster.control.worker_slot import WorkerSlot, WorkerState
+from cluster.spec.resolve import resolve
+from tandem.config.spec import ClusterSpec
 from tandem.errors import TandemError
-from tandem.testing import write_tiny_llama
+from tandem.testing.models import write_tiny_llama
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.commands.demo import Asked, moved
+from cluster.cli.commands.demo import Asked, moved
 from tandem.v1 import inference_pb2
 
 

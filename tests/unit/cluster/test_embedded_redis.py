@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster import embedded_redis
-from cluster.redis_probe import check_redis
-from cluster.supervisor import Supervisor
+from cluster.backends import embedded_redis
+from cluster.backends.supervisor import Supervisor
+from cluster.spec.redis_probe import check_redis
 from tandem.errors import ConfigError
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tandem.testing import write_tiny_llama
+from tandem.testing.models import write_tiny_llama
 
 
 @contextmanager

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from cluster.cli import app
-from cluster.commands.doctor import _auth
-from cluster.resolve import check_auth
+from cluster.cli.commands.doctor import _auth
+from cluster.cli.main import app
+from cluster.spec.resolve import check_auth
 from router.auth.api_keys import KeyTable
 from router.auth.keys_file import read_keys
-from tandem.config import ClusterSpec
+from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 
 

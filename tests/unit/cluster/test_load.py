@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from cluster.load.client import Answer, Ask, Heard
-from cluster.load.openai_client import Endpoint, OpenAiClient
-from cluster.load.player import Limits, LoadResult, Player
-from cluster.load.prompts import Prompts
+from cluster.cli.load.client import Answer, Ask, Heard
+from cluster.cli.load.openai_client import Endpoint, OpenAiClient
+from cluster.cli.load.player import Limits, LoadResult, Player
+from cluster.cli.load.prompts import Prompts
 from planner.simulator.setup import Slo
 from planner.traces.trace import Prefixes, Trace
 from tandem.errors import (

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from cluster.cli import app
-from cluster.commands.planning import parse_arrivals
-from tandem.config import ClusterSpec
+from cluster.cli.commands.planning import parse_arrivals
+from cluster.cli.main import app
+from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError, InputError, TandemError
 
 TRAFFIC = ["synthetic", "--arrivals", "poisson:4", "--lengths", "600:30", "--requests", "60"]

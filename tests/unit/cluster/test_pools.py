@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.commands.live_ratio import change_words
-from cluster.pools import ChangeRole, Leave, Member, Start, plan_change, ratio_split
-from tandem.config import Role
+from cluster.cli.commands.live_ratio import change_words
+from cluster.control.pools import ChangeRole, Leave, Member, Start, plan_change, ratio_split
+from tandem.config.spec import Role
 from tandem.errors import ConfigError
 
 P, D = Role.PREFILL, Role.DECODE

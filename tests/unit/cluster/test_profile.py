@@ -9,13 +9,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cluster.cli import app
-from cluster.commands.planning import HardwareFlags, load_hardware
-from cluster.commands.profile import run_profile
-from cluster.profiler import Grid
+from cluster.cli.commands.planning import HardwareFlags, load_hardware
+from cluster.cli.commands.profile import run_profile
+from cluster.cli.main import app
+from cluster.profiling.profiler import Grid
 from planner.fitted import read_host, read_measured
 from tandem.errors import ConfigError
-from tandem.testing import write_tiny_llama
+from tandem.testing.models import write_tiny_llama
 
 GRID = Grid(chunks=(16, 32, 64), batches=(1, 2, 4), contexts=(16, 48))
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from cluster.ray_env import prepare_own_ray
-from tandem.config import TlsSpec
+from cluster.backends.ray_env import prepare_own_ray
+from tandem.config.spec import TlsSpec
 
 FILES = TlsSpec(cert="/c/{role}.pem", key="/c/{role}.key", ca="/c/ca.pem")
 

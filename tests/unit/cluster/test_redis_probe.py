@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.redis_probe import check_redis
+from cluster.spec.redis_probe import check_redis
 from tandem.errors import ConfigError
 
 

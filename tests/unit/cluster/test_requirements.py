@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.requirements import check_requirements
+from cluster.spec.requirements import check_requirements
 from tandem.errors import ConfigError
 
 KEYS = {"value": "auth.existingSecret", "what": "Secret tandem-keys with keys.yaml"}

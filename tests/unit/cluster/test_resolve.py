@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from cluster.resolve import check_ports, free_ports, resolve
-from tandem.config import ClusterSpec
+from cluster.spec.resolve import check_ports, free_ports, resolve
+from tandem.config.spec import ClusterSpec
 from tandem.errors import CheckpointError, ConfigError, InsufficientMemory, PortInUse
-from tandem.testing import write_tiny_llama
+from tandem.testing.models import write_tiny_llama
 
 MakeSpec = Callable[..., ClusterSpec]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.run_dirs import UNIX_PATH_BYTES, private_base, run_base, sweep
+from cluster.cli.run_dirs import UNIX_PATH_BYTES, private_base, run_base, sweep
 from tandem.errors import ConfigError
 
 

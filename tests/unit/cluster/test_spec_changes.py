@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.spec_changes import SpecSource, changed_fields, is_live
-from cluster.spec_loader import load_spec
+from cluster.spec.changes import SpecSource, changed_fields, is_live
+from cluster.spec.loader import load_spec
 from tandem.errors import ConfigError
 
 

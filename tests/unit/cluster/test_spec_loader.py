@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.spec_loader import load_spec
-from tandem.config import ClusterSpec
+from cluster.spec.loader import load_spec
+from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 
 

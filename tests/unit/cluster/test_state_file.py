@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import state_file
+from cluster.cli import state_file
 from tandem.errors import ConfigError, UnavailableError
 
 

@@ -11,11 +11,11 @@ import grpc.aio
 import pytest
 from rich.console import Console
 
-from cluster.admin_client import Admin
-from cluster.admin_service import without_ended_links
-from cluster.commands.status import fetch_health, show, to_json
+from cluster.cli.admin_client import Admin
+from cluster.cli.commands.status import fetch_health, show, to_json
+from cluster.control.admin_service import without_ended_links
 from tandem.errors import UnavailableError
-from tandem.grpc_errors import abort
+from tandem.rpc.grpc_errors import abort
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2, worker_pb2
 
 EPOCH = 4611686018427387904

@@ -14,16 +14,16 @@ from rich.console import Console
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static, TabbedContent
 
-from cluster.admin_client import Admin
-from cluster.top.app import TopApp
-from cluster.top.frame import Frame, build, parse_snapshot
-from cluster.top.overview import block_bar, overview, sparkline
-from cluster.top.request_screen import RequestScreen
-from cluster.top.source import FrameSource
-from cluster.top.tables import REQUESTS, WORKERS, Order, arranged, number, seconds
+from cluster.cli.admin_client import Admin
+from cluster.cli.top.app import TopApp
+from cluster.cli.top.frame import Frame, build, parse_snapshot
+from cluster.cli.top.overview import block_bar, overview, sparkline
+from cluster.cli.top.request_screen import RequestScreen
+from cluster.cli.top.source import FrameSource
+from cluster.cli.top.tables import REQUESTS, WORKERS, Order, arranged, number, seconds
 from router.dashboard import snapshot as shape
 from tandem.errors import NotFound, UnavailableError
-from tandem.grpc_errors import abort
+from tandem.rpc.grpc_errors import abort
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2, worker_pb2
 
 NONE = shape.Percentiles(0, None, None, None)

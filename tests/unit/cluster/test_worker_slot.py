@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.processes import MemberStart, RunningProcess
-from cluster.resolve import ResolvedModel, resolve_models
-from cluster.worker_slot import FAILED_STARTS, LifeSettings, WorkerSlot, WorkerState
-from tandem.config import ClusterSpec, Role
-from tandem.launch import WorkerLaunch
-from tandem.testing import write_tiny_llama
+from cluster.backends.processes import MemberStart, RunningProcess
+from cluster.control.worker_slot import FAILED_STARTS, LifeSettings, WorkerSlot, WorkerState
+from cluster.spec.resolve import ResolvedModel, resolve_models
+from tandem.config.launch import WorkerLaunch
+from tandem.config.spec import ClusterSpec, Role
+from tandem.testing.models import write_tiny_llama
 from tandem.v1 import cluster_pb2
 
 

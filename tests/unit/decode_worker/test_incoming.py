@@ -3,9 +3,9 @@
 import pytest
 
 from decode_worker.incoming import IncomingBook, Phase
-from kvtransfer.control import Received
+from kvtransfer.agent.control import Received
 from tandem.errors import InternalError
-from tandem.testing import FakeClock
+from tandem.testing.models import FakeClock
 
 
 def received(ticket_id: str) -> Received:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.config import ClusterSpec
+from tandem.config.spec import ClusterSpec
 
 ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "helm" / "tandem"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.requirements import VARIABLE, Requirement, check_requirements
+from cluster.spec.requirements import VARIABLE, Requirement, check_requirements
 from tandem.errors import ConfigError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "helm" / "tandem" / "examples"

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from tandem.config import ClusterSpec
+from tandem.config.spec import ClusterSpec
 
 POD_IP = "10.1.2.3"
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import redis
 
-from cluster import embedded_redis
-from cluster.redis_probe import check_redis
+from cluster.backends import embedded_redis
+from cluster.spec.redis_probe import check_redis
 
 VALKEY = ("--values", str(Path(__file__).resolve().parents[3] / "helm" / "tandem" / "examples" / "valkey.yaml"))
 PASSWORD = "url-safe-password"

@@ -13,8 +13,8 @@ import pytest
 import typer.main
 import yaml
 
-from cluster.cli import app
-from tandem.config import ClusterSpec
+from cluster.cli.main import app
+from tandem.config.spec import ClusterSpec
 from tandem.request import EDGES, END_STATES, RequestState
 
 ROOT = Path(__file__).resolve().parents[3]

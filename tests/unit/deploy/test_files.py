@@ -11,7 +11,7 @@ import jsonschema
 import ray
 import yaml
 
-from tandem.config import ClusterSpec
+from tandem.config.spec import ClusterSpec
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy"

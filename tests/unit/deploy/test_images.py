@@ -15,11 +15,11 @@ import httpx
 import pytest
 from dockerfile_parse import DockerfileParser
 
-from router.testing import StubWorker, until
-from router.testing_controller import StubController
-from tandem.config import Role, RouterSpec
-from tandem.launch import RouterLaunch, ServedModel
-from tandem.testing import write_tiny_llama
+from router.testing.controller import StubController
+from router.testing.stub_worker import StubWorker, until
+from tandem.config.launch import RouterLaunch, ServedModel
+from tandem.config.spec import Role, RouterSpec
+from tandem.testing.models import write_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"

@@ -17,10 +17,10 @@ from grafana_foundation_sdk.models import dashboard as grafana
 
 from deploy.grafana.dashboards import DASHBOARDS
 from router.app import RouterApp
-from tandem.config import RouterSpec
-from tandem.config_observability import CostSpec, ObservabilitySpec, TracingSpec
-from tandem.launch import RouterLaunch, ServedModel
-from tandem.testing import write_tiny_llama
+from tandem.config.launch import RouterLaunch, ServedModel
+from tandem.config.observability import CostSpec, ObservabilitySpec, TracingSpec
+from tandem.config.spec import RouterSpec
+from tandem.testing.models import write_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = ROOT / "helm" / "tandem" / "files"

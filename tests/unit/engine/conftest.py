@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tandem.engine.factory import Rank
-from tandem.engine.testing import single_rank
-from tandem.testing import write_tiny_llama
+from tandem.testing.engine import single_rank
+from tandem.testing.models import write_tiny_llama
 
 VOCAB = 300
 

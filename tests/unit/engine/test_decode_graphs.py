@@ -14,17 +14,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tandem.config import EngineSpec
+from tandem.checkpoint.model_config import ModelConfig
+from tandem.config.spec import EngineSpec
+from tandem.engine.attention.paged_check import plain_attention
+from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.decode_graphs import Again, batch_sizes
 from tandem.engine.factory import Rank, build_rank
 from tandem.engine.output import best_of, best_of_any, launched
-from tandem.engine.paged_check import plain_attention
-from tandem.engine.paged_kernels import PagedPath
 from tandem.engine.step import SequenceStep
-from tandem.engine.testing import EngineDriver, NoExport, single_rank
-from tandem.model_config import ModelConfig
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing.engine import EngineDriver, NoExport, single_rank
+from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.conftest import write_family
 
 VOCAB = 300

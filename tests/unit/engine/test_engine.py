@@ -11,11 +11,11 @@ import pytest
 from tandem.engine.api import ExportRange
 from tandem.engine.factory import Rank
 from tandem.engine.runner import layers_told
-from tandem.engine.testing import EngineDriver, make_request
 from tandem.errors import ContextExceeded, InputError, KvExhausted
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.request import FinishReason, SamplingParams
-from tandem.testing import random_prompt
+from tandem.testing.engine import EngineDriver, make_request
+from tandem.testing.models import random_prompt
 
 VOCAB = 300
 LENGTHS = (1, 15, 16, 17, 100)

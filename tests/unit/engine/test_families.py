@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.engine.api import ExportRange
-from tandem.engine.testing import EngineDriver, make_request, single_rank
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt
+from tandem.testing.engine import EngineDriver, make_request, single_rank
+from tandem.testing.models import random_prompt
 
 VOCAB = 320
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.config import EngineSpec
-from tandem.engine.attention import StepAttention
+from tandem.config.spec import EngineSpec
+from tandem.engine.attention.attention import StepAttention
+from tandem.engine.attention.native_attention import NativeStepAttention
+from tandem.engine.attention.paged_check import plain_attention
+from tandem.engine.attention.varlen_attention import PagedBatch, VarlenAttention
 from tandem.engine.kv_pool import DTYPES, pool_layout
-from tandem.engine.native_attention import NativeStepAttention
-from tandem.engine.paged_check import plain_attention
 from tandem.engine.step import SequenceStep
-from tandem.engine.testing import EngineDriver, single_rank
-from tandem.engine.varlen_attention import PagedBatch, VarlenAttention
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import Attend, AttentionTerms
 from tandem.model.fp8 import FP8, narrowed
 from tandem.native.library import Kernels
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing.engine import EngineDriver, single_rank
+from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.conftest import write_family
 from tests.unit.engine.test_native_attention import Attended
 

@@ -10,9 +10,9 @@ import pytest
 
 from tandem.engine.api import ExportRange
 from tandem.engine.factory import Rank
-from tandem.engine.testing import EngineDriver, make_request
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt
+from tandem.testing.engine import EngineDriver, make_request
+from tandem.testing.models import random_prompt
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SEEDED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=12, frequency_penalty=0.5)

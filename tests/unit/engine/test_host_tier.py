@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from tandem.config import EngineSpec
+from tandem.config.spec import EngineSpec
 from tandem.engine.api import ExportRange
 from tandem.engine.factory import Rank
 from tandem.engine.host_pool import host_slots
-from tandem.engine.testing import EngineDriver, make_request, single_rank
 from tandem.errors import InsufficientMemory
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt
+from tandem.testing.engine import EngineDriver, make_request, single_rank
+from tandem.testing.models import random_prompt
 
 VOCAB = 300
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)

@@ -8,13 +8,13 @@ import torch
 from tandem.engine.engine import Engine
 from tandem.engine.output import Launched, best_of, launched
 from tandem.engine.step import HEARTBEAT, STOP, SequenceStep, StepInput, decode_step, encode_step
-from tandem.engine.testing import EngineDriver, make_request
 from tandem.errors import InternalError, WorkerLost
 from tandem.kvcache.block_pool import BlockPool
 from tandem.kvcache.host_tier import BlockCopies
 from tandem.request import FinishReason, SamplingParams
 from tandem.scheduler.plan import ExportRange
 from tandem.scheduler.scheduler import Scheduler
+from tandem.testing.engine import EngineDriver, make_request
 
 VOCAB = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)

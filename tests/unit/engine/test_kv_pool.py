@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from tandem.config import EngineSpec
+from tandem.config.spec import EngineSpec
 from tandem.engine.kv_pool import KvPool, pool_layout
 from tandem.engine.memory import available_bytes
 from tandem.errors import InsufficientMemory

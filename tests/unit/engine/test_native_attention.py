@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.engine.attention import StepAttention
+from tandem.engine.attention.attention import StepAttention
+from tandem.engine.attention.native_attention import NativeStepAttention
 from tandem.engine.kv_pool import DTYPES
-from tandem.engine.native_attention import NativeStepAttention
 from tandem.engine.step import SequenceStep
 from tandem.kvcache.layout import KvPoolLayout, cell_width
 from tandem.model.decoder import AttentionTerms

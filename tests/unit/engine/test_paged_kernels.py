@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from tandem.engine.attention.paged_check import fault, plain_attention
+from tandem.engine.attention.paged_kernels import choose_paged_path, refusal
 from tandem.engine.factory import Rank
-from tandem.engine.paged_check import fault, plain_attention
-from tandem.engine.paged_kernels import choose_paged_path, refusal
-from tandem.engine.testing import single_rank
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import AttentionTerms, Decoder
+from tandem.testing.engine import single_rank
 from tests.conftest import write_family
 
 CPU = torch.device("cpu")

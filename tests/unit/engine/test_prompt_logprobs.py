@@ -11,9 +11,9 @@ import torch
 
 from tandem.engine.factory import Rank
 from tandem.engine.scores import ROWS
-from tandem.engine.testing import EngineDriver, make_request
 from tandem.request import FinishReason, SamplingParams
-from tandem.testing import random_prompt
+from tandem.testing.engine import EngineDriver, make_request
+from tandem.testing.models import random_prompt
 
 VOCAB = 300
 SCORED = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2)

@@ -16,23 +16,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.config import EngineSpec
+from tandem.checkpoint.model_config import ModelConfig
+from tandem.config.spec import EngineSpec
 from tandem.engine.api import ExportRange
+from tandem.engine.attention.kernels import choose_kernels
+from tandem.engine.attention.native_attention import NativeStepAttention
 from tandem.engine.factory import Rank
-from tandem.engine.kernels import choose_kernels
-from tandem.engine.native_attention import NativeStepAttention
 from tandem.engine.step import SequenceStep
-from tandem.engine.testing import EngineDriver, make_request, single_rank
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.matrices import MatrixMaker, Weights, quantised_int4, quantised_int8
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
-from tandem.model_config import ModelConfig
 from tandem.native.check import checked_kernels
 from tandem.native.library import GROUP
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing.engine import EngineDriver, make_request, single_rank
+from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.conftest import write_family
 
 VOCAB = 320

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.engine.testing import EngineDriver, single_rank
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing.engine import EngineDriver, single_rank
+from tandem.testing.models import random_prompt, write_tiny_llama
 
 VOCAB = 300
 STEPS = 600_000 if os.environ.get("TANDEM_SOAK") else 600  # eight hours of 50 ms each

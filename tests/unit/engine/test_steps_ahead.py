@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
+from tandem.engine.attention.paged_check import plain_attention
+from tandem.engine.attention.paged_kernels import PagedPath
 from tandem.engine.decode_graphs import Again
 from tandem.engine.engine import Engine
 from tandem.engine.output import Launched, StepOutput
-from tandem.engine.paged_check import plain_attention
-from tandem.engine.paged_kernels import PagedPath
 from tandem.engine.step import StepInput
-from tandem.engine.testing import EngineDriver, single_rank
 from tandem.errors import InternalError
 from tandem.kvcache.block_pool import BlockPool
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt
+from tandem.testing.engine import EngineDriver, single_rank
+from tandem.testing.models import random_prompt
 
 VOCAB = 300
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.config import EngineSpec
+from tandem.config.spec import EngineSpec
 from tandem.engine.factory import build_rank
 from tandem.engine.step import HEARTBEAT
-from tandem.engine.testing import EngineDriver, NoExport, make_request
 from tandem.engine.tp_group import TpGroup
 from tandem.errors import ConfigError, WorkerLost
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing.engine import EngineDriver, NoExport, make_request
+from tandem.testing.models import random_prompt, write_tiny_llama
 
 VOCAB = 300
 SPEC = EngineSpec(kv_blocks=64, max_step_tokens=48)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.testing import EngineDriver, single_rank
 from tandem.request import SamplingParams
-from tandem.testing import random_prompt
+from tandem.testing.engine import EngineDriver, single_rank
+from tandem.testing.models import random_prompt
 from tests.conftest import write_family
 
 VOCAB, WINDOW, BLOCK = 320, 24, 16

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.testing import FakeModel, FakeWorker
-from kvtransfer.testing_cluster import FakeCluster
+from kvtransfer.testing.cluster import FakeCluster
+from kvtransfer.testing.handoff import FakeModel, FakeWorker
 
 MakeWorker = Callable[..., FakeWorker]
 

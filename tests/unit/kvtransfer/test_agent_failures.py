@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvtransfer.control import (
+from kvtransfer.agent.control import (
     Attached,
     CloseReceive,
     CloseSend,
@@ -29,8 +29,8 @@ from kvtransfer.control import (
     Sent,
     SetPeers,
 )
-from kvtransfer.testing import FakeModel, FakeRank, FakeWorker, Handoff
-from tandem.testing import FaultSettings
+from kvtransfer.testing.handoff import FakeModel, FakeRank, FakeWorker, Handoff
+from tandem.testing.models import FaultSettings
 
 MakeWorker = Callable[..., FakeWorker]
 QUICK_S = 15.0  # of deadlines of 30 s; a busy machine may take seconds
@@ -38,7 +38,7 @@ QUICK_S = 15.0  # of deadlines of 30 s; a busy machine may take seconds
 
 def faulty(point: str, kind: str, *, delay_s: float = 0.0) -> tuple[str, ...]:
     settings = FaultSettings(every=1, points=(point,), kinds=(kind,), delay_s=delay_s)
-    return ("-m", "kvtransfer.testing_agent", "--faults", settings.to_json())
+    return ("-m", "kvtransfer.testing.agent", "--faults", settings.to_json())
 
 
 SLOW = faulty("place", "delay", delay_s=0.6)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtransfer.control import Census, CloseReceive, LinkReport, ReceiveClosed, Received, Sent, TakeCensus
-from kvtransfer.testing import FakeModel, FakeWorker, Handoff
-from kvtransfer.versions import PROTOCOL_VERSION
+from kvtransfer.agent.control import Census, CloseReceive, LinkReport, ReceiveClosed, Received, Sent, TakeCensus
+from kvtransfer.session.versions import PROTOCOL_VERSION
+from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
 
 MakeWorker = Callable[..., FakeWorker]
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.batches import BATCH_BYTES, batches, make_scratch
-from kvtransfer.pool import PoolMap, Span
+from kvtransfer.pool.pool import PoolMap, Span
+from kvtransfer.transports.batches import BATCH_BYTES, batches, make_scratch
 from tandem.kvcache.layout import KvPoolLayout
 
 MAX_BUFFERS = 1024  # what the kernel takes at once

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.cuda_ipc import (
+from kvtransfer.pool.cuda_ipc import (
     LAZY_ENABLE_PEER_ACCESS,
     CudaError,
     IpcHandle,

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.causes import HandoffFault
-from kvtransfer.control import TlsFiles
-from kvtransfer.data_socket import DataDoor, connect_data
-from kvtransfer.sockets import join_address
-from tandem.tls import TlsContexts, load_tls
+from kvtransfer.agent.control import TlsFiles
+from kvtransfer.link.data_socket import DataDoor, connect_data
+from kvtransfer.link.sockets import join_address
+from kvtransfer.session.causes import HandoffFault
+from tandem.rpc.tls import TlsContexts, load_tls
 
 Authority = Callable[[str], Any]
 QUICK_S = 20.0

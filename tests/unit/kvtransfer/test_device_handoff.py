@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.causes import HandoffCause
-from kvtransfer.control import LinkReport, Received, ReceiveFailed, SendFailed, Sent
-from kvtransfer.testing import FakeModel, FakeWorker, Handoff
-from tandem.testing import FaultSettings
+from kvtransfer.agent.control import LinkReport, Received, ReceiveFailed, SendFailed, Sent
+from kvtransfer.session.causes import HandoffCause
+from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from tandem.testing.models import FaultSettings
 
 MakeWorker = Callable[..., FakeWorker]
 DEVICES = ("cpu", "cpu")
@@ -78,7 +78,7 @@ async def test_a_large_prompt_in_scattered_blocks_arrives(make_worker: MakeWorke
 
 def faulty(point: str, *kinds: str) -> dict[str, Any]:
     settings = FaultSettings(every=1, points=(point,), kinds=kinds, limit=1)
-    return {"launcher": ("-m", "kvtransfer.testing_agent", "--faults", settings.to_json())}
+    return {"launcher": ("-m", "kvtransfer.testing.agent", "--faults", settings.to_json())}
 
 
 @pytest.mark.parametrize(

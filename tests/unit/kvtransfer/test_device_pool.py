@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.causes import HandoffFault
-from kvtransfer.control import HOST_DEVICE, IPC_HANDLE_BYTES, DeviceMemory
-from kvtransfer.device_digest import DigestKeys
-from kvtransfer.device_pool import MAX_RUN_COPIES, DevicePool
-from kvtransfer.pool import Bytes, PoolMap, Span
-from kvtransfer.pools import open_pool
-from kvtransfer.testing_pool import make_pool
+from kvtransfer.agent.control import HOST_DEVICE, IPC_HANDLE_BYTES, DeviceMemory
+from kvtransfer.pool.device_digest import DigestKeys
+from kvtransfer.pool.device_pool import MAX_RUN_COPIES, DevicePool
+from kvtransfer.pool.pool import Bytes, PoolMap, Span
+from kvtransfer.pool.pools import open_pool
+from kvtransfer.session.causes import HandoffFault
+from kvtransfer.testing.pool import make_pool
 from tandem.kvcache.layout import KvPoolLayout
 
 LAYOUT = KvPoolLayout(num_blocks=24, layers=3, kv_heads=4, block_tokens=4, head_dim=8, dtype="bfloat16")

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from kvtransfer.control import Range
-from kvtransfer.exports import Exports, Ready
+from kvtransfer.agent.control import Range
+from kvtransfer.session.exports import Exports, Ready
 
 
 class HandClock:

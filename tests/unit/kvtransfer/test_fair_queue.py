@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvtransfer.fair_queue import FairQueue
+from kvtransfer.link.fair_queue import FairQueue
 
 
 async def take(queue: FairQueue[str], count: int) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvtransfer.control import (
+from kvtransfer.agent.control import (
     CloseReceive,
     CloseSend,
     Lead,
@@ -25,15 +25,15 @@ from kvtransfer.control import (
     SendFailed,
     Sent,
 )
-from kvtransfer.handshake import Hello, Refused, Welcome
-from kvtransfer.in_link import PLACES_AHEAD
-from kvtransfer.piece import HEADER_BYTES, FrameType, Header, Piece, payload_bytes
-from kvtransfer.reshard import reshard_plan
-from kvtransfer.sockets import split_address
-from kvtransfer.testing import FakeModel, FakeRank, FakeWorker, Handoff
-from kvtransfer.testing_pool import make_pool
-from kvtransfer.versions import PROTOCOL_VERSION
-from tandem.channel import encode
+from kvtransfer.link.handshake import Hello, Refused, Welcome
+from kvtransfer.link.in_link import PLACES_AHEAD
+from kvtransfer.link.sockets import split_address
+from kvtransfer.session.piece import HEADER_BYTES, FrameType, Header, Piece, payload_bytes
+from kvtransfer.session.reshard import reshard_plan
+from kvtransfer.session.versions import PROTOCOL_VERSION
+from kvtransfer.testing.handoff import FakeModel, FakeRank, FakeWorker, Handoff
+from kvtransfer.testing.pool import make_pool
+from tandem.rpc.channel import encode
 
 Soak = Callable[[int, int], int]
 MakeWorker = Callable[..., FakeWorker]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvtransfer.control import LinkReport, Received, Sent
-from kvtransfer.testing import FakeModel, FakeWorker, Handoff
-from kvtransfer.versions import PROTOCOL_VERSION
+from kvtransfer.agent.control import LinkReport, Received, Sent
+from kvtransfer.session.versions import PROTOCOL_VERSION
+from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
 
 MakeWorker = Callable[..., FakeWorker]
 MODEL = FakeModel(head_dim=64)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.link_meter import HALF_LIFE_BYTES, LinkMeter
-from tandem.testing import FakeClock
+from kvtransfer.link.meter import HALF_LIFE_BYTES, LinkMeter
+from tandem.testing.models import FakeClock
 
 
 def move(meter: LinkMeter, clock: FakeClock, size_bytes: int, seconds: float, seq: int = 0) -> None:

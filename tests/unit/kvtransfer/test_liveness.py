@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from kvtransfer.causes import DeviceLost, HandoffCause, HandoffFault
-from kvtransfer.liveness import BEAT_S, STALL_S, LinkWatch
+from kvtransfer.link.liveness import BEAT_S, STALL_S, LinkWatch
+from kvtransfer.session.causes import DeviceLost, HandoffCause, HandoffFault
 from kvtransfer.transports.protocol import HANG_GRACE_S, LinkThread
-from tandem.testing import FakeClock
+from tandem.testing.models import FakeClock
 
 
 class Watched:

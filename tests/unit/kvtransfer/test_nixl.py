@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.control import LinkReport, Received, Sent
-from kvtransfer.pool import PoolMap, Span
-from kvtransfer.testing import FakeModel, FakeWorker, Handoff
+from kvtransfer.agent.control import LinkReport, Received, Sent
+from kvtransfer.pool.pool import PoolMap, Span
+from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
 from kvtransfer.transports.factory import check_available
 from kvtransfer.transports.nixl import runs_of
 from tandem.errors import ConfigError

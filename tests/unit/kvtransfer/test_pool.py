@@ -9,11 +9,11 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtransfer import digest
-from kvtransfer.causes import HandoffFault
-from kvtransfer.digest import STREAM_BYTES, copy_and_digest, digest_of, digest_of_bytes, start_digest
-from kvtransfer.pool import PoolMap, Span
-from kvtransfer.testing_pool import make_pool
+from kvtransfer.pool import digest
+from kvtransfer.pool.digest import STREAM_BYTES, copy_and_digest, digest_of, digest_of_bytes, start_digest
+from kvtransfer.pool.pool import PoolMap, Span
+from kvtransfer.session.causes import HandoffFault
+from kvtransfer.testing.pool import make_pool
 from tandem.kvcache.layout import KvPoolLayout
 
 LAYOUT = KvPoolLayout(num_blocks=12, layers=3, kv_heads=4, block_tokens=4, head_dim=8, dtype="float32")

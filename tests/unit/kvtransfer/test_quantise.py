@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer.quantise import dequantise, quantise, quantised_bytes
+from kvtransfer.pool.quantise import dequantise, quantise, quantised_bytes
 from tandem.kvcache.layout import KvPoolLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.handshake import Shape
-from kvtransfer.reshard import check_compatible, heads_of_rank, reshard_plan
+from kvtransfer.link.handshake import Shape
+from kvtransfer.session.reshard import check_compatible, heads_of_rank, reshard_plan
 from tandem.errors import IncompatiblePools
 
 SHAPE = Shape("model", "float32", 2, 4, 64, 16, 1, "", 2, 1)

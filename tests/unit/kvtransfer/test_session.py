@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.causes import HandoffCause, HandoffFault
-from kvtransfer.control import OpenReceive, ReceiveClosed, Received, ReceiveFailed, SendClosed, SendFailed, Sent
-from kvtransfer.exports import Ready
-from kvtransfer.piece import MAX_MAPPED_PIECE_BYTES, MAX_PIECE_BYTES, Piece
-from kvtransfer.receive_session import (
+from kvtransfer.agent.control import OpenReceive, ReceiveClosed, Received, ReceiveFailed, SendClosed, SendFailed, Sent
+from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.session.exports import Ready
+from kvtransfer.session.piece import MAX_MAPPED_PIECE_BYTES, MAX_PIECE_BYTES, Piece
+from kvtransfer.session.receive import (
     Acknowledge,
     OwnRank,
     ReceiveAction,
@@ -21,9 +21,9 @@ from kvtransfer.receive_session import (
     Refuse,
     ReportReceive,
 )
-from kvtransfer.reshard import reshard_plan
-from kvtransfer.send_session import Abort, Finish, Open, Push, Report, SendAction, SendSession, SendState
-from kvtransfer.ticket import Ticket
+from kvtransfer.session.reshard import reshard_plan
+from kvtransfer.session.send import Abort, Finish, Open, Push, Report, SendAction, SendSession, SendState
+from kvtransfer.session.ticket import Ticket
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 
 LAYERS, HEADS, BLOCK_TOKENS = 2, 4, 4

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvtransfer.control import OpenReceive, Received, Sent
-from kvtransfer.exports import Ready
-from kvtransfer.piece import Piece
-from kvtransfer.receive_session import OwnRank, ReceiveSession, ReportReceive
-from kvtransfer.reshard import reshard_plan
-from kvtransfer.send_session import Push, Report, SendAction, SendSession
-from kvtransfer.stages import ReceiveStages, SendStages, earliest, latest
-from kvtransfer.ticket import Ticket
+from kvtransfer.agent.control import OpenReceive, Received, Sent
+from kvtransfer.session.exports import Ready
+from kvtransfer.session.piece import Piece
+from kvtransfer.session.receive import OwnRank, ReceiveSession, ReportReceive
+from kvtransfer.session.reshard import reshard_plan
+from kvtransfer.session.send import Push, Report, SendAction, SendSession
+from kvtransfer.session.stages import ReceiveStages, SendStages, earliest, latest
+from kvtransfer.session.ticket import Ticket
 from tandem.kvcache.layout import KvPoolLayout
-from tandem.testing import FakeClock
+from tandem.testing.models import FakeClock
 
 LAYERS = 2
 LAYOUT = KvPoolLayout(64, LAYERS, 4, 4, 8, "float32")

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.testing import FakeModel
-from kvtransfer.testing_agent import faults_of
-from kvtransfer.testing_cluster import FakeCluster
-from kvtransfer.testing_member import Member
-from tandem.testing import FaultSettings
+from kvtransfer.testing.agent import faults_of
+from kvtransfer.testing.cluster import FakeCluster
+from kvtransfer.testing.handoff import FakeModel
+from kvtransfer.testing.member import Member
+from tandem.testing.models import FaultSettings
 
 Soak = Callable[[int, int], int]
 pytestmark = pytest.mark.soak
@@ -27,7 +27,7 @@ LARGE = FakeModel(head_dim=1024, block_tokens=8)  # 256 KiB for a block and laye
 
 
 def faulty(settings: FaultSettings) -> dict[str, Any]:
-    return {"launcher": ("-m", "kvtransfer.testing_agent", "--faults", settings.to_json())}
+    return {"launcher": ("-m", "kvtransfer.testing.agent", "--faults", settings.to_json())}
 
 
 async def pair(

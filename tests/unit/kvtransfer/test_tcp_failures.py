@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.control import (
+from kvtransfer.agent.control import (
     CloseReceive,
     CloseSend,
     LinkReport,
@@ -28,16 +28,16 @@ from kvtransfer.control import (
     Sent,
     TlsFiles,
 )
-from kvtransfer.data_socket import DataSocket, connect_data
-from kvtransfer.digest import digest_of_bytes
-from kvtransfer.handshake import Hello, Welcome, receive_answer
-from kvtransfer.piece import FrameType, Header, Piece, payload_bytes
-from kvtransfer.sockets import connect_tcp, join_address, send_first, split_address
-from kvtransfer.stream import FrameStream
-from kvtransfer.testing import FakeModel, FakeWorker, Handoff
-from kvtransfer.ticket import Ticket
-from kvtransfer.versions import PROTOCOL_VERSION
-from tandem.channel import encode
+from kvtransfer.link.data_socket import DataSocket, connect_data
+from kvtransfer.link.handshake import Hello, Welcome, receive_answer
+from kvtransfer.link.sockets import connect_tcp, join_address, send_first, split_address
+from kvtransfer.link.stream import FrameStream
+from kvtransfer.pool.digest import digest_of_bytes
+from kvtransfer.session.piece import FrameType, Header, Piece, payload_bytes
+from kvtransfer.session.ticket import Ticket
+from kvtransfer.session.versions import PROTOCOL_VERSION
+from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from tandem.rpc.channel import encode
 
 MakeWorker = Callable[..., FakeWorker]
 Authority = Callable[[str], Any]

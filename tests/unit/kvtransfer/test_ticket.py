@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.causes import HandoffCause, HandoffFault
-from kvtransfer.ticket import Ticket, ticket_id_of
+from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.session.ticket import Ticket, ticket_id_of
 from tandem.errors import InputError
 
 KEY = bytes(range(32))

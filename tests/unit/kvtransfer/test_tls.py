@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster.admin_client import folder_spec
-from cluster.certificates import create
-from kvtransfer.control import TlsFiles
-from kvtransfer.testing import FakeWorker
-from kvtransfer.tls import TlsConnection
-from tandem.identity import Identity
-from tandem.tls import RenewedTls, load_tls
+from cluster.cli.admin_client import folder_spec
+from cluster.cli.certificates import create
+from kvtransfer.agent.control import TlsFiles
+from kvtransfer.link.tls import TlsConnection
+from kvtransfer.testing.handoff import FakeWorker
+from tandem.rpc.identity import Identity
+from tandem.rpc.tls import RenewedTls, load_tls
 from tests.conftest import Authority
 
 MakeWorker = Callable[..., FakeWorker]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, common_version
+from kvtransfer.session.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, common_version
 from tandem.errors import IncompatiblePools
 
 

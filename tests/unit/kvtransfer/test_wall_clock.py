@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import kvtransfer
-from kvtransfer.testing_cluster import FakeCluster
+from kvtransfer.testing.cluster import FakeCluster
 
 PACKAGES = ("kvtransfer", "worker", "prefill_worker", "decode_worker", "tandem")
 WALL_CLOCK = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today")}
-ALLOWED = {"kvtransfer/testing_agent.py"}  # it makes the steps
+ALLOWED = {"kvtransfer/testing/agent.py"}  # it makes the steps
 
 
 def uses_of_wall_clock(path: Path) -> Iterator[str]:
@@ -39,7 +39,7 @@ def test_no_code_of_a_handoff_looks_at_the_wall_clock(package: str) -> None:
 
 
 async def test_agents_whose_wall_clock_jumps_by_hours_hand_off_as_ever(cluster: FakeCluster) -> None:
-    jumping = ("-m", "kvtransfer.testing_agent", "--wall-clock-steps")
+    jumping = ("-m", "kvtransfer.testing.agent", "--wall-clock-steps")
     await cluster.start("prefill-0", connects=True, ttl_s=2.0, launcher=jumping)
     await cluster.start("decode-0", ttl_s=2.0, launcher=jumping)
     for number in range(100):

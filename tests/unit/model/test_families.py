@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.engine.attention import StepAttention
+from tandem.checkpoint.model_config import ModelConfig
+from tandem.checkpoint.rope_config import LongRopeScaling, RopeConfig
+from tandem.engine.attention.attention import StepAttention
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.step import SequenceStep
 from tandem.errors import ConfigError
@@ -22,9 +24,7 @@ from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.parallel import TensorParallel
 from tandem.model.rope import scaled_frequencies
 from tandem.model.weights import load_model
-from tandem.model_config import ModelConfig
-from tandem.rope_config import LongRopeScaling, RopeConfig
-from tandem.testing import random_prompt, write_tiny_llama
+from tandem.testing.models import random_prompt, write_tiny_llama
 
 PROMPT = random_prompt(100, 320)  # longer than every window of these checkpoints
 BLOCKS = [5, 2, 7, 1, 6, 3, 4]

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from tandem.checkpoint.model_config import ModelConfig
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
-from tandem.model_config import ModelConfig
-from tandem.testing import write_tiny_llama
+from tandem.testing.models import write_tiny_llama
 
 ROPE_LLAMA3 = {
     "rope_type": "llama3",

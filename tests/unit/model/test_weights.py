@@ -13,12 +13,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tandem.checkpoint.model_config import ModelConfig
 from tandem.errors import CheckpointError, ConfigError
 from tandem.model.decoder import Decoder
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
-from tandem.model_config import ModelConfig
-from tandem.testing import write_tiny_llama
+from tandem.testing.models import write_tiny_llama
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 

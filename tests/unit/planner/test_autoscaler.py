@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from planner.autoscaler import Action, Autoscaler, Decision, Limits, Measured, Objectives, View
 from planner.pool_forecast import Capability, Layout, Load, LocalPrompts, forecast, forecasts
 from router.policies.pace import BATCH_SIZES, Pace
-from tandem.config import ClassSpec, Disaggregation, ModelSpec, PolicyName, RouterSpec
-from tandem.config_autoscaler import AutoscalerSpec
+from tandem.config.autoscaler import AutoscalerSpec
+from tandem.config.spec import ClassSpec, Disaggregation, ModelSpec, PolicyName, RouterSpec
 
 # A worker prefills 4,000 tokens/s; a token takes 20 ms alone and 40 ms in a batch of 32.
 PACE = Pace(1 / 4000, 0.001, 20e-6, tuple(0.02 * (1 + batch / 32) for batch in BATCH_SIZES))

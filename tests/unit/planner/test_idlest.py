@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.simulator.idlest import Idlest
+from planner.simulator.least_loaded import Idlest
 
 WORKERS = [f"w{number}" for number in range(8)]
 

@@ -30,7 +30,7 @@ from planner.simulator.setup import Slo
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, synthetic_trace
 from planner.traces.trace import Trace
-from tandem.config import ClusterSpec
+from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError, InputError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -24,7 +24,7 @@ from planner.search.report import html_report
 from planner.simulator.setup import Slo
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, synthetic_trace
-from tandem.config import ClusterSpec
+from tandem.config.spec import ClusterSpec
 
 ROOT = Path(__file__).resolve().parents[3]
 MAX_PICTURE_BYTES = 300_000

@@ -9,8 +9,8 @@ from planner.simulator.result import SimResult
 from planner.simulator.setup import PoolSetup, Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.trace import Trace
-from tandem.config import ClassSpec, RouterSpec
-from tandem.config_autoscaler import AutoscalerSpec
+from tandem.config.autoscaler import AutoscalerSpec
+from tandem.config.spec import ClassSpec, RouterSpec
 
 PHASE_S = 40.0
 SLO = Slo(ttft_s=2.0, tpot_s=0.06)

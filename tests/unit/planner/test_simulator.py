@@ -21,9 +21,9 @@ from planner.traces.arrivals import Gamma
 from planner.traces.hits import infinite_cache_hits
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
 from planner.traces.trace import Trace
-from tandem.blockhash import HashKey
-from tandem.config import ClassSpec, Disaggregation, PolicyName, RouterSpec
+from tandem.config.spec import ClassSpec, Disaggregation, PolicyName, RouterSpec
 from tandem.errors import ConfigError
+from tandem.kvcache.blockhash import HashKey
 from tandem.request import SamplingParams
 
 PER_TOKEN_S, STEP_S, BYTE_S, KV_BYTES, LAYERS, HOP_S = 1e-4, 0.01, 1e-9, 100_000, 10, 0.0003

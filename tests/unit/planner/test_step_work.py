@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from planner.cost import DeviceShape, LinkShape, ModelShape, RooflineCostModel
-from tandem.model_config import ModelConfig
-from tandem.step_work import StepWork, WorkShape
-from tandem.testing import write_tiny_llama
+from tandem.checkpoint.model_config import ModelConfig
+from tandem.engine.step_work import StepWork, WorkShape
+from tandem.testing.models import write_tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -7,15 +7,15 @@ import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from router.app import RouterApp
-from router.testing import StubWorker, script, until
-from router.testing_controller import StubController
-from router.testing_index import BINARIES, Server, Side
-from tandem.config import Disaggregation, Role, RouterSpec
-from tandem.config_auth import AuthSpec
-from tandem.config_observability import ObservabilitySpec
-from tandem.launch import RouterLaunch, ServedModel
-from tandem.testing import write_tiny_llama
-from tandem.tokenizer import Tokenizer
+from router.testing.controller import StubController
+from router.testing.index import BINARIES, Server, Side
+from router.testing.stub_worker import StubWorker, script, until
+from tandem.config.auth import AuthSpec
+from tandem.config.launch import RouterLaunch, ServedModel
+from tandem.config.observability import ObservabilitySpec
+from tandem.config.spec import Disaggregation, Role, RouterSpec
+from tandem.testing.models import write_tiny_llama
+from tandem.text.tokenizer import Tokenizer
 from tandem.v1.inference_pb2_grpc import InferenceStub
 
 MODEL = "tiny"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from router.account import Account, Charge
-from router.fleet import Worker
 from router.policies.estimates import Estimates
-from router.worker_client import WorkerLink
+from router.workers.account import Account, Charge
+from router.workers.fleet import Worker
+from router.workers.link import WorkerLink
 from tandem.clock import SystemClock
-from tandem.config import Role
+from tandem.config.spec import Role
 from tandem.v1 import cluster_pb2, worker_pb2
 
 

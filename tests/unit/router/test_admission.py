@@ -2,9 +2,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from router.admission import REFUSED_HOLD_S, SLO_SHARE, Admission, Refusal
+from router.admission.admission import REFUSED_HOLD_S, SLO_SHARE, Admission, Refusal
 from router.terms import Terms
-from tandem.config import ClassSpec
+from tandem.config.spec import ClassSpec
 from tandem.errors import DeadlineExceeded, KvExhausted, NoWorker, OverloadedError
 
 CLASSES = (

@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from router.certificate_metrics import CertificateCollector
+from router.observe.metrics.certificates import CertificateCollector
 
 DAY_S = 86400.0
 NAME = "tandem_certificate_expiry_timestamp_seconds"

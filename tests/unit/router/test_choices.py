@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tandem.config import RouterSpec
+from tandem.config.spec import RouterSpec
 
 MODEL = "tiny"
 COMPLETION = {"model": MODEL, "prompt": "Hi"}

@@ -13,9 +13,9 @@ import pytest
 
 from router.dashboard.edge import STATIC
 from router.dashboard.snapshot import VERSION, RequestTimeline, Snapshot
-from router.testing import until
-from router.trace import MAX_TRACES
-from tandem.config import RouterSpec
+from router.observe.trace import MAX_TRACES
+from router.testing.stub_worker import until
+from tandem.config.spec import RouterSpec
 
 MODEL = "tiny"
 PROMPT = "The launch code is swordfish"

@@ -11,12 +11,12 @@ from router.dashboard import cluster_status, figures, snapshot
 from router.dashboard.events import MAX_EVENTS, EventKind, EventLog, FleetWatch, Severity
 from router.dashboard.flows import MAX_PAIRS, TIME_CONSTANT_S, Flows
 from router.dashboard.slices import BUCKETS, LEAST_S, SLICE_S, SLICES, Count, Latency, Slices, bucket_of, quantile
-from router.fleet import Fleet
-from router.health import EjectReason, HealthState
 from router.policies.estimates import Estimates
 from router.prefix_index.mirror import WorkerKey
-from tandem.config import Role
-from tandem.testing import FakeClock
+from router.workers.fleet import Fleet
+from router.workers.health import EjectReason, HealthState
+from tandem.config.spec import Role
+from tandem.testing.models import FakeClock
 from tandem.v1 import cluster_pb2, worker_pb2
 
 

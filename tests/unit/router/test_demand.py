@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.autoscaling import demand_of
-from cluster.router_traces import RouterTraces
+from cluster.control.autoscaling import demand_of
+from cluster.control.router_traces import RouterTraces
 from router.policies.pace import BATCH_SIZES
-from router.testing import until
+from router.testing.stub_worker import until
 from tandem.v1 import trace_pb2
 
 MODEL = "tiny"

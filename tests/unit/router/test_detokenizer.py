@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.detokenizer import Detokenizer, StopStrings
+from router.requests.detokenizer import Detokenizer, StopStrings
 
 
 class ByteDecoder:

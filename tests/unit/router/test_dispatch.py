@@ -6,13 +6,13 @@ from typing import Any
 import httpx
 import pytest
 
-from router.output import MAX_UNREAD_PIECES
-from router.request import RawRequest, RawSampling
-from router.testing import StubWorker, until
-from tandem.blockhash import HashKey, hash_blocks
-from tandem.config import Disaggregation, Role, RouterSpec
+from router.requests.output import MAX_UNREAD_PIECES
+from router.requests.request import RawRequest, RawSampling
+from router.testing.stub_worker import StubWorker, until
+from tandem.config.spec import Disaggregation, Role, RouterSpec
 from tandem.errors import RequestCancelled
-from tandem.prefix_events import PrefixSnapshot, join_hashes
+from tandem.kvcache.blockhash import HashKey, hash_blocks
+from tandem.kvcache.prefix_events import PrefixSnapshot, join_hashes
 from tandem.v1 import cluster_pb2
 
 MODEL = "tiny"

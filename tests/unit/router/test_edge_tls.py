@@ -14,13 +14,13 @@ import grpc.aio
 import httpx
 import pytest
 
-from cluster.router_traces import RouterTraces
+from cluster.control.router_traces import RouterTraces
 from router.app import RouterApp
-from router.edge_http import HANDSHAKE_TIMEOUT_S
-from router.edge_tls import LOOK_S
-from tandem.config import EdgeTlsSpec, RouterSpec
+from router.edge.http import HANDSHAKE_TIMEOUT_S
+from router.edge.tls import LOOK_S
+from tandem.config.launch import RouterLaunch, ServedModel
+from tandem.config.spec import EdgeTlsSpec, RouterSpec
 from tandem.errors import ConfigError
-from tandem.launch import RouterLaunch, ServedModel
 from tandem.v1 import inference_pb2, trace_pb2
 from tandem.v1.inference_pb2_grpc import InferenceStub
 from tests.conftest import Authority
@@ -166,7 +166,7 @@ async def test_who_begins_no_handshake_is_cut_off(
     model_dir: Path, authority: MakeAuthority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert HANDSHAKE_TIMEOUT_S <= 10.0
-    monkeypatch.setattr("router.edge_http.HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("router.edge.http.HANDSHAKE_TIMEOUT_S", 0.3)
     async with router(model_dir, put(authority("ours").issue(NAME), tmp_path / "tls")) as app:
         reader, writer = await asyncio.open_connection("127.0.0.1", app.http_port)
         async with asyncio.timeout(30.0):

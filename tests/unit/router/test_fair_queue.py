@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fair_queue import MAX_REMEMBERED, FairQueue, FairShares
+from router.admission.fair_queue import MAX_REMEMBERED, FairQueue, FairShares
 
 WEIGHTS = {"low": 1.0, "mid": 2.0, "high": 5.0}
 LONGEST = 200

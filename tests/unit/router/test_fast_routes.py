@@ -9,7 +9,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from router.fast_routes import FastRoutes
+from router.edge.fast_routes import FastRoutes
 from tandem.errors import InputError, TandemError
 
 

@@ -27,8 +27,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from router.terms import PRIORITY, TENANT, TIMEOUT
-from router.testing_site import MODEL, RouterSite
-from tandem.config import RouterSpec
+from router.testing.site import MODEL, RouterSite
+from tandem.config.spec import RouterSpec
 
 EXAMPLES = 400 if os.environ.get("TANDEM_SOAK") else 15  # of each operation that has a body, for each mode
 MIB = 1 << 20

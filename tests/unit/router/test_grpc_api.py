@@ -7,10 +7,10 @@ from google.protobuf.json_format import MessageToDict
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from router.testing import until
-from tandem.config import Role
+from router.testing.stub_worker import until
+from tandem.config.spec import Role
 from tandem.errors import ContextExceeded, InputError, ModelNotFound
-from tandem.grpc_errors import error_from_rpc
+from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.v1 import inference_pb2 as pb
 
 NAN = float("nan")

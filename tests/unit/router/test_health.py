@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.health import (
+from router.prefix_index.mirror import WorkerKey
+from router.workers.health import (
     Action,
     EjectReason,
     HealthBoard,
@@ -16,9 +17,8 @@ from router.health import (
     Silence,
     WorkerHealth,
 )
-from router.prefix_index.mirror import WorkerKey
-from router.progress import FIRST_GUESS_S_PER_TOKEN, SAFETY, STEP_TOKENS, Progress
-from tandem.config import Role
+from router.workers.progress import FIRST_GUESS_S_PER_TOKEN, SAFETY, STEP_TOKENS, Progress
+from tandem.config.spec import Role
 from tandem.errors import InternalError
 
 RULES = HealthRules()

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from router.health import HealthState
-from router.request import RawRequest, RawSampling
-from router.testing import StubWorker, script, until
-from tandem.config import Disaggregation, PolicyName, Role, RouterSpec
+from router.requests.request import RawRequest, RawSampling
+from router.testing.stub_worker import StubWorker, script, until
+from router.workers.health import HealthState
+from tandem.config.spec import Disaggregation, PolicyName, Role, RouterSpec
 
 MODEL = "tiny"
 STALL_S = 0.8

@@ -17,11 +17,11 @@ import httpx
 import numpy as np
 import pytest
 
-from router.testing_bodies import multiplying_bodies
-from router.testing_hostile import Attack
-from router.testing_site import MODEL, TIMEOUT_S, RouterSite
-from tandem.config import Disaggregation, RouterSpec
-from tandem.tokenizer import Tokenizer
+from router.testing.bodies import multiplying_bodies
+from router.testing.hostile import Attack
+from router.testing.site import MODEL, TIMEOUT_S, RouterSite
+from tandem.config.spec import Disaggregation, RouterSpec
+from tandem.text.tokenizer import Tokenizer
 
 MIB = 1 << 20
 HEALTHY_AT_ONCE = 4

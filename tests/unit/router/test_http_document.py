@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from router.edge_http import HttpEdge
+from router.edge.http import HttpEdge
 
 MODEL = "tiny"
 CHAT = [{"role": "user", "content": "Hi"}]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandem.config import RouterSpec
+from tandem.config.spec import RouterSpec
 from tests.unit.router.conftest import MODEL
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"

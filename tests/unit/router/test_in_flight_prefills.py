@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.in_flight_prefills import EVENT_LAG_S, MAX_ENTRIES, InFlightPrefills
+from router.prefix_index.in_flight_prefills import EVENT_LAG_S, MAX_ENTRIES, InFlightPrefills
 from router.prefix_index.mirror import WorkerKey
-from tandem.blockhash import HashKey, hash_blocks
-from tandem.testing import FakeClock
+from tandem.kvcache.blockhash import HashKey, hash_blocks
+from tandem.testing.models import FakeClock
 
 P0, P1 = WorkerKey("p0", 1), WorkerKey("p1", 1)
 BLOCK = 4

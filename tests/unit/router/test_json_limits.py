@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.json_limits import Limits, check_body
+from router.edge.limits.json import Limits, check_body
 from tandem.errors import InputError
 
 STRETCH = 64 << 10

@@ -4,7 +4,7 @@ import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router import labelled
+from router.observe.metrics import labelled
 
 BOUNDS = (0.1, 1.0, 2.5)
 VALUES = (0.0, 0.1, 0.10001, 1.0, 2.0, 2.5, 2.6, 1e9)

@@ -8,10 +8,10 @@ import httpx
 import openai
 import pytest
 
-from router.output import Final
-from router.request import RawRequest, RawSampling
-from router.testing import StubWorker, script, until
-from tandem.config import Disaggregation, Role, RouterSpec
+from router.requests.output import Final
+from router.requests.request import RawRequest, RawSampling
+from router.testing.stub_worker import StubWorker, script, until
+from tandem.config.spec import Disaggregation, Role, RouterSpec
 from tandem.errors import ErrorCode, TandemError
 
 MODEL = "tiny"

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from router.cost_metrics import CostMeter
-from router.meter_history import MeterHistory
-from router.output import Final, Timeline, Usage
-from router.slo import SloOutcome, slo_outcome
-from router.testing import until
-from tandem.config import ClassSpec, Disaggregation, RouterSpec
-from tandem.config_observability import CostSpec, MetricsSpec, ObservabilitySpec
+from router.observe.metrics.cost import CostMeter
+from router.observe.slo import SloOutcome, slo_outcome
+from router.requests.output import Final, Timeline, Usage
+from router.testing.stub_worker import until
+from router.workers.meter_history import MeterHistory
+from tandem.config.observability import CostSpec, MetricsSpec, ObservabilitySpec
+from tandem.config.spec import ClassSpec, Disaggregation, RouterSpec
 from tandem.errors import ErrorCode
-from tandem.log_format import LogFormat
-from tandem.logs import JsonFormatter, TextFormatter, setup_logging
 from tandem.request import FinishReason, RequestState
-from tandem.testing import FakeClock
+from tandem.telemetry.log_format import LogFormat
+from tandem.telemetry.logs import JsonFormatter, TextFormatter, setup_logging
+from tandem.testing.models import FakeClock
 from tandem.v1 import cluster_pb2, worker_pb2
 from worker.meters import STEP_BOUNDS_S
 

@@ -12,13 +12,13 @@ import grpc
 import numpy as np
 import pytest
 
-from router.call_limit import CallLimit
-from router.edge_oip import OipEdge
-from router.testing import until
+from router.edge.limits.calls import CallLimit
+from router.edge.oip import OipEdge
+from router.testing.stub_worker import until
 from tandem.errors import ContextExceeded, InputError, ModelNotFound, NotFound, UnsupportedField
-from tandem.grpc_errors import error_from_rpc
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
+from tandem.rpc.grpc_errors import error_from_rpc
 
 MODEL = "tiny"
 Tensor = oip.ModelInferRequest.InferInputTensor

@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 import pytest
 
-from router.testing import StubWorker, until
-from tandem.config import ClassSpec, Disaggregation, Role, RouterSpec
+from router.testing.stub_worker import StubWorker, until
+from tandem.config.spec import ClassSpec, Disaggregation, Role, RouterSpec
 from tandem.errors import DeadlineExceeded, InputError, OverloadedError
-from tandem.grpc_errors import error_from_rpc
+from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1 import worker_pb2
 

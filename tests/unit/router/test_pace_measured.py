@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from router.pace_meter import PACE_TOKENS, PaceMeter
+from router.observe.paces import PACE_TOKENS, PaceMeter
 from router.policies.pace import START_PACE
-from router.testing import StubWorker, until
-from tandem.config import Disaggregation, PolicyName, Role, RouterSpec
+from router.testing.stub_worker import StubWorker, until
+from tandem.config.spec import Disaggregation, PolicyName, Role, RouterSpec
 
 MODEL = "tiny"
 TOKEN_DELAY_S = 0.02

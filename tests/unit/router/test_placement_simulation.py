@@ -19,7 +19,7 @@ import pytest
 from router.policies.pace import START_PACE
 from router.policies.profiles import policy_profile
 from router.policies.types import Ask, Candidate, Placement, PlacementReason
-from tandem.config import Disaggregation, PolicyName, RouterSpec
+from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
 
 PACE = START_PACE  # 4,000 tokens/s, 20 µs a token moved, 31 ms a step
 ANSWER_TOKENS = 100

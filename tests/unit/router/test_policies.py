@@ -9,7 +9,7 @@ from router.policies.pace import START_PACE, Pace
 from router.policies.policy import PlacementPolicy
 from router.policies.profiles import policy_profile
 from router.policies.types import Ask, Candidate, Placement, PlacementReason, WaitReason
-from tandem.config import Disaggregation, PolicyName, RouterSpec
+from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
 
 ALWAYS, AUTO, NEVER = Disaggregation.ALWAYS, Disaggregation.AUTO, Disaggregation.NEVER
 SLOW = replace(START_PACE, prefill_s_per_token=4 * START_PACE.prefill_s_per_token)

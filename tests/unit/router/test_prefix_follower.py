@@ -6,13 +6,9 @@ from pathlib import Path
 from redis import Redis
 
 from router.prefix_index.follower import MAX_STALE_S
-from router.testing import until
-from router.testing_index import A1, A2, CHAIN, Server, Side, publishing, store
-from tandem.prefix_events import (
-    join_hashes,
-    snapshot_key,
-    stream_key,
-)
+from router.testing.index import A1, A2, CHAIN, Server, Side, publishing, store
+from router.testing.stub_worker import until
+from tandem.kvcache.prefix_events import join_hashes, snapshot_key, stream_key
 from worker.event_publisher import EventPublisher
 
 

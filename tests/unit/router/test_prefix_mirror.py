@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from router.prefix_index.block_table import MIN_MEMORY_BYTES
 from router.prefix_index.mirror import Applied, PrefixMirror, WorkerKey
-from tandem.prefix_events import PrefixEvent, PrefixSnapshot, join_hashes, split_hashes
+from tandem.kvcache.prefix_events import PrefixEvent, PrefixSnapshot, join_hashes, split_hashes
 
 A1, A2, B1 = WorkerKey("a", 1), WorkerKey("a", 2), WorkerKey("b", 1)
 

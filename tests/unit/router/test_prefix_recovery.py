@@ -11,9 +11,9 @@ from redis.exceptions import RedisError
 
 from router.prefix_index.follower import IndexFault, PrefixFollower
 from router.prefix_index.mirror import WorkerKey
-from router.testing import until
-from router.testing_index import A1, A2, CHAIN, Hand, Server, Side, publishing, store
-from tandem.prefix_events import (
+from router.testing.index import A1, A2, CHAIN, Hand, Server, Side, publishing, store
+from router.testing.stub_worker import until
+from tandem.kvcache.prefix_events import (
     EVENT_FIELD,
     PrefixEvent,
     PrefixSnapshot,

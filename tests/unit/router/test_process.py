@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from router.testing import StubWorker, until
-from router.testing_controller import StubController
-from tandem.config import Role, RouterSpec
-from tandem.launch import RouterLaunch, ServedModel
+from router.testing.controller import StubController
+from router.testing.stub_worker import StubWorker, until
+from tandem.config.launch import RouterLaunch, ServedModel
+from tandem.config.spec import Role, RouterSpec
 
 TIMEOUT_S = 20
 

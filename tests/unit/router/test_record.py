@@ -9,11 +9,11 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.commands.record import Recorded, note
+from cluster.cli.commands.record import Recorded, note
 from planner.traces.read import read_trace
-from router.edge_traces import SECRET_KEY
-from router.request_tap import MAX_LISTENERS, MAX_WAITING, RequestTap
-from router.testing import until
+from router.edge.traces import SECRET_KEY
+from router.observe.request_tap import MAX_LISTENERS, MAX_WAITING, RequestTap
+from router.testing.stub_worker import until
 from tandem.v1 import trace_pb2, trace_pb2_grpc
 
 MODEL = "tiny"

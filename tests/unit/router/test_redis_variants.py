@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from cluster.redis_probe import check_redis
-from router.testing import until
-from router.testing_index import A1, BINARIES, CHAIN, Place, Server, Side, publishing, store
-from router.testing_redis import HOST, At, behind_tls, sharded, watched_pair
+from cluster.spec.redis_probe import check_redis
+from router.testing.index import A1, BINARIES, CHAIN, Place, Server, Side, publishing, store
+from router.testing.redis_server import HOST, At, behind_tls, sharded, watched_pair
+from router.testing.stub_worker import until
 from tandem.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from router.policies.costs import decode_s, handoff_s, later_price, later_s, pre
 from router.policies.pace import BATCH_SIZES, START_PACE
 from router.policies.profiles import policy_profile
 from router.policies.types import Ask, Candidate, Placement
-from tandem.config import RouterSpec
+from tandem.config.spec import RouterSpec
 
 PAGE = Path(__file__).parents[3] / "docs" / "routing.md"
 ASK = Ask(1700, answer_tokens=100)

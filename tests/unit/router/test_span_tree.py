@@ -4,13 +4,13 @@ from itertools import pairwise
 
 import pytest
 
-from kvtransfer.causes import HandoffCause, HandoffFault
-from router.output import Usage
-from router.span_tree import CHAIN, span_tree
-from router.trace import Trace
+from kvtransfer.session.causes import HandoffCause, HandoffFault
+from router.observe.span_tree import CHAIN, span_tree
+from router.observe.trace import Trace
+from router.requests.output import Usage
 from tandem.errors import ErrorCode
 from tandem.request import RequestState
-from tandem.spans import FinishedSpan, Service
+from tandem.telemetry.spans import FinishedSpan, Service
 from tandem.v1 import worker_pb2
 
 ZERO_S = 100.0  # the router's clock when the request was parsed

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from router.answers import Answers, Arrival, Submitted
-from router.openai_format import AnswerFormat, ChatFormat, TextEvents
-from router.output import Final, OutToken, Piece, ResponseStream, Usage
-from router.sse import LOOK_S, REST_S, SCOPE_KEY, SseResponse, Turns
+from router.edge.openai.format import AnswerFormat, ChatFormat, TextEvents
+from router.edge.sse import LOOK_S, REST_S, SCOPE_KEY, SseResponse, Turns
+from router.requests.answers import Answers, Arrival, Submitted
+from router.requests.output import Final, OutToken, Piece, ResponseStream, Usage
 from tandem.errors import WorkerLost
 from tandem.request import FinishReason
 

@@ -8,12 +8,12 @@ from contextlib import suppress
 
 import pytest
 
-from router import worker_client
-from router.canary import CANARY_ID_PREFIX
-from router.output import ResponseStream
-from router.run import RequestRun
-from router.testing import until
-from router.trace import Attempt, Trace
+from router.observe.trace import Attempt, Trace
+from router.probes.canary import CANARY_ID_PREFIX
+from router.requests.output import ResponseStream
+from router.requests.run import RequestRun
+from router.testing.stub_worker import until
+from router.workers import link as worker_client
 from tandem.errors import RequestCancelled
 from tandem.v1 import inference_pb2
 from tests.unit.router.conftest import MODEL, Cluster

@@ -1,9 +1,9 @@
 import pytest
 
 from router.terms import Terms, TermsParser
-from tandem.config import ClassSpec
+from tandem.config.spec import ClassSpec
 from tandem.errors import InputError
-from tandem.testing import FakeClock
+from tandem.testing.models import FakeClock
 
 CLASSES = (ClassSpec(name="interactive"), ClassSpec(name="batch", batch=True))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.causes import HandoffCause, HandoffFault
-from router.clock_offset import DRIFT, ClockOffset
-from router.output import Usage
-from router.trace import Stage, Trace, TraceStore
+from kvtransfer.session.causes import HandoffCause, HandoffFault
+from router.observe.trace import Stage, Trace, TraceStore
+from router.requests.output import Usage
+from router.workers.clock_offset import DRIFT, ClockOffset
 from tandem.errors import ErrorCode, KvExhausted, NotFound
 from tandem.request import RequestState
 from tandem.v1 import trace_pb2, worker_pb2

@@ -15,15 +15,15 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
-from router import trace_export
-from router.testing import until
-from router.testing_otlp import OtlpReceiver, otlp_receiver
-from router.trace import Trace
-from router.trace_export import ExportOutcome, TraceExport
-from tandem.config_observability import ObservabilitySpec, OtlpTls, TracingSpec
+from router.observe import export as trace_export
+from router.observe.export import ExportOutcome, TraceExport
+from router.observe.trace import Trace
+from router.testing.otlp import OtlpReceiver, otlp_receiver
+from router.testing.stub_worker import until
+from tandem.config.observability import ObservabilitySpec, OtlpTls, TracingSpec
 from tandem.errors import ConfigError
 from tandem.request import RequestState
-from tandem.trace_context import TraceContext
+from tandem.telemetry.trace_context import TraceContext
 from tandem.v1 import inference_pb2
 from tests.conftest import Authority
 
@@ -144,7 +144,7 @@ def test_a_headers_file_that_is_none_is_named_and_not_shown(tmp_path: Path, text
 def test_without_an_endpoint_nothing_that_exports_is_imported() -> None:
     code = "import json, sys, router.app; print(json.dumps([*sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    ours = ("tandem.tracing", "opentelemetry.exporter")  # what others import of it, where it is there, is theirs
+    ours = ("tandem.telemetry.tracing", "opentelemetry.exporter")  # what others import of it, where it is there, is theirs
     assert [name for name in json.loads(done.stdout) if name.startswith(ours)] == []
     assert TraceExport.of(TracingSpec(), "test", "router-0") is None
 

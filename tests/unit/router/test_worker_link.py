@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from router.testing import StubWorker, until
-from router.worker_client import MAX_MESSAGE_BYTES, WorkerLink
-from tandem.config import Role
+from router.testing.stub_worker import StubWorker, until
+from router.workers.link import MAX_MESSAGE_BYTES, WorkerLink
+from tandem.config.spec import Role
 from tandem.v1 import worker_pb2
 
 HELLO = 1  # message

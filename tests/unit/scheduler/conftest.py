@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tandem.blockhash import HashKey
 from tandem.errors import KvExhausted, TandemError
 from tandem.kvcache.block_pool import BlockPool
+from tandem.kvcache.blockhash import HashKey
 from tandem.kvcache.host_tier import BlockCopies, HostTier
 from tandem.request import SamplingParams
 from tandem.scheduler.plan import ExportRange, StepPlan

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.addresses import address_towards
-from tandem.config import ModelSpec, Role, TransferSpec
+from tandem.config.addresses import address_towards
+from tandem.config.launch import WorkerLaunch
+from tandem.config.spec import ModelSpec, Role, TransferSpec
 from tandem.errors import ConfigError
-from tandem.launch import WorkerLaunch
 
 
 def test_the_way_to_loopback_is_loopback() -> None:

@@ -7,7 +7,7 @@ import socket
 
 import msgspec
 
-from tandem.channel import Channel, ThreadSender
+from tandem.rpc.channel import Channel, ThreadSender
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.chat_template import ChatTemplate
 from tandem.errors import CheckpointError, ConfigError, InputError
-from tandem.jinja_limits import Limits
-from tandem.testing import FakeClock, write_tiny_llama
+from tandem.testing.models import FakeClock, write_tiny_llama
+from tandem.text.chat_template import ChatTemplate
+from tandem.text.jinja_limits import Limits
 
 HELLO = [{"role": "user", "content": "Hello"}]
 SMALL = Limits(template_chars=10_000, text_chars=1_000, iterations=1_000)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cluster.spec_loader import load_spec
-from tandem.config import ClusterSpec
+from cluster.spec.loader import load_spec
+from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 
 JWT = {"issuer": "i", "audience": "a", "jwks_file": "f"}

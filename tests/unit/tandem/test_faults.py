@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.testing import Fault, FaultKind, FaultPlan, FaultSettings
+from tandem.testing.models import Fault, FaultKind, FaultPlan, FaultSettings
 
 
 def run(settings: FaultSettings, points: list[str]) -> list[Fault | None]:

@@ -14,14 +14,14 @@ from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from tandem.chat_template import ChatTemplate
+from tandem.checkpoint.gguf_import import import_gguf
+from tandem.checkpoint.model_config import ModelConfig
+from tandem.checkpoint.model_store import quiet, resolve
+from tandem.checkpoint.rope_config import LinearScaling, Llama3Scaling
 from tandem.errors import CheckpointError
-from tandem.gguf_import import import_gguf
-from tandem.model_config import ModelConfig
-from tandem.model_store import quiet, resolve
-from tandem.rope_config import LinearScaling, Llama3Scaling
-from tandem.testing import CHAT_TEMPLATE, write_tiny_llama
-from tandem.tokenizer import Tokenizer
+from tandem.testing.models import CHAT_TEMPLATE, write_tiny_llama
+from tandem.text.chat_template import ChatTemplate
+from tandem.text.tokenizer import Tokenizer
 
 Change = Callable[[gguf.GGUFWriter], object]
 

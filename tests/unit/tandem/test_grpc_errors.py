@@ -5,7 +5,7 @@ import grpc
 import pytest
 
 from tandem.errors import WIRE, ErrorCode, InputError, OverloadedError, TandemError, error_from_code
-from tandem.grpc_errors import abort, error_from_rpc, retry_after_s, status_proto
+from tandem.rpc.grpc_errors import abort, error_from_rpc, retry_after_s, status_proto
 
 METHOD = "/test.Service/Fail"
 

@@ -11,12 +11,12 @@ import grpc
 import grpc.aio
 import pytest
 
-from cluster.admin_client import folder_spec
-from cluster.admin_service import ALLOWED as ADMIN_METHODS
-from cluster.certificates import create, renew
-from tandem.config import TlsSpec
-from tandem.grpc_tls import ChannelCache, ClusterTls, add_port, make_server, open_channel
-from tandem.identity import Identity
+from cluster.cli.admin_client import folder_spec
+from cluster.cli.certificates import create, renew
+from cluster.control.admin_service import ALLOWED as ADMIN_METHODS
+from tandem.config.spec import TlsSpec
+from tandem.rpc.grpc_tls import ChannelCache, ClusterTls, add_port, make_server, open_channel
+from tandem.rpc.identity import Identity
 from tandem.v1 import cluster_pb2, worker_pb2
 from worker.service import ALLOWED as WORKER_METHODS
 

@@ -4,8 +4,8 @@ import asyncio
 import json
 import logging
 
-from tandem.log_context import log_names, name_logs
-from tandem.logs import JsonFormatter, TextFormatter
+from tandem.telemetry.log_context import log_names, name_logs
+from tandem.telemetry.logs import JsonFormatter, TextFormatter
 
 
 def line(**extra: str) -> dict[str, object]:

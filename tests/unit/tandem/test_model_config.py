@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from tandem.checkpoint.model_config import ModelConfig, fingerprint
+from tandem.checkpoint.model_families import Traits
+from tandem.checkpoint.rope_config import LinearScaling, Llama3Scaling, RopeConfig
 from tandem.errors import CheckpointError, ConfigError
-from tandem.model_config import ModelConfig, fingerprint
-from tandem.model_families import Traits
-from tandem.rope_config import LinearScaling, Llama3Scaling, RopeConfig
-from tandem.testing import write_tiny_llama
+from tandem.testing.models import write_tiny_llama
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cache import cache_dir
+from tandem.checkpoint.cache import cache_dir
+from tandem.checkpoint.model_store import pull, resolve
 from tandem.errors import CheckpointError, ConfigError
-from tandem.model_store import pull, resolve
-from tandem.testing import write_tiny_llama
+from tandem.testing.models import write_tiny_llama
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_folder_is_not_pulled(cache: Path, tmp_path: Path) -> None:
 
 def test_what_the_hubs_client_says_is_told_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    code = "from tandem.model_store import pull; pull('some-org/some-model')"
+    code = "from tandem.checkpoint.model_store import pull; pull('some-org/some-model')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert "from the model hub, got: " in done.stderr
     assert "got: got:" not in done.stderr.lower()

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.prefix_events import (
+from tandem.kvcache.prefix_events import (
     MAX_EVENT_HASHES,
     SNAPSHOT_HEADER_BYTES,
     PrefixEvent,

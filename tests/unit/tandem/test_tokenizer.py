@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.errors import CheckpointError, InputError
-from tandem.testing import SPECIAL_TOKENS, write_tiny_llama
-from tandem.tokenizer import Tokenizer
+from tandem.testing.models import SPECIAL_TOKENS, write_tiny_llama
+from tandem.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

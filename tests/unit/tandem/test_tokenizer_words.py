@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from tandem.tokenizer import Tokenizer
-from tandem.tokenizer_words import WordMemory
+from tandem.text.tokenizer import Tokenizer
+from tandem.text.tokenizer_words import WordMemory
 
 TEXT = "the cat's 12 hats aren't here, 'tis said; naïve cafés don't re-open at 5 o'clock. what-ever they're worth\n" * 3
 QWEN = (

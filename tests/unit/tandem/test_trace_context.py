@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.trace_context import TraceContext, TraceSampler, parse_context
+from tandem.telemetry.trace_context import TraceContext, TraceSampler, parse_context
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.words import plural, size
+from tandem.text.words import plural, size
 
 
 @pytest.mark.parametrize(("count", "said"), [(0, "0 devices"), (1, "1 device"), (2, "2 devices")])

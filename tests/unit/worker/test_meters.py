@@ -2,8 +2,8 @@
 
 import pytest
 
+from tandem.engine.step_work import StepWork, WorkShape
 from tandem.kvcache.host_tier import TierCounts
-from tandem.step_work import StepWork, WorkShape
 from tandem.v1 import worker_pb2
 from worker.meters import STEP_BOUNDS_S, StepKind, StepMeters, kind_of
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvtransfer.causes import HandoffCause, HandoffFault
+from kvtransfer.session.causes import HandoffCause, HandoffFault
 from tandem.engine.api import BlockCounts, EngineLoad, StepResult, TokenOut
 from tandem.errors import InputError, KvExhausted, RequestCancelled
 from tandem.request import FinishReason, RequestState
-from tandem.testing import FakeClock
+from tandem.testing.models import FakeClock
 from tandem.v1 import inference_pb2, worker_pb2
 from worker.requests import Outbox, RequestBook
 from worker.steps import report_step

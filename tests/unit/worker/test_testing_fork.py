@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.testing_fork import ForkServer
+from worker.testing.fork import ForkServer
 
 PROGRAM = """
 import os, sys, time

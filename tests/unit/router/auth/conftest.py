@@ -11,7 +11,7 @@ import pytest
 
 from router.auth import api_keys
 from router.auth.keys_file import change_keys
-from tandem.config_auth import AuthSpec
+from tandem.config.auth import AuthSpec
 
 
 @dataclass

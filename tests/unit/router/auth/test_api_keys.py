@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from router.auth import api_keys
 from router.auth.api_keys import KeyList, KeyTable
 from router.auth.keys_file import change_keys, read_keys
-from tandem.config_auth import LimitsSpec
+from tandem.config.auth import LimitsSpec
 from tandem.errors import ConfigError, NotFound
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

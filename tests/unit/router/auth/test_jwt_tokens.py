@@ -24,9 +24,9 @@ from router.auth.jwt_tokens import JwtVerifier, UnknownSigningKey
 from router.auth.principal import Access
 from router.auth.sources import KeySources
 from tandem.clock import SystemClock
-from tandem.config_auth import AuthSpec, ClaimsSpec, JwtSpec, LimitsSpec
+from tandem.config.auth import AuthSpec, ClaimsSpec, JwtSpec, LimitsSpec
 from tandem.errors import ConfigError, PermissionDenied, Unauthenticated, UnavailableError
-from tandem.testing import FakeClock
+from tandem.testing.models import FakeClock
 
 ISSUER, AUDIENCE = "https://login.example.org", "tandem"
 RSA = rsa.generate_private_key(public_exponent=65537, key_size=2048)

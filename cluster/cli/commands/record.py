@@ -1,0 +1,89 @@
+"""`tandem trace record`: the requests of a running cluster as a trace that simulate, plan and bench read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import grpc.aio
+from rich.console import Console
+
+from cluster.cli.admin_client import Admin
+from cluster.cli.commands.running import run_interruptible
+from cluster.cli.commands.trace import told
+from tandem.errors import ConfigError
+from tandem.v1 import cluster_pb2_grpc, trace_pb2
+
+
+@dataclass(slots=True)
+class Recorded:
+    requests: int = 0
+    unanswered: int = 0  # refused or ended before their first token: a trace needs an answer's length
+    lost: int = 0
+
+
+def run_record(
+    target: Admin, output: Path, *, model: str, duration_s: float | None, requests: int, overwrite: bool
+) -> int:
+    """Until Ctrl-C, `duration_s` or `requests`. 1 when nothing was recorded. Raises ConfigError, and what the
+    controller says."""
+    try:
+        file = output.open("w" if overwrite else "x", encoding="utf-8")
+    except FileExistsError:
+        raise ConfigError(f"{output}: exists already: give another name, or --overwrite", field="output") from None
+    except OSError as error:
+        raise ConfigError(f"{output}: {error.strerror}", field="output") from None
+    with file:
+        return run_interruptible(_record(target, file, model, duration_s, requests))
+
+
+async def _record(target: Admin, file: TextIO, model: str, duration_s: float | None, requests: int) -> int:
+    console, seen = Console(stderr=True, highlight=False), Recorded()
+    shown = console.status("recording") if sys.stderr.isatty() else None
+    if shown is not None:
+        shown.start()
+    try:
+        async with asyncio.timeout(duration_s), target.channel() as channel:
+            stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+            async for each in stub.RecordRequests(trace_pb2.RecordRequestsRequest(model=model)):
+                note(each, seen, file)
+                if shown is not None:
+                    shown.update(f"recording: {seen.requests} requests; Ctrl-C ends it")
+                if seen.requests >= requests:
+                    break
+    except (TimeoutError, asyncio.CancelledError):
+        pass  # that was all that was wanted
+    except grpc.aio.AioRpcError as error:
+        raise told(error, target) from None
+    finally:
+        if shown is not None:
+            shown.stop()
+    console.print(f"{file.name}: {seen.requests} requests")
+    if seen.unanswered:
+        console.print(f"left out: {seen.unanswered} that ended without an answer (the load was higher than recorded)")
+    if seen.lost:
+        console.print(f"missing: {seen.lost} that came faster than they could be taken")
+    return 0 if seen.requests else 1
+
+
+def note(logged: trace_pb2.LoggedRequest, seen: Recorded, file: TextIO) -> None:
+    """One line of the form that planner.traces.jsonl reads."""
+    seen.lost += logged.lost
+    if not logged.output_tokens:
+        seen.unanswered += 1
+        return
+    row: dict[str, object] = {
+        "arrival_s": round(logged.received_unix_s, 6),
+        "prompt_tokens": logged.prompt_tokens,
+        "output_tokens": logged.output_tokens,
+        "block_tokens": logged.block_tokens,
+        "block_hashes": list(logged.block_hashes),
+    }
+    names = {"class": logged.priority, "tenant": logged.tenant}
+    file.write(json.dumps(row | {key: name for key, name in names.items() if name}) + "\n")
+    file.flush()
+    seen.requests += 1

@@ -1,0 +1,239 @@
+"""`tandem status`: what the controller knows of every worker, for people and for programs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from rich.console import Console
+from rich.text import Text
+
+from cluster.cli.admin_client import Admin, find_admin, tls_hint
+from cluster.cli.console import console, fitted
+from cluster.cli.top.frame import parse_snapshot, worst_of_each
+from router.dashboard.snapshot import Snapshot
+from tandem.errors import UnavailableError
+from tandem.text.words import size
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2
+
+TIMEOUT_S = 10.0
+ROUTERS_TIMEOUT_S = 3.0
+SHOWN_DECISIONS = 5
+ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
+STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "restarting": "yellow", "not_ready": "yellow"}
+HEALTH_STYLES = {"healthy": "green", "probation": "yellow", "suspect": "yellow"}
+COLUMNS = (
+    "worker", "role", "state", "health", "epoch", "restarts", "tp", "free", "cached", "leased", "in use", "total",
+    "running",
+)  # fmt: skip
+SPARE = ("tp", "total", "running", "free", "cached", "epoch")  # on a narrow terminal; --json has them all
+
+Health = Mapping[tuple[str, int], str]  # by worker and epoch, the worst that a router gives it
+
+
+def run_status(as_json: bool, address: str | None, cluster: str | None, tls: Path | None = None) -> int:
+    status, health = asyncio.run(_fetch_both(find_admin(address, cluster, tls)))
+    if as_json:
+        print(json.dumps(to_json(status, health), indent=2))
+    else:
+        show(status, console(), health)
+    return 0
+
+
+async def _fetch_both(admin: Admin) -> tuple[cluster_pb2.ClusterStatus, Health]:
+    return await asyncio.gather(fetch(admin), fetch_health(admin))
+
+
+async def fetch(admin: Admin) -> cluster_pb2.ClusterStatus:
+    """Raises UnavailableError when no controller answers there."""
+    async with admin.channel() as channel:
+        stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+        try:
+            return await stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(
+                f"--address: no controller answers at {admin.address} ({error.code().name}): is `tandem up` running"
+                f"{tls_hint(admin)}?",
+                field="--address",
+            ) from None
+
+
+async def fetch_health(admin: Admin) -> Health:
+    """Empty when no router answers."""
+    async with admin.channel() as channel:
+        stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+        try:
+            found = await stub.ListSnapshots(cluster_pb2.ListSnapshotsRequest(), timeout=ROUTERS_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return {}
+    views = [view for each in found.snapshots if (view := _readable(each.json)) is not None]
+    return {(each.worker_id, int(each.epoch)): each.health for each in worst_of_each(views) if each.health is not None}
+
+
+def _readable(snapshot: bytes) -> Snapshot | None:
+    """None for that of a router of another version."""
+    try:
+        return parse_snapshot(snapshot)
+    except UnavailableError:
+        return None
+
+
+def to_json(status: cluster_pb2.ClusterStatus, health: Health | None = None) -> dict[str, Any]:
+    return {
+        "cluster": status.cluster,
+        "version": status.version,
+        "backend": status.backend,
+        "http": status.http_address,
+        "http_scheme": status.http_scheme,
+        "logs": status.log_dir,
+        "grpc": status.grpc_address,
+        "redis": status.redis,
+        "router_ready": status.router_ready,
+        "routers": [
+            {
+                "id": router.router_id,
+                "state": router.state,
+                "restarts": router.restarts,
+                "http": router.http_address,
+                "grpc": router.grpc_address,
+            }
+            for router in status.routers
+        ],
+        "processes": _processes(status.processes),
+        "autoscaler": {
+            "mode": status.autoscaler.mode,
+            "outlooks": {each.model: each.words for each in status.autoscaler.outlooks},
+            "decisions": [_decision(each) for each in status.autoscaler.decisions],
+        },
+        "workers": [_worker(worker, health or {}) for worker in status.workers],
+    }
+
+
+def _decision(decision: cluster_pb2.ScalingDecision) -> dict[str, Any]:
+    return {
+        "at_unix_s": decision.at_unix_s,
+        "model": decision.model,
+        "action": decision.action,
+        "prefill": decision.prefill,
+        "decode": decision.decode,
+        "reason": decision.reason,
+        "outcome": decision.outcome,
+    }
+
+
+def _worker(worker: cluster_pb2.WorkerStatus, health: Health) -> dict[str, Any]:
+    info, load = worker.info, worker.live.load
+    blocks = load.blocks
+    return {
+        "id": info.worker_id,
+        "role": ROLES[info.role],
+        "model": info.model,
+        "tp": info.layout.tp,
+        "epoch": info.epoch,
+        "state": worker.state,
+        "health": health.get((info.worker_id, info.epoch)),
+        "reason": worker.reason,
+        "restarts": worker.restarts,
+        "address": info.address,
+        "blocks": {
+            "free": blocks.free,
+            "cached": blocks.cached,
+            "leased": blocks.leased,
+            "in_use": blocks.in_use,
+            "total": blocks.total,
+        },
+        "host_blocks": {
+            "free": load.host_blocks.free,
+            "used": load.host_blocks.used,
+            "total": load.host_blocks.total,
+        },
+        "requests": {"waiting": load.waiting_requests, "running": load.running_requests},
+        "steps": worker.live.steps,
+        "ends": dict(worker.live.request_ends),
+        "handoff_failures": dict(worker.live.handoff_failures),
+        "links": [
+            {
+                "rank": link.rank,
+                "peer": link.peer_worker,
+                "peer_rank": link.peer_rank,
+                "transport": link.transport,
+                "state": link.state,
+                "reason": link.reason,
+                "bytes": link.bytes,
+                "latency_s": link.latency_s if link.HasField("latency_s") else None,
+                "bytes_per_s": link.bytes_per_s if link.HasField("bytes_per_s") else None,
+            }
+            for link in worker.live.links
+        ],
+        "processes": _processes(info.processes),
+    }
+
+
+def _processes(processes: Any) -> list[dict[str, Any]]:
+    return [{"name": process.name, "pid": process.pid} for process in processes]
+
+
+def show(status: cluster_pb2.ClusterStatus, console: Console, health: Health | None = None) -> None:
+    console.print(f"{status.cluster} {status.version}, {status.backend}, redis {status.redis}")
+    for router in status.routers:
+        state = f"[{STYLES.get(router.state, 'red')}]{router.state}[/]"
+        restarts = f"   {router.restarts} restarts" if router.restarts else ""
+        addresses = f"HTTP {status.http_scheme}://{router.http_address}/v1   gRPC {router.grpc_address}"
+        console.print(f"{router.router_id} {state}   {addresses}{restarts}", soft_wrap=True)
+    _show_autoscaler(status.autoscaler, console)
+    rows = [_row(worker, health or {}) for worker in status.workers]
+    console.print(fitted(console.width, COLUMNS, rows, left=("worker", "role", "state", "health"), spare=SPARE))
+    for worker in status.workers:
+        if worker.reason:
+            console.print(f"{worker.info.worker_id}: {worker.reason}", markup=False)
+        for link in worker.live.links:
+            ends = f"{worker.info.worker_id}/{link.rank} – {link.peer_worker}/{link.peer_rank}"
+            reason = f": {link.reason}" if link.reason else ""
+            line = f"link {ends}: {link.transport} {link.state}{_measured(link)}, {size(link.bytes)}{reason}"
+            console.print(line, markup=False)
+    if status.log_dir:
+        console.print(f"logs: {status.log_dir}", markup=False, soft_wrap=True)
+
+
+def _row(worker: cluster_pb2.WorkerStatus, health: Health) -> list[str | Text]:
+    info, load = worker.info, worker.live.load
+    blocks = load.blocks
+    known = health.get((info.worker_id, info.epoch))
+    figures = (
+        info.epoch, worker.restarts, info.layout.tp, blocks.free, blocks.cached, blocks.leased, blocks.in_use,
+        blocks.total, load.running_requests,
+    )  # fmt: skip
+    return [
+        info.worker_id,
+        ROLES[info.role],
+        Text(worker.state, STYLES.get(worker.state, "red")),
+        Text(known, HEALTH_STYLES.get(known, "red")) if known else "–",
+        *map(str, figures),
+    ]
+
+
+def _show_autoscaler(autoscaler: cluster_pb2.Autoscaler, console: Console) -> None:
+    if autoscaler.mode in ("", "off"):
+        return
+    mode = autoscaler.mode.replace("_", " ")
+    for outlook in autoscaler.outlooks:
+        console.print(f"autoscaler {mode}, {outlook.model}: {outlook.words}", markup=False, soft_wrap=True)
+    for each in autoscaler.decisions[:SHOWN_DECISIONS]:
+        at = time.strftime("%H:%M:%S", time.localtime(each.at_unix_s))
+        outcome = each.outcome.replace("_", " ")
+        console.print(f"  {at} {each.model} {each.reason} ({outcome})", markup=False, soft_wrap=True)
+
+
+def _measured(link: worker_pb2.LinkState) -> str:
+    """What the sending end knows of the link's quality; empty on the other."""
+    known = []
+    if link.HasField("latency_s"):
+        known.append(f"{1e6 * link.latency_s:,.0f} µs")
+    if link.HasField("bytes_per_s"):
+        known.append(f"{link.bytes_per_s / 1e9:.2f} GB/s")
+    return f", {', '.join(known)}" if known else ""

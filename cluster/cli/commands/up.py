@@ -1,0 +1,118 @@
+"""`tandem up`: start a cluster, say when it is ready and where, stay until it is told to end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.cli.admin_client import folder_spec
+from cluster.cli.commands.running import run_interruptible, running_cluster
+from cluster.cli.console import console
+from cluster.spec.changes import SpecSource
+from cluster.spec.loader import load_spec
+from cluster.spec.requirements import check_requirements
+from tandem.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class UpFlags:
+    """The command line, in the order of its options. None: not given."""
+
+    config: Path | None
+    model: str | None
+    prefill: int | None
+    decode: int | None
+    prefill_tp: int | None
+    decode_tp: int | None
+    routers: int | None
+    http_port: int | None
+    grpc_port: int | None
+    admin_port: int | None
+    backend: str | None
+    redis_url: str | None
+    disaggregation: str | None
+    name: str | None
+    tls: Path | None = None
+    autoscale: bool = False
+    dry_run: bool = False
+
+    def source(self) -> SpecSource:
+        """Raises ConfigError."""
+        given = {field: value for field, value in self._fields().items() if value is not None}
+        spec = load_spec(self.config, given)
+        if self.dry_run and not spec.autoscaler.enabled:
+            raise ConfigError(
+                "--dry-run: expected with --autoscale (or autoscaler.enabled): it is the autoscaler that then changes "
+                "nothing; the cluster is started all the same",
+                field="--dry-run",
+            )
+        return SpecSource(spec, given)
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "models.0.source": self.model,
+            "models.0.prefill.workers": self.prefill,
+            "models.0.decode.workers": self.decode,
+            "models.0.prefill.tp": self.prefill_tp,
+            "models.0.decode.tp": self.decode_tp,
+            "router.replicas": self.routers,
+            "router.http_port": self.http_port,
+            "router.grpc_port": self.grpc_port,
+            "router.disaggregation": self.disaggregation,
+            "control.admin_port": self.admin_port,
+            "control.backend": self.backend,
+            "redis.mode": "external" if self.redis_url else None,
+            "redis.url": self.redis_url,
+            "autoscaler.enabled": True if self.autoscale else None,
+            "autoscaler.dry_run": True if self.dry_run else None,
+            **_tls_fields(self.tls),
+        }
+
+
+def _tls_fields(folder: Path | None) -> dict[str, str]:
+    """The files of a folder of `tandem certs`, inside and at the edge."""
+    if folder is None:
+        return {}
+    edge = {"cert": f"{folder.absolute()}/edge.pem", "key": f"{folder.absolute()}/edge.key"}
+    inside = folder_spec(folder).model_dump()
+    return {f"security.tls.{name}": path for name, path in inside.items()} | {
+        f"router.tls.{name}": path for name, path in edge.items()
+    }
+
+
+def run_up(flags: UpFlags) -> int:
+    check_requirements()  # first: without its Secrets the spec itself may be wrong
+    return run_interruptible(_up(flags.source()))
+
+
+async def _up(source: SpecSource) -> int:
+    spec = source.spec
+    screen = console()
+    started_s = time.monotonic()
+
+    def progress(what: str) -> None:
+        screen.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  {what}")
+
+    async with running_cluster(spec, progress, source) as controller:
+        models = ", ".join(
+            f"{model.served_name} ({model.prefill.workers}P:{model.decode.workers}D, "
+            f"TP {model.prefill.tp}:{model.decode.tp})"
+            for model in spec.models
+        )
+        screen.print(f"[green]ready[/] in {time.monotonic() - started_s:.1f} s: {models}")
+        scheme = "http" if spec.router.tls is None else "https"
+        for router in controller.routers:
+            screen.print(f"  OpenAI API  {scheme}://{router.http_address}/v1")
+            screen.print(f"  gRPC        {router.grpc_address}")
+        screen.print(f"  admin       {controller.admin_address}   (tandem status)")
+        screen.print(f"  logs        {controller.log_dir}", markup=False, soft_wrap=True)
+        screen.print("Ctrl-C ends the cluster.")
+        controller.announce = progress
+        try:
+            await controller.stop_requested.wait()
+        finally:
+            screen.print("stopping")
+    return 0

@@ -1,0 +1,228 @@
+"""The terminal application of `tandem top`. What is shown is worked out in cluster.cli.top.frame, tables and overview."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Generic, Protocol
+
+from rich.text import Text
+from textual import on, work
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.events import Resize
+from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
+
+from cluster.cli.top.frame import Frame
+from cluster.cli.top.overview import overview, style_of
+from cluster.cli.top.request_screen import RequestScreen, TraceSource
+from cluster.cli.top.tables import EVENTS, FLOWS, REQUESTS, WORKERS, Column, Item, Order, arranged
+from tandem.errors import TandemError
+
+MIN_INTERVAL_S = 0.2
+
+
+class Source(TraceSource, Protocol):
+    @property
+    def address(self) -> str: ...
+
+    async def frame(self) -> Frame:
+        """Raises TandemError."""
+        ...
+
+
+class Page(Generic[Item]):
+    """One table: its columns, and how it is filtered and ordered now."""
+
+    def __init__(self, name: str, columns: Sequence[Column[Item]]) -> None:
+        self.name = name
+        self.columns = columns
+        self.order = Order()
+        self.items: Sequence[Item] = ()
+        self.table: DataTable[Text] = DataTable(id=name, cursor_type="row", zebra_stripes=True)
+
+    def show(self, wanted: str) -> None:
+        """Keeps the cursor on its row and the view where it is."""
+        table = self.table
+        row, scroll_x, scroll_y = table.cursor_row, table.scroll_x, table.scroll_y
+        table.clear(columns=True)
+        for number, column in enumerate(self.columns):
+            arrow = "" if number != self.order.column else " ▼" if self.order.descending else " ▲"
+            table.add_column(Text(column.title + arrow, justify=column.justify))
+        for item in arranged(self.items, self.columns, wanted, self.order):
+            table.add_row(*(_cell(column, item) for column in self.columns))
+        if table.row_count:
+            table.move_cursor(row=min(row, table.row_count - 1), animate=False, scroll=False)
+        table.scroll_to(scroll_x, scroll_y, animate=False)
+
+
+def _cell(column: Column[Item], item: Item) -> Text:
+    text = column.text(item)
+    style = style_of(text.replace(" ", "_")) if column.title in ("state", "health") else ""
+    return Text(text, style=style, justify=column.justify)
+
+
+class TopApp(App[None]):
+    """Args: `first` is shown at once; then one frame from `source` each `interval_s`."""
+
+    TITLE = "tandem top"
+    ENABLE_COMMAND_PALETTE = False
+    AUTO_FOCUS = ""  # not the filter, which would swallow the keys
+    CSS = """
+    #status { height: 1; padding: 0 1; background: $panel; }
+    #filter { display: none; height: 1; border: none; padding: 0 1; }
+    #filter.open { display: block; }
+    #overview { padding: 0 1; height: auto; }
+    TabbedContent, ContentSwitcher, TabPane { height: 1fr; padding: 0; }
+    DataTable { height: 1fr; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("p,space", "pause", "pause"),
+        Binding("slash", "filter", "filter", key_display="/"),
+        Binding("s", "sort", "sort"),
+        Binding("r", "reverse", "reverse"),
+        *(Binding(str(number), f"page({number})", show=False) for number in range(1, 6)),
+        Binding("escape", "leave", show=False),
+    ]
+
+    def __init__(self, source: Source, first: Frame, interval_s: float = 1.0) -> None:
+        super().__init__()
+        self.paused = False
+        self.frame = first
+        self._source = source
+        self._interval_s = max(MIN_INTERVAL_S, interval_s)
+        self._trouble = ""
+        # Held here, not looked up: a lookup sees only the screen on top.
+        self._status = Static(id="status")
+        self._filter = Input(placeholder="words that a row must have; Esc clears", id="filter", compact=True)
+        self._overview = Static(id="overview")
+        self._tabs = TabbedContent(initial="overview-page")
+        self._pages: dict[str, Page[Any]] = {
+            page.name: page
+            for page in (
+                Page("workers", WORKERS), Page("links", FLOWS), Page("requests", REQUESTS), Page("events", EVENTS)
+            )
+        }  # fmt: skip
+
+    def compose(self) -> ComposeResult:
+        yield self._status
+        yield self._filter
+        with self._tabs:
+            with TabPane("1 Overview", id="overview-page"), VerticalScroll():
+                yield self._overview
+            for number, page in enumerate(self._pages.values(), 2):
+                with TabPane(f"{number} {page.name.capitalize()}", id=f"{page.name}-page"):
+                    yield page.table
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self._draw()
+        self.set_interval(self._interval_s, self._refresh)
+
+    @on(Resize)
+    def _resized(self) -> None:
+        self._draw()
+
+    # ---- frames
+
+    def _refresh(self) -> None:
+        if not self.paused:
+            self._fetch()
+
+    @work(exclusive=True, group="frame", exit_on_error=True)
+    async def _fetch(self) -> None:
+        try:
+            self.frame = await self._source.frame()
+            self._trouble = ""
+        except TandemError as error:
+            self._trouble = error.message
+        if not self.paused:
+            self._draw()
+
+    def _draw(self) -> None:
+        frame = self.frame
+        items: dict[str, Sequence[Any]] = {
+            "workers": frame.workers, "links": frame.flows, "requests": frame.requests, "events": frame.events
+        }  # fmt: skip
+        for name, found in items.items():
+            self._pages[name].items = found
+        self._draw_status()
+        size = self.size
+        self._overview.update(overview(frame, max(40, size.width - 2), size.height - 4))
+        if (page := self._page) is not None:
+            page.show(self._filter.value)
+
+    def _draw_status(self) -> None:
+        text = Text(no_wrap=True, overflow="ellipsis")
+        if self._trouble:
+            text.append(f"disconnected: {self._trouble}", "bold red")
+        elif self.paused:
+            text.append("paused", "bold yellow")
+        else:
+            text.append("live", "bold green")
+        text.append(f"   {self._source.address}", "dim")
+        if wanted := self._filter.value:
+            text.append(f"   filter: {wanted}", "yellow")
+        if (page := self._page) is not None and page.order.column is not None:
+            text.append(f"   by {page.columns[page.order.column].title}", "dim")
+        self._status.update(text)
+
+    # ---- pages
+
+    @property
+    def _page(self) -> Page[Any] | None:
+        """None: the overview."""
+        return self._pages.get(self._tabs.active.removesuffix("-page"))
+
+    @on(TabbedContent.TabActivated)
+    def _page_changed(self) -> None:
+        self._draw()
+        if (page := self._page) is not None and not self._filter.has_focus:
+            page.table.focus()
+
+    @on(Input.Changed, "#filter")
+    def _filter_changed(self) -> None:
+        self._draw()
+
+    @on(Input.Submitted, "#filter")
+    def _filter_done(self) -> None:
+        if (page := self._page) is not None:
+            page.table.focus()
+
+    @on(DataTable.RowSelected, "#requests")
+    def _request_picked(self, event: DataTable.RowSelected) -> None:
+        row = self._pages["requests"].table.get_row_at(event.cursor_row)
+        self.push_screen(RequestScreen(self._source, str(row[0])))
+
+    # ---- keys
+
+    def action_page(self, number: int) -> None:
+        names = ["overview", *self._pages]
+        self._tabs.active = f"{names[number - 1]}-page"
+
+    def action_pause(self) -> None:
+        self.paused = not self.paused
+        self._draw_status()
+
+    def action_filter(self) -> None:
+        if self._page is None:
+            self.action_page(4)
+        self._filter.add_class("open")
+        self._filter.focus()
+
+    def action_leave(self) -> None:
+        self._filter.value = ""
+        self._filter.remove_class("open")
+        self._filter_done()
+
+    def action_sort(self) -> None:
+        self._reorder(lambda page: page.order.next(len(page.columns)))
+
+    def action_reverse(self) -> None:
+        self._reorder(lambda page: page.order.reversed())
+
+    def _reorder(self, order: Callable[[Page[Any]], Order]) -> None:
+        if (page := self._page) is not None:
+            page.order = order(page)
+            self._draw()

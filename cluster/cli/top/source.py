@@ -1,0 +1,60 @@
+"""Where `tandem top` gets its frames from: the controller, which asks the routers."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+import grpc.aio
+
+from cluster.cli.admin_client import Admin, tls_hint
+from cluster.cli.commands.trace import fetch
+from cluster.cli.top.frame import Frame, build, parse_snapshot
+from tandem.errors import UnavailableError
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
+
+TIMEOUT_S = 10.0
+
+
+class FrameSource:
+    """An async context manager that holds one channel."""
+
+    def __init__(self, admin: Admin) -> None:
+        self.admin = admin
+        self.address = admin.address
+        self._channel = admin.channel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+    async def frame(self) -> Frame:
+        """Raises UnavailableError when no controller answers, or a router's answer cannot be read."""
+        stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(self._channel)
+        try:
+            status, snapshots = await asyncio.gather(
+                stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=TIMEOUT_S), self._snapshots(stub)
+            )
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(
+                f"--address: no controller answers at {self.admin.address} ({error.code().name}): is `tandem up` "
+                f"running{tls_hint(self.admin)}?",
+                field="--address",
+            ) from None
+        return build(status, [parse_snapshot(each.json) for each in snapshots.snapshots])
+
+    async def trace(self, request_id: str) -> trace_pb2.RequestTrace:
+        """Raises NotFound while it has not ended, and as `frame`."""
+        return await fetch(self.admin, request_id)
+
+    async def _snapshots(self, stub: cluster_pb2_grpc.ClusterAsyncStub) -> cluster_pb2.ListSnapshotsResponse:
+        """Empty when no router answers the controller: workers start before routers are ready."""
+        try:
+            return await stub.ListSnapshots(cluster_pb2.ListSnapshotsRequest(), timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return cluster_pb2.ListSnapshotsResponse()

@@ -1,0 +1,148 @@
+"""One router of the spec: started, watched, and started again when it ends. Routers know nothing of each other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster.backends.processes import MemberHandle, MemberStart, ProcessSpec, RunningProcess
+from cluster.backends.supervisor import python
+from cluster.spec.resolve import port_is_free
+from tandem.config.launch import RouterLaunch
+from tandem.config.spec import ClusterSpec, RouterSpec
+from tandem.errors import PortInUse
+
+log = logging.getLogger(__name__)
+
+HEALTH_TIMEOUT_S = 2.0
+RESTART_DELAY_S = 0.5
+STOP_MARGIN_S = 2.0  # what a router needs beside its drain
+
+
+class RouterState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"  # as it says itself: it is there and has a worker for what it serves
+    NOT_READY = "not_ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"  # it ended without ever having served
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStatus:
+    name: str
+    state: RouterState
+    restarts: int
+    http_address: str
+    grpc_address: str
+
+
+class RouterSlot:
+    """A router's lives, all at the same addresses."""
+
+    def __init__(self, launch: RouterLaunch, member: MemberHandle, run_dir: Path) -> None:
+        self.name = launch.router_id
+        self.http_address = f"{launch.router.http_host}:{launch.router.http_port}"
+        self.grpc_address = f"{launch.router.grpc_host}:{launch.router.grpc_port}"
+        self.control_address = f"unix:{launch.controller_socket}"  # in a private folder: no TLS, whatever clients need
+        self.restarts = 0
+        self.failure = ""  # why it will never serve: told to the user, instead of trying for ever
+        self._member = member
+        self._start = MemberStart(
+            run_dir=str(run_dir),
+            files={"launch.json": launch.model_dump_json()},
+            processes=(
+                ProcessSpec(
+                    name="router",
+                    argv=python("router", "--launch", f"{run_dir}/launch.json"),
+                    stop_grace_s=launch.router.drain_timeout_s + STOP_MARGIN_S,
+                ),
+            ),
+        )
+        self._has_served = False
+        self._between_lives = False
+        self._closing = False
+
+    async def run(self) -> None:
+        """Keeps the router alive until it is closed, or fails to start."""
+        try:
+            while (reason := await self._live()) and not self._closing:
+                if not self._has_served:
+                    self.failure = f"{self.name}: {reason}"
+                    return
+                log.warning("%s ended: %s", self.name, reason)
+                self.restarts += 1
+                self._between_lives = True
+                await self._member.stop()
+                await asyncio.sleep(RESTART_DELAY_S)
+        finally:
+            await self._member.stop()
+
+    async def _live(self) -> str:
+        """One life, from start to end. Returns why it ended."""
+        await self._member.start(self._start)
+        self._between_lives = False
+        return await self._member.wait_end()
+
+    async def close(self) -> None:
+        """Lets it end the requests it has, or tell their clients."""
+        self._closing = True
+        await self._member.stop()
+
+    async def status(self) -> RouterStatus:
+        return RouterStatus(self.name, await self._state(), self.restarts, self.http_address, self.grpc_address)
+
+    async def processes(self) -> list[RunningProcess]:
+        """Named after the router, for all of them run the same program."""
+        return [RunningProcess(name=self.name, pid=found.pid) for found in await self._member.processes()]
+
+    async def _state(self) -> RouterState:
+        if self.failure:
+            return RouterState.FAILED
+        if self._between_lives:
+            return RouterState.RESTARTING
+        if await self._serves():
+            self._has_served = True
+            return RouterState.READY
+        return RouterState.NOT_READY if self._has_served else RouterState.STARTING
+
+    async def _serves(self) -> bool:
+        try:
+            async with grpc.aio.insecure_channel(self.control_address) as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S)
+                return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+        except grpc.aio.AioRpcError:
+            return False
+
+
+def router_specs(spec: ClusterSpec) -> list[RouterSpec]:
+    """One for each router: the first has the configured ports, every further one the next ports above that are free.
+
+    Raises PortInUse when there are not enough.
+    """
+    first = spec.router
+    taken = {first.http_port, first.grpc_port, spec.control.admin_port}
+    specs = [first]
+    for _ in range(first.replicas - 1):
+        ports = {
+            "http_port": _next_port("router.http_port", first.http_host, specs[-1].http_port, taken),
+            "grpc_port": _next_port("router.grpc_port", first.grpc_host, specs[-1].grpc_port, taken),
+        }
+        specs.append(first.model_copy(update=ports))
+    return specs
+
+
+def _next_port(field: str, host: str, after: int, taken: set[int]) -> int:
+    for port in range(after + 1, 1 << 16):
+        if port not in taken and port_is_free(host, port):
+            taken.add(port)
+            return port
+    raise PortInUse(
+        f"{field}: no port above {after} is free on {host}: choose a lower one, or fewer routers", field=field
+    )

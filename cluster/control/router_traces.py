@@ -1,0 +1,144 @@
+"""The traces that the routers keep, and what they see now, as the controller asks for them. A request is known to the
+router that took it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc.aio
+
+from router.edge.traces import SECRET_KEY
+from router.observe.trace import DEFAULT_LISTED
+from tandem.errors import TandemError, UnavailableError
+from tandem.rpc.grpc_errors import error_from_rpc
+from tandem.v1 import cluster_pb2, trace_pb2, trace_pb2_grpc
+
+TIMEOUT_S = 5.0
+RETRY_S = 1.0
+WAITING_REQUESTS = 1024  # between routers and a caller who reads more slowly; routers count what they then leave out
+DEMAND_TIMEOUT_S = 2.0
+
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterTraces:
+    """Asks all routers at once. What one does not answer is missing; when none answers, or none knows, that is raised:
+    UnavailableError, or the routers' own TandemError."""
+
+    addresses: Mapping[str, str]  # by the router's name
+    secret: str
+
+    async def get(self, request: trace_pb2.GetTraceRequest) -> trace_pb2.RequestTrace:
+        return _found(await asyncio.gather(*(self._get(name, request) for name in self.addresses)))[0]
+
+    async def list(self, request: trace_pb2.ListTracesRequest) -> trace_pb2.ListTracesResponse:
+        answers = _found(await asyncio.gather(*(self._list(name, request) for name in self.addresses)))
+        traces = [trace for answer in answers for trace in answer.traces]
+        traces.sort(key=lambda trace: trace.received_unix_s + trace.total_s, reverse=True)  # as one router lists them
+        return trace_pb2.ListTracesResponse(traces=traces[: request.limit or DEFAULT_LISTED])
+
+    async def record(self, request: trace_pb2.RecordRequestsRequest) -> AsyncGenerator[trace_pb2.LoggedRequest, None]:
+        """Of all routers as they come, with one salt, so that what they share shows. A router that goes away is asked
+        again until the caller has enough; what ends there meanwhile is missing."""
+        wanted = trace_pb2.RecordRequestsRequest(model=request.model, salt=secrets.token_bytes(32))
+        logged: asyncio.Queue[trace_pb2.LoggedRequest | TandemError] = asyncio.Queue(maxsize=WAITING_REQUESTS)
+        followers = [asyncio.create_task(self._follow(name, wanted, logged)) for name in self.addresses]
+        try:
+            while True:
+                each = await logged.get()
+                if isinstance(each, TandemError):
+                    raise each
+                yield each
+        finally:
+            for follower in followers:
+                follower.cancel()
+            await asyncio.gather(*followers, return_exceptions=True)
+
+    async def _follow(
+        self,
+        name: str,
+        request: trace_pb2.RecordRequestsRequest,
+        logged: asyncio.Queue[trace_pb2.LoggedRequest | TandemError],
+    ) -> None:
+        while True:
+            async with grpc.aio.insecure_channel(self.addresses[name]) as channel:
+                stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
+                try:
+                    async for each in stub.RecordRequests(request, metadata=((SECRET_KEY, self.secret),)):
+                        await logged.put(each)
+                except grpc.aio.AioRpcError as error:
+                    told = _told(name, error)
+                    if not isinstance(told, UnavailableError):
+                        await logged.put(told)
+                        return
+            await asyncio.sleep(RETRY_S)
+
+    async def snapshots(self) -> cluster_pb2.ListSnapshotsResponse:
+        answers = await asyncio.gather(*(self._snapshot(name) for name in self.addresses))
+        return cluster_pb2.ListSnapshotsResponse(snapshots=_found(answers))
+
+    async def demands(self) -> dict[str, trace_pb2.RouterDemand]:
+        """Of the routers that answered."""
+        answers = await asyncio.gather(*(self._demand(name) for name in self.addresses))
+        return {name: each for name, each in zip(self.addresses, answers, strict=True) if each is not None}
+
+    async def _demand(self, name: str) -> trace_pb2.RouterDemand | None:
+        async with grpc.aio.insecure_channel(self.addresses[name]) as channel:
+            stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
+            request = trace_pb2.GetDemandRequest()
+            try:
+                return await stub.GetDemand(request, timeout=DEMAND_TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
+            except grpc.aio.AioRpcError as error:
+                log.info("%s", _told(name, error).message)
+                return None
+
+    async def _snapshot(self, name: str) -> trace_pb2.RouterSnapshot | TandemError:
+        async with grpc.aio.insecure_channel(self.addresses[name]) as channel:
+            stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
+            try:
+                request = trace_pb2.GetSnapshotRequest()
+                return await stub.GetSnapshot(request, timeout=TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
+            except grpc.aio.AioRpcError as error:
+                return _told(name, error)
+
+    async def _get(self, name: str, request: trace_pb2.GetTraceRequest) -> trace_pb2.RequestTrace | TandemError:
+        async with grpc.aio.insecure_channel(self.addresses[name]) as channel:
+            stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
+            try:
+                return await stub.GetTrace(request, timeout=TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
+            except grpc.aio.AioRpcError as error:
+                return _told(name, error)
+
+    async def _list(
+        self, name: str, request: trace_pb2.ListTracesRequest
+    ) -> trace_pb2.ListTracesResponse | TandemError:
+        async with grpc.aio.insecure_channel(self.addresses[name]) as channel:
+            stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(channel)
+            try:
+                return await stub.ListTraces(request, timeout=TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
+            except grpc.aio.AioRpcError as error:
+                return _told(name, error)
+
+
+def _found(answers: Sequence[Answer | TandemError]) -> list[Answer]:
+    """Raises the error that says most when there is no answer: a router's own before the silence of another."""
+    found = [answer for answer in answers if not isinstance(answer, TandemError)]
+    errors = [answer for answer in answers if isinstance(answer, TandemError)]
+    if not found:
+        silent = UnavailableError("no router was started yet; try again")
+        raise min(errors, key=lambda error: isinstance(error, UnavailableError), default=silent)
+    return found
+
+
+def _told(name: str, error: grpc.aio.AioRpcError) -> TandemError:
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return UnavailableError(f"the router {name} does not answer ({error.code().name}); try again")
+    return error_from_rpc(error)

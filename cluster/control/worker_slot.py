@@ -1,0 +1,205 @@
+"""One worker of the spec through its lives: start all ranks, watch them, and begin again when any of them ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from cluster.backends.processes import MemberHandle, MemberStart, ProcessSpec, RunningProcess
+from cluster.backends.supervisor import python
+from cluster.spec.resolve import ResolvedModel
+from kvtransfer.agent.env import AGENT_ENV
+from tandem.config.launch import WorkerLaunch
+from tandem.config.spec import ClusterSpec, Role
+from tandem.v1 import cluster_pb2
+
+log = logging.getLogger(__name__)
+
+FAILED_STARTS = 3  # so many ends without ever having been ready, and the worker is given up
+MAX_BACKOFF_S = 10.0
+STABLE_S = 10.0
+
+
+def new_epoch() -> int:
+    """Never 0, and positive in every integer type it may pass through."""
+    return secrets.randbits(62) + 1
+
+
+class WorkerState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class LifeSettings:
+    """What every life of a worker is told."""
+
+    spec: ClusterSpec
+    controller_address: str
+    redis_url: str | None
+    run_base: Path
+
+
+class WorkerSlot:
+    """`on_change` is called whenever the worker enters or leaves READY.
+
+    `epoch` is that of the life that is running or, between two lives, of the next: an ended one is accepted no more.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        role: Role,
+        model: ResolvedModel,
+        members: Sequence[MemberHandle],
+        settings: LifeSettings,
+        on_change: Callable[[WorkerSlot], None],
+    ) -> None:
+        self.worker_id = worker_id
+        self.role = role
+        self.model = model
+        self.state = WorkerState.STARTING
+        self.reason = ""
+        self.epoch = new_epoch()
+        self.restarts = 0
+        self.info: cluster_pb2.WorkerInfo | None = None
+        self.drain: cluster_pb2.Drain.ValueType = cluster_pb2.DRAIN_NONE
+        self._members = list(members)
+        self._settings = settings
+        self._on_change = on_change
+        self._failures = 0
+        self._was_ever_ready = False
+        self._ready_since_s: float | None = None
+        self._asked_to_end: asyncio.Future[str] | None = None
+
+    async def run(self) -> None:
+        """Keeps the worker alive until it is cancelled or given up."""
+        try:
+            while not self.is_given_up:
+                self._ended(await self._live())
+                await self._stop()
+                if not self.is_given_up:
+                    await asyncio.sleep(min(MAX_BACKOFF_S, 0.1 * 2**self._failures))
+        finally:
+            await self._stop()
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.state is WorkerState.FAILED
+
+    def accepts(self, epoch: int) -> bool:
+        return epoch == self.epoch and self.state is not WorkerState.FAILED
+
+    def registered(self, info: cluster_pb2.WorkerInfo) -> None:
+        self.info = info
+        self._was_ever_ready = True
+        self.state, self.reason = WorkerState.READY, ""
+        self._ready_since_s = asyncio.get_running_loop().time()
+        self._on_change(self)
+
+    def refuse(self, reason: str) -> None:
+        """It can never work: no further life."""
+        self.state, self.reason = WorkerState.FAILED, reason
+        self._on_change(self)
+
+    def next_life(self, reason: str) -> None:
+        """Ends this life; the next begins at once."""
+        if self._asked_to_end is not None and not self._asked_to_end.done():
+            self._asked_to_end.set_result(reason)
+
+    async def processes(self) -> list[RunningProcess]:
+        found = await asyncio.gather(*(member.processes() for member in self._members))
+        return [process for member in found for process in member]
+
+    async def _live(self) -> str:
+        """One epoch, from start to end. Returns why it ended."""
+        launch = self._launch()
+        await asyncio.gather(*(m.start(self._start(launch, rank)) for rank, m in enumerate(self._members)))
+        self._asked_to_end = asyncio.get_running_loop().create_future()
+        ends: list[asyncio.Future[str]] = [asyncio.ensure_future(member.wait_end()) for member in self._members]
+        ends.append(self._asked_to_end)
+        timeout_s = self._settings.spec.control.start_timeout_s
+        try:
+            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if self.state is not WorkerState.READY and not any(end.done() for end in ends):
+                return f"{self.worker_id} was not ready within {timeout_s:g} s (control.start_timeout_s)"
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return min(end.result() for end in done)
+        finally:
+            for end in ends:
+                end.cancel()
+
+    def _ended(self, reason: str) -> None:
+        self.info = None
+        self.drain = cluster_pb2.DRAIN_NONE
+        if self.state is WorkerState.FAILED:
+            return  # it was refused, for a reason that says more
+        self.reason = reason
+        self.epoch = new_epoch()
+        self.restarts += 1
+        self._failures = 1 if self._was_stable() else self._failures + 1
+        self._ready_since_s = None
+        given_up = not self._was_ever_ready and self._failures >= FAILED_STARTS
+        self.state = WorkerState.FAILED if given_up else WorkerState.RESTARTING
+        log.warning("%s ended: %s", self.worker_id, reason)
+        self._on_change(self)
+
+    def _was_stable(self) -> bool:
+        """A worker that dies right after it became ready is restarted ever more slowly."""
+        now_s = asyncio.get_running_loop().time()
+        return self._ready_since_s is not None and now_s - self._ready_since_s >= STABLE_S
+
+    async def _stop(self) -> None:
+        await asyncio.gather(*(member.stop() for member in self._members), return_exceptions=True)
+
+    def _launch(self) -> WorkerLaunch:
+        spec = self._settings.spec
+        return WorkerLaunch(
+            cluster=spec.name,
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            role=self.role,
+            model=self.model.spec,
+            model_dir=str(self.model.folder),
+            transfer=spec.transfer,
+            controller_address=self._settings.controller_address,
+            redis_url=self._settings.redis_url,
+            run_dir=str(self._settings.run_base / f"{self.worker_id}-{self.epoch:x}"),
+            tls=spec.security.tls,
+            log_level=spec.log_level,
+            log_format=spec.observability.logs.format,
+        )
+
+    def _start(self, launch: WorkerLaunch, rank: int) -> MemberStart:
+        launch_file = f"{launch.run_dir}/launch.json"
+        threads = str(self.model.spec.engine.threads_per_rank)
+        # Torch's threads wait for work by spinning: for some 50 µs, no longer, others need the cores too.
+        env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "GOMP_SPINCOUNT": "1000"}
+        processes = [
+            ProcessSpec(
+                name=f"agent-{rank}",
+                argv=python("kvtransfer.agent", *_agent_options(launch, rank)),
+                env=AGENT_ENV,
+                restart=True,
+            ),
+            ProcessSpec(
+                name=f"rank-{rank}",
+                argv=python("cluster.backends.rank_process", "--launch", launch_file, "--rank", str(rank)),
+                env=env,
+            ),
+        ]
+        if rank == 0:
+            processes.append(ProcessSpec(name="service", argv=python("worker.service", "--launch", launch_file)))
+        files = {"launch.json": launch.model_dump_json()}
+        return MemberStart(run_dir=launch.run_dir, files=files, processes=tuple(processes))
+
+
+def _agent_options(launch: WorkerLaunch, rank: int) -> tuple[str, ...]:
+    return ("--socket", str(launch.agent_socket(rank)), "--log-format", launch.log_format.value)

@@ -1,0 +1,68 @@
+"""A worker that computes while `tandem profile` measures what that costs the one beside it, until its stdin ends.
+
+    python -m cluster.profiling.neighbour FOLDER SPEC       SPEC: the ModelSpec as JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cluster.profiling.profiler import Grid, Profiler, build_alone
+from tandem.config.spec import ModelSpec
+from tandem.errors import UnavailableError
+
+READY = "ready"
+END_TIMEOUT_S = 30.0  # a few steps of a large model
+
+
+@contextmanager
+def neighbours(count: int, folder: Path, spec: ModelSpec) -> Iterator[None]:
+    """So many of them compute meanwhile. Raises UnavailableError."""
+    command = [sys.executable, "-P", "-m", __name__, str(folder), spec.model_dump_json()]
+    started = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
+    ]
+    try:
+        for each in started:
+            if each.stdout is None or each.stdout.readline().strip() != READY:
+                raise UnavailableError("a neighbour of the profiled worker did not start; its own words are above")
+        yield
+    finally:
+        for each in started:
+            try:
+                each.communicate(timeout=END_TIMEOUT_S)  # which ends its stdin
+            except subprocess.TimeoutExpired:
+                each.kill()
+                each.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m cluster.profiling.neighbour")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("spec")
+    options = parser.parse_args()
+    spec = ModelSpec.model_validate_json(options.spec)
+    ended = threading.Event()
+    threading.Thread(target=_await_end, args=(ended,), daemon=True).start()
+    with build_alone(options.folder, spec) as rank:
+        profiler = Profiler(rank, spec, Grid())
+        profiler.mixed_s()
+        print(READY, flush=True)
+        while not ended.is_set():
+            profiler.mixed_s()
+
+
+def _await_end(ended: threading.Event) -> None:
+    """Also when who started it is killed."""
+    sys.stdin.read()
+    ended.set()
+
+
+if __name__ == "__main__":
+    main()

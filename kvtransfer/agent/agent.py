@@ -1,0 +1,307 @@
+"""The transfer agent: a process beside each rank that maps the rank's KV pool and moves blocks to and from peers.
+
+    python -m kvtransfer.agent --socket PATH
+
+It lives as long as its rank's connection and holds nothing that outlives a ticket: killed and started again, it works
+with the next tickets. No torch, unless the pool is in a device's memory or a link needs `process_group`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from kvtransfer.agent.control import (
+    Attached,
+    AttachPool,
+    BeginStep,
+    Census,
+    CloseReceive,
+    CloseSend,
+    FromAgent,
+    LayerDone,
+    Lead,
+    OpenReceive,
+    OpenSend,
+    ReceiveClosed,
+    ReceiveFailed,
+    SendClosed,
+    SendFailed,
+    SetPeers,
+    TakeCensus,
+)
+from kvtransfer.agent.host import host_id
+from kvtransfer.agent.incoming import Incoming
+from kvtransfer.agent.outgoing import Outgoing
+from kvtransfer.link.handshake import Own, pool_layout
+from kvtransfer.link.in_link import LinkAcceptor
+from kvtransfer.link.sockets import listen_tcp, listen_unix, peer_is_same_user, receive_first, serve, tcp_address
+from kvtransfer.pool import digest
+from kvtransfer.pool.pools import open_pool
+from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.session.ticket import KEY_BYTES
+from kvtransfer.transports.factory import MAPPED, Transports, offered
+from tandem.clock import Clock, SystemClock
+from tandem.errors import ConfigError
+from tandem.rpc.channel import Channel, ChannelError
+from tandem.rpc.tls import RenewedTls
+from tandem.telemetry.log_format import LogFormat
+from tandem.telemetry.logs import setup_logging
+
+log = logging.getLogger(__name__)
+
+FIRST_MESSAGE_TIMEOUT_S = 10.0
+MAX_TICK_S = 0.5
+HUNG_EXIT_CODE = 3
+_FIRST: msgspec.msgpack.Decoder[AttachPool | Lead] = msgspec.msgpack.Decoder(AttachPool | Lead)
+FromRank = BeginStep | LayerDone
+FromLeader = SetPeers | OpenReceive | CloseReceive | OpenSend | CloseSend | TakeCensus
+
+
+class Attachment:
+    """What there is once the rank's pool is attached: both sides and the listeners that peers reach."""
+
+    def __init__(self, own: Own, transports: Transports, clock: Clock, report: Callable[[FromAgent], None]) -> None:
+        self.own = own
+        self.outgoing = Outgoing(own, transports, clock, report)
+        self.incoming = Incoming(own, clock, report, self.outgoing.has_link)
+        attach = own.attach
+        self._acceptor = LinkAcceptor(own, transports, self.incoming, report)
+        self._tasks: list[asyncio.Task[None]] = []
+        mapped_path = tcp = ""
+        if MAPPED in offered(own):
+            mapped_path = attach.link_socket
+            self._listen(listen_unix(mapped_path))
+        if any(kind != MAPPED for kind in offered(own)):
+            listener = listen_tcp(attach.bind_host)
+            tcp = tcp_address(listener)
+            self._listen(listener)
+        self.where = Attached(own.host_id, mapped_path, tcp, own.device)
+
+    def _listen(self, listener: socket.socket) -> None:
+        self._tasks.append(asyncio.create_task(serve(listener, self._acceptor.accept)))
+
+    def set_peers(self, message: SetPeers) -> None:
+        self.outgoing.set_peers(message.peers)
+        self.incoming.set_peers(message.peers)
+
+    def report_links(self) -> None:
+        self.outgoing.report_links()
+        self.incoming.report_links()
+
+    def fail_all(self, reason: str) -> None:
+        self.outgoing.fail_all(HandoffCause.CANCELLED, reason)
+        self.incoming.fail_all(HandoffCause.CANCELLED, reason)
+
+    def census(self) -> Census:
+        outgoing, incoming = self.outgoing, self.incoming
+        return Census(
+            sending=outgoing.sending_count,
+            receiving=incoming.receiving_count,
+            waiting=outgoing.waiting_count,
+            links_out=outgoing.ready_links,
+            links_in=incoming.ready_links,
+        )
+
+    def tick(self) -> None:
+        self.outgoing.tick()
+        self.incoming.tick()
+
+
+class Agent:
+    """One agent.
+
+    Args:
+        path: the unix socket on which the rank and the leader connect.
+        transports: how links move bytes.
+    """
+
+    def __init__(self, path: Path, transports: Transports, clock: Clock) -> None:
+        self._path = path
+        self._transports = transports
+        transports.on_hung = _end_hung
+        self._clock = clock
+        self._attachment: Attachment | None = None
+        self._peers: SetPeers | None = None
+        self._leaders: list[Channel[FromLeader]] = []
+        self._ended = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until the rank is gone, or `stop`."""
+        listener = listen_unix(str(self._path))
+        tasks = [asyncio.create_task(serve(listener, self._connection)), asyncio.create_task(self._tick())]
+        ended = asyncio.create_task(self._ended.wait())
+        await asyncio.wait([*tasks, ended], return_when=asyncio.FIRST_COMPLETED)
+        if self._attachment is not None:
+            self._attachment.fail_all("the transfer agent stops")
+        await asyncio.sleep(0)  # lets what was queued leave
+        for task in tasks:
+            if task.done():
+                task.result()
+
+    def stop(self) -> None:
+        self._ended.set()
+
+    # --- connections -------------------------------------------------------------------------------------------
+
+    async def _connection(self, raw: socket.socket) -> None:
+        """Whatever comes, only this connection suffers."""
+        fds: list[int] = []
+        try:
+            with raw:
+                if not peer_is_same_user(raw):
+                    return
+                async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):
+                    body, fds = await receive_first(raw)
+                first = _FIRST.decode(body)
+                stream = await asyncio.open_unix_connection(sock=raw.dup())
+            if isinstance(first, Lead):
+                await self._serve_leader(Channel(*stream, FromLeader))
+            else:
+                await self._serve_rank(first, fds, Channel(*stream, FromRank))
+        except (HandoffFault, ChannelError, msgspec.MsgspecError, UnicodeDecodeError, OSError, TimeoutError) as error:
+            log.warning("a control connection ended: %s", error or type(error).__name__)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    async def _serve_rank(self, attach: AttachPool, fds: list[int], channel: Channel[FromRank]) -> None:
+        try:
+            if self._attachment is not None:
+                raise protocol_fault("attach: expected one rank, and it has attached already")
+            attachment = self._attach(attach, fds)
+            channel.send(attachment.where)
+            self._report(attachment.where)
+            if self._peers is not None:
+                attachment.set_peers(self._peers)
+            try:
+                async for message in channel:
+                    match message:
+                        case LayerDone():
+                            attachment.outgoing.layer_done(message)
+                        case BeginStep():
+                            attachment.outgoing.begin_step(message)
+            finally:
+                log.info("the rank is gone")
+                self.stop()
+        finally:
+            channel.close()
+
+    def _attach(self, attach: AttachPool, fds: list[int]) -> Attachment:
+        """Raises HandoffFault (protocol) or OSError."""
+        if len(attach.ticket_key) != KEY_BYTES:
+            raise protocol_fault(f"attach: expected a key of {KEY_BYTES} bytes")
+        pool = open_pool(pool_layout(attach.layout), attach.memory, fds, writable=True)
+        try:
+            tls = RenewedTls(attach.tls, peer=attach.tls.peer) if attach.tls is not None else None
+        except ConfigError as error:
+            raise HandoffFault(HandoffCause.TRANSPORT, f"attach: {error.message}") from error
+        own = Own(attach, pool, os.dup(fds[0]) if fds else None, host_id(), tls)
+        self._attachment = Attachment(own, self._transports, self._clock, self._report)
+        log.info("attached rank %d of %s, %d blocks", attach.rank, attach.worker_id, attach.layout.num_blocks)
+        return self._attachment
+
+    async def _serve_leader(self, channel: Channel[FromLeader]) -> None:
+        self._leaders.append(channel)
+        if self._attachment is not None:
+            channel.send(self._attachment.where)
+            self._attachment.report_links()
+        try:
+            async for message in channel:
+                self._obey(message)
+        finally:
+            self._leaders.remove(channel)
+            channel.close()
+            if not self._leaders and self._attachment is not None:
+                self._attachment.fail_all("the leader's connection ended")
+
+    def _obey(self, message: FromLeader) -> None:
+        if isinstance(message, SetPeers):
+            self._peers = message
+        attachment = self._attachment
+        if attachment is None:
+            self._answer_unattached(message)
+            return
+        match message:
+            case SetPeers():
+                attachment.set_peers(message)
+            case OpenReceive():
+                attachment.incoming.open_receive(message)
+            case CloseReceive():
+                attachment.incoming.close_receive(message)
+            case OpenSend():
+                attachment.outgoing.open_send(message)
+            case CloseSend():
+                attachment.outgoing.close_send(message)
+            case TakeCensus():
+                self._report(attachment.census())
+
+    def _answer_unattached(self, message: FromLeader) -> None:
+        """The rank has not attached its pool (again) yet: no ticket is known."""
+        reason = "the rank's pool is not attached yet"
+        match message:
+            case OpenReceive(ticket_id=ticket_id):
+                self._report(ReceiveFailed(ticket_id, HandoffCause.TRANSPORT.value, reason))
+            case OpenSend(ticket_id=ticket_id):
+                self._report(SendFailed(ticket_id, HandoffCause.TRANSPORT.value, reason))
+            case CloseReceive(ticket_id=ticket_id):
+                self._report(ReceiveClosed(ticket_id))
+            case CloseSend(ticket_id=ticket_id):
+                self._report(SendClosed(ticket_id))
+            case TakeCensus():
+                self._report(Census(0, 0, 0, 0, 0))
+            case SetPeers():
+                pass  # kept for when it attaches
+
+    def _report(self, message: FromAgent) -> None:
+        for leader in self._leaders:
+            leader.send(message)
+
+    async def _tick(self) -> None:
+        """Deadlines. An idle agent wakes up twice a second and looks at nothing."""
+        while True:
+            await asyncio.sleep(MAX_TICK_S)
+            if self._attachment is not None:
+                self._attachment.tick()
+
+
+def _end_hung(thread: str) -> None:
+    """Nobody can say what a hung thread still reads or writes, so the process ends with it and says nothing about its
+    handoffs: peers and leader see their connections end, the supervisor starts another agent."""
+    log.error("%s hangs in an operation on a piece: this agent ends", thread)
+    logging.shutdown()
+    os._exit(HUNG_EXIT_CODE)
+
+
+async def serve_agent(path: Path, transports: Transports) -> None:
+    agent = Agent(path, transports, SystemClock())
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, agent.stop)
+    await agent.run()
+
+
+def main(transports: Transports | None = None, arguments: list[str] | None = None) -> None:
+    """The process; `transports` is for tests that break them."""
+    parser = argparse.ArgumentParser(prog="python -m kvtransfer.agent", description="A rank's transfer agent.")
+    parser.add_argument("--socket", type=Path, required=True, help="the unix socket for the rank and its leader")
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument("--log-format", choices=[*LogFormat], type=LogFormat, default=LogFormat.TEXT)
+    options = parser.parse_args(arguments)
+    setup_logging(options.log_level, process=options.socket.stem, log_format=options.log_format)
+    digest.native()  # may have to be built, which links would wait for
+    try:
+        asyncio.run(serve_agent(options.socket, transports or Transports()))
+    except OSError as error:
+        log.error("error: --socket: cannot listen at %s: %s", options.socket, error)
+        os._exit(2)
+    logging.shutdown()
+    os._exit(0)  # a link's thread may hang in a collective operation: it must not hold the process

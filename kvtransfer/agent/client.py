@@ -1,0 +1,155 @@
+"""A rank's connection to a transfer agent. The engine's step loop never waits: sending queues, an I/O loop delivers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kvtransfer.agent.control import Attached, AttachPool, BeginStep, FromAgent, LayerDone, Lead, Range
+from kvtransfer.link.sockets import connect_unix, peer_pid, send_first
+from tandem.engine.api import ExportRange
+from tandem.rpc.channel import Channel, ChannelError, ThreadSender, encode
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 0.02
+MAX_RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    socket_path: Path
+    first: AttachPool | Lead
+    fd: int | None
+    on_message: Callable[[FromAgent], None]
+    on_lost: Callable[[], None]
+    on_connected: Callable[[], None]
+
+
+class AgentClient:
+    """Keeps one connection to an agent, and makes it again when the agent was restarted.
+
+    Args:
+        loop: a running loop in another thread to share; without it the client runs its own in a daemon thread.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = loop or _start_loop()
+        self._sender: ThreadSender | None = None
+        self._pid: int | None = None
+        self._running: Future[None] | None = None
+
+    def connect(
+        self,
+        socket_path: Path | str,
+        first: AttachPool | Lead,
+        fd: int | None,
+        on_message: Callable[[FromAgent], None],
+        on_lost: Callable[[], None],
+        on_connected: Callable[[], None] | None = None,
+    ) -> None:
+        """Starts connecting and returns at once. The callbacks run on the client's loop and must not block.
+
+        Args:
+            first: sent first on every new connection; `AttachPool` goes with `fd`, which stays open and the caller's.
+            on_connected: an agent with an attached pool is there (again); comes before its `Attached`.
+            on_lost: the agent is gone, and everything it was told with it.
+        """
+        connection = _Connection(Path(socket_path), first, fd, on_message, on_lost, on_connected or _nothing)
+        self._running = asyncio.run_coroutine_threadsafe(self._run(connection), self._loop)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the agent, while there is a connection."""
+        return self._pid
+
+    def send(self, message: msgspec.Struct) -> None:
+        """From any thread; never blocks. Without a connection the message is dropped: `on_lost` told so."""
+        if (sender := self._sender) is not None:
+            sender.send(message)
+
+    def close(self) -> None:
+        """No callback comes after this has taken effect on the loop."""
+        if self._running is not None:
+            self._running.cancel()
+
+    async def _run(self, connection: _Connection) -> None:
+        retry_s = FIRST_RETRY_S
+        while True:
+            try:
+                reader, writer = await self._open(connection)
+            except OSError:
+                await asyncio.sleep(retry_s)  # it is being started
+                retry_s = min(2 * retry_s, MAX_RETRY_S)
+                continue
+            retry_s = FIRST_RETRY_S
+            self._sender = sender = ThreadSender(writer)
+            try:
+                await self._listen(Channel(reader, writer, FromAgent), connection)
+            except ChannelError as error:
+                log.warning("the transfer agent sent nonsense: %s", error)
+            finally:
+                self._sender = self._pid = None
+                sender.close()
+                writer.close()
+            connection.on_lost()
+            await asyncio.sleep(retry_s)
+
+    async def _open(self, connection: _Connection) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        raw = await connect_unix(str(connection.socket_path))
+        try:
+            self._pid = peer_pid(raw)
+            await send_first(raw, encode(connection.first), [] if connection.fd is None else [connection.fd])
+            return await asyncio.open_unix_connection(sock=raw)
+        except BaseException:
+            raw.close()
+            raise
+
+    async def _listen(self, channel: Channel[FromAgent], connection: _Connection) -> None:
+        attached = False
+        async for message in channel:
+            if isinstance(message, Attached) and not attached:
+                attached = True
+                connection.on_connected()
+            connection.on_message(message)
+
+
+class RankExporter:
+    """`tandem.engine.api.KvExporter` of one rank: tells its own agent which blocks and layers are finished."""
+
+    def __init__(self, client: AgentClient) -> None:
+        self._client = client
+
+    def begin_step(self, ranges: Sequence[ExportRange]) -> None:
+        self._client.send(BeginStep(tuple(_on_the_wire(each) for each in ranges)))
+
+    def layer_done(self, layer: int) -> None:
+        self._client.send(LayerDone(layer))
+
+
+def _on_the_wire(each: ExportRange) -> Range:
+    return Range(
+        export_id=each.request_id,
+        first_block=each.first_block,
+        block_ids=each.block_ids,
+        last_block_tokens=each.last_block_tokens,
+        in_cache=each.in_cache,
+        is_last=each.is_last,
+    )
+
+
+def _start_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="agent-client", daemon=True).start()
+    return loop
+
+
+def _nothing() -> None:
+    """Nobody asked to hear of it."""

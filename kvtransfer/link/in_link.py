@@ -1,0 +1,337 @@
+"""The receiving end of a link: check the hello, answer, then take frames in order, one piece at a time.
+
+A link ends by its connection ending, never in the middle of a write: whoever wants it gone closes the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvtransfer.agent.control import LinkReport
+from kvtransfer.link.handshake import Hello, Own, Refused, Welcome, check_hello, parse_hello
+from kvtransfer.link.liveness import LinkWatch
+from kvtransfer.link.sockets import peer_is_same_user, receive_first, send_first
+from kvtransfer.link.stream import FrameStream
+from kvtransfer.link.tls import TlsConnection, Wire
+from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.session.piece import FrameType, Header, Piece, as_in_pool, check_size, failure_body
+from kvtransfer.session.receive import ReceiveSession
+from kvtransfer.session.reshard import Link
+from kvtransfer.transports.factory import MAPPED, Transports, max_piece_bytes
+from kvtransfer.transports.protocol import INLINE_BYTES, KvReceiver, LinkThread
+from tandem.errors import IncompatiblePools
+from tandem.rpc.channel import encode
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 5.0
+PLACES_AHEAD = 8  # pieces that wait for the link's thread behind the one it writes: it never idles
+PROBE_TIMEOUT_S = 60.0  # the sender may have to load torch first
+
+
+class InLinkEvents(Protocol):
+    def link_up(self, link: InLink) -> None: ...
+    def link_open(self, link: InLink, ticket_id: str, signed: bytes) -> None: ...
+    def link_session(self, link: InLink, ticket_id: str) -> ReceiveSession | None:
+        """The session that accepted this link, if it still takes pieces."""
+        ...
+
+    def link_knows(self, ticket_id: str) -> bool:
+        """Whether this ticket is or was open here: pieces may still come for one that is over."""
+        ...
+
+    def link_written(self, link: InLink, ticket_id: str, piece: Piece, digest: int, verify_s: float) -> None: ...
+    def link_fault(self, link: InLink, ticket_id: str, fault: HandoffFault, *, writing: bool) -> None:
+        """This ticket cannot go on; `writing`: and a write that had begun ended without its piece."""
+        ...
+
+    def link_finish(self, link: InLink, ticket_id: str, pieces: int) -> None: ...
+    def link_abort(self, link: InLink, ticket_id: str) -> None: ...
+    def link_down(self, link: InLink, cause: HandoffCause, reason: str) -> None: ...
+
+
+@dataclass(slots=True)
+class InLink:
+    """One that shook hands and was probed."""
+
+    own: Own
+    hello: Hello
+    link: Link
+    stream: FrameStream
+    receiver: KvReceiver
+    thread: LinkThread
+    moved_bytes: int = 0
+    is_taking: bool = False
+    watch: LinkWatch = field(init=False)
+    _placing: deque[asyncio.Task[None]] = field(default_factory=deque)
+    _following: deque[tuple[str, int, asyncio.Future[int]]] = field(default_factory=deque)  # digests that must come
+    _placed_at_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.watch = LinkWatch(lambda: self.is_taking or bool(self._placing))
+
+    def reply(self, kind: FrameType, ticket_id: str, seq: int = 0, body: bytes = b"") -> None:
+        self.stream.send(Header(kind, ticket_id, seq=seq), body)
+
+    def fail(self, ticket_id: str, cause: HandoffCause, message: str) -> None:
+        self.reply(FrameType.FAIL, ticket_id, body=failure_body(cause, message))
+
+    def close(self) -> None:
+        """The running loop ends after the write that is under way; one that never ends is the agent's end."""
+        self._no_digest_comes()
+        self.stream.close()
+        self.receiver.close()
+        self.thread.close()
+
+    def report(self, state: str, reason: str) -> LinkReport:
+        hello = self.hello
+        return LinkReport(hello.worker_id, hello.epoch, hello.rank, hello.transport, state, reason, self.moved_bytes)
+
+    async def run(self, events: InLinkEvents) -> None:
+        """Until the connection ends, or nothing comes any more."""
+        cause, reason = HandoffCause.PEER_LOST, "the sender's connection ended"
+        watching = asyncio.create_task(self._watch())
+        try:
+            async for header, body in self.stream.frames():
+                await self._take(events, header, body)
+                await self.stream.drain()  # who does not read our answers may not make us keep them
+                self.watch.heard()
+            self._no_digest_comes()
+            await self._settle()
+        except HandoffFault as fault:
+            cause, reason = fault.cause, fault.message
+            log.warning("link from %s rank %d ends: %s", self.hello.worker_id, self.hello.rank, reason)
+        except ConnectionError:
+            pass  # while an answer was on its way: it has ended
+        finally:
+            if watching.done() and not watching.cancelled():
+                cause, reason = HandoffCause.PEER_LOST, watching.result()
+            watching.cancel()
+            self._no_digest_comes()
+            await asyncio.gather(*self._placing, return_exceptions=True)  # each has told its session
+            events.link_down(self, cause, reason)
+
+    async def _watch(self) -> str:
+        """Closes the link when it stalls; returns why."""
+        try:
+            await self.watch.run(self.stream)
+        except HandoffFault as fault:
+            log.warning("link from %s rank %d stalls: %s", self.hello.worker_id, self.hello.rank, fault.message)
+            self.close()
+            return fault.message
+
+    async def _settle(self, left: int = 0) -> None:
+        """Waits until no more than `left` pieces are being written. Raises HandoffFault: the link must end."""
+        while len(self._placing) > left:
+            await self._placing.popleft()
+
+    async def _take(self, events: InLinkEvents, header: Header, body: bytes) -> None:
+        if header.type not in (FrameType.PIECE, FrameType.DIGEST, FrameType.BEAT):
+            await self._settle()  # an answer to an abort says that nothing is read any more
+        match header.type:
+            case FrameType.PIECE if header.piece is not None:
+                self.watch.moved()
+                self.is_taking = True
+                try:
+                    await self._take_piece(events, header.ticket_id, header.piece, body)
+                finally:
+                    self.is_taking = False
+            case FrameType.DIGEST:
+                self._take_digest(header)
+            case FrameType.OPEN:
+                events.link_open(self, header.ticket_id, body)
+            case FrameType.FINISH:
+                events.link_finish(self, header.ticket_id, header.seq)
+            case FrameType.ABORT:
+                events.link_abort(self, header.ticket_id)
+                self.reply(FrameType.ABORTED, header.ticket_id)
+            case FrameType.BEAT:
+                pass  # the watch has heard
+            case FrameType.PROBE:  # the first was answered before the link was up; these measure
+                await self.probed()
+            case _:
+                raise protocol_fault(f"expected a sender's frame, got {header.type.name}")
+
+    async def probed(self) -> None:
+        self.stream.send(Header(FrameType.PROBED, digest=await self.receiver.receive_probe()))
+
+    async def _take_piece(self, events: InLinkEvents, ticket_id: str, piece: Piece, body: bytes) -> None:
+        hello = self.hello
+        limit = max_piece_bytes(hello.transport, hello.protocol)
+        check_size(piece, self.own.layout, self.link.head_count, int8=hello.int8, max_bytes=limit)
+        if piece.head_start < self.link.head_start or (
+            piece.head_start + piece.head_count > self.link.head_start + self.link.head_count
+        ):
+            raise protocol_fault(f"piece {piece.seq} has heads that are not this link's")
+        arrival = await self.receiver.fetch(piece, body)
+        followed = self._digest_of(ticket_id, piece) if arrival.digest_follows else None
+        wire_bytes, piece = piece.payload_bytes, as_in_pool(piece, self.own.layout)
+        session = events.link_session(self, ticket_id)
+        if session is None:
+            if not events.link_knows(ticket_id):
+                raise protocol_fault(f"piece {piece.seq} is for a ticket that was never shown here")
+            self.fail(ticket_id, HandoffCause.REFUSED_TICKET, "no such ticket is open on this link")
+            await arrival.discard()
+            return
+        try:
+            span = session.begin_piece(self.hello.rank, piece)
+        except HandoffFault as fault:
+            events.link_fault(self, ticket_id, fault, writing=False)
+            await arrival.discard()
+            return
+        placing = self._place(events, ticket_id, piece, wire_bytes, arrival.place(span), followed)
+        if not self.receiver.places_ahead or wire_bytes <= INLINE_BYTES:
+            await placing
+            return
+        task = asyncio.create_task(placing)
+        task.add_done_callback(self._placed)
+        self._placing.append(task)
+        await asyncio.sleep(0)  # it begins before the next frame is looked at
+        await self._settle(left=PLACES_AHEAD)
+
+    def _digest_of(self, ticket_id: str, piece: Piece) -> asyncio.Future[int]:
+        if len(self._following) > PLACES_AHEAD:  # refused ones count too: they would be kept for as long as the link
+            raise protocol_fault(f"expected the digests of {PLACES_AHEAD} pieces before piece {piece.seq}")
+        followed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._following.append((ticket_id, piece.seq, followed))
+        return followed
+
+    def _take_digest(self, header: Header) -> None:
+        if not self._following or header.digest is None or self._following[0][:2] != (header.ticket_id, header.seq):
+            raise protocol_fault(f"expected no digest of piece {header.seq} here")
+        *_, followed = self._following.popleft()
+        followed.set_result(header.digest)
+
+    def _no_digest_comes(self) -> None:
+        for *_, followed in self._following:
+            if not followed.done():
+                lost = HandoffFault(HandoffCause.PEER_LOST, "the connection ended before the digest of a piece came")
+                followed.set_exception(lost)
+                followed.exception()  # nobody waits for that of a piece which was refused
+        self._following.clear()
+
+    async def _place(
+        self,
+        events: InLinkEvents,
+        ticket_id: str,
+        piece: Piece,
+        wire_bytes: int,
+        placing: Coroutine[None, None, int],
+        followed: asyncio.Future[int] | None,
+    ) -> None:
+        """One write that its session waits for, to its end, however it ends. Raises HandoffFault: so must the link."""
+        started_s = time.perf_counter()
+        try:
+            digest = await placing
+            if followed is not None:
+                digest ^= await followed
+        except HandoffFault as fault:
+            events.link_fault(self, ticket_id, fault, writing=True)
+            raise
+        except (MemoryError, RuntimeError, ValueError, OSError, asyncio.CancelledError) as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise  # the agent ends, and the write may go on; else the closed link took it from its thread's queue
+            failed = HandoffFault(HandoffCause.TRANSPORT, f"piece {piece.seq} could not be written: {error}")
+            events.link_fault(self, ticket_id, failed, writing=True)
+            raise failed from error
+        self.watch.moved()
+        self.moved_bytes += wire_bytes
+        ended_s = time.perf_counter()
+        writing_s = ended_s - max(started_s, self._placed_at_s)  # not the wait for the one before
+        self._placed_at_s = ended_s
+        events.link_written(self, ticket_id, piece, digest, writing_s)
+
+    def _placed(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self.stream.close()  # `run` must hear of it, even when no frame comes any more
+
+
+class LinkAcceptor:
+    """What the agent's two listeners do with a connection."""
+
+    def __init__(
+        self, own: Own, transports: Transports, events: InLinkEvents, report: Callable[[LinkReport], None]
+    ) -> None:
+        self._own = own
+        self._transports = transports
+        self._events = events
+        self._report = report
+
+    async def accept(self, raw: socket.socket) -> None:
+        """One connection, to its end. Whatever comes, only this connection suffers."""
+        thread: LinkThread | None = None
+        fds: list[int] = []
+        wire: Wire = raw
+        try:
+            with raw:
+                if raw.family == socket.AF_UNIX and not peer_is_same_user(raw):
+                    return
+                if raw.family != socket.AF_UNIX:
+                    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    if self._own.tls is not None:
+                        wire = await TlsConnection.accept(raw.dup(), self._own.tls)
+                async with asyncio.timeout(HELLO_TIMEOUT_S):
+                    body, fds = await receive_first(wire)
+                hello = parse_hello(body)
+                thread = self._transports.thread(f"link-{hello.worker_id}-{hello.rank}")
+                link = await self._welcome(wire, hello, fds, thread)
+            if link is not None:
+                await self._run(link)
+        except (HandoffFault, OSError, TimeoutError) as error:
+            log.info("a link's connection ended before it was ready: %s", error or type(error).__name__)
+        finally:
+            if isinstance(wire, TlsConnection):
+                wire.close()
+            for fd in fds:
+                os.close(fd)
+            if thread is not None:
+                thread.close()
+
+    async def _welcome(self, raw: Wire, hello: Hello, fds: list[int], thread: LinkThread) -> InLink | None:
+        """The link after its handshake; None when it was refused for good."""
+        own, attach = self._own, self._own.attach
+        digests = attach.digests or hello.digests
+        try:
+            link = check_hello(hello, own)
+            if (hello.transport == MAPPED) != (raw.family == socket.AF_UNIX):
+                raise protocol_fault(f"transport: {hello.transport} does not go over this kind of socket")
+            receiver = await self._transports.receiver(own, hello, link, thread, digests=digests)
+            terms = await receiver.prepare(fds)
+        except (HandoffFault, IncompatiblePools) as error:
+            if isinstance(error, HandoffFault) and error.cause is HandoffCause.TRANSPORT:
+                raise  # it may work the next time: only what never will is refused
+            cause = error.cause if isinstance(error, HandoffFault) else HandoffCause.TRANSPORT
+            log.warning("refused a link from %s rank %d: %s", hello.worker_id, hello.rank, error)
+            await send_first(raw, encode(Refused(cause.value, error.message)), [])
+            return None
+        try:
+            welcome = Welcome(attach.worker_id, attach.epoch, attach.rank, digests, **terms._asdict())
+            await send_first(raw, encode(welcome), [])
+            await receiver.establish()
+            stream = await self._transports.frames(raw if isinstance(raw, TlsConnection) else raw.dup())
+            stream.version = hello.protocol
+        except BaseException:
+            receiver.close()
+            raise
+        return InLink(own, hello, link, stream, receiver, thread)
+
+    async def _run(self, link: InLink) -> None:
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                frame = await link.stream.receive()
+            if frame is None or frame[0].type is not FrameType.PROBE:
+                raise protocol_fault("expected a probe first")
+            await link.probed()
+            link.thread.moves_pieces = True
+            self._events.link_up(link)
+            await link.run(self._events)
+        finally:
+            link.close()

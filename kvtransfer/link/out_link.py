@@ -1,0 +1,298 @@
+"""The sending end of a link: connect, shake hands, probe, then pump frames and pieces; again after a failure.
+
+    connecting ──probe good──▶ ready ──connection ended──▶ down ──backoff──▶ connecting
+        └── refused: for as long as both ends live
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from kvtransfer.agent.control import LinkReport, Peer
+from kvtransfer.link.fair_queue import FairQueue
+from kvtransfer.link.handshake import LinkRefused, Own, make_hello, receive_answer
+from kvtransfer.link.liveness import LinkWatch
+from kvtransfer.link.meter import LinkMeter
+from kvtransfer.link.sockets import connect_tcp, connect_unix, send_first
+from kvtransfer.link.stream import FrameStream
+from kvtransfer.link.tls import TlsConnection, Wire
+from kvtransfer.pool.pool import Span
+from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.session.piece import MAX_PIECE_BYTES, FrameType, Header, Piece
+from kvtransfer.session.reshard import Link
+from kvtransfer.session.versions import many_probes
+from kvtransfer.transports.factory import MAPPED, Transports, carries_int8, choose_transport, max_piece_bytes
+from kvtransfer.transports.protocol import KvSender
+from tandem.clock import SystemClock
+from tandem.errors import IncompatiblePools
+from tandem.rpc.channel import encode
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+HANDSHAKE_TIMEOUT_S = 60.0  # the peer may have to load torch first
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+MIN_WINDOW_BYTES = 2 * MAX_PIECE_BYTES  # unacknowledged on one link: it stays full, and tickets take turns here
+MAX_WINDOW_BYTES = 16 * MAX_PIECE_BYTES
+WINDOW_S = 0.02  # what a fast link moves in this time: its agents may have to wait for a core, but not its threads
+PROBES = 5
+
+
+class LinkState(StrEnum):
+    """As in LinkReport."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    REFUSED = "refused"
+    DOWN = "down"
+
+
+class OutLinkEvents(Protocol):
+    def link_ready(self, link: OutLink) -> None: ...
+    def link_frame(self, link: OutLink, header: Header, body: bytes) -> None: ...
+    def link_down(self, link: OutLink, cause: HandoffCause, reason: str, *, final: bool) -> None:
+        """The connection ended, or could not be made; `final`: there will be no other."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    header: Header
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    wanted: Callable[[], bool]
+    ticket_id: str
+    piece: Piece
+    span: Span
+
+
+class OutLink:
+    def __init__(
+        self,
+        own: Own,
+        peer: Peer,
+        link: Link,
+        transports: Transports,
+        events: OutLinkEvents,
+        report: Callable[[LinkReport], None],
+    ) -> None:
+        self.peer = peer
+        self.state = LinkState.CONNECTING
+        self.reason = ""
+        self.moved_bytes = 0
+        self.is_wanted = True
+        self.max_piece_bytes = MAX_PIECE_BYTES
+        self._meter = LinkMeter(SystemClock())
+        self._own = own
+        self._link = link
+        self._transports = transports
+        self._events = events
+        self._report = report
+        self._kind = ""
+        self._jobs = FairQueue(self._may_go)
+        self._watch = LinkWatch(self._is_moving)
+        self._backoff_s = FIRST_BACKOFF_S
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is LinkState.READY
+
+    @property
+    def is_refused(self) -> bool:
+        return self.state is LinkState.REFUSED
+
+    def send(self, header: Header, body: bytes = b"") -> None:
+        """Queues a frame behind the pieces of its ticket."""
+        self._jobs.put(header.ticket_id, _Frame(header, body))
+
+    def push(self, wanted: Callable[[], bool], ticket_id: str, piece: Piece, span: Span) -> None:
+        """Queues a piece; it is dropped when `wanted` says no by the time it is its turn."""
+        self._jobs.put(ticket_id, _Push(wanted, ticket_id, piece, span))
+
+    def report(self) -> None:
+        if not self.is_wanted:
+            return  # that its task ends is no news to those who were told that it is closed
+        peer, meter = self.peer, self._meter
+        self._report(
+            LinkReport(
+                peer.worker_id, peer.epoch, peer.rank, self._kind, self.state.value, self.reason, self.moved_bytes,
+                meter.latency_s, meter.bytes_per_s,
+            )
+        )  # fmt: skip
+
+    async def run(self) -> None:
+        """Until it is refused; or cancelled, when the peer is gone from the directory."""
+        while True:
+            try:
+                await self._connect()
+                reason, final = "the connection ended", False
+            except IncompatiblePools as refused:
+                reason, final = refused.message, True
+            except HandoffFault as fault:
+                reason, final = fault.message, False
+            except (OSError, ValueError, TimeoutError) as error:
+                name = f"{self.peer.worker_id} rank {self.peer.rank}"
+                reason = f"cannot reach {name}: {error or type(error).__name__}"
+                final = isinstance(error, ssl.SSLCertVerificationError)
+            except Exception as error:  # a transport's library may raise anything; this link suffers, not the agent
+                log.exception("link to %s rank %d", self.peer.worker_id, self.peer.rank)
+                reason, final = f"{type(error).__name__}: {error}", False
+            except asyncio.CancelledError:
+                self._enter(LinkState.DOWN, "the peer is gone")
+                raise
+            self._enter(LinkState.REFUSED if final else LinkState.DOWN, reason)
+            cause = HandoffCause.TRANSPORT if final else HandoffCause.PEER_LOST
+            self._events.link_down(self, cause, reason, final=final)
+            if final:
+                return
+            await asyncio.sleep(self._backoff_s)
+            self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+
+    def _enter(self, state: LinkState, reason: str) -> None:
+        self.state, self.reason = state, reason
+        self.report()
+
+    async def _connect(self) -> None:
+        """Returns or raises when the connection ended."""
+        peer = self.peer
+        self._enter(LinkState.CONNECTING, self.reason)
+        self._kind, reason = choose_transport(self._own, peer)
+        thread = self._transports.thread(f"link-{peer.worker_id}-{peer.rank}")
+        sender: KvSender | None = None
+        stream: FrameStream | None = None
+        try:
+            sender = await self._transports.sender(self._kind, self._own, peer, thread)
+            stream = await self._shake_hands(sender)
+            self._meter.reconnected()
+            self.max_piece_bytes = max_piece_bytes(self._kind, stream.version)
+            for _ in range(PROBES if many_probes(stream.version) else 1):
+                async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                    await self._probe(sender, stream)
+            self._jobs = FairQueue(self._may_go)
+            self._watch = LinkWatch(self._is_moving)
+            thread.moves_pieces = True
+            self._backoff_s = FIRST_BACKOFF_S
+            self._enter(LinkState.READY, reason)
+            self._events.link_ready(self)
+            await self._carry(sender, stream)
+        finally:
+            if stream is not None:
+                stream.close()
+            if sender is not None:
+                sender.close()
+            thread.close()
+
+    async def _shake_hands(self, sender: KvSender) -> FrameStream:
+        peer = self.peer
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            raw = await self._dial()
+        fds: list[int] = []
+        try:
+            fds = sender.hello_fds()
+            hello = make_hello(
+                self._own, peer, self._link, self._kind, int8=carries_int8(self._kind, self._own, peer)
+            )
+            await send_first(raw, encode(hello), fds)
+            welcome = await receive_answer(raw, HANDSHAKE_TIMEOUT_S)
+            if (welcome.worker_id, welcome.epoch, welcome.rank) != (peer.worker_id, peer.epoch, peer.rank):
+                raise LinkRefused(f"another life answered: {welcome.worker_id}, epoch {welcome.epoch}")
+            await sender.establish(welcome)
+        except BaseException:
+            raw.close()
+            raise
+        finally:
+            for fd in fds:
+                os.close(fd)
+        stream = await self._transports.frames(raw)
+        stream.version = hello.protocol
+        return stream
+
+    async def _dial(self) -> Wire:
+        if self._kind == MAPPED:
+            return await connect_unix(self.peer.mapped_path)
+        raw = await connect_tcp(self.peer.tcp_address)
+        return raw if self._own.tls is None else await TlsConnection.connect(raw, self._own.tls)
+
+    async def _probe(self, sender: KvSender, stream: FrameStream) -> None:
+        started_s = time.monotonic()
+        digest = await sender.send_probe(stream)
+        header = Header(FrameType.BEAT)
+        while header.type is FrameType.BEAT:  # the receiving end is up since the first probe
+            answer = await stream.receive()
+            if answer is None:
+                raise protocol_fault("the connection ended during the probe")
+            header, _ = answer
+        if header.type is not FrameType.PROBED:
+            raise protocol_fault(f"expected the probe's answer, got {header.type.name}")
+        if header.digest != digest:
+            raise LinkRefused(f"the probe arrived corrupted over {self._kind}")
+        self._meter.probed(time.monotonic() - started_s)
+
+    async def _carry(self, sender: KvSender, stream: FrameStream) -> None:
+        """Sends and receives until either ends."""
+        works = (self._send_jobs(sender, stream), self._read(stream), self._watch.run(stream))
+        tasks = [asyncio.create_task(work) for work in works]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    async def _send_jobs(self, sender: KvSender, stream: FrameStream) -> None:
+        while True:
+            match await self._jobs.get():
+                case _Frame(header, body):
+                    await sender.settle()
+                    stream.send(header, body)
+                case _Push(wanted, ticket_id, piece, span) if wanted():
+                    if not self._is_moving():
+                        self._watch.moved()
+                    self._meter.pushed(ticket_id, piece.seq, piece.payload_bytes)
+                    self.moved_bytes += piece.payload_bytes  # before it may be acknowledged, and the ticket be over
+                    await sender.push(stream, ticket_id, piece, span)
+
+    async def _read(self, stream: FrameStream) -> None:
+        async for header, body in stream.frames():
+            if header.type is FrameType.BEAT:
+                self._watch.heard()
+                continue
+            self._answered(header)
+            self._events.link_frame(self, header, body)
+
+    # --- the window ----------------------------------------------------------------------------------------------
+
+    def _may_go(self, job: _Frame | _Push) -> bool:
+        moved_bytes = WINDOW_S * (self._meter.bytes_per_s or 0.0)
+        full = self._meter.in_flight_bytes >= min(max(MIN_WINDOW_BYTES, moved_bytes), MAX_WINDOW_BYTES)
+        return not (full and isinstance(job, _Push) and job.wanted())
+
+    def _answered(self, header: Header) -> None:
+        """An acknowledgement makes room; after a failure or an abort no others of the ticket will come."""
+        if header.type is FrameType.ACK:
+            self._meter.acknowledged(header.ticket_id, header.seq)
+        elif header.type in (FrameType.FAIL, FrameType.ABORTED):
+            self._meter.dropped(header.ticket_id)
+        else:
+            self._watch.heard()
+            return
+        self._watch.moved()
+        self._jobs.look_again()
+
+    def _is_moving(self) -> bool:
+        return self._meter.in_flight_bytes > 0

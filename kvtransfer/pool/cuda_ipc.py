@@ -1,0 +1,210 @@
+"""Every line that only a GPU can run: a pool's memory named to other processes and opened there, and streams.
+
+The driver's interface, by its documentation (CUDA Driver API, "Memory Management", "Primary Context Management"):
+
+    cuMemGetAddressRange    the allocation that a pointer lies in: torch's allocator may have put the pool inside one
+    cuIpcGetMemHandle       64 bytes that name an allocation of cuMemAlloc to other processes; for its base only
+    cuIpcOpenMemHandle      that allocation, in the current context of this process; not in the process that made it
+    cuIpcCloseMemHandle     once for each open
+
+torch has private functions for the same, but what they exchange differs between versions and counts references in
+files. A context is current for one thread, so `_bind` comes before each call. Processes name a GPU by its UUID, as
+ordinals depend on CUDA_VISIBLE_DEVICES.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvtransfer.agent.control import IPC_HANDLE_BYTES, DeviceMemory
+from kvtransfer.session.causes import HandoffCause, HandoffFault
+from tandem.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+LAZY_ENABLE_PEER_ACCESS: Final = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that may be given
+
+
+class IpcHandle(ctypes.Structure):
+    """CUipcMemHandle; passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * IPC_HANDLE_BYTES),)
+
+
+class Driver(Protocol):
+    """Of libcuda, what is used here. Every function returns a CUresult, 0 for success."""
+
+    cuInit: Callable[..., int]
+    cuDeviceGet: Callable[..., int]
+    cuDevicePrimaryCtxRetain: Callable[..., int]
+    cuCtxSetCurrent: Callable[..., int]
+    cuMemGetAddressRange_v2: Callable[..., int]
+    cuIpcGetMemHandle: Callable[..., int]
+    cuIpcOpenMemHandle_v2: Callable[..., int]
+    cuIpcCloseMemHandle: Callable[..., int]
+
+
+class CudaError(Exception):
+    """A function of the driver failed."""
+
+
+def load_driver() -> Driver:
+    """Raises OSError: no driver is installed."""
+    driver: Any = ctypes.CDLL("libcuda.so.1")
+    address, size, number = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int
+    out = ctypes.POINTER
+    driver.cuInit.argtypes = [ctypes.c_uint]
+    driver.cuDeviceGet.argtypes = [out(number), number]
+    driver.cuDevicePrimaryCtxRetain.argtypes = [out(ctypes.c_void_p), number]
+    driver.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
+    driver.cuMemGetAddressRange_v2.argtypes = [out(address), out(size), address]
+    driver.cuIpcGetMemHandle.argtypes = [out(IpcHandle), address]
+    driver.cuIpcOpenMemHandle_v2.argtypes = [out(address), IpcHandle, ctypes.c_uint]
+    driver.cuIpcCloseMemHandle.argtypes = [address]
+    loaded: Driver = driver
+    return loaded
+
+
+# --- the four functions, on any driver -----------------------------------------------------------------------------
+
+
+def name_allocation(driver: Driver, index: int, pointer: int) -> tuple[bytes, int]:
+    """The handle of the allocation that `pointer` lies in, and the pointer's offset there. Raises CudaError."""
+    _bind(driver, index)
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), IpcHandle()
+    _check("cuMemGetAddressRange", driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), pointer))
+    _check("cuIpcGetMemHandle", driver.cuIpcGetMemHandle(ctypes.byref(handle), base))
+    return bytes(handle), pointer - base.value
+
+
+def open_allocation(driver: Driver, index: int, handle: bytes) -> int:
+    """Where an allocation of another process begins in this one. Raises CudaError."""
+    _bind(driver, index)
+    base = ctypes.c_uint64()
+    given = IpcHandle.from_buffer_copy(handle)
+    _check("cuIpcOpenMemHandle", driver.cuIpcOpenMemHandle_v2(ctypes.byref(base), given, LAZY_ENABLE_PEER_ACCESS))
+    return base.value
+
+
+def close_allocation(driver: Driver, index: int, base: int) -> None:
+    """Raises CudaError."""
+    _bind(driver, index)
+    _check("cuIpcCloseMemHandle", driver.cuIpcCloseMemHandle(base))
+
+
+def _bind(driver: Driver, index: int) -> None:
+    """Makes torch's context of this device (the primary one) current in this thread, and keeps it for good."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    _check("cuInit", driver.cuInit(0))
+    _check("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), index))
+    _check("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    _check("cuCtxSetCurrent", driver.cuCtxSetCurrent(context))
+
+
+def _check(name: str, result: int) -> None:
+    if result != 0:
+        raise CudaError(f"{name} failed: CUresult {result}")
+
+
+# --- torch ---------------------------------------------------------------------------------------------------------
+
+
+def gpu_uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def gpu_index(uuid: str) -> int | None:
+    """This process's ordinal of a GPU; None: it does not see that one."""
+    return next((index for index in range(torch.cuda.device_count()) if gpu_uuid(index) == uuid), None)
+
+
+def export_tensor(tensor: Tensor) -> DeviceMemory:
+    """A contiguous CUDA tensor's memory, for other processes, as long as the tensor lives.
+
+    Raises:
+        ConfigError: its allocation cannot be shared.
+    """
+    index = tensor.get_device()
+    try:
+        with torch.cuda.device(index):  # gives the thread its own device back
+            handle, offset = name_allocation(load_driver(), index, tensor.data_ptr())
+    except (CudaError, OSError) as error:
+        raise ConfigError(
+            f"engine.device: the KV pool on cuda:{index} cannot be shared with its transfer agent: {error}; expected "
+            "memory of cudaMalloc: run without expandable_segments and backend:cudaMallocAsync in PYTORCH_ALLOC_CONF",
+            field="engine.device",
+        ) from error
+    return DeviceMemory(gpu_uuid(index), tensor.nbytes, handle, offset)
+
+
+class _Mapped:
+    """An opened allocation; closed when the last tensor on it is gone."""
+
+    def __init__(self, driver: Driver, index: int, base: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {  # torch takes no read-only arrays: that we only read a peer's is up to us
+            "shape": (size_bytes,), "typestr": "|u1", "data": (base, False), "strides": None, "version": 3,
+        }  # fmt: skip
+        weakref.finalize(self, _let_go, driver, index, base).atexit = False  # the end of a process closes everything
+
+
+def _let_go(driver: Driver, index: int, base: int) -> None:
+    try:
+        close_allocation(driver, index, base)
+    except CudaError as error:
+        log.warning("a peer's pool stays open: %s", error)
+
+
+def open_memory(memory: DeviceMemory) -> Tensor:
+    """u8 [size_bytes] of another process's GPU memory.
+
+    How large the allocation is cannot be asked for here by what the driver documents; who names too much of it, and is
+    the same user, makes this process fail at the first access, as DeviceLost.
+
+    Raises:
+        HandoffFault: (transport) this process cannot reach it.
+    """
+    index = gpu_index(memory.device)
+    if index is None:
+        raise HandoffFault(HandoffCause.TRANSPORT, f"pool: no GPU {memory.device} is visible to this process")
+    try:
+        driver = load_driver()
+        with torch.cuda.device(index):
+            base = open_allocation(driver, index, memory.handle)
+        mapped = _Mapped(driver, index, base, memory.offset + memory.size_bytes)
+        return torch.as_tensor(mapped, device=torch.device("cuda", index))[memory.offset :]
+    except (CudaError, OSError, RuntimeError) as error:
+        raise HandoffFault(HandoffCause.TRANSPORT, f"pool: cannot open it on cuda:{index}: {error}") from error
+
+
+def reaches(own: str, peer: str) -> bool:
+    """Whether kernels on GPU `own` can read memory of GPU `peer`."""
+    if own == peer:
+        return True
+    here, there = gpu_index(own), gpu_index(peer)
+    return here is not None and there is not None and torch.cuda.can_device_access_peer(here, there)
+
+
+def make_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def run_on(stream: torch.cuda.Stream, work: Callable[[], T]) -> T:
+    """Does `work` on the stream and waits until it is done there, without the interpreter lock.
+
+    A copy from another GPU runs on that GPU's current stream; torch makes ours wait for it, so the event covers it.
+    """
+    # A blocking event lets the thread sleep: links may outnumber cores.
+    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        result = work()
+        done.record(stream)
+    done.synchronize()
+    return result

@@ -1,0 +1,129 @@
+"""The digest of a piece: xxh3_64 over its valid bytes in canonical order (block, layer, K/V, head, token).
+
+It covers the bytes as sent, so it holds for any reshard. It finds corruption and mix-ups; against forgery stand the
+ticket's signature and, between hosts, TLS.
+
+It is made while the bytes are copied: in one pass by native code where that can be had, else by the xxhash package,
+each stretch read again while the CPU's cache holds it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from kvtransfer.pool.pool import Bytes, Copier, PoolMap, Span
+from kvtransfer.session.piece import payload_bytes
+from tandem.errors import ConfigError
+from tandem.native.digest import SHORTEST_BYTES, STRIPE_BYTES, NativeDigest, checked_library
+
+log = logging.getLogger(__name__)
+
+STREAM_BYTES = 512 << 10  # pool to pool: the C library copies past the cache (agent_env), and the source stays in it
+STAGE_BYTES = 256 << 10   # into and out of buffers that are read next: half of a core's second-level cache
+_DIRECT_BYTES = 16 << 10  # contiguous parts of this size are hashed where they lie
+_GATHER_BYTES = 1 << 20   # smaller ones are gathered first, this much at a time: it stays in the CPU's cache
+
+
+class Digest(Copier, Protocol):
+    """Takes a piece's parts in canonical order, copied or only read."""
+
+    def feed(self, part: Bytes) -> None: ...
+
+    def value(self) -> int: ...
+
+
+def start_digest(size_bytes: int, grain_bytes: int = 1) -> Digest:
+    """Of `size_bytes` bytes in parts whose contiguous rows are multiples of `grain_bytes`."""
+    if grain_bytes % STRIPE_BYTES or size_bytes < SHORTEST_BYTES or (library := native()) is None:
+        return XxhashDigest()
+    return NativeDigest(size_bytes, library)
+
+
+@cache
+def native() -> Any | None:
+    """The library, which takes a second to build the very first time."""
+    try:
+        return checked_library()
+    except ConfigError as error:
+        log.warning("digests are made by the xxhash package, more slowly: %s", error.message)
+        return None
+
+
+def digest_of(pool: PoolMap, span: Span) -> int:
+    """The 64-bit digest of a span of a pool."""
+    digest = _of_span(pool, span)
+    for part in pool.slices(span):
+        digest.feed(part)
+    return digest.value()
+
+
+def copy_and_digest(target: PoolMap, source: PoolMap, read: Span, write: Span) -> int:
+    """Copies a piece between pools; returns the digest of its source.
+
+    The source may change under us until its owner has proved that it did not (FINISH). Whatever it changes to, early
+    or late, the digest is then another one; and our own blocks need no second look, as nobody else writes to them.
+    """
+    digest = _of_span(target, write)
+    target.copy_from(source, read, write, digest)
+    return digest.value()
+
+
+def digest_of_bytes(data: bytes | memoryview) -> int:
+    """The digest of bytes that are already in canonical order."""
+    return int(xxhash.xxh3_64_intdigest(data))
+
+
+def _of_span(pool: PoolMap, span: Span) -> Digest:
+    layout = pool.layout
+    size = payload_bytes(layout, len(span.block_ids), span.last_block_tokens, span.layer_count, span.head_count)
+    return start_digest(size, layout.token_bytes)
+
+
+class XxhashDigest:
+    def __init__(self) -> None:
+        self._hasher = xxhash.xxh3_64()
+
+    def copy(self, target: Bytes, source: Bytes, *, past_cache: bool) -> None:
+        for target_part, source_part in _chunks(target, source, STREAM_BYTES if past_cache else STAGE_BYTES):
+            np.copyto(target_part, source_part)
+            self.feed(source_part if past_cache or not target_part.flags.c_contiguous else target_part)
+
+    def feed(self, part: Bytes) -> None:
+        if part.flags.c_contiguous:
+            self._hasher.update(part.data)
+        elif part.nbytes <= _GATHER_BYTES and part[0].nbytes < _DIRECT_BYTES:
+            self._hasher.update(np.ascontiguousarray(part).data)
+        elif len(part) > 1 and part[0].nbytes < _DIRECT_BYTES:
+            step = max(1, _GATHER_BYTES // part[0].nbytes)
+            for start in range(0, len(part), step):
+                self.feed(part[start : start + step])
+        else:
+            for inner in part:
+                self.feed(inner)
+
+    def value(self) -> int:
+        return int(self._hasher.intdigest())
+
+
+def _chunks(a: Bytes, b: Bytes, size: int) -> Iterator[tuple[Bytes, Bytes]]:
+    """Two arrays of one shape in parts of about `size` bytes, in order: flat where both are contiguous, else along
+    the first axis that makes parts small enough."""
+    if a.nbytes <= size:
+        yield a, b
+    elif a.flags.c_contiguous and b.flags.c_contiguous:
+        a, b = a.reshape(-1), b.reshape(-1)
+        for start in range(0, a.size, size):
+            yield a[start : start + size], b[start : start + size]
+    elif a[0].nbytes >= size:
+        for each_a, each_b in zip(a, b, strict=True):
+            yield from _chunks(each_a, each_b, size)
+    else:
+        step = size // a[0].nbytes
+        for start in range(0, len(a), step):
+            yield a[start : start + step], b[start : start + step]

@@ -1,0 +1,336 @@
+"""A transfer agent that breaks as planned, for tests: `python -m kvtransfer.testing.agent --faults JSON --socket PATH`.
+
+JSON is a `tandem.testing.models.FaultSettings`. Works with any transport: what is broken is the link's frames and the halves
+that `Transports` makes. Points, each an operation that a plan counts:
+
+    frames, where they leave     open piece finish abort probe · accept ack fail aborted probed · beat (only if named)
+    a piece before it leaves     digest (its digest changes), memory (mapped: its blocks change after it was taken),
+                                 blocks (mapped: it names blocks that the pool does not have)
+    the sender's operations      hello connect send_probe push
+    the receiver's operations    prepare join fetch place
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+
+from kvtransfer.agent.agent import main
+from kvtransfer.agent.control import Peer
+from kvtransfer.link.handshake import Hello, Own, Welcome
+from kvtransfer.link.stream import FrameStream
+from kvtransfer.link.tls import Wire
+from kvtransfer.pool.digest import digest_of
+from kvtransfer.pool.pool import PoolMap, Span
+from kvtransfer.pool.pools import Pool
+from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.session.piece import FrameType, Header, Piece
+from kvtransfer.session.reshard import Link
+from kvtransfer.transports.factory import Transports
+from kvtransfer.transports.protocol import INLINE_BYTES, Arrival, KvReceiver, KvSender, LinkThread, Terms
+from tandem.testing.models import Fault, FaultKind, FaultPlan, FaultSettings
+
+HANG_S: Final = 3600.0
+_ANY_FRAME: Final = tuple(FaultKind)
+_OPERATION: Final = (FaultKind.FAIL, FaultKind.DELAY, FaultKind.HANG)
+_SETUP: Final = (FaultKind.FAIL, FaultKind.DELAY)
+
+
+def broken(point: str) -> HandoffFault:
+    return HandoffFault(HandoffCause.TRANSPORT, f"fault point: {point} fails")
+
+
+class FaultyWriter:
+    """A stream's writer that does to the next frame what `fault` says. Keeps the order of frames unless told not to."""
+
+    def __init__(self, inner: asyncio.StreamWriter) -> None:
+        self.fault: Fault | None = None
+        self._inner = inner
+        self._held: list[bytes] = []
+        self._is_hung = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def write(self, data: bytes) -> None:
+        fault, self.fault = self.fault, None
+        if self._is_hung:
+            return
+        if fault is None:
+            self._pass(data)
+            return
+        match fault.kind:
+            case FaultKind.DELAY | FaultKind.REORDER:
+                self._hold(data, fault)
+            case FaultKind.DUPLICATE:
+                self._pass(data)
+                self._pass(data)
+            case FaultKind.FLIP:
+                self._pass(flip(data, fault.number))
+            case FaultKind.TRUNCATE:
+                self._pass(data[: fault.number % len(data)])
+                self._inner.close()
+            case FaultKind.FAIL:
+                self._inner.transport.abort()
+            case FaultKind.HANG:
+                self._is_hung = True
+            case _:
+                pass  # dropped
+
+    def _pass(self, data: bytes) -> None:
+        if self._held and self._held[0] == b"":  # a delay: all that follows waits too
+            self._held.append(data)
+            return
+        self._inner.write(data)
+        self._release()
+
+    def _hold(self, data: bytes, fault: Fault) -> None:
+        if self._held:
+            self._held.append(data)
+            return
+        self._held = [b"", data] if fault.kind is FaultKind.DELAY else [data]
+        asyncio.get_running_loop().call_later(fault.delay_s, self._release)
+
+    def _release(self) -> None:
+        held, self._held = self._held, []
+        if not self._inner.is_closing():
+            self._inner.write(b"".join(held))
+
+
+def flip(data: bytes, number: int) -> bytes:
+    bit = number % (8 * len(data))
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+class FaultyStream(FrameStream):
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, plan: FaultPlan) -> None:
+        self._faulty = FaultyWriter(writer)
+        super().__init__(reader, cast("asyncio.StreamWriter", self._faulty))
+        self._plan = plan
+        self.memory: tuple[Pool, Span] | None = None
+
+    @classmethod
+    def around(cls, stream: FrameStream, plan: FaultPlan) -> FaultyStream:
+        return cls(stream._reader, stream._writer, plan)
+
+    def send(self, header: Header, body: bytes = b"") -> None:
+        if header.type is FrameType.PIECE and header.piece is not None:
+            header, body = self._before_piece(header, header.piece, body)
+        point = header.type.name.lower()
+        fault = None
+        if header.type is not FrameType.BEAT or self._plan.is_at("beat"):
+            fault = self._plan.next(point, _ANY_FRAME)
+        if fault is not None and fault.kind is FaultKind.MISADDRESS:
+            header, body = misaddress(header, body, fault.number)
+            fault = None
+        self._faulty.fault = fault
+        super().send(header, body)
+
+    def _before_piece(self, header: Header, piece: Piece, body: bytes) -> tuple[Header, bytes]:
+        if piece.digest is not None and (fault := self._plan.next("digest", (FaultKind.FLIP,))):
+            header = replace(header, piece=replace(piece, digest=piece.digest ^ 1 << fault.number % 64))
+        copied_first = piece.payload_bytes > INLINE_BYTES  # both ends would find the same wrong bytes
+        if body and self.memory and not copied_first and (fault := self._plan.next("memory", (FaultKind.FLIP,))):
+            flip_in_pool(*self.memory, fault.number)
+        if body and self._plan.next("blocks", (FaultKind.MISADDRESS,)):
+            body = b"\x00\x00\x00\x7f" * (len(body) // 4)
+        return header, body
+
+
+def misaddress(header: Header, body: bytes, number: int) -> tuple[Header, bytes]:
+    """A well-formed frame for somewhere else."""
+    piece = header.piece
+    if piece is None:
+        if header.type in (FrameType.FINISH, FrameType.ACK) and number % 2:
+            return replace(header, seq=header.seq + 1), body
+        return replace(header, ticket_id=f"{number:032x}"), body
+    changes: tuple[Callable[[], Piece], ...] = (
+        lambda: replace(piece, first_block=piece.first_block + 1),
+        lambda: replace(piece, layer_start=piece.layer_start + 1),
+        lambda: replace(piece, seq=piece.seq + 1),
+        lambda: replace(piece, head_start=piece.head_start + 1),
+        lambda: replace(piece, block_count=piece.block_count + 1),
+    )
+    choice = number % (len(changes) + 1)
+    if choice == len(changes):
+        return replace(header, ticket_id=f"{number:032x}"), body
+    return replace(header, piece=changes[choice]()), body
+
+
+def flip_in_pool(pool: Pool, span: Span, number: int) -> None:
+    """One bit of the first valid token of some block and layer of the span."""
+    block = span.block_ids[number % len(span.block_ids)]
+    layer = span.layer_start + number % span.layer_count
+    where = (block, layer, number % 2, span.head_start, 0, 0)
+    if isinstance(pool, PoolMap):
+        pool.blocks[where] ^= np.uint8(1 << number % 8)
+    else:
+        pool.words[where] ^= 1 << number % 8
+
+
+def host_digest(pool: Pool, span: Span) -> int:
+    with pool.on_host(span, write=False) as (host, inner):
+        return digest_of(host, inner)
+
+
+class FaultySender:
+    def __init__(self, inner: KvSender, own: Own, thread: LinkThread, plan: FaultPlan) -> None:
+        self._inner = inner
+        self._own = own
+        self._thread = thread
+        self._plan = plan
+
+    def hello_fds(self) -> list[int]:
+        if self._plan.next("hello", (FaultKind.FAIL,)):
+            raise broken("hello")
+        return self._inner.hello_fds()
+
+    async def establish(self, welcome: Welcome) -> None:
+        await obey(self._plan.next("connect", _SETUP), "connect", self._thread)
+        await self._inner.establish(welcome)
+
+    async def send_probe(self, stream: FrameStream) -> int:
+        fault = self._plan.next("send_probe", (*_SETUP, FaultKind.FLIP))
+        await obey(fault, "send_probe", self._thread)
+        digest = await self._inner.send_probe(stream)
+        return digest ^ 1 if fault is not None and fault.kind is FaultKind.FLIP else digest
+
+    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
+        await obey(self._plan.next("push", _OPERATION), "push", self._thread)
+        if isinstance(stream, FaultyStream):
+            stream.memory = (self._own.pool, span)
+        await self._inner.push(stream, ticket_id, piece, span)
+
+    async def settle(self) -> None:
+        await self._inner.settle()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class FaultyReceiver:
+    def __init__(self, inner: KvReceiver, own: Own, thread: LinkThread, plan: FaultPlan) -> None:
+        self.places_ahead = inner.places_ahead
+        self._inner = inner
+        self._own = own
+        self._thread = thread
+        self._plan = plan
+
+    async def prepare(self, fds: list[int]) -> Terms:
+        await obey(self._plan.next("prepare", _SETUP), "prepare", self._thread)
+        return await self._inner.prepare(fds)
+
+    async def establish(self) -> None:
+        await obey(self._plan.next("join", _SETUP), "join", self._thread)
+        await self._inner.establish()
+
+    async def receive_probe(self) -> int:
+        return await self._inner.receive_probe()
+
+    async def fetch(self, piece: Piece, body: bytes) -> Arrival:
+        await obey(self._plan.next("fetch", _OPERATION), "fetch", self._thread)
+        return FaultyArrival(await self._inner.fetch(piece, body), self._own, self._thread, self._plan)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class FaultyArrival:
+    def __init__(self, inner: Arrival, own: Own, thread: LinkThread, plan: FaultPlan) -> None:
+        self._inner = inner
+        self._own = own
+        self._thread = thread
+        self._plan = plan
+
+    @property
+    def digest_follows(self) -> bool:
+        return self._inner.digest_follows
+
+    async def place(self, span: Span) -> int:
+        fault = self._plan.next("place", (*_OPERATION, FaultKind.DROP, FaultKind.FLIP))
+        await obey(fault, "place", self._thread)
+        if fault is None or fault.kind is FaultKind.DELAY:
+            return await self._inner.place(span)
+        if fault.kind is FaultKind.FLIP:
+            placed = await self._inner.place(span)
+            before = host_digest(self._own.pool, span)
+            flip_in_pool(self._own.pool, span, fault.number)
+            return placed ^ before ^ host_digest(self._own.pool, span)
+        await self._inner.discard()
+        return host_digest(self._own.pool, span)  # of what was there before
+
+    async def discard(self) -> None:
+        await self._inner.discard()
+
+
+async def obey(fault: Fault | None, point: str, thread: LinkThread) -> None:
+    """Fails, takes its time or hangs, the latter two in the link's thread, as a collective operation would."""
+    if fault is None:
+        return
+    match fault.kind:
+        case FaultKind.FAIL:
+            raise broken(point)
+        case FaultKind.DELAY:
+            await thread.run(time.sleep, fault.delay_s)
+        case FaultKind.HANG:
+            await thread.run(time.sleep, HANG_S)
+        case _:
+            pass  # the operation itself does it
+
+
+class FaultyTransports(Transports):
+    def __init__(self, plan: FaultPlan) -> None:
+        super().__init__()
+        self._plan = plan
+
+    async def sender(self, kind: str, own: Own, peer: Peer, thread: LinkThread) -> KvSender:
+        return FaultySender(await super().sender(kind, own, peer, thread), own, thread, self._plan)
+
+    async def receiver(self, own: Own, hello: Hello, link: Link, thread: LinkThread, *, digests: bool) -> KvReceiver:
+        inner = await super().receiver(own, hello, link, thread, digests=digests)
+        return FaultyReceiver(inner, own, thread, self._plan)
+
+    async def frames(self, raw: Wire) -> FrameStream:
+        return FaultyStream.around(await super().frames(raw), self._plan)
+
+
+def faults_of(socket_path: Path) -> Path:
+    """Where the agent at `socket_path` notes each fault: a line of its point and kind."""
+    return socket_path.with_suffix(".faults")
+
+
+def stepping_wall_clock(real: Callable[[], float]) -> Callable[[], float]:
+    """An hour ahead, right, an hour behind, and so on at each look."""
+    steps = itertools.cycle((3600.0, 0.0, -3600.0))
+    return lambda: real() + next(steps)
+
+
+def run() -> None:
+    parser = argparse.ArgumentParser(prog="python -m kvtransfer.testing.agent", add_help=False)
+    parser.add_argument("--faults", type=FaultSettings.from_json, default=FaultSettings(every=1, limit=0))
+    parser.add_argument("--wall-clock-steps", action="store_true", help="the wall clock jumps by an hour all the time")
+    parser.add_argument("--socket", type=Path, required=True)
+    options, others = parser.parse_known_args()
+
+    if options.wall_clock_steps:
+        time.time = stepping_wall_clock(time.time)
+
+    def note(point: str, fault: Fault) -> None:
+        with faults_of(options.socket).open("a") as file:
+            file.write(f"{point} {fault.kind}\n")
+
+    main(FaultyTransports(FaultPlan(options.faults, note)), [*others, "--socket", str(options.socket)])
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,28 @@
+"""A copy in a GPU's memory of a pool in host memory."""
+
+from __future__ import annotations
+
+import torch
+
+from kvtransfer.pool.cuda_ipc import export_tensor
+from kvtransfer.pool.pool import PoolMap
+
+OWN_ALLOCATION_BYTES = 32 << 20  # torch puts smaller tensors into one allocation with others
+
+
+class GpuMirror:
+    """`memory`: what other processes need to open it."""
+
+    def __init__(self, pool: PoolMap, device: str) -> None:
+        self._host = torch.from_numpy(pool.blocks.reshape(-1))
+        size = len(self._host)
+        self._tensor = torch.zeros(max(size, OWN_ALLOCATION_BYTES), dtype=torch.uint8, device=device)[:size]
+        self.upload()
+        self.memory = export_tensor(self._tensor)
+
+    def upload(self) -> None:
+        self._tensor.copy_(self._host)
+        torch.cuda.synchronize(self._tensor.device)
+
+    def download(self) -> None:
+        self._host.copy_(self._tensor)

@@ -1,0 +1,386 @@
+"""Fakes for tests: workers without an engine. Real agent processes, numpy pools in memfds, made-up KV."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from kvtransfer.agent.client import AgentClient
+from kvtransfer.agent.control import (
+    Attached,
+    AttachPool,
+    BeginStep,
+    FromAgent,
+    LayerDone,
+    Layout,
+    Lead,
+    LinkReport,
+    OpenReceive,
+    OpenSend,
+    Peer,
+    Range,
+    SetPeers,
+    TlsFiles,
+)
+from kvtransfer.agent.env import AGENT_ENV
+from kvtransfer.pool.pool import Bytes
+from kvtransfer.session.reshard import heads_of_rank
+from kvtransfer.session.ticket import Ticket
+from kvtransfer.session.versions import PROTOCOL_VERSION
+from kvtransfer.testing.pool import FakePool
+from tandem.kvcache.layout import KvPoolLayout, blocks_for
+
+M = TypeVar("M", bound=msgspec.Struct)
+WAIT_S = 30.0
+FINGERPRINT = "test-model"
+
+
+@dataclass(frozen=True, slots=True)
+class FakeModel:
+    layers: int = 3
+    kv_heads: int = 4
+    block_tokens: int = 4
+    head_dim: int = 8
+    dtype: str = "float32"
+    fingerprint: str = FINGERPRINT
+
+
+class FakeKv:
+    """The whole model's KV of one prompt: u8 [block, layer, 2, kv_head, block_tokens, token_bytes]."""
+
+    def __init__(self, model: FakeModel, tokens: int, seed: int = 0) -> None:
+        self.tokens = tokens
+        self.blocks = blocks_for(tokens, model.block_tokens)
+        token_bytes = KvPoolLayout(1, 1, 1, 1, model.head_dim, model.dtype).token_bytes
+        shape = (self.blocks, model.layers, 2, model.kv_heads, model.block_tokens, token_bytes)
+        self.data: Bytes = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+
+class FakeRank:
+    """One rank with its pool and its agent process."""
+
+    def __init__(self, worker: FakeWorker, rank: int) -> None:
+        model = worker.model
+        self.worker = worker
+        self.rank = rank
+        self.heads = heads_of_rank(worker.tp, model.kv_heads, rank)
+        self.layout = KvPoolLayout(
+            worker.num_blocks, model.layers, len(self.heads), model.block_tokens, model.head_dim, model.dtype
+        )
+        self.memory = FakePool(self.layout, worker.device)
+        self.fd, self.pool = self.memory.fd, self.memory.pool
+        self.socket_path = worker.folder / f"agent-{rank}.sock"
+        self.link_path = worker.folder / f"link-{rank}.sock"
+        self.messages: list[FromAgent] = []
+        self.lost = 0
+        self.is_connected = False
+        self.is_stopped = False
+        self.is_gone = False  # it died, and its agent with it
+        self.listener: Callable[[FromAgent | None], None] | None = None  # takes what comes; None: the agent is lost
+        self._news = asyncio.Condition()
+        self._own = AgentClient(asyncio.get_running_loop())
+        self._lead = AgentClient(asyncio.get_running_loop())
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.process = self.start_agent()
+
+    def start_agent(self, *launcher: str) -> subprocess.Popen[bytes]:
+        """Starts (or replaces) the agent; `launcher` instead of the real module breaks things on purpose."""
+        command = [sys.executable, *(launcher or self.worker.launcher), "--socket", str(self.socket_path)]
+        environment = os.environ | AGENT_ENV | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        self.process = subprocess.Popen(command, env=environment)
+        return self.process
+
+    def connect(self) -> None:
+        self._own.connect(self.socket_path, self.attach_message(), self.fd, lambda message: None, lambda: None)
+        self._lead.connect(self.socket_path, Lead(), None, self._on_message, self._on_lost)
+
+    def attach_message(self) -> AttachPool:
+        worker, layout = self.worker, self.layout
+        return AttachPool(
+            worker_id=worker.worker_id,
+            epoch=worker.epoch,
+            rank=self.rank,
+            tp=worker.tp,
+            model_kv_heads=worker.model.kv_heads,
+            model_fingerprint=worker.model.fingerprint,
+            layout=Layout(
+                layout.num_blocks, layout.layers, layout.kv_heads, layout.block_tokens, layout.head_dim, layout.dtype
+            ),
+            ticket_key=worker.key,
+            digests=worker.digests,
+            transport=worker.transport,
+            bind_host="127.0.0.1",
+            link_socket=str(self.link_path),
+            ticket_ttl_s=worker.ttl_s,
+            protocol=worker.protocol,
+            int8=worker.int8,
+            tls=worker.tls,
+            memory=self.memory.memory,
+        )
+
+    def _on_message(self, message: FromAgent) -> None:
+        self.is_connected = True
+        if self.listener is not None:
+            self.listener(message)
+            return
+        self.messages.append(message)
+        self._notify()
+
+    def _on_lost(self) -> None:
+        self.lost += 1
+        self.is_connected = False
+        if self.listener is not None:
+            self.listener(None)
+        self._notify()
+
+    def _notify(self) -> None:
+        async def notify() -> None:
+            async with self._news:
+                self._news.notify_all()
+
+        task = asyncio.get_running_loop().create_task(notify())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """As the leader."""
+        self._lead.send(message)
+
+    def tell_as_rank(self, message: msgspec.Struct) -> None:
+        self._own.send(message)
+
+    def hang_up(self) -> None:
+        """The rank dies."""
+        self.is_gone = True
+        self._own.close()
+
+    def hang_up_lead(self) -> None:
+        """The leader dies."""
+        self._lead.close()
+
+    async def expect(self, kind: type[M], *, timeout_s: float = WAIT_S, **fields: object) -> M:
+        """The first report of this type with these fields, arrived or to come. It is taken out."""
+
+        def found() -> M | None:
+            for message in self.messages:
+                if isinstance(message, kind) and all(getattr(message, name) == it for name, it in fields.items()):
+                    self.messages.remove(message)
+                    return message
+            return None
+
+        async with asyncio.timeout(timeout_s), self._news:
+            while (message := found()) is None:
+                await self._news.wait()
+        return message
+
+    def write(self, kv: FakeKv, block_ids: Sequence[int], first: int = 0, layers: slice = slice(None)) -> None:
+        """As the engine: this rank's heads of the prompt's blocks from `first` on."""
+        heads = slice(self.heads.start, self.heads.stop)
+        self.pool.blocks[list(block_ids), layers] = kv.data[first : first + len(block_ids), layers, :, heads]
+        self.memory.upload()
+
+    def holds(self, kv: FakeKv, block_ids: Sequence[int], first: int = 0) -> bool:
+        """Whether every valid token of the prompt's blocks is in this rank's pool."""
+        heads, block_tokens = slice(self.heads.start, self.heads.stop), self.layout.block_tokens
+        self.memory.download()
+        for index, block_id in enumerate(block_ids, first):
+            valid = min(block_tokens, kv.tokens - index * block_tokens)
+            mine, theirs = self.pool.blocks[block_id], kv.data[index, :, :, heads]
+            if not np.array_equal(mine[..., :valid, :], theirs[..., :valid, :]):
+                return False
+        return True
+
+    def stop(self) -> None:
+        if self.is_stopped:
+            return
+        self.is_gone = self.is_stopped = True
+        self._own.close()
+        self._lead.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait(10.0)
+        self.memory.close()
+
+
+class FakeWorker:
+    """All ranks of one life of a worker."""
+
+    def __init__(
+        self,
+        folder: Path,
+        worker_id: str,
+        model: FakeModel,
+        *,
+        tp: int = 1,
+        num_blocks: int = 32,
+        transport: str = "auto",
+        digests: bool = True,
+        connects: bool = False,
+        ttl_s: float = 10.0,
+        launcher: tuple[str, ...] = ("-m", "kvtransfer.agent"),
+        protocol: int = PROTOCOL_VERSION,
+        int8: bool = False,
+        tls: TlsFiles | None = None,
+        device: str = "",
+    ) -> None:
+        self.folder = folder / worker_id
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # an earlier life was here
+        self.worker_id = worker_id
+        self.epoch = secrets.randbits(62) + 1
+        self.model = model
+        self.tp = tp
+        self.num_blocks = num_blocks
+        self.transport = transport
+        self.digests = digests
+        self.connects = connects
+        self.ttl_s = ttl_s
+        self.launcher = launcher
+        self.tls = tls
+        self.device = device  # as of FakePool
+        self.protocol = protocol  # the newest it speaks
+        self.int8 = int8
+        self.key = secrets.token_bytes(32)
+        self.where: dict[int, Attached] = {}
+        self.ranks = [FakeRank(self, rank) for rank in range(tp)]
+
+    async def attach(self) -> None:
+        for rank in self.ranks:
+            rank.connect()
+        for rank in self.ranks:
+            self.where[rank.rank] = await rank.expect(Attached, timeout_s=30.0)
+
+    def peers(self) -> tuple[Peer, ...]:
+        return tuple(
+            Peer(
+                self.worker_id, self.epoch, rank, self.tp, it.host_id, it.mapped_path, it.tcp_address,
+                self.protocol, device=it.device,
+            )
+            for rank, it in sorted(self.where.items())
+        )
+
+    def meet(self, *others: FakeWorker) -> None:
+        peers = (peer for other in others for peer in other.peers())
+        message = SetPeers(tuple(msgspec.structs.replace(peer, connect=self.connects) for peer in peers))
+        for rank in self.ranks:
+            rank.tell(message)
+
+    async def linked(self, *, timeout_s: float = 30.0) -> None:
+        """Every rank has at least one link that was probed."""
+        for rank in self.ranks:
+            await rank.expect(LinkReport, state="ready", timeout_s=timeout_s)
+
+    def stop(self) -> None:
+        for rank in self.ranks:
+            rank.stop()
+
+
+@dataclass(slots=True)
+class Handoff:
+    """One prompt on its way between two fake workers."""
+
+    prefill: FakeWorker
+    decode: FakeWorker
+    kv: FakeKv
+    source_ids: tuple[int, ...]
+    target_ids: tuple[int, ...]
+    ticket: Ticket
+
+    @classmethod
+    def make(
+        cls,
+        prefill: FakeWorker,
+        decode: FakeWorker,
+        tokens: int,
+        *,
+        first_block: int = 0,
+        seed: int = 0,
+        ttl_s: float = 10.0,
+    ) -> Handoff:
+        kv = FakeKv(decode.model, tokens, seed)
+        generator = np.random.default_rng(seed + 1)
+        source = tuple(generator.permutation(prefill.num_blocks)[: kv.blocks].tolist())
+        target = tuple(generator.permutation(decode.num_blocks)[: kv.blocks].tolist())
+        ticket = Ticket(
+            ticket_id=secrets.token_hex(16),
+            request_id=f"request-{seed}",
+            decode_worker=decode.worker_id,
+            decode_epoch=decode.epoch,
+            prefill_worker=prefill.worker_id,
+            prefill_epoch=prefill.epoch,
+            first_block=first_block,
+            block_count=kv.blocks - first_block,
+            prompt_tokens=tokens,
+            ttl_s=ttl_s,
+        )
+        return cls(prefill, decode, kv, source, target, ticket)
+
+    @property
+    def ticket_id(self) -> str:
+        return self.ticket.ticket_id
+
+    def open_receive(self) -> None:
+        ticket = self.ticket
+        message = OpenReceive(
+            ticket.ticket_id,
+            ticket.prefill_worker,
+            ticket.prefill_epoch,
+            ticket.first_block,
+            self.target_ids[ticket.first_block :],
+            ticket.prompt_tokens,
+        )
+        for rank in self.decode.ranks:
+            rank.tell(message)
+
+    def open_send(self, *, key: bytes | None = None) -> None:
+        ticket = self.ticket
+        message = OpenSend(
+            ticket_id=ticket.ticket_id,
+            signed_ticket=ticket.sign(key or self.decode.key),
+            export_id=ticket.request_id,
+            decode_worker=ticket.decode_worker,
+            decode_epoch=ticket.decode_epoch,
+            first_block=ticket.first_block,
+            prompt_tokens=ticket.prompt_tokens,
+        )
+        for rank in self.prefill.ranks:
+            rank.tell(message)
+
+    def range(self, first: int, end: int, *, in_cache: bool) -> Range:
+        tokens = min(end * self.decode.model.block_tokens, self.kv.tokens)
+        return Range(
+            export_id=self.ticket.request_id,
+            first_block=first,
+            block_ids=self.source_ids[first:end],
+            last_block_tokens=tokens - (end - 1) * self.decode.model.block_tokens,
+            in_cache=in_cache,
+            is_last=end == self.kv.blocks,
+        )
+
+    def export_cached(self, first: int, end: int) -> None:
+        """Blocks that the prefill worker had before."""
+        for rank in self.prefill.ranks:
+            rank.write(self.kv, self.source_ids[first:end], first)
+            rank.tell_as_rank(BeginStep((self.range(first, end, in_cache=True),)))
+
+    def compute(self, first: int, end: int, *, layers: int | None = None) -> None:
+        """One engine step over these blocks, layer by layer; `layers`: it stops after so many."""
+        message = BeginStep((self.range(first, end, in_cache=False),))
+        for rank in self.prefill.ranks:
+            rank.tell_as_rank(message)
+            for layer in range(self.prefill.model.layers if layers is None else layers):
+                rank.write(self.kv, self.source_ids[first:end], first, slice(layer, layer + 1))
+                rank.tell_as_rank(LayerDone(layer))
+
+    def arrived(self) -> bool:
+        first = self.ticket.first_block
+        return all(rank.holds(self.kv, self.target_ids[first:], first) for rank in self.decode.ranks)

@@ -1,0 +1,238 @@
+"""A worker without an engine, for tests: its leader's account of blocks and tickets over real agents."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from enum import StrEnum
+
+from kvtransfer.agent.control import (
+    Attached,
+    Census,
+    CloseReceive,
+    CloseSend,
+    FromAgent,
+    ReceiveClosed,
+    Received,
+    ReceiveFailed,
+    SendClosed,
+    SendFailed,
+    Sent,
+    TakeCensus,
+)
+from kvtransfer.session.causes import HandoffCause
+from kvtransfer.testing.handoff import FakeRank, FakeWorker
+
+PATTERN = 0xEE
+SETTLE_S = 15.0
+LINK_S = 30.0
+End = Sent | SendFailed | SendClosed | Received | ReceiveFailed | ReceiveClosed
+
+
+class Side(StrEnum):
+    SEND = "send"
+    RECEIVE = "receive"
+
+
+class Violation(AssertionError):
+    """What must never happen did."""
+
+
+class Half:
+    """One ticket on one worker, as its leader sees it."""
+
+    def __init__(self, side: Side, ticket_id: str, ranks: list[FakeRank]) -> None:
+        self.side = side
+        self.ticket_id = ticket_id
+        self.cause: str | None = None
+        self.failed_s = 0.0
+        self._ranks = ranks
+        self._done: set[int] = set()
+        self._closed: set[int] = set()
+        self._ended: set[int] = set()
+        self._closing = False
+        self._news = asyncio.Event()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.cause is None and len(self._done) == len(self._ranks)
+
+    @property
+    def is_closed(self) -> bool:
+        return len(self._closed) == len(self._ranks)
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_complete or self.is_closed or self.cause is not None
+
+    def report(self, rank: int, message: FromAgent) -> None:
+        """Raises Violation: a second end."""
+        if isinstance(message, (SendClosed, ReceiveClosed)):
+            if not self._closing or rank in self._closed:
+                raise Violation(f"{self.side} {self.ticket_id}: rank {rank} closed what it was not asked to")
+            self._closed.add(rank)
+        else:
+            if rank in self._ended or rank in self._closed:
+                raise Violation(f"{self.side} {self.ticket_id}: a second end from rank {rank}: {message}")
+            self._ended.add(rank)
+            if isinstance(message, (SendFailed, ReceiveFailed)):
+                self._fail(HandoffCause(message.cause).value)
+            else:
+                self._done.add(rank)
+        self._news.set()
+
+    def lost(self, rank: int) -> None:
+        """Its agent is gone: it neither reads nor writes any more."""
+        if rank not in self._done:
+            self._fail(HandoffCause.PEER_LOST.value)
+        self._ended.add(rank)
+        self._closed.add(rank)
+        self._news.set()
+
+    def _fail(self, cause: str) -> None:
+        if self.cause is None:
+            self.cause, self.failed_s = cause, asyncio.get_running_loop().time()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._news.clear()
+            await self._news.wait()
+
+    async def close(self) -> None:
+        """Returns when nobody reads or writes its blocks any more."""
+        if not self._closing:
+            self._closing = True
+            message = CloseSend(self.ticket_id) if self.side is Side.SEND else CloseReceive(self.ticket_id)
+            for rank in self._ranks:
+                if rank.rank in self._closed:
+                    continue
+                if rank.is_connected:
+                    rank.tell(message)
+                else:
+                    self.lost(rank.rank)
+        await self.until(lambda: self.is_closed)
+
+
+class Member:
+    """One worker: its leader's account of blocks and tickets."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self.worker = worker
+        self.halves: dict[str, Half] = {}
+        self.violations: list[str] = []
+        self._census: dict[int, Census] = {}
+        self._counted = asyncio.Event()
+        self.attached = asyncio.Event()
+        self.on_attached: Callable[[], None] = lambda: None
+        self._over: set[str] = set()
+        self._free = list(range(worker.num_blocks))
+        self._room = asyncio.Event()
+        for rank in worker.ranks:
+            rank.pool.blocks[...] = PATTERN
+            rank.listener = self._listener(rank)
+
+    # --- blocks --------------------------------------------------------------------------------------------------
+
+    async def lease(self, count: int) -> tuple[int, ...]:
+        while len(self._free) < count:
+            self._room.clear()
+            await self._room.wait()
+        ids, self._free = tuple(self._free[:count]), self._free[count:]
+        self.check_free(ids)
+        return ids
+
+    def free(self, block_ids: tuple[int, ...]) -> None:
+        for rank in self.worker.ranks:
+            rank.pool.blocks[list(block_ids)] = PATTERN
+        self._free.extend(block_ids)
+        random.shuffle(self._free)
+        self._room.set()
+
+    def check_free(self, block_ids: tuple[int, ...]) -> None:
+        for rank in self.worker.ranks:
+            if not (rank.pool.blocks[list(block_ids)] == PATTERN).all():
+                self.violations.append(f"{self.worker.worker_id}: a free block of {block_ids} was written")
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free)
+
+    def check_all_free(self) -> None:
+        assert sorted(self._free) == list(range(self.worker.num_blocks)), f"{self.worker.worker_id} lost blocks"
+        self.check_free(tuple(self._free))
+
+    # --- tickets -------------------------------------------------------------------------------------------------
+
+    def open(self, side: Side, ticket_id: str) -> Half:
+        half = self.halves[ticket_id] = Half(side, ticket_id, self.worker.ranks)
+        for rank in self.worker.ranks:
+            if not rank.is_connected:
+                half.lost(rank.rank)
+        return half
+
+    def forget(self, half: Half) -> None:
+        del self.halves[half.ticket_id]
+        self._over.add(half.ticket_id)
+
+    def _listener(self, rank: FakeRank) -> Callable[[FromAgent | None], None]:
+        def listen(message: FromAgent | None) -> None:
+            if message is None:
+                self.attached.clear()
+                for half in list(self.halves.values()):
+                    half.lost(rank.rank)
+            elif isinstance(message, Attached):
+                self.worker.where[rank.rank] = message
+                if len(self.worker.where) == self.worker.tp:
+                    self.attached.set()
+                    self.on_attached()
+            elif isinstance(message, Census):
+                self._census[rank.rank] = message
+                self._counted.set()
+            elif isinstance(message, End):
+                self._take(rank, message)
+
+        return listen
+
+    def _take(self, rank: FakeRank, message: End) -> None:
+        half = self.halves.get(message.ticket_id)
+        try:
+            if half is not None:
+                half.report(rank.rank, message)
+            elif message.ticket_id in self._over:
+                raise Violation(f"{self.worker.worker_id} rank {rank.rank}: {message} after the end")
+        except Violation as violation:
+            self.violations.append(str(violation))
+
+    async def take_census(self) -> list[Census]:
+        self._census.clear()
+        for rank in self.worker.ranks:
+            rank.tell(TakeCensus())
+        while len(self._census) < len(self.worker.ranks):
+            self._counted.clear()
+            await self._counted.wait()
+        return list(self._census.values())
+
+    async def linked(self) -> None:
+        """Until its agents have links out: the first waits for a process that loads torch. Raises TimeoutError."""
+        async with asyncio.timeout(LINK_S):
+            while not all(each.links_out for each in await self.take_census()):  # noqa: ASYNC110 - in other processes
+                await asyncio.sleep(0.02)
+
+    async def settle(self) -> None:
+        """Until nothing is open on its agents. Raises TimeoutError."""
+        async with asyncio.timeout(SETTLE_S):
+            while await self._open_tickets():  # noqa: ASYNC110 - what ends them happens in other processes
+                await asyncio.sleep(0.05)
+
+    async def _open_tickets(self) -> int:
+        return sum(each.sending + each.receiving + each.waiting for each in await self.take_census())
+
+    def die(self) -> None:
+        """Its ranks and its leader are gone at once; agents must follow by themselves."""
+        for rank in self.worker.ranks:
+            rank.listener = None
+            rank.hang_up()
+            rank.hang_up_lead()
+            for half in list(self.halves.values()):
+                half.lost(rank.rank)

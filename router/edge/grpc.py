@@ -1,0 +1,273 @@
+"""The gRPC edge: tandem.v1.Inference, the Open Inference Protocol, health checking and reflection."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
+
+from router.auth.call import Call
+from router.auth.grpc_gate import GrpcGate, call_of
+from router.edge.call_terms import call_terms
+from router.edge.limits.calls import CallLimit
+from router.edge.limits.grpc import GuardedServer
+from router.edge.oip import SERVICE as OIP_SERVICE
+from router.edge.oip import OipEdge
+from router.edge.openai.schema import MAX_MESSAGES
+from router.edge.tls import EdgeTls
+from router.edge.traces import TracesEdge
+from router.requests.answers import Submitted
+from router.requests.output import Final, OutToken, Piece
+from router.requests.request import MAX_CACHE_SALT_CHARS, Message, RawRequest, RawSampling
+from router.service import RouterService
+from tandem.config.spec import Role
+from tandem.errors import InputError, PortInUse
+from tandem.oip.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from tandem.request import FinishReason, check_length
+from tandem.v1 import inference_pb2 as pb
+from tandem.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from tandem.v1.trace_pb2_grpc import add_TracesServicer_to_server
+from tandem.version import tandem_version
+
+SERVICE = "tandem.v1.Inference"
+MAX_GENERATE_CALLS = 256  # beyond this grpc.aio was seen to cancel calls by itself
+MAX_CALLS = 512
+MAX_OPEN_CALLS = 8192  # those that are over count until their clients have read the end
+SHUTDOWN_GRACE_S = 5.0
+MAX_IDLE_MS = 600_000  # a client's channel connects again by itself
+
+_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
+
+
+class InferenceEdge(InferenceServicer):
+    """What its methods raise, the guard around them tells the client."""
+
+    def __init__(self, service: RouterService, limit: CallLimit) -> None:
+        self._service = service
+        self._limit = limit
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        with self._limit:
+            terms = call_terms(self._service, context)
+            raw = self._parse(request, terms.call)
+            submitted = await self._service.submit(raw, terms, model_required=False)
+            stream = submitted.stream
+            try:
+                yield _started(submitted)
+                prompt_told = False
+                while pieces := await stream.next():
+                    for piece in pieces:
+                        response = _chunk(piece)
+                        if not prompt_told:
+                            response.chunk.prompt_logprobs.extend(stream.prompt_scores)
+                            prompt_told = True
+                        yield response
+                if stream.final is not None:
+                    yield pb.GenerateResponse(finished=_finished(stream.final))
+            finally:
+                stream.cancel()  # the client's cancellation and deadline end up here
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        prompt = request.prompt if request.WhichOneof("input") == "prompt" else _messages(request.chat)
+        if not prompt:
+            raise InputError("input: expected prompt or chat, got neither", field="input")
+        model, token_ids = await self._service.tokenize(request.model, prompt, call_of(context))
+        return pb.TokenizeResponse(token_ids=token_ids, max_model_tokens=model.max_model_tokens)
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        cards = [
+            pb.ModelCard(
+                name=model.name,
+                max_model_tokens=model.max_model_tokens,
+                vocab_tokens=model.vocab_tokens,
+                ready=self._service.model_ready(model.name),
+            )
+            for model in self._service.models_for(call_of(context)).values()
+        ]
+        return pb.ListModelsResponse(models=cards)
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
+        fleet = self._service.dispatcher.fleet
+        return pb.GetServerInfoResponse(
+            version=tandem_version(),
+            cluster=self._service.cluster,
+            router_id=self._service.router_id,
+            prefill_workers=fleet.count_ready(Role.PREFILL),
+            decode_workers=fleet.count_ready(Role.DECODE),
+        )
+
+    def _parse(self, request: pb.GenerateRequest, call: Call | None) -> RawRequest:
+        if call is not None:
+            call.asks(request.model)
+        try:
+            self._service.check_tokens(request.model, len(request.token_ids.ids), call)
+            check_length("cache_salt", len(request.cache_salt), MAX_CACHE_SALT_CHARS)
+            sampling = _sampling(request.sampling)
+            return RawRequest(request.model, _prompt(request), sampling, request.user, request.cache_salt)
+        except InputError as error:
+            self._service.rejected(request.model, error)
+            raise
+
+
+def _prompt(request: pb.GenerateRequest) -> str | tuple[int, ...] | tuple[Message, ...]:
+    match request.WhichOneof("input"):
+        case "prompt":
+            return request.prompt
+        case "token_ids":
+            return tuple(request.token_ids.ids)
+        case "chat":
+            if not request.chat.messages:
+                raise InputError("chat: expected at least one message, got none", field="chat")
+            return _messages(request.chat)
+        case _:
+            raise InputError("input: expected prompt, token_ids or chat, got none of them", field="input")
+
+
+def _messages(chat: pb.ChatMessages) -> tuple[Message, ...]:
+    check_length("chat", len(chat.messages), MAX_MESSAGES)
+    return tuple(Message(each.role, each.content) for each in chat.messages)
+
+
+def _sampling(given: pb.SamplingParams) -> RawSampling:
+    return RawSampling(
+        temperature=given.temperature if given.HasField("temperature") else None,
+        top_p=given.top_p if given.HasField("top_p") else None,
+        top_k=given.top_k if given.HasField("top_k") else None,
+        min_p=given.min_p if given.HasField("min_p") else None,
+        seed=given.seed if given.HasField("seed") else None,
+        max_tokens=given.max_tokens if given.HasField("max_tokens") else None,
+        stop=tuple(given.stop),
+        stop_token_ids=tuple(given.stop_token_ids),
+        logprobs=given.logprobs if given.HasField("logprobs") else None,
+        ignore_eos=given.ignore_eos,
+        presence_penalty=given.presence_penalty if given.HasField("presence_penalty") else None,
+        frequency_penalty=given.frequency_penalty if given.HasField("frequency_penalty") else None,
+        repetition_penalty=given.repetition_penalty if given.HasField("repetition_penalty") else None,
+        logit_bias=tuple(given.logit_bias.items()),
+        prompt_logprobs=given.prompt_logprobs if given.HasField("prompt_logprobs") else None,
+    )
+
+
+def _started(submitted: Submitted) -> pb.GenerateResponse:
+    request = submitted.request
+    started = pb.Started(
+        request_id=request.request_id, model=submitted.model.name, prompt_tokens=request.prompt_tokens
+    )
+    return pb.GenerateResponse(started=started)
+
+
+def _chunk(piece: Piece) -> pb.GenerateResponse:
+    """Filled in place, which takes a third of the time: there is one for every token."""
+    response = pb.GenerateResponse()
+    chunk = response.chunk
+    chunk.text = piece.text
+    for token in piece.tokens:
+        chunk.token_ids.append(token.token_id)
+        if token.logprob is not None:
+            chunk.logprobs.append(_logprobs(token))
+    return response
+
+
+def _logprobs(token: OutToken) -> pb.TokenLogprobs:
+    top = [pb.TopLogprob(token_id=each.token_id, logprob=each.logprob) for each in token.top]
+    return pb.TokenLogprobs(token_id=token.token_id, logprob=token.logprob or 0.0, top=top)
+
+
+def _finished(final: Final) -> pb.Finished:
+    usage, line = final.usage, final.timeline
+    return pb.Finished(
+        reason=_REASONS[final.reason],
+        usage=pb.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+        ),
+        timeline=pb.Timeline(
+            queue_s=line.queue_s,
+            prefill_s=line.prefill_s,
+            handoff_s=line.handoff_s,
+            decode_s=line.decode_s,
+            ttft_s=line.ttft_s,
+            total_s=line.total_s,
+            kv_bytes_moved=line.kv_bytes_moved,
+            kv_blocks_moved=line.kv_blocks_moved,
+            cached_tokens_prefill=line.cached_tokens_prefill,
+            cached_tokens_decode=line.cached_tokens_decode,
+            prefill_worker=line.prefill_worker,
+            decode_worker=line.decode_worker,
+        ),
+    )
+
+
+class GrpcServer:
+    def __init__(
+        self,
+        service: RouterService,
+        traces: TracesEdge,
+        *,
+        host: str,
+        port: int,
+        max_message_bytes: int,
+        max_connections: int,
+        client_timeout_s: float,
+        tls: EdgeTls | None = None,
+        controller_socket: str | None = None,
+    ) -> None:
+        """`controller_socket`: a path where the controller is answered without TLS. Raises PortInUse."""
+        calls = service.calls
+        self._server = grpc.aio.server(
+            interceptors=[GrpcGate(calls)] if calls.is_watching else [],
+            options=(
+                ("grpc.so_reuseport", 0),  # a port in use is an error, not a share of the traffic
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_concurrent_streams", MAX_CALLS),  # of one connection
+                ("grpc.max_allowed_incoming_connections", max_connections),
+                ("grpc.server_handshake_timeout_ms", round(client_timeout_s * 1000)),
+                ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
+            ),
+            maximum_concurrent_rpcs=MAX_OPEN_CALLS,
+        )
+        limit = CallLimit(MAX_GENERATE_CALLS)
+        guarded = cast(grpc.aio.Server, GuardedServer(self._server, MAX_CALLS, client_timeout_s, calls))
+        add_InferenceServicer_to_server(InferenceEdge(service, limit), guarded)
+        add_GRPCInferenceServiceServicer_to_server(OipEdge(service, limit), guarded)
+        # With calls of their own: probes are answered whatever requests there are.
+        aside = cast(grpc.aio.Server, GuardedServer(self._server, MAX_OPEN_CALLS, client_timeout_s))
+        add_TracesServicer_to_server(traces, aside)
+        self._health = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, aside)
+        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        names = (SERVICE, OIP_SERVICE, health_name, reflection.SERVICE_NAME)
+        add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), aside)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if tls is None:
+                self.port: int = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, tls.grpc_credentials())
+            if controller_socket is not None:
+                self._server.add_insecure_port(f"unix:{controller_socket}")
+        except RuntimeError:
+            raise PortInUse(
+                f"router.grpc_port: cannot listen on {address}; free it or choose another port",
+                field="router.grpc_port",
+            ) from None
+
+    async def start(self) -> None:
+        await self.set_ready(False)
+        await self._server.start()
+
+    async def set_ready(self, ready: bool) -> None:
+        """What health checks answer, for the whole server and for each service that generates."""
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE, OIP_SERVICE):
+            await self._health.set(name, status)
+
+    async def close(self) -> None:
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(SHUTDOWN_GRACE_S)

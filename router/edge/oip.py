@@ -1,0 +1,121 @@
+"""The Open Inference Protocol (version 2) on the router's gRPC port, for general inference clients."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+from router.auth.call import Call
+from router.auth.grpc_gate import call_of
+from router.edge.call_terms import call_terms
+from router.edge.limits.calls import CallLimit
+from router.edge.oip_tensors import INPUTS, OUTPUTS, VERSION, Ask, parse_infer, response
+from router.edge.openai.format import text_of, tokens_of
+from router.requests.output import Piece
+from router.requests.request import new_request_id
+from router.service import RouterService
+from router.terms import Terms
+from tandem.errors import InputError, NotFound, TandemError
+from tandem.oip import grpc_predict_v2_pb2 as oip
+from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceServicer
+from tandem.version import tandem_version
+
+SERVICE = "inference.GRPCInferenceService"
+PLATFORM = "tandem"
+
+
+class OipEdge(GRPCInferenceServiceServicer):
+    """What its methods raise, the guard around them tells the client."""
+
+    def __init__(self, service: RouterService, limit: CallLimit) -> None:
+        self._service = service
+        self._limit = limit
+
+    async def ServerLive(self, request: oip.ServerLiveRequest, context: Any) -> oip.ServerLiveResponse:
+        return oip.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: oip.ServerReadyRequest, context: Any) -> oip.ServerReadyResponse:
+        return oip.ServerReadyResponse(ready=self._service.ready)
+
+    async def ModelReady(self, request: oip.ModelReadyRequest, context: Any) -> oip.ModelReadyResponse:
+        known = request.name in self._service.models_for(call_of(context)) and request.version in ("", VERSION)
+        return oip.ModelReadyResponse(ready=known and self._service.model_ready(request.name))
+
+    async def ServerMetadata(self, request: oip.ServerMetadataRequest, context: Any) -> oip.ServerMetadataResponse:
+        return oip.ServerMetadataResponse(name="tandem", version=tandem_version(), extensions=["model_stream_infer"])
+
+    async def ModelMetadata(self, request: oip.ModelMetadataRequest, context: Any) -> oip.ModelMetadataResponse:
+        model = self._service.model(request.name, call_of(context))
+        _check_version(request.version)
+        return oip.ModelMetadataResponse(
+            name=model.name,
+            versions=[VERSION],
+            platform=PLATFORM,
+            inputs=[_metadata(*each) for each in INPUTS],
+            outputs=[_metadata(*each) for each in OUTPUTS],
+        )
+
+    async def ModelInfer(self, request: oip.ModelInferRequest, context: Any) -> oip.ModelInferResponse:
+        with self._limit:
+            terms = call_terms(self._service, context)
+            ask = self._parse(request, terms.call)
+            parts = [part async for part in self._answer(ask, terms)]
+            return _response(ask, [piece for pieces, _ in parts for piece in pieces], parts[-1][1])
+
+    async def ModelStreamInfer(
+        self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Any
+    ) -> AsyncIterator[oip.ModelStreamInferResponse]:
+        """One request after the other: who wants several answers at once opens several streams. An idle stream takes no
+        other call's place."""
+        async for request in request_iterator:
+            async for reply in self._stream(request, context):
+                yield reply
+
+    async def _stream(
+        self, request: oip.ModelInferRequest, context: Any
+    ) -> AsyncIterator[oip.ModelStreamInferResponse]:
+        try:
+            with self._limit:
+                terms = call_terms(self._service, context)
+                ask = self._parse(request, terms.call)
+                async for pieces, reason in self._answer(ask, terms):
+                    reply = _response(ask, pieces, reason)
+                    reply.parameters["triton_final_response"].bool_param = reason is not None
+                    yield oip.ModelStreamInferResponse(infer_response=reply)
+        except TandemError as error:
+            failed = oip.ModelInferResponse(model_name=request.model_name, id=request.id)
+            yield oip.ModelStreamInferResponse(error_message=error.message, infer_response=failed)
+
+    async def _answer(self, ask: Ask, terms: Terms) -> AsyncIterator[tuple[list[Piece], str | None]]:
+        """What has come, each time; with the finish reason at the end."""
+        answers = await self._service.submit_all([ask.raw], 1, new_request_id(), terms)
+        try:
+            while not answers.ended:
+                for arrival in await answers.next():
+                    yield list(arrival.pieces), None if arrival.final is None else arrival.final.reason.value
+        finally:
+            answers.cancel()  # the client's cancellation and deadline end up here
+
+    def _parse(self, request: oip.ModelInferRequest, call: Call | None) -> Ask:
+        if call is not None:
+            call.asks(request.model_name)
+        try:
+            _check_version(request.model_version)
+            return parse_infer(request, lambda count: self._service.check_tokens(request.model_name, count, call))
+        except InputError as error:
+            self._service.rejected(request.model_name, error)
+            raise
+
+
+def _check_version(version: str) -> None:
+    if version not in ("", VERSION):
+        raise NotFound(f"model_version: expected {VERSION!r} or none, got {version[:40]!r}", field="model_version")
+
+
+def _metadata(name: str, datatype: str, shape: Iterable[int]) -> oip.ModelMetadataResponse.TensorMetadata:
+    return oip.ModelMetadataResponse.TensorMetadata(name=name, datatype=datatype, shape=shape)
+
+
+def _response(ask: Ask, pieces: list[Piece], reason: str | None) -> oip.ModelInferResponse:
+    token_ids = [token.token_id for token in tokens_of(pieces)]
+    return response(ask, ask.raw.model, text=text_of(pieces), token_ids=token_ids, reason=reason)

@@ -1,0 +1,358 @@
+"""The OpenAI API's requests as we accept them. A field is either served, or refused by name; nothing is ignored that
+could change the answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import ValidatorFunctionWrapHandler as Handler
+from pydantic_core import from_json
+
+from router.edge.limits.json import check_body
+from router.requests.request import MAX_CACHE_SALT_CHARS, Message, RawRequest, RawSampling
+from tandem.errors import InputError, UnsupportedField
+from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
+
+# For each known but unsupported field, which values change nothing.
+Neutral = dict[str, Callable[[object], bool]]
+MAX_CHOICES = 128  # answers of one request: prompts times `n`
+MAX_MESSAGES = 4096
+MAX_NAME_CHARS = 80  # of what a client called a field, in an error
+MAX_KEYS = 2 * MAX_LOGIT_BIAS  # of one JSON object
+
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+Item = TypeVar("Item")
+# Faults are noted up to the first: a list of a million wrong items costs no more than one.
+Items = Annotated[list[Item], Field(fail_fast=True)]
+
+
+def at_most(most: int, field: str) -> BeforeValidator:
+    """Of a list, before its items are looked at."""
+
+    def check(given: object) -> object:
+        if isinstance(given, list) and len(given) > most:
+            raise InputError(f"{field}: expected at most {most}, got {len(given)}", field=field)
+        return given
+
+    return BeforeValidator(check)
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # no effect: we add no padding
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Items[TextPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    audio: object = None
+    annotations: object = None
+    tool_calls: object = None
+    tool_call_id: object = None
+    function_call: object = None
+
+    def parse(self, index: int) -> Message:
+        """Raises InputError, UnsupportedField."""
+        for field in ("tool_calls", "tool_call_id", "function_call", "audio"):
+            if getattr(self, field):
+                raise unsupported(f"messages.{index}.{field}")
+        if self.role in ("tool", "function"):
+            raise unsupported(f"messages.{index}.role", f"value {self.role!r}")
+        if self.content is None:
+            raise InputError(
+                f"messages.{index}.content: expected text, got nothing", field=f"messages.{index}.content"
+            )
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return Message("system" if self.role == "developer" else self.role, text)
+
+
+Messages = Annotated[
+    Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), at_most(MAX_MESSAGES, "messages")
+]
+
+
+LENGTH = "At most what the prompt leaves of the context; without it, all of that."
+
+
+class _Common(Strict):
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description=LENGTH)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: float | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    cache_salt: CacheSalt = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def _check(self, neutral: Neutral) -> None:
+        refuse_unsupported(self, neutral)
+        if self.stream_options is not None and not self.stream:
+            raise InputError("stream_options: expected only together with stream=true", field="stream_options")
+
+    def _sampling(
+        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> RawSampling:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return RawSampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            max_tokens=max_tokens,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            ignore_eos=bool(self.ignore_eos),
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self._logit_bias(),
+        )
+
+    def _logit_bias(self) -> tuple[tuple[int, float], ...]:
+        given = self.logit_bias or {}
+        if len(given) > MAX_LOGIT_BIAS:
+            raise InputError(f"logit_bias: expected at most {MAX_LOGIT_BIAS}, got {len(given)}", field="logit_bias")
+        wrong = next((key for key in given if not _TOKEN_ID.fullmatch(key)), None)
+        if wrong is not None:
+            raise InputError(f"logit_bias: expected token ids as keys, got {wrong[:40]!r}", field="logit_bias")
+        return tuple((int(key), bias) for key, bias in given.items())
+
+
+class ChatCompletionRequest(_Common):
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="The same as `max_tokens`.")
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    tools: object = None
+    tool_choice: object = None
+    parallel_tool_calls: bool | None = None
+    functions: object = None
+    function_call: object = None
+    response_format: object = None
+    audio: object = None
+    modalities: object = None
+    moderation: object = None
+    prediction: object = None
+    prompt_cache_options: object = None
+    prompt_cache_retention: object = None
+    reasoning_effort: object = None
+    verbosity: object = None
+    web_search_options: object = None
+
+    def parse(self) -> RawRequest:
+        """Raises InputError, UnsupportedField."""
+        self._check(_NEUTRAL_CHAT)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InputError("top_logprobs: expected only together with logprobs=true", field="top_logprobs")
+        limits = {each for each in (self.max_tokens, self.max_completion_tokens) if each is not None}
+        if len(limits) > 1:
+            raise InputError(
+                f"max_completion_tokens: expected the same as max_tokens ({self.max_tokens}) or only one of them, "
+                f"got {self.max_completion_tokens}",
+                field="max_completion_tokens",
+            )
+        messages = tuple(message.parse(index) for index, message in enumerate(self.messages))
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        sampling = self._sampling(next(iter(limits), None), logprobs)
+        return RawRequest(self.model, messages, sampling, self.user or "", self.cache_salt or "")
+
+
+def _prompt(given: object, check: Handler) -> object:
+    """Long lists are judged before each of their items is, by each branch of the union."""
+    if isinstance(given, list) and given:
+        if set(map(type, given)) == {int}:
+            return given
+        if len(given) > MAX_CHOICES and not isinstance(given[0], int):
+            raise InputError(f"prompt: expected at most {MAX_CHOICES} prompts, got {len(given)}", field="prompt")
+    return check(given)
+
+
+class CompletionRequest(_Common):
+    prompt: Annotated[str | Items[int] | Items[str] | Items[Items[int]], WrapValidator(_prompt)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description=f"{LENGTH} 0 goes with `echo`.")
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """max_tokens 0, for the logprobs of the prompt."""
+        return self.max_tokens == 0
+
+    def parse(self) -> list[RawRequest]:
+        """One for each prompt. Raises InputError, UnsupportedField."""
+        self._check(_NEUTRAL_COMPLETION)
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise unsupported("best_of", "a value other than n")
+        if self.is_prompt_only and not self.echo:
+            raise InputError("max_tokens: expected at least 1, or 0 together with echo=true", field="max_tokens")
+        sampling = self._sampling(
+            None if self.max_tokens is None else max(1, self.max_tokens),
+            self.logprobs,
+            self.logprobs if self.echo else None,
+        )
+        prompts = self._prompts()
+        if (total := len(prompts) * (self.n or 1)) > MAX_CHOICES:
+            field = "prompt" if len(prompts) > 1 else "n"
+            raise InputError(f"{field}: expected at most {MAX_CHOICES} prompts times n, got {total}", field=field)
+        session, salt = self.user or "", self.cache_salt or ""
+        return [RawRequest(self.model, prompt, sampling, session, salt) for prompt in prompts]
+
+    def _prompts(self) -> list[str | tuple[int, ...]]:
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise InputError("prompt: expected a text or token ids, got an empty list", field="prompt")
+        if isinstance(prompt[0], int):
+            return [tuple(prompt)]
+        return [each if isinstance(each, str) else tuple(each) for each in prompt if not isinstance(each, int)]
+
+
+def equals(*neutral: object) -> Callable[[object], bool]:
+    return lambda value: value in neutral
+
+
+def is_empty(value: object) -> bool:
+    return value in ([], {}, "")
+
+
+def never(value: object) -> bool:
+    return False
+
+
+_NEUTRAL_CHAT: Neutral = {
+    "tools": is_empty,
+    "tool_choice": equals("none"),
+    "parallel_tool_calls": equals(True),
+    "functions": is_empty,
+    "function_call": equals("none"),
+    "response_format": equals({"type": "text"}),
+    "modalities": equals(["text"]),
+    "audio": never,
+    "moderation": never,
+    "prediction": never,
+    "prompt_cache_options": never,
+    "prompt_cache_retention": never,
+    "reasoning_effort": never,
+    "verbosity": never,
+    "web_search_options": never,
+}
+_NEUTRAL_COMPLETION: Neutral = {
+    "suffix": is_empty,
+}
+
+Request = TypeVar("Request", bound=BaseModel)
+
+
+def parse_body(kind: type[Request], body: bytes) -> Request:
+    """Raises InputError naming the field, with the first thing that is wrong."""
+    check_body(body)
+    try:
+        value = from_json(body)
+    except ValueError as error:
+        raise InputError(f"body: expected JSON in UTF-8: {error}") from None
+    if body.count(b":") > MAX_KEYS:
+        _check_keys(value)
+    return parse_fields(kind, value)
+
+
+def _check_keys(value: object) -> None:
+    """Pydantic notes every fault of an object: one with very many keys would cost more than reading it."""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            if len(each) > MAX_KEYS:
+                raise InputError(f"body: expected objects of at most {MAX_KEYS} keys, got one of {len(each)}")
+            waiting.extend(each.values())
+        elif isinstance(each, list):
+            waiting.extend(item for item in each if isinstance(item, dict | list))
+
+
+def parse_fields(kind: type[Request], fields: object) -> Request:
+    """As `parse_body`, of JSON that was read already."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _input_error(error) from None
+
+
+def _input_error(error: ValidationError) -> InputError:
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of the branches of a union, the one that came furthest is what was meant.
+    same = [each for each in faults if each["loc"][:1] == faults[0]["loc"][:1]]
+    first = max(same, key=lambda each: len(_path(each["loc"])))
+    field = ".".join(part[:MAX_NAME_CHARS] for part in _path(first["loc"])) or None
+    if first["type"] == "extra_forbidden":
+        return InputError(f"unknown field {field!r}", field=field)
+    return InputError(f"{field or 'body'}: {_lower_first(first['msg'])}", field=field)
+
+
+def _path(loc: tuple[int | str, ...]) -> list[str]:
+    return [str(part) for part in loc if not _is_union_branch(part)]
+
+
+_BRANCHES = frozenset({"str", "int", "float", "TextPart", "TextContent"})
+
+
+def _is_union_branch(part: int | str) -> bool:
+    """Pydantic names the branch of a union in the location; the client wrote no such key."""
+    return isinstance(part, str) and (part in _BRANCHES or "[" in part)
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def refuse_unsupported(request: BaseModel, neutral: Neutral) -> None:
+    """Raises UnsupportedField naming the first field whose value would change the answer."""
+    for field, is_neutral in neutral.items():
+        value = getattr(request, field)
+        if value is not None and not is_neutral(value):
+            raise unsupported(field)
+
+
+def unsupported(field: str, what: str = "this value") -> UnsupportedField:
+    return UnsupportedField(f"{field}: {what} is not supported yet; leave the field out", field=field)

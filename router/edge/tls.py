@@ -1,0 +1,97 @@
+"""TLS at the edge: one certificate for HTTP and gRPC, taken anew when its files are renewed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+
+import grpc
+
+from tandem.config.spec import EdgeTlsSpec
+from tandem.errors import ConfigError
+from tandem.rpc.grpc_tls import dynamic_credentials
+from tandem.rpc.tls import Stamp, check_certificates, read_file, stamp_of, use_key_pair
+
+log = logging.getLogger(__name__)
+
+FIELD = "router.tls"
+LOOK_S = 1.0
+HANDSHAKE_TIMEOUT_S = 10.0
+
+
+class EdgeTls:
+    """Raises ConfigError when a file cannot be used; names its field. Later, files that do not fit each other leave
+    what there was."""
+
+    def __init__(self, spec: EdgeTlsSpec) -> None:
+        self._spec = spec
+        self._stamp = self._look()
+        self.http_context = edge_context(spec)
+        self._grpc = self._configuration()
+
+    def refresh(self) -> None:
+        """Takes what is new for the next connections. Those that stand are not touched."""
+        stamp = self._look()
+        if stamp == self._stamp:
+            return
+        try:
+            edge_context(self._spec)  # first: what fails half way would spoil the one in use
+            renewed = self._configuration()
+            if self._look() != stamp:
+                return  # they are being written
+            _fill(self.http_context, self._spec)
+            self._grpc = renewed
+            log.info("new certificates: %s", self._spec.cert)
+        except ConfigError as error:
+            log.warning("the certificates that were there stay in use: %s", error.message)
+        self._stamp = stamp
+
+    async def refresh_forever(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.refresh()
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        given = self._grpc
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal given
+            if self._grpc is given:
+                return None
+            given = self._grpc
+            return given
+
+        needs_client = self._spec.client_ca is not None
+        return dynamic_credentials(given, renewed, needs_client=needs_client)
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        spec = self._spec
+        pair = read_file(spec.key, f"{FIELD}.key"), read_file(spec.cert, f"{FIELD}.cert")
+        clients = None if spec.client_ca is None else read_file(spec.client_ca, f"{FIELD}.client_ca")
+        return grpc.ssl_server_certificate_configuration([pair], clients)
+
+    def _look(self) -> Stamp:
+        return stamp_of(self._spec.cert, self._spec.key, *filter(None, [self._spec.client_ca]))
+
+
+def edge_context(spec: EdgeTlsSpec) -> ssl.SSLContext:
+    """For HTTP. Raises ConfigError."""
+    for name, path in (("cert", spec.cert), ("key", spec.key), ("client_ca", spec.client_ca)):
+        if path is not None:
+            read_file(path, f"{FIELD}.{name}")
+    check_certificates(spec.cert, f"{FIELD}.cert")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
+    context.set_alpn_protocols(["http/1.1"])
+    _fill(context, spec)
+    return context
+
+
+def _fill(context: ssl.SSLContext, spec: EdgeTlsSpec) -> None:
+    use_key_pair(context, spec.cert, spec.key, FIELD)
+    if spec.client_ca is not None:
+        check_certificates(spec.client_ca, f"{FIELD}.client_ca")
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cafile=spec.client_ca)

@@ -1,0 +1,86 @@
+"""What clients ask of each model, and how well it went, counted for the autoscaler. Batch classes are left out: they
+take what the others leave, and nothing is sized for them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from router.observe.slo import SloOutcome, slo_outcome
+from router.policies.pace import Pace
+from tandem.config.spec import ClassSpec, Role
+from tandem.errors import ErrorCode
+from tandem.request import RequestState
+from tandem.v1 import trace_pb2
+
+if TYPE_CHECKING:
+    from router.requests.run import RequestRun
+    from router.workers.fleet import Fleet
+
+_LATE = (SloOutcome.MISSED_TTFT, SloOutcome.MISSED_BOTH)
+_SLOW = (SloOutcome.MISSED_TPOT, SloOutcome.MISSED_BOTH)
+
+
+class DemandMeter:
+    """Every call costs O(1); `report` looks at what waits and at the fleet."""
+
+    def __init__(self, classes: Sequence[ClassSpec]) -> None:
+        self._classes = {each.name: each for each in classes if not each.batch}
+        self._models: dict[str, trace_pb2.ModelDemand] = {}
+        self._life = secrets.randbits(62) + 1
+
+    def came(self, run: RequestRun) -> None:
+        if run.terms.priority in self._classes:
+            demand = self._of(run.request.model)
+            demand.requests += 1
+            demand.prompt_tokens += run.request.prompt_tokens
+
+    def first_token(self, run: RequestRun, now_s: float) -> None:
+        """Of an answer, not of its continuation elsewhere."""
+        if run.terms.priority in self._classes:
+            demand = self._of(run.request.model)
+            demand.first_tokens += 1
+            demand.prefilled_tokens += run.request.prompt_tokens
+            demand.cached_tokens += run.cached_tokens
+            demand.ttft_s += now_s - run.received_s
+
+    def ended(self, run: RequestRun, code: ErrorCode | None) -> None:
+        if (objectives := self._classes.get(run.terms.priority)) is None:
+            return
+        final, state, demand = run.stream.final, run.lifecycle.state, self._of(run.request.model)
+        if final is not None:
+            demand.finished += 1
+            demand.answer_tokens += final.usage.completion_tokens
+        if (outcome := slo_outcome(objectives, final, state, code)) is not None:
+            demand.judged += 1
+            demand.missed_ttft += outcome in _LATE or state is RequestState.REJECTED
+            demand.missed_tpot += outcome in _SLOW
+
+    def report(self, waiting: Iterable[RequestRun], fleet: Fleet) -> trace_pb2.RouterDemand:
+        for demand in self._models.values():
+            demand.queued_tokens = 0
+        for run in waiting:
+            if run.terms.priority in self._classes:
+                self._of(run.request.model).queued_tokens += run.prefill_tokens
+        for model, demand in self._models.items():
+            demand.ClearField("prefill")
+            demand.ClearField("decode")
+            if prefill := fleet.ready(model, Role.PREFILL):
+                demand.prefill.CopyFrom(_mean([worker.estimates.pace() for worker in prefill]))
+            if decode := fleet.ready(model, Role.DECODE):
+                demand.decode.CopyFrom(_mean([worker.estimates.pace() for worker in decode]))
+        return trace_pb2.RouterDemand(models=self._models.values(), life=self._life)
+
+    def _of(self, model: str) -> trace_pb2.ModelDemand:
+        return self._models.setdefault(model, trace_pb2.ModelDemand(model=model))
+
+
+def _mean(paces: Sequence[Pace]) -> trace_pb2.Pace:
+    count = len(paces)
+    return trace_pb2.Pace(
+        prefill_s_per_token=sum(each.prefill_s_per_token for each in paces) / count,
+        reserve_s=sum(each.reserve_s for each in paces) / count,
+        transfer_s_per_token=sum(each.transfer_s_per_token for each in paces) / count,
+        tpot_s=[sum(at_size) / count for at_size in zip(*(each.tpot_s for each in paces), strict=True)],
+    )

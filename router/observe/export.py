@@ -1,0 +1,108 @@
+"""Sends the traces of sampled requests to a collector, from a thread of its own: the event loop only queues them.
+
+The queue is bounded; what finds no room, or what the collector does not take, is counted and forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from enum import StrEnum
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from router.observe.span_tree import span_tree
+from router.observe.trace import Trace
+from tandem.config.observability import TracingSpec
+
+if TYPE_CHECKING:
+    from tandem.telemetry.tracing import Tracing
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED = 2048
+BATCH_TRACES = 64
+EVERY_S = 1.0
+HOLD_S = 0.5  # the prefill worker's report may come after the request's end
+CLOSE_S = 1.0
+
+
+class ExportOutcome(StrEnum):
+    """Of a sampled request's trace; a metric label."""
+
+    EXPORTED = "exported"
+    DROPPED = "dropped"  # no room in the queue
+    FAILED = "failed"    # the collector was away, or refused it
+
+
+class TraceExport:
+    """`offer` from the event loop; everything else happens in the thread."""
+
+    def __init__(self, tracing: Tracing, router_id: str) -> None:
+        self.outcomes: Counter[ExportOutcome] = Counter()
+        self._tracing = tracing
+        self._router_id = router_id
+        self._queue: deque[tuple[float, Trace]] = deque()
+        self._stop = threading.Event()
+        self._failing = False
+        self._thread = threading.Thread(target=self._run, name="trace-export", daemon=True)
+
+    @classmethod
+    def of(cls, spec: TracingSpec, cluster: str, router_id: str) -> TraceExport | None:
+        """None when no endpoint is set: then nothing of OpenTelemetry is even imported. Raises ConfigError."""
+        if spec.otlp_endpoint is None:
+            return None
+        tracing: Tracing = import_module("tandem.telemetry.tracing").Tracing(spec, cluster)
+        return cls(tracing, router_id)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def offer(self, trace: Trace) -> None:
+        """A request that ended; never waits."""
+        if trace.context is None or not trace.context.sampled:
+            return
+        if len(self._queue) >= MAX_QUEUED:
+            self.outcomes[ExportOutcome.DROPPED] += 1
+            return
+        self._queue.append((time.monotonic() + HOLD_S, trace))
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Sends what there is; waits no longer than that."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        stopping = False
+        while not stopping:
+            stopping = self._stop.wait(EVERY_S)
+            while batch := self._due(stopping):
+                self._send(batch)
+        self._tracing.close()
+
+    def _due(self, everything: bool) -> list[Trace]:
+        now_s = time.monotonic()
+        batch: list[Trace] = []
+        while self._queue and len(batch) < BATCH_TRACES and (everything or self._queue[0][0] <= now_s):
+            batch.append(self._queue.popleft()[1])
+        return batch
+
+    def _send(self, batch: list[Trace]) -> None:
+        try:
+            for trace in batch:
+                if trace.context is not None:
+                    self._tracing.add(span_tree(trace, self._router_id), trace.context)
+            sent = self._tracing.export()
+        except Exception:  # tracing may fail itself, never the router; what was added with it is lost
+            log.exception("traces could not be exported")
+            sent = False
+        self.outcomes[ExportOutcome.EXPORTED if sent else ExportOutcome.FAILED] += len(batch)
+        if sent == self._failing:
+            self._failing = not sent
+            if sent:
+                log.info("the trace collector takes traces again")
+            else:
+                log.warning("the trace collector does not take traces; they are dropped meanwhile")

@@ -1,0 +1,48 @@
+"""Metrics of worker health and canaries. All labels are enums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from router.observe.metrics.labelled import Counter
+from router.probes.canary import CanaryResult
+from router.workers.health import EjectReason, HealthBoard, HealthState
+from tandem.config.spec import Role
+
+
+class CanaryPurpose(StrEnum):
+    """A metric label."""
+
+    WORKER = "worker"        # is this worker well again?
+    READINESS = "readiness"  # can the cluster serve at all?
+
+
+class HealthMetrics(Collector):
+    """Reads the board at every scrape."""
+
+    def __init__(self, registry: CollectorRegistry, board: HealthBoard) -> None:
+        self._board = board
+        self._canaries = Counter(
+            "tandem_canaries", "Canaries by what for and result.", ("purpose", "result"), registry=registry
+        )
+        registry.register(self)
+
+    def canary(self, purpose: CanaryPurpose, result: CanaryResult) -> None:
+        self._canaries.labels(purpose.value, result.value).inc()
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        counts, ejected = self._board.counts(), self._board.ejected
+        health = GaugeMetricFamily("tandem_worker_health", "Linked workers by health.", labels=("role", "state"))
+        ejections = CounterMetricFamily("tandem_ejections", "Workers left out.", labels=("role", "reason"))
+        for role in Role:
+            for state in HealthState:
+                health.add_metric((role.value, state.value), counts[role, state])
+            for reason in EjectReason:
+                ejections.add_metric((role.value, reason.value), ejected[role, reason])
+        yield health
+        yield ejections

@@ -1,0 +1,185 @@
+"""Workers as Prometheus metrics, read when they are asked for: what they reported, and what the controller says.
+
+Labels are the ids of the spec's workers. Every router shows the same of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.observe.metrics.labelled import cumulated
+from router.workers.fleet import ROLES, Fleet, Worker
+from tandem.config.spec import Role
+from tandem.v1 import cluster_pb2, worker_pb2
+from worker.meters import STEP_BOUNDS_S
+
+WORKER = ("model", "role", "worker")
+LINK = (*WORKER, "peer", "transport")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A worker that there should be."""
+
+    worker_id: str
+    model: str
+    role: Role
+    ranks: int
+    restarts: int
+
+    @property
+    def labels(self) -> tuple[str, str, str]:
+        return (self.model, self.role.value, self.worker_id)
+
+
+def parse_places(places: Sequence[cluster_pb2.WorkerPlace]) -> dict[str, Place]:
+    """By worker; those of roles that are not ours are left out."""
+    known = ((each, ROLES.get(each.role)) for each in places)
+    return {
+        each.worker_id: Place(each.worker_id, each.model, role, max(1, each.ranks), each.restarts)
+        for each, role in known
+        if role is not None
+    }
+
+
+class WorkerCollector(Collector):
+    def __init__(self, fleet: Fleet) -> None:
+        self.places: Mapping[str, Place] = {}  # as the controller last said
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[Metric]:
+        workers = [worker for worker in self._fleet.workers() if worker.listed]
+        yield from self._lives(workers)
+        reporting = [worker for worker in workers if worker.link.ready]
+        yield from _loads([(_labels(each), each.link.load) for each in reporting if each.link.load is not None])
+        metered = [(each, each.link.meters.latest) for each in reporting]
+        told = [(_labels(each), meters) for each, meters in metered if meters is not None]
+        yield from _steps(told)
+        yield from _work(told)
+        yield from _host_tiers(reporting)
+        yield from _use(reporting)
+        yield from _links(told)
+
+    def _lives(self, workers: Sequence[Worker]) -> Iterator[Metric]:
+        up = GaugeMetricFamily("tandem_worker_up", "Whether this router has a link to the worker.", labels=WORKER)
+        lives = {each.labels: 0.0 for each in self.places.values()}
+        for worker in workers:
+            labels = _labels(worker)
+            lives[labels] = max(lives.get(labels, 0.0), float(worker.link.ready))
+        for labels, value in lives.items():
+            up.add_metric(labels, value)
+        yield up
+        restarts = CounterMetricFamily("tandem_worker_restarts", "Times the worker was started again.", labels=WORKER)
+        for place in self.places.values():
+            restarts.add_metric(place.labels, place.restarts)
+        yield restarts
+
+
+def _labels(worker: Worker) -> tuple[str, str, str]:
+    return (worker.link.info.model, worker.role.value, worker.key.worker_id)
+
+
+def _loads(loads: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerLoad]]) -> Iterator[Metric]:
+    blocks = GaugeMetricFamily("tandem_worker_blocks", "KV blocks by state.", labels=(*WORKER, "state"))
+    requests = GaugeMetricFamily("tandem_worker_requests", "Requests by state.", labels=(*WORKER, "state"))
+    waiting = GaugeMetricFamily("tandem_worker_waiting_tokens", "Prompt tokens to be computed.", labels=WORKER)
+    for labels, load in loads:
+        counts = load.blocks
+        by_state = {"free": counts.free, "cached": counts.cached, "leased": counts.leased, "in_use": counts.in_use}
+        for state, count in by_state.items():
+            blocks.add_metric((*labels, state), count)
+        running = {
+            "waiting": load.waiting_requests,
+            "running": load.running_requests,
+            "reserved": load.reserved_requests,
+        }
+        for state, count in running.items():
+            requests.add_metric((*labels, state), count)
+        waiting.add_metric(labels, load.waiting_tokens)
+    yield from (blocks, requests, waiting)
+
+
+def _steps(told: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters]]) -> Iterator[Metric]:
+    steps = HistogramMetricFamily("tandem_worker_step_seconds", "Engine steps by kind.", labels=(*WORKER, "kind"))
+    for labels, meters in told:
+        for step in meters.steps:
+            steps.add_metric((*labels, step.kind), cumulated(STEP_BOUNDS_S, step.counts), step.total_s)
+    yield steps
+
+
+def _work(told: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters]]) -> Iterator[Metric]:
+    tokens = CounterMetricFamily("tandem_worker_tokens", "Tokens computed.", labels=(*WORKER, "kind"))
+    preemptions = CounterMetricFamily(
+        "tandem_worker_preemptions", "Requests that gave their KV blocks to older ones.", labels=WORKER
+    )
+    flops = CounterMetricFamily("tandem_worker_flops", "Arithmetic of all steps.", labels=WORKER)
+    memory = CounterMetricFamily("tandem_worker_memory_bytes", "Memory traffic of all steps.", labels=WORKER)
+    peak_flops = GaugeMetricFamily("tandem_worker_peak_flops", "What its ranks could do in a second.", labels=WORKER)
+    peak_memory = GaugeMetricFamily(
+        "tandem_worker_peak_memory_bytes_per_second", "What its ranks' memory could carry.", labels=WORKER
+    )
+    for labels, meters in told:
+        tokens.add_metric((*labels, "prefill"), meters.prefill_tokens)
+        tokens.add_metric((*labels, "decode"), meters.decode_tokens)
+        preemptions.add_metric(labels, meters.preemptions)
+        flops.add_metric(labels, meters.flops)
+        memory.add_metric(labels, meters.memory_bytes)
+        peak_flops.add_metric(labels, meters.peak_flops_per_s)
+        peak_memory.add_metric(labels, meters.peak_memory_bytes_per_s)
+    yield from (tokens, preemptions, flops, memory, peak_flops, peak_memory)
+
+
+def _host_tiers(workers: Sequence[Worker]) -> Iterator[Metric]:
+    """Of those that have one."""
+    blocks = GaugeMetricFamily("tandem_worker_host_blocks", "Slots of the host tier.", labels=(*WORKER, "state"))
+    moved = CounterMetricFamily(
+        "tandem_worker_host_moved_blocks", "KV blocks that went there, or back.", labels=(*WORKER, "direction")
+    )
+    hits = CounterMetricFamily("tandem_worker_host_hit_tokens", "Tokens found in the host tier.", labels=WORKER)
+    for worker in workers:
+        load, meters, labels = worker.link.load, worker.link.meters.latest, _labels(worker)
+        if load is None or not load.host_blocks.total:
+            continue
+        blocks.add_metric((*labels, "free"), load.host_blocks.free)
+        blocks.add_metric((*labels, "used"), load.host_blocks.used)
+        if meters is not None:
+            moved.add_metric((*labels, "out"), meters.host_blocks_out)
+            moved.add_metric((*labels, "in"), meters.host_blocks_in)
+            hits.add_metric(labels, meters.host_blocks_in * worker.link.info.layout.block_tokens)
+    yield from (blocks, moved, hits)
+
+
+def _use(workers: Sequence[Worker]) -> Iterator[Metric]:
+    mfu = GaugeMetricFamily("tandem_worker_mfu_ratio", "Share of peak arithmetic, of the latest steps.", labels=WORKER)
+    mbu = GaugeMetricFamily("tandem_worker_mbu_ratio", "Share of memory bandwidth, of the latest steps.", labels=WORKER)
+    now_s = time.monotonic()  # the clock of the links
+    for worker in workers:
+        history = worker.link.meters
+        if (share := history.mfu(now_s)) is not None:
+            mfu.add_metric(_labels(worker), share)
+        if (share := history.mbu(now_s)) is not None:
+            mbu.add_metric(_labels(worker), share)
+    yield from (mfu, mbu)
+
+
+def _links(told: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters]]) -> Iterator[Metric]:
+    """Of the sending ends, which measure: the ranks of a pair of workers together, the slowest latency of theirs."""
+    sent = CounterMetricFamily("tandem_worker_link_bytes", "KV bytes sent.", labels=LINK)
+    speed = GaugeMetricFamily("tandem_worker_link_bytes_per_second", "What handoffs got lately.", labels=LINK)
+    latency = GaugeMetricFamily("tandem_worker_link_latency_seconds", "Shortest probe.", labels=LINK)
+    for labels, meters in told:
+        pairs: dict[tuple[str, str], list[worker_pb2.LinkState]] = {}
+        for link in meters.links:
+            if link.HasField("latency_s"):
+                pairs.setdefault((link.peer_worker, link.transport), []).append(link)
+        for pair, links in pairs.items():
+            sent.add_metric((*labels, *pair), sum(link.bytes for link in links))
+            latency.add_metric((*labels, *pair), max(link.latency_s for link in links))
+            if any(link.HasField("bytes_per_s") for link in links):
+                speed.add_metric((*labels, *pair), sum(link.bytes_per_s for link in links))
+    yield from (sent, speed, latency)

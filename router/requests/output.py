@@ -1,0 +1,180 @@
+"""What a request has to say to its client: pieces of text with their tokens, then one end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from router.requests.detokenizer import Decoder, Detokenizer, StopStrings
+from tandem.engine.api import TokenLogprob
+from tandem.errors import TandemError
+from tandem.request import FinishReason
+from tandem.v1 import inference_pb2, worker_pb2
+
+MAX_UNREAD_PIECES = 1024
+
+
+class OutToken(msgspec.Struct, frozen=True, gc=False):  # made for every token: far faster than a frozen dataclass
+    """One generated token. `logprob` None: not asked for. `is_stop`: a stop token, which has no text."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[TokenLogprob, ...]
+    is_stop: bool
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """`text` may be empty while a character is incomplete or a stop string may be forming."""
+
+    text: str
+    tokens: tuple[OutToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Where a request's time went. See tandem.v1.Timeline."""
+
+    queue_s: float
+    prefill_s: float
+    handoff_s: float
+    decode_s: float
+    ttft_s: float
+    total_s: float
+    kv_bytes_moved: int
+    kv_blocks_moved: int
+    cached_tokens_prefill: int
+    cached_tokens_decode: int
+    prefill_worker: str
+    decode_worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    reason: FinishReason
+    usage: Usage
+    timeline: Timeline
+
+
+class OutputAssembler:
+    """Tokens of one request to pieces. Pure."""
+
+    def __init__(
+        self, decoder: Decoder, prompt: Sequence[int], stop: Sequence[str], stop_token_ids: frozenset[int]
+    ) -> None:
+        self._detokenizer = Detokenizer(decoder, prompt)
+        self._stops = StopStrings(stop)
+        self._has_stops = bool(stop)
+        self._stop_token_ids = stop_token_ids
+        self.stopped = False  # a stop string is complete
+        self.tokens = 0
+
+    def push(self, message: worker_pb2.StepToken) -> Piece:
+        self.tokens += 1
+        token_id = message.token_id
+        is_stop = token_id in self._stop_token_ids
+        token = _scored(message, is_stop) if message.HasField("logprobs") else OutToken(token_id, None, (), is_stop)
+        if is_stop:
+            return Piece("", (token,))
+        text = self._detokenizer.push(token_id)
+        if self._has_stops:
+            result = self._stops.push(text)
+            text, self.stopped = result.text, result.stopped
+        return Piece(text, (token,))
+
+    def flush(self) -> Piece | None:
+        """What was held back, at an end that is no stop string."""
+        result = self._stops.push(self._detokenizer.flush())
+        self.stopped = result.stopped
+        text = result.text + self._stops.flush()
+        return Piece(text, ()) if text else None
+
+
+def _scored(message: worker_pb2.StepToken, is_stop: bool) -> OutToken:
+    top = tuple(TokenLogprob(each.token_id, each.logprob) for each in message.logprobs.top)
+    return OutToken(message.token_id, message.logprobs.logprob, top, is_stop)
+
+
+class ResponseStream:
+    """From a request to the one reader at the edge. Bounded: a reader that stays away ends its request.
+
+    `prompt_scores`: logprobs of the prompt from its second token on, when asked for; there before the first piece.
+    """
+
+    def __init__(self, request_id: str, on_cancel: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self.final: Final | None = None
+        self.prompt_scores: tuple[inference_pb2.TokenLogprobs, ...] = ()
+        self._on_cancel: Callable[[], None] | None = on_cancel  # until the end: it leads back to us
+        self._pieces: list[Piece] = []
+        self._error: TandemError | None = None  # until it is raised: its traceback leads back to us
+        self._waiting: asyncio.Future[None] | None = None  # of `next`
+        self._wakes: Callable[[], None] | None = None  # another than `next`
+
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """Calls `wake` from now on when something has come: one reader can then wait for several streams."""
+        self._wakes = wake
+
+    def take(self) -> list[Piece]:
+        """What has come since the last call. Raises the TandemError that ended the request, once, after all else."""
+        if self._pieces:
+            pieces, self._pieces = self._pieces, []
+            return pieces
+        if self._error is not None:
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame: all that the request held would wait for the collector
+        return []
+
+    @property
+    def has_failed(self) -> bool:
+        """`take` will raise when it has given out all else."""
+        return self._error is not None
+
+    def put(self, piece: Piece) -> bool:
+        """False when the reader has left too much unread."""
+        self._pieces.append(piece)
+        self._wake()
+        return len(self._pieces) <= MAX_UNREAD_PIECES
+
+    def finish(self, final: Final) -> None:
+        self.final, self._on_cancel = final, None
+        self._wake()
+
+    def fail(self, error: TandemError) -> None:
+        self._error, self._on_cancel = error, None
+        self._wake()
+
+    def cancel(self) -> None:
+        """The reader wants no more. Idempotent; nothing happens after the end."""
+        if self._on_cancel is not None:
+            self._on_cancel()
+
+    async def next(self) -> list[Piece]:
+        """Waits for what comes next, and takes all there is; empty: it was the end. Raises as `take`. One reader."""
+        while not (pieces := self.take()) and self._on_cancel is not None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        return pieces
+
+    def _wake(self) -> None:
+        if self._wakes is not None:
+            self._wakes()
+        elif self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        """All pieces there are, each time; ends after the last. Raises the TandemError that ended the request."""
+        while pieces := await self.next():
+            yield pieces

@@ -1,0 +1,319 @@
+"""From what a client sent to a request that cannot be wrong: one type for both edges.
+
+Tokenizing and hashing of long prompts run in a thread, so that one long prompt does not hold up everybody's tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+
+from tandem.checkpoint.model_config import ModelConfig
+from tandem.config.launch import ServedModel
+from tandem.errors import ContextExceeded, InputError
+from tandem.kvcache.blockhash import BlockHash, HashKey, hash_blocks
+from tandem.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams, check_length
+from tandem.text.chat_template import ChatTemplate
+from tandem.text.tokenizer import Tokenizer
+from tandem.v1 import worker_pb2
+from worker.wire import sampling_frame
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_CACHE_SALT_CHARS = 256
+INLINE_PROMPT_CHARS = 2048  # shorter prompts are tokenized on the event loop
+INLINE_PROMPT_TOKENS = 512
+MAX_PROMPT_SCORES = 1 << 18  # logprobs of one prompt: its tokens, times one and the alternatives of each
+CHARS_PER_TOKEN_OFTEN = 8  # most texts have fewer
+CHARS_PER_TOKEN_LIMIT = 64  # longest run of text one token may stand for, generously
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class RawSampling:
+    """Sampling fields as a client gave them; None means absent."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RawRequest:
+    """`prompt` is a text, token ids, or a chat."""
+
+    model: str
+    prompt: str | tuple[int, ...] | tuple[Message, ...]
+    sampling: RawSampling
+    session: str = ""  # whose requests share a prefix, in the client's words
+    cache_salt: str = ""  # cached blocks are shared with requests of the same only
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    request_id: str
+    model: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    block_hashes: tuple[BlockHash, ...]
+    block_tokens: int
+    cache_salt: bytes = b""
+    session: bytes | None = None  # digest
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    def work(self, wire_id: str, answer: Sequence[int], trace_id: str = "") -> worker_pb2.Work:
+        """What a worker is asked for in one attempt, after the tokens of `answer` were given out. `trace_id`: for its
+        logs."""
+        sampling, given = self.sampling, len(answer)
+        if given:
+            sampling = replace(sampling, max_tokens=sampling.max_tokens - given, prompt_logprobs=None)
+        return worker_pb2.Work(
+            request_id=wire_id,
+            prompt=[*self.prompt, *answer],
+            sampling=sampling_frame(sampling),
+            cache_salt=self.cache_salt,
+            answer_tokens=given,
+            trace_id=trace_id,
+        )
+
+
+class ServingModel:
+    """What the router needs of one served model: its tokenizer, chat template and limits."""
+
+    def __init__(
+        self, served: ServedModel, tokenizer: Tokenizer, template: ChatTemplate | None, config: ModelConfig
+    ) -> None:
+        self.name = served.name
+        self.tokenizer = tokenizer
+        self.vocab_tokens = config.vocab_size
+        self._served = served
+        self._template = template
+        self._eos = frozenset(config.eos_token_ids)
+        self._bos = config.bos_token_id
+        limits = (config.max_position_tokens, served.max_model_tokens)
+        self.max_model_tokens = min(limit for limit in limits if limit is not None)
+
+    @classmethod
+    def load(cls, served: ServedModel) -> ServingModel:
+        """Raises CheckpointError when the directory lacks a usable tokenizer or config."""
+        folder = Path(served.model_dir)
+        return cls(served, Tokenizer.load(folder), ChatTemplate.load(folder), ModelConfig.load(folder))
+
+    async def parse(
+        self,
+        raw: RawRequest,
+        executor: Executor,
+        *,
+        max_model_tokens: int | None = None,
+        request_id: str | None = None,
+        cache_salt: bytes = b"",
+    ) -> ValidRequest:
+        """`max_model_tokens`: a tighter limit that the workers have. `cache_salt`: what the client's and its tenant's
+        come to, at most 64 bytes. Raises InputError naming the field."""
+        limit, request_id = max_model_tokens or self.max_model_tokens, request_id or new_request_id()
+        work = partial(self._parse, raw, limit, request_id, cache_salt)
+        if _is_short(raw.prompt):
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
+
+    async def tokenize(
+        self, prompt: str | tuple[Message, ...], executor: Executor, *, special_tokens: bool
+    ) -> tuple[int, ...]:
+        """Token ids of a prompt. Raises InputError, ContextExceeded."""
+        work = partial(self.tokens, prompt, self.max_model_tokens, special_tokens=special_tokens)
+        return work() if _is_short(prompt) else await asyncio.get_running_loop().run_in_executor(executor, work)
+
+    async def detokenize(self, tokens: Sequence[int], executor: Executor) -> str:
+        """Raises InputError."""
+        self._check_ids("tokens", tokens)
+        decode = partial(self.tokenizer.decode, tokens, skip_special_tokens=False)
+        if len(tokens) <= INLINE_PROMPT_TOKENS:
+            return decode()
+        return await asyncio.get_running_loop().run_in_executor(executor, decode)
+
+    def tokenizer_info(self) -> dict[str, str | int | None]:
+        """What clients need to know of the tokenizer to use it from afar."""
+        eos, bos = min(self._eos, default=None), self._bos
+        return {
+            "eos_token": None if eos is None else self.tokenizer.token(eos),
+            "bos_token": None if bos is None else self.tokenizer.token(bos),
+            "pad_token": None,
+            "chat_template": None if self._template is None else self._template.source,
+            "vocab_size": self.vocab_tokens,
+            "max_model_len": self.max_model_tokens,
+        }
+
+    def tokens(
+        self, prompt: str | tuple[int, ...] | tuple[Message, ...], limit: int, *, special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        """Token ids of a prompt, at most `limit` of them. `special_tokens`: also what the checkpoint puts around a
+        text. Raises InputError, ContextExceeded."""
+        if isinstance(prompt, str):
+            self._check_chars("prompt", prompt, limit)
+            return tuple(self.tokenizer.encode(prompt, add_special_tokens=special_tokens))
+        if _is_chat(prompt):
+            return self._chat_tokens([each for each in prompt if isinstance(each, Message)], limit)
+        self.check_tokens("prompt", len(prompt), limit)
+        ids = tuple(each for each in prompt if isinstance(each, int))
+        self._check_ids("prompt", ids)
+        return ids
+
+    def check_tokens(self, field: str, count: int, limit: int | None = None) -> None:
+        """Before each of them is looked at. Raises ContextExceeded."""
+        limit = self.max_model_tokens if limit is None else limit
+        if count > limit:
+            raise _too_long(field, count, limit)
+
+    def _chat_tokens(self, messages: Sequence[Message], limit: int) -> tuple[int, ...]:
+        if self._template is None:
+            raise InputError(
+                f"messages: model {self.name!r} has no chat template; send plain text instead: the completions API, "
+                "`prompt` over gRPC, `tandem chat --raw`",
+                field="messages",
+            )
+        text = self._template.render([{"role": each.role, "content": each.content} for each in messages])
+        self._check_chars("messages", text, limit)
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _check_chars(self, field: str, text: str, limit: int) -> None:
+        """Refuses, before the work of tokenizing the whole of it, what cannot fit."""
+        if len(text) > limit * CHARS_PER_TOKEN_LIMIT:
+            raise ContextExceeded(
+                f"{field}: the model's context is {limit} tokens, and {len(text)} characters are more; shorten it",
+                field=field,
+            )
+        if len(text) > limit * CHARS_PER_TOKEN_OFTEN:
+            begin = self.tokenizer.encode(text[: limit * CHARS_PER_TOKEN_OFTEN], add_special_tokens=False)
+            if len(begin) > limit + limit // 4:  # where it was cut, a few tokens may differ
+                raise _too_long(field, f"more than {limit}", limit)
+
+    def _parse(self, raw: RawRequest, limit: int, request_id: str, cache_salt: bytes) -> ValidRequest:
+        field = "messages" if not isinstance(raw.prompt, str) and _is_chat(raw.prompt) else "prompt"
+        limit = min(limit, self.max_model_tokens)
+        prompt = self.tokens(raw.prompt, limit)
+        if not prompt:
+            raise InputError(f"{field}: expected at least one token, got none", field=field)
+        room = limit - len(prompt)
+        if room < 1:
+            raise _too_long(field, len(prompt), limit)
+        if (top := raw.sampling.prompt_logprobs) is not None and (top + 1) * len(prompt) > MAX_PROMPT_SCORES:
+            most = MAX_PROMPT_SCORES // (top + 1)
+            raise InputError(
+                f"{field}: expected at most {most} tokens with the logprobs of {top + 1} for each, got {len(prompt)}; "
+                "shorten it or ask for fewer logprobs",
+                field=field,
+            )
+        served = self._served
+        hashes = hash_blocks(prompt, served.block_tokens, HashKey(served.model_fingerprint, cache_salt=cache_salt))
+        return ValidRequest(
+            request_id=request_id,
+            model=self.name,
+            prompt=prompt,
+            sampling=self._sampling(raw.sampling, len(prompt), room),
+            stop=_stop_strings(raw.sampling.stop),
+            block_hashes=tuple(hashes),
+            block_tokens=served.block_tokens,
+            cache_salt=cache_salt,
+            session=_session(raw.session, cache_salt) if raw.session else None,
+        )
+
+    def _sampling(self, raw: RawSampling, prompt_tokens: int, room: int) -> SamplingParams:
+        check_length("stop_token_ids", len(raw.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        check_length("logit_bias", len(raw.logit_bias), MAX_LOGIT_BIAS)
+        self._check_ids("stop_token_ids", raw.stop_token_ids)
+        self._check_ids("logit_bias", tuple(token for token, _ in raw.logit_bias))
+        stop_ids = frozenset(raw.stop_token_ids)
+        if raw.max_tokens is not None and raw.max_tokens > room:
+            raise ContextExceeded(
+                f"max_tokens: the model's context is {prompt_tokens + room} tokens; the prompt has {prompt_tokens}, "
+                f"and {raw.max_tokens} more were asked for; ask for at most {room}, or leave it out",
+                field="max_tokens",
+            )
+        return SamplingParams.parse(
+            # Drawn here, so that any worker can repeat the sampling.
+            seed=secrets.randbits(63) if raw.seed is None else raw.seed,
+            max_tokens=room if raw.max_tokens is None else raw.max_tokens,
+            temperature=raw.temperature,
+            top_p=raw.top_p,
+            top_k=raw.top_k,
+            min_p=raw.min_p,
+            stop_token_ids=stop_ids if raw.ignore_eos else stop_ids | self._eos,
+            logprobs=raw.logprobs,
+            presence_penalty=raw.presence_penalty,
+            frequency_penalty=raw.frequency_penalty,
+            repetition_penalty=raw.repetition_penalty,
+            logit_bias=dict(raw.logit_bias),
+            prompt_logprobs=raw.prompt_logprobs,
+        )
+
+    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
+        wrong = next((each for each in ids if not 0 <= each < self.vocab_tokens), None)
+        if wrong is not None:
+            raise InputError(f"{field}: expected token ids from 0 to {self.vocab_tokens - 1}, got {wrong}", field=field)
+
+
+def _session(name: str, cache_salt: bytes) -> bytes:
+    """Of another tenant's session of the same name nothing shows."""
+    return blake2b(name.encode("utf-8", "replace"), digest_size=8, key=cache_salt).digest()
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(12)
+
+
+def _too_long(field: str, tokens: int | str, limit: int) -> ContextExceeded:
+    return ContextExceeded(
+        f"{field}: the model's context is {limit} tokens; the prompt has {tokens} and leaves no room for an answer; "
+        f"shorten it to at most {limit - 1}",
+        field=field,
+    )
+
+
+def _stop_strings(stop: tuple[str, ...]) -> tuple[str, ...]:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InputError(f"stop: expected at most {MAX_STOP_STRINGS} strings, got {len(stop)}", field="stop")
+    for each in stop:
+        if not 0 < len(each) <= MAX_STOP_STRING_CHARS:
+            raise InputError(
+                f"stop: expected strings of 1 to {MAX_STOP_STRING_CHARS} characters, got {len(each)}", field="stop"
+            )
+    return stop
+
+
+def _is_chat(prompt: tuple[int, ...] | tuple[Message, ...]) -> bool:
+    return bool(prompt) and isinstance(prompt[0], Message)
+
+
+def _is_short(prompt: str | tuple[int, ...] | tuple[Message, ...]) -> bool:
+    if isinstance(prompt, str):
+        return len(prompt) <= INLINE_PROMPT_CHARS
+    if _is_chat(prompt):
+        return sum(len(each.content) for each in prompt if isinstance(each, Message)) <= INLINE_PROMPT_CHARS
+    return len(prompt) <= INLINE_PROMPT_TOKENS

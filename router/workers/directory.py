@@ -1,0 +1,59 @@
+"""Follows the controller's directory of ready workers. When the controller is away the last known one stays."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc
+
+from tandem.rpc.grpc_options import CLIENT_OPTIONS
+from tandem.rpc.grpc_tls import ClusterTls, open_channel
+from tandem.rpc.identity import Identity
+from tandem.v1 import cluster_pb2
+from tandem.v1.cluster_pb2_grpc import ClusterStub
+
+log = logging.getLogger(__name__)
+
+MAX_BACKOFF_S = 2.0
+
+OnDirectory = Callable[[cluster_pb2.Directory], None]
+
+
+class DirectoryFollower:
+    def __init__(
+        self, address: str, watcher: str, on_directory: OnDirectory, tls: ClusterTls | None = None
+    ) -> None:
+        self._address = address
+        self._watcher = watcher
+        self._on_directory = on_directory
+        self._tls = tls
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="directory")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        backoff_s = 0.05
+        request = cluster_pb2.WatchDirectoryRequest(watcher=self._watcher)
+        waits = self._tls is None  # a channel shows the certificate that it was opened with, renewed or not
+        while True:
+            try:
+                async with open_channel(self._address, self._tls, Identity.CONTROLLER, CLIENT_OPTIONS) as channel:
+                    stub = ClusterStub(channel)
+                    async for directory in stub.WatchDirectory(request, wait_for_ready=waits):
+                        backoff_s = 0.05
+                        self._on_directory(directory)
+                log.info("the controller ended the directory stream; following again")
+            except grpc.aio.AioRpcError as error:
+                log.warning("controller lost; keeping the last directory", extra={"error": error.details()})
+            except Exception:  # a fault of ours in taking one directory must not end the following
+                log.exception("the directory could not be taken; following again")
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)

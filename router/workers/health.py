@@ -1,0 +1,320 @@
+"""Which workers may be given requests, from what they do: stuck, failing and slow ones are left out for a while.
+
+    healthy ⇄ suspect → ejected → probation → healthy
+       └────────────────↗   ↖────────┘
+
+Pure: facts and the time go in, decisions come out; `router.probes.health_watch` executes them. A worker that shows no
+progress is out whatever its pool has left, for it serves nobody. One that fails or is slow is out only while at least
+half of its pool is not, and the last one never.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import median
+
+from router.prefix_index.mirror import WorkerKey
+from tandem.config.spec import Role
+from tandem.errors import InternalError
+
+
+class HealthState(StrEnum):
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"      # takes requests; after failures it is asked to answer a canary
+    EJECTED = "ejected"      # takes none
+    PROBATION = "probation"  # takes none until it answered a canary, then twice as many every second
+
+
+class EjectReason(StrEnum):
+    """A metric label."""
+
+    STALLED = "stalled"
+    FAILURES = "failures"
+    SLOW = "slow"
+    CANARY = "canary"
+
+
+_EDGES = {
+    HealthState.HEALTHY: {HealthState.SUSPECT, HealthState.EJECTED},
+    HealthState.SUSPECT: {HealthState.HEALTHY, HealthState.EJECTED},
+    HealthState.EJECTED: {HealthState.PROBATION},
+    HealthState.PROBATION: {HealthState.HEALTHY, HealthState.EJECTED},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HealthRules:
+    """Latencies are seconds per output token (decode) and per 64 prompt tokens (prefill)."""
+
+    suspect_failures: int = 3  # in a row
+    eject_failures: int = 5
+    slow_factor: float = 4.0  # of the median of its peers
+    slow_floor_s: float = 0.02  # and at least so much slower
+    slow_samples: int = 24
+    first_ejection_s: float = 5.0
+    longest_ejection_s: float = 120.0
+    probation_requests: int = 16  # at once; beyond, it is healthy
+    step_s: float = 1.0  # between two canaries, and two enlargements of its share
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    model: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """Of a worker with outstanding work: for how long it showed nothing, and how long it may."""
+
+    key: WorkerKey
+    silent_s: float
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The worker is stuck: its requests go on elsewhere."""
+
+    key: WorkerKey
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendCanary:
+    """Ends with a call of `HealthBoard.canary_ended`."""
+
+    key: WorkerKey
+
+
+Action = Move | SendCanary
+
+
+@dataclass(slots=True)
+class WorkerHealth:
+    """One worker. The only way to another state is `_enter`."""
+
+    pool: Pool
+    state: HealthState = HealthState.HEALTHY
+    is_up: bool = False  # its link stands
+    failures: int = 0  # in a row
+    is_silent: bool = False  # what makes it suspect
+    admitted: int = 0  # in probation: requests at once
+    until_s: float = 0.0  # ejected
+    ejections: int = 0  # lately
+    since_s: float = 0.0  # in this state
+    next_step_s: float = 0.0
+    canary_out: bool = False
+    latency_s: float = 0.0  # recent ones count most
+    samples: int = 0
+
+    def suspect(self, now_s: float, *, is_silent: bool) -> None:
+        self._enter(HealthState.SUSPECT, now_s)
+        self.is_silent, self.next_step_s = is_silent, now_s
+
+    def clear(self, now_s: float) -> None:
+        self._enter(HealthState.HEALTHY, now_s)
+        self.is_silent = False
+
+    def eject(self, now_s: float, rules: HealthRules, *, is_alone: bool) -> None:
+        """Twice as long as the last time, unless it was well for long in between. One that has no peers is asked
+        again at once: nobody else could serve."""
+        if self.state is HealthState.HEALTHY and now_s - self.since_s > rules.longest_ejection_s:
+            self.ejections = 0
+        for_s = min(rules.first_ejection_s * 2**self.ejections, rules.longest_ejection_s)
+        self._enter(HealthState.EJECTED, now_s)
+        self.until_s = now_s + (rules.step_s if is_alone else for_s)
+        self.ejections = min(self.ejections + 1, 32)
+        self.failures = self.samples = 0
+        self.is_silent = False
+
+    def try_again(self, now_s: float) -> None:
+        self._enter(HealthState.PROBATION, now_s)
+        self.admitted, self.next_step_s = 0, now_s
+
+    def admit_more(self, now_s: float, rules: HealthRules) -> None:
+        """In probation, it did something well."""
+        if now_s < self.next_step_s and self.admitted:
+            return
+        self.next_step_s = now_s + rules.step_s
+        self.admitted = max(1, 2 * self.admitted)
+        if self.admitted > rules.probation_requests:
+            self._enter(HealthState.HEALTHY, now_s)
+
+    def measured(self, latency_s: float) -> None:
+        self.samples += 1
+        self.latency_s += (latency_s - self.latency_s) / min(self.samples, 16)
+
+    def _enter(self, state: HealthState, now_s: float) -> None:
+        if state not in _EDGES[self.state]:
+            raise InternalError(f"worker health: {self.state} cannot become {state}")
+        self.state, self.since_s = state, now_s
+
+
+@dataclass(slots=True)
+class HealthBoard:
+    """All workers of a router. Facts about workers it does not know are ignored."""
+
+    rules: HealthRules = HealthRules()
+    ejected: Counter[tuple[Role, EjectReason]] = field(default_factory=Counter)  # so often, ever
+    changes: int = 0  # grows whenever another set of workers may take requests
+    _workers: dict[WorkerKey, WorkerHealth] = field(default_factory=dict)
+
+    # ---- who there is
+
+    def add(self, key: WorkerKey, model: str, role: Role) -> None:
+        self._workers.setdefault(key, WorkerHealth(Pool(model, role)))
+
+    def remove(self, key: WorkerKey) -> None:
+        self._workers.pop(key, None)
+
+    def set_up(self, key: WorkerKey, *, is_up: bool) -> None:
+        if (worker := self._workers.get(key)) is not None:
+            worker.is_up = is_up
+
+    def state(self, key: WorkerKey) -> HealthState:
+        worker = self._workers.get(key)
+        return HealthState.HEALTHY if worker is None else worker.state
+
+    def admits(self, key: WorkerKey, requests: int) -> bool:
+        """May it be given another request, while it has so many of ours?"""
+        worker = self._workers.get(key)
+        if worker is None or worker.state is HealthState.HEALTHY:
+            return True
+        if worker.state is HealthState.SUSPECT:
+            peers = self._peers(key, worker.pool)
+            return not (worker.is_silent and any(peer.state is HealthState.HEALTHY for peer in peers))
+        if worker.state is HealthState.EJECTED or not worker.admitted:
+            return False
+        peers = self._peers(key, worker.pool)
+        return requests < worker.admitted or not any(peer.state is HealthState.HEALTHY for peer in peers)
+
+    def all_healthy(self) -> bool:
+        return all(worker.state is HealthState.HEALTHY for worker in self._workers.values())
+
+    def counts(self) -> Counter[tuple[Role, HealthState]]:
+        """Of the workers whose link stands."""
+        return Counter((worker.pool.role, worker.state) for worker in self._workers.values() if worker.is_up)
+
+    # ---- facts
+
+    def succeeded(self, key: WorkerKey, now_s: float, latency_s: float | None) -> None:
+        """It did its part of a request. `latency_s`: None where it could not be measured."""
+        worker = self._workers.get(key)
+        if worker is None:
+            return
+        worker.failures = 0
+        if worker.state is HealthState.SUSPECT and not worker.is_silent:
+            worker.clear(now_s)
+        elif worker.state is HealthState.PROBATION and worker.admitted:
+            self._admit_more(worker, now_s)
+        if latency_s is not None:
+            worker.measured(latency_s)
+            if worker.samples % self.rules.slow_samples == 0 and self._is_outlier(key, worker):
+                self._eject(key, worker, EjectReason.SLOW, now_s)
+
+    def failed(self, key: WorkerKey, now_s: float) -> None:
+        """A typed failure for which it may be to blame."""
+        worker = self._workers.get(key)
+        if worker is None or worker.state is HealthState.EJECTED:
+            return
+        worker.failures += 1
+        if worker.state is HealthState.PROBATION:
+            self._fall_back(key, worker, EjectReason.FAILURES, now_s)
+        elif worker.failures >= self.rules.eject_failures:
+            self._eject(key, worker, EjectReason.FAILURES, now_s)
+        elif worker.failures >= self.rules.suspect_failures and worker.state is HealthState.HEALTHY:
+            worker.suspect(now_s, is_silent=False)
+
+    def canary_ended(self, key: WorkerKey, now_s: float, *, passed: bool | None) -> None:
+        """`passed` None: it could not be asked."""
+        worker = self._workers.get(key)
+        if worker is None:
+            return
+        worker.canary_out, worker.next_step_s = False, max(worker.next_step_s, now_s)
+        if passed is None:
+            worker.next_step_s = now_s + self.rules.step_s
+        elif passed and worker.state is HealthState.PROBATION:
+            self._admit_more(worker, now_s)
+        elif passed and worker.state is HealthState.SUSPECT:
+            worker.clear(now_s)  # its failures are not forgotten: only a real request does that
+        elif worker.state is HealthState.PROBATION:
+            self._fall_back(key, worker, EjectReason.CANARY, now_s)
+        elif worker.state is HealthState.SUSPECT:
+            worker.next_step_s = now_s + self.rules.step_s
+            self._eject(key, worker, EjectReason.CANARY, now_s)
+
+    # ---- time
+
+    def check(self, now_s: float, silences: Iterable[Silence]) -> list[Action]:
+        """What follows from the time alone. `silences`: of all workers with outstanding work that report steps."""
+        actions: list[Action] = []
+        seen = {silence.key: silence for silence in silences}
+        for key, worker in self._workers.items():
+            actions += self._judge_silence(key, worker, seen.get(key), now_s)
+            if worker.state is HealthState.EJECTED and now_s >= worker.until_s and worker.is_up:
+                worker.try_again(now_s)
+            if self._needs_canary(worker) and now_s >= worker.next_step_s:
+                worker.canary_out = True
+                actions.append(SendCanary(key))
+        return actions
+
+    def _judge_silence(
+        self, key: WorkerKey, worker: WorkerHealth, silence: Silence | None, now_s: float
+    ) -> Iterator[Action]:
+        if silence is not None and silence.silent_s > silence.limit_s:
+            if worker.state is not HealthState.EJECTED:
+                self._out(key, worker, EjectReason.STALLED, now_s)
+            yield Move(key, silence.silent_s)
+        elif silence is not None and silence.silent_s > silence.limit_s / 2:
+            if worker.state is HealthState.HEALTHY:
+                worker.suspect(now_s, is_silent=True)
+        elif worker.state is HealthState.SUSPECT and worker.is_silent:
+            worker.clear(now_s)
+            self.changes += 1
+
+    def _needs_canary(self, worker: WorkerHealth) -> bool:
+        suspect = worker.state is HealthState.SUSPECT and not worker.is_silent
+        return (suspect or worker.state is HealthState.PROBATION) and worker.is_up and not worker.canary_out
+
+    # ---- decisions
+
+    def _eject(self, key: WorkerKey, worker: WorkerHealth, reason: EjectReason, now_s: float) -> bool:
+        """Unless too many of its pool would be out."""
+        pool = [each for each in self._workers.values() if each.pool == worker.pool and each.is_up]
+        out = sum(each.state is HealthState.EJECTED for each in pool) + 1
+        may = worker.state is not HealthState.EJECTED and 2 * out <= len(pool)
+        if may:
+            self._out(key, worker, reason, now_s)
+        return may
+
+    def _fall_back(self, key: WorkerKey, worker: WorkerHealth, reason: EjectReason, now_s: float) -> None:
+        """Probation failed. One that may not be ejected waits for the next canary."""
+        if not self._eject(key, worker, reason, now_s):
+            worker.admitted, worker.next_step_s = 0, now_s + self.rules.step_s
+
+    def _out(self, key: WorkerKey, worker: WorkerHealth, reason: EjectReason, now_s: float) -> None:
+        worker.eject(now_s, self.rules, is_alone=not self._peers(key, worker.pool))
+        self.ejected[worker.pool.role, reason] += 1
+        self.changes += 1
+
+    def _admit_more(self, worker: WorkerHealth, now_s: float) -> None:
+        worker.admit_more(now_s, self.rules)
+        self.changes += 1
+
+    def _is_outlier(self, key: WorkerKey, worker: WorkerHealth) -> bool:
+        peers = [
+            peer.latency_s
+            for peer in self._peers(key, worker.pool)
+            if peer.samples >= self.rules.slow_samples and peer.state is not HealthState.EJECTED
+        ]
+        if not peers:
+            return False
+        usual_s = median(peers)
+        return worker.latency_s > max(usual_s * self.rules.slow_factor, usual_s + self.rules.slow_floor_s)
+
+    def _peers(self, key: WorkerKey, pool: Pool) -> list[WorkerHealth]:
+        return [each for other, each in self._workers.items() if other != key and each.pool == pool and each.is_up]

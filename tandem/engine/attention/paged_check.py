@@ -1,0 +1,103 @@
+"""What a paged kernel must compute, and whether one does: no result is better than a wrong one."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from tandem.engine.attention.varlen_attention import PagedKernel
+from tandem.engine.kv_pool import DTYPES
+from tandem.kvcache.layout import KvPoolLayout, blocks_for
+from tandem.model.decoder import AttentionTerms
+from tandem.model.fp8 import FP8, narrowed
+
+# (queries, keys) of each sequence: steps that decode, few and many, with keys for every split; and chunks among them.
+_BATCHES: Final = ([(1, 1500)], [(1, 1 + 75 * n) for n in range(12)], [(1, 9), (70, 70), (40, 150), (1, 1), (129, 200)])
+_TOLERANCE: Final = 0.05  # of a head's answer; rounding in half precision makes less than half of it
+
+
+def fault(
+    kernel: PagedKernel, layout: KvPoolLayout, terms: AttentionTerms, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """What is wrong with `kernel` for queries of `dtype` over pools of this layout, which are fp8 or of the same dtype;
+    None when all is well."""
+    try:
+        differences = [
+            _difference(kernel, layout, terms.heads, window, batch, dtype, device)
+            for window in {None, *terms.windows}
+            for batch in _BATCHES
+        ]
+    except Exception as error:  # no compiler, no room for its tiles, an old driver: it cannot be had here
+        return f"{type(error).__name__}: {error}"
+    worst = float(torch.stack(differences).max())  # which is NaN where one is
+    return None if worst < _TOLERANCE else f"its answers differ from the right ones by {worst:.3g} of their size"
+
+
+def _difference(
+    kernel: PagedKernel,
+    layout: KvPoolLayout,
+    heads: int,
+    window: int | None,
+    batch: list[tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Of a token's head the largest, beside the size of what is right there."""
+    generator = torch.Generator(device).manual_seed(0)
+    width = max(blocks_for(keys, layout.block_tokens) for _, keys in batch)
+    shape = (len(batch) * width, 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
+    pool = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+    if DTYPES[layout.dtype] == FP8:
+        pool = narrowed(pool)
+    tables = torch.randperm(shape[0], generator=generator, device=device, dtype=torch.int32).view(len(batch), width)
+    counts = [queries for queries, _ in batch]
+    query = torch.randn(sum(counts), heads, layout.head_dim, generator=generator, device=device, dtype=dtype)
+    starts = torch.tensor([0, *counts], device=device).cumsum(0).to(torch.int32)
+    lengths = torch.tensor([keys for _, keys in batch], dtype=torch.int32, device=device)
+
+    def answer(by: PagedKernel) -> Tensor:
+        return by(
+            query, pool[:, 0].transpose(1, 2), pool[:, 1].transpose(1, 2), starts, None,
+            max(counts), width * layout.block_tokens, scale=layout.head_dim**-0.5,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=True, seqused_k=lengths, block_table=tables,
+        ).float()  # fmt: skip
+
+    right = answer(plain_attention)
+    worst: Tensor = ((answer(kernel) - right).norm(dim=-1) / right.norm(dim=-1)).max()
+    return worst
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: Tensor,
+    block_table: Tensor,
+) -> Tensor:
+    """A `PagedKernel` for any device, in fp32 over copies of all blocks of all tokens. What it does never hangs on what
+    a tensor holds, so it can be recorded."""
+    left, right = window_size
+    assert right == 0
+    assert {each.dtype for each in (block_table, seqused_k, cu_seq_q)} == {torch.int32}
+    tokens, heads, head_dim = query.shape
+    number = torch.arange(tokens, device=query.device)
+    own = torch.searchsorted(cu_seq_q, number, right=True) - 1
+    position = seqused_k[own] - (cu_seq_q[own + 1] - number)
+    keys, values = (each[block_table[own].long()].flatten(1, 2).float() for each in (key, value))
+    grouped = query.float().view(tokens, key.shape[2], -1, head_dim)
+    back = position[:, None] - torch.arange(keys.shape[1], device=query.device)
+    unseen = (back < 0) if left < 0 else (back < 0) | (back > left)
+    scores = torch.einsum("tkgd,tskd->tkgs", grouped, keys) * (scale or head_dim**-0.5)
+    weights = scores.masked_fill(unseen[:, None, None], -torch.inf).softmax(dim=-1)
+    return torch.einsum("tkgs,tskd->tkgd", weights, values).view(tokens, heads, head_dim).to(query.dtype)

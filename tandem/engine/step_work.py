@@ -1,0 +1,91 @@
+"""How much arithmetic and memory traffic an engine step is, by the model's shape: what MFU and MBU are shares of.
+
+The same bounds as the planner's roofline (planner/cost.py), of steps that were really run. Pure and torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from tandem.checkpoint.model_config import ModelConfig
+
+
+class StepWork(msgspec.Struct, frozen=True):  # made for each chunk of a step
+    """What one step computed. `attended_tokens`: over all computed tokens, how many each one attended to. `kv_tokens`:
+    tokens whose KV was read or written. `sampled_tokens`: those whose logits were needed."""
+
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    attended_tokens: int = 0
+    kv_tokens: int = 0
+    sampled_tokens: int = 0
+
+    def with_chunk(self, start: int, count: int, *, decodes: bool, samples: bool) -> StepWork:
+        """And `count` tokens of one request that follow `start` tokens in the KV cache."""
+        return StepWork(
+            self.prefill_tokens + (0 if decodes else count),
+            self.decode_tokens + (count if decodes else 0),
+            self.attended_tokens + count * start + count * (count + 1) // 2,
+            self.kv_tokens + start + count,
+            self.sampled_tokens + samples,
+        )
+
+
+NO_WORK = StepWork()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkShape:
+    """A model, whole (before tensor parallelism), as far as the cost of a step goes. Attention counts as if every layer
+    saw all that came before: of layers with a window that is more than they do.
+
+    Args:
+        block_params: used for each token; of a mixture of experts those of the chosen ones. head_params: for each
+            sampled token. attention_width: layers times query heads times head_dim.
+        weights_bytes: read by every step. expert_bytes: of one expert's number in all layers, read once some token
+            chose it; `experts` of them, `experts_per_token` chosen.
+    """
+
+    block_params: int
+    head_params: int
+    attention_width: int
+    weights_bytes: float
+    kv_token_bytes: float
+    expert_bytes: float = 0.0
+    experts: int = 0
+    experts_per_token: int = 0
+
+    @classmethod
+    def of(cls, config: ModelConfig, *, weight_bytes: float, kv_bytes: float) -> WorkShape:
+        """Of a model whose weights and KV cache have elements of those sizes."""
+        hidden, query = config.hidden_size, config.heads * config.head_dim
+        kv = config.kv_heads * config.head_dim
+        experts = config.traits.experts
+        sparse = sum(experts.sparse) if experts else 0
+        attention = config.layers * (2 * hidden * query + 2 * hidden * kv)
+        dense = attention + (config.layers - sparse) * 3 * hidden * config.intermediate_size
+        expert = sparse * 3 * hidden * experts.expert_size if experts else 0  # of one number, in all layers
+        head = hidden * config.vocab_size
+        return cls(
+            block_params=dense + expert * (experts.per_token if experts else 0),
+            head_params=head,
+            attention_width=config.layers * query,
+            weights_bytes=(dense + head) * weight_bytes,
+            kv_token_bytes=2 * config.layers * kv * kv_bytes,
+            expert_bytes=expert * weight_bytes,
+            experts=experts.count if experts else 0,
+            experts_per_token=experts.per_token if experts else 0,
+        )
+
+    def flops(self, work: StepWork) -> float:
+        tokens = work.prefill_tokens + work.decode_tokens
+        linear = 2.0 * (self.block_params * tokens + self.head_params * work.sampled_tokens)
+        return linear + 4.0 * self.attention_width * work.attended_tokens
+
+    def memory_bytes(self, work: StepWork) -> float:
+        """Weights once, of experts those that can have been chosen, and the KV cache of all whose turn it was."""
+        tokens = work.prefill_tokens + work.decode_tokens
+        chosen = min(self.experts, self.experts_per_token * tokens)
+        return self.weights_bytes + chosen * self.expert_bytes + work.kv_tokens * self.kv_token_bytes

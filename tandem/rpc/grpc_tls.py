@@ -1,0 +1,182 @@
+"""gRPC inside the cluster, with mutual TLS where `security.tls` is given: the one place where channels are opened,
+ports are added and callers are told apart.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+
+from tandem.config.spec import TlsSpec
+from tandem.rpc.identity import Identity, identities
+from tandem.rpc.tls import RenewedTls, TlsContexts
+
+log = logging.getLogger(__name__)
+
+Options = Sequence[tuple[str, Any]]
+Allowed = Mapping[str, frozenset[Identity]]
+"""By full method name, /package.Service/Method, who may call it. Nobody may call what is not in it."""
+
+FIELD = "security.tls"
+CLOSE_GRACE_S = 2.0  # for calls that are on their way
+
+
+class ClusterTls:
+    """What one process shows to the others of its cluster. Files that were renewed are taken for the next connection.
+
+    Raises:
+        ConfigError: a file cannot be used; names its field.
+    """
+
+    def __init__(self, cluster: str, own: Identity, files: TlsSpec) -> None:
+        self.cluster = cluster
+        self._renewed = RenewedTls(files.of(own), FIELD)
+
+    @classmethod
+    def maybe(cls, cluster: str, own: Identity, files: TlsSpec | None) -> ClusterTls | None:
+        return None if files is None else cls(cluster, own, files)
+
+    def current(self) -> TlsContexts:
+        """Another object once the files were renewed: a channel that was opened with the former shows what is old."""
+        return self._renewed.current()
+
+    def client_credentials(self) -> grpc.ChannelCredentials:
+        now = self._renewed.current()
+        return grpc.ssl_channel_credentials(now.ca_pem, now.key_pem, now.cert_pem)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        told = self._renewed.current()
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal told
+            if (now := self._renewed.current()) is told:
+                return None
+            told = now
+            return _configuration(now)
+
+        return dynamic_credentials(_configuration(told), renewed, needs_client=True)
+
+
+def dynamic_credentials(
+    first: grpc.ServerCertificateConfiguration,
+    renewed: Callable[[], grpc.ServerCertificateConfiguration | None],
+    *,
+    needs_client: bool,
+) -> grpc.ServerCredentials:
+    """`renewed` is asked before every handshake, on a thread of gRPC's; None: what there was."""
+    fetch = cast(Callable[[], grpc.ServerCertificateConfiguration], renewed)  # its stub knows no None
+    return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=needs_client)
+
+
+def _configuration(now: TlsContexts) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(now.key_pem, now.cert_pem)], now.ca_pem)
+
+
+def open_channel(address: str, tls: ClusterTls | None, peer: Identity, options: Options = ()) -> grpc.aio.Channel:
+    """To a process of the cluster, which must show that it is `peer`."""
+    if tls is None or address.startswith("unix:"):  # a socket in a folder that only this user can enter
+        return grpc.aio.insecure_channel(address, options=options)
+    name = ("grpc.ssl_target_name_override", peer.dns_name(tls.cluster))
+    return grpc.aio.secure_channel(address, tls.client_credentials(), options=(*options, name))
+
+
+def make_server(tls: ClusterTls | None, allowed: Allowed, options: Options) -> grpc.aio.Server:
+    """Without TLS there is nothing to tell callers apart by."""
+    interceptors = () if tls is None else (CallerCheck(tls.cluster, allowed),)
+    return grpc.aio.server(interceptors=interceptors, options=options)
+
+
+def add_port(server: grpc.aio.Server, address: str, tls: ClusterTls | None) -> int:
+    """The port. Raises RuntimeError when it cannot be had."""
+    if tls is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, tls.server_credentials())
+
+
+class ChannelCache:
+    """Channels to processes of one identity, by name. Another address or renewed files lead to another channel."""
+
+    def __init__(self, tls: ClusterTls | None, peer: Identity) -> None:
+        self._tls = tls
+        self._peer = peer
+        self._open: dict[str, tuple[str, TlsContexts | None, grpc.aio.Channel]] = {}
+
+    async def get(self, name: str, address: str) -> grpc.aio.Channel:
+        now = None if self._tls is None else self._tls.current()
+        known = self._open.get(name)
+        if known is not None and known[0] == address and known[1] is now:
+            return known[2]
+        channel = open_channel(address, self._tls, self._peer)
+        self._open[name] = address, now, channel
+        if known is not None:
+            await known[2].close(grace=CLOSE_GRACE_S)
+        return channel
+
+    async def forget(self, name: str) -> None:
+        if (known := self._open.pop(name, None)) is not None:
+            await known[2].close()
+
+    async def close(self) -> None:
+        for _, _, channel in self._open.values():
+            await channel.close()
+
+
+class CallerCheck(grpc.aio.ServerInterceptor):
+    """Refuses who has a certificate of the cluster but no business with the method."""
+
+    def __init__(self, cluster: str, allowed: Allowed) -> None:
+        self._cluster = cluster
+        self._allowed = allowed
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        return handler and self._checked(handler, method, self._allowed.get(method, frozenset()))
+
+    def _checked(self, handler: Any, method: str, allowed: frozenset[Identity]) -> Any:
+        async def check(context: Any) -> None:
+            shown = self._identities(context)
+            if shown.isdisjoint(allowed):
+                wanted = " or ".join(sorted(allowed)) or "nobody"
+                log.warning("refused %s to a certificate of %s", method, ", ".join(sorted(shown)) or "no role here")
+                await context.abort(
+                    grpc.StatusCode.PERMISSION_DENIED,
+                    f"{method}: expected a certificate of {wanted} in cluster {self._cluster}",
+                )
+
+        async def answer(request: Any, context: Any) -> Any:
+            await check(context)
+            return await (handler.unary_unary or handler.stream_unary)(request, context)
+
+        async def stream(request: Any, context: Any) -> None:
+            await check(context)
+            answers = (handler.unary_stream or handler.stream_stream)(request, context)
+            if inspect.isawaitable(answers):  # a method that writes by itself
+                await answers
+                return
+            async with aclosing(answers) as responses:
+                async for response in responses:
+                    await context.write(response)
+
+        kind = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[handler.request_streaming, handler.response_streaming]
+        wrapped: Any = stream if handler.response_streaming else answer
+        return kind(wrapped, handler.request_deserializer, handler.response_serializer)
+
+    def _identities(self, context: Any) -> frozenset[Identity]:
+        shown = context.auth_context() or {}
+        return identities((name.decode("utf-8", "replace") for name in shown.get("peer_uri", ())), self._cluster)

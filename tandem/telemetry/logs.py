@@ -1,0 +1,74 @@
+"""Logging of every Tandem process: one line per event on stderr, text or JSON.
+
+Modules log through `logging.getLogger(__name__)`; what they pass as `extra={...}` becomes `key=value` pairs (text) or
+members (JSON), and so do `request` and `trace_id` where a task serves one request (tandem/telemetry/log_context.py). Prompts and
+answers are never logged. Only a process's `__main__` calls `setup_logging`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+from tandem.telemetry.log_context import log_names
+from tandem.telemetry.log_format import LogFormat
+
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+# Libraries that say too much at info.
+_QUIET = ("grpc", "asyncio", "uvicorn", "httpx", "httpcore", "urllib3")
+
+
+def _extra(record: logging.LogRecord) -> dict[str, object]:
+    """With the names of the task's request, unless the record is about another."""
+    # What begins with an underscore is not ours: where Ray is imported, each record has its timestamp.
+    own = {key: value for key, value in vars(record).items() if key not in _STANDARD and key[0] != "_"}
+    return own if "request" in own else {**log_names(), **own}
+
+
+def _when(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class TextFormatter(logging.Formatter):
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        pairs = "".join(f" {key}={value}" for key, value in _extra(record).items())
+        head = f"{_when(record)} {record.levelname.lower():7} {self._process}: {record.getMessage()}{pairs}"
+        return f"{head}\n{self.formatException(record.exc_info)}" if record.exc_info else head
+
+
+class JsonFormatter(logging.Formatter):
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": _when(record),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_extra(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def setup_logging(level: str = "info", *, process: str, log_format: LogFormat = LogFormat.TEXT) -> None:
+    """Sends this process's logs to stderr. `level` is a key of LEVELS; an unknown one raises KeyError."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if log_format is LogFormat.JSON else TextFormatter(process))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(LEVELS[level])
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(max(LEVELS[level], logging.WARNING))

@@ -1,0 +1,85 @@
+"""Drives one engine in one process, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem.config.spec import EngineSpec
+from tandem.engine.api import EngineRequest, ExportRange, KvExporter, ScoredToken, StepResult
+from tandem.engine.attention.paged_kernels import PagedPath
+from tandem.engine.engine import Engine
+from tandem.engine.factory import Rank, build_rank
+from tandem.errors import InternalError, TandemError
+from tandem.kvcache.blockhash import HashKey
+from tandem.request import FinishReason, SamplingParams
+
+
+class NoExport:
+    """An exporter nobody listens to."""
+
+    def begin_step(self, ranges: Sequence[ExportRange]) -> None:
+        """Nothing to do."""
+
+    def layer_done(self, layer: int) -> None:
+        """Nothing to do."""
+
+
+@dataclass(slots=True)
+class EngineDriver:
+    """Steps an engine and sorts what comes out by request."""
+
+    engine: Engine
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    ends: dict[str, FinishReason | TandemError | None] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
+    scores: dict[str, list[ScoredToken]] = field(default_factory=dict)
+
+    def add(self, name: str, prompt: Sequence[int], sampling: SamplingParams, **options: object) -> None:
+        self.engine.add(make_request(name, prompt, sampling, **options))
+
+    def run(self, most_steps: int = 5000) -> None:
+        """Steps until nothing is left to do."""
+        for _ in range(most_steps):
+            if not self.engine.has_work:
+                return
+            self.take(self.engine.step())
+        raise InternalError("the engine did not come to rest")
+
+    def take(self, result: StepResult) -> None:
+        for token in result.tokens:
+            self.tokens.setdefault(token.request_id, []).append(token.token_id)
+            if token.cached_tokens is not None:
+                self.cached[token.request_id] = token.cached_tokens
+        for part in result.prompt_scores:
+            told = self.scores.setdefault(part.request_id, [])
+            if part.start != 1 + len(told):
+                raise InternalError(f"expected scores from position {1 + len(told)} on, got {part.start}")
+            told.extend(part.tokens)
+        for end in result.ended:
+            self.ends[end.request_id] = end.error or end.reason
+
+    def at_rest(self) -> bool:
+        """Nothing leased or in use, every block accounted for."""
+        load = self.engine.load()
+        return load.host.conserved and load.blocks.conserved and load.blocks.leased == 0 and load.blocks.in_use == 0
+
+
+def make_request(name: str, prompt: Sequence[int], sampling: SamplingParams, **options: object) -> EngineRequest:
+    return EngineRequest(name, tuple(prompt), sampling, HashKey("model"), **options)  # type: ignore[arg-type]
+
+
+def single_rank(
+    model_dir: Path,
+    rendezvous: Path,
+    exporter: KvExporter | None = None,
+    paged: PagedPath | None = None,
+    **spec: object,
+) -> Rank:
+    """One rank with its engine, of a worker of one."""
+    settings = {"kv_blocks": 128} | spec
+    engine = EngineSpec.model_validate(settings)
+    return build_rank(
+        model_dir, engine, rank=0, size=1, rendezvous_file=rendezvous, exporter=exporter or NoExport(), paged=paged
+    )

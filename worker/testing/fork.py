@@ -1,0 +1,152 @@
+"""Processes for tests that start at once: forked off one that has everything imported, as torch alone takes seconds.
+
+    python -m worker.testing.fork MODULE
+
+imports MODULE, then reads one JSON object a line and answers each with one line: `{"arguments", "log", "env"}` forks a
+process that runs MODULE as a program and answers its pid, `{"poll"}` answers its exit code, null while it runs. Ends
+with its input. MODULE must start no thread when it is imported.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+POLL_S = 0.01
+
+
+class Process(Protocol):
+    """What `subprocess.Popen` and `ForkedProcess` have in common."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class ForkServer:
+    """Starts `module` as a program, any number of times."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        self._asking = threading.Lock()  # tests stop workers in threads
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "worker.testing.fork", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+
+    def start(self, arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> ForkedProcess:
+        return ForkedProcess(self, self.ask({"arguments": list(arguments), "log": str(log), "env": dict(env)}))
+
+    def ask(self, question: Mapping[str, Any]) -> Any:
+        """Raises RuntimeError when the server is gone."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with self._asking:
+            print(json.dumps(question), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the fork server of {self.module} is gone")
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+class ForkedProcess:
+    """A child of the server, which alone can wait for it."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid = pid
+        self._server = server
+        self._returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self._returncode is None:
+            self._returncode = self._server.ask({"poll": self.pid})
+        return self._returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                raise subprocess.TimeoutExpired(self._server.module, timeout or 0.0)
+            time.sleep(POLL_S)
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:  # until it was waited for, its pid is its own
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run_child(module: str, arguments: Sequence[str], log: str, env: Mapping[str, str]) -> NoReturn:
+    """In the forked process, whose exit is its own: nothing of the server's is run or flushed."""
+    code = 1
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.clear()
+        os.environ.update(env)
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # a program's last words, as the interpreter's own
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def exit_code(pid: int) -> int | None:
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def serve(module: str) -> None:
+    importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # what is shared stays shared
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "poll" in question:
+            answer = exit_code(question["poll"])
+        elif not (answer := os.fork()):
+            run_child(module, **question)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

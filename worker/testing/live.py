@@ -1,0 +1,286 @@
+"""Live workers for tests and benchmarks: real rank, agent and service processes; no router, no Ray.
+
+`live_pair(...)` starts one prefill and one decode worker and gives a session with each; leaving it checks conservation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from kvtransfer.agent.env import AGENT_ENV
+from tandem.config.launch import WorkerLaunch
+from tandem.config.spec import EngineSpec, ModelSpec, PoolSpec, Role, TlsSpec, TransferSpec, TransportKind, WireDtype
+from tandem.rpc.grpc_options import SERVER_OPTIONS
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
+from worker.testing.fork import ForkServer, Process
+from worker.testing.session import WorkerSession, assert_conserved, open_session
+
+START_TIMEOUT_S = 300.0
+RANK = "cluster.backends.rank_process"
+
+
+class Directory(cluster_pb2_grpc.ClusterServicer):
+    """The membership half of a controller: all that workers need of it."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, cluster_pb2.WorkerInfo] = {}
+        self.version = 0
+        self.changed = asyncio.Condition()
+
+    async def Register(self, request: cluster_pb2.RegisterRequest, context: Any) -> cluster_pb2.RegisterResponse:
+        await self.put(request.worker)
+        return cluster_pb2.RegisterResponse()
+
+    async def put(self, worker: cluster_pb2.WorkerInfo) -> None:
+        async with self.changed:
+            self.workers[worker.worker_id] = worker
+            self.version += 1
+            self.changed.notify_all()
+
+    async def remove(self, worker_id: str) -> None:
+        async with self.changed:
+            self.workers.pop(worker_id, None)
+            self.version += 1
+            self.changed.notify_all()
+
+    async def WatchDirectory(
+        self, request: cluster_pb2.WatchDirectoryRequest, context: Any
+    ) -> AsyncIterator[cluster_pb2.Directory]:
+        while True:
+            async with self.changed:
+                directory = cluster_pb2.Directory(version=self.version, workers=list(self.workers.values()))
+            yield directory
+            async with self.changed:
+                await self.changed.wait_for(partial(self._is_after, directory.version))
+
+    def _is_after(self, version: int) -> bool:
+        return self.version != version
+
+    async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Any) -> cluster_pb2.ClusterStatus:
+        raise NotImplementedError("only the membership half of a controller")
+
+    def RecordRequests(
+        self, request: trace_pb2.RecordRequestsRequest, context: Any
+    ) -> AsyncIterator[trace_pb2.LoggedRequest]:
+        raise NotImplementedError("only the membership half of a controller")
+
+    async def ListSnapshots(
+        self, request: cluster_pb2.ListSnapshotsRequest, context: Any
+    ) -> cluster_pb2.ListSnapshotsResponse:
+        raise NotImplementedError("only the membership half of a controller")
+
+    async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Any) -> cluster_pb2.ShutdownResponse:
+        raise NotImplementedError("only the membership half of a controller")
+
+    async def Scale(self, request: cluster_pb2.ScaleRequest, context: Any) -> cluster_pb2.ScaleResponse:
+        raise NotImplementedError("only the membership half of a controller")
+
+    async def DrainWorker(
+        self, request: cluster_pb2.DrainWorkerRequest, context: Any
+    ) -> cluster_pb2.DrainWorkerResponse:
+        raise NotImplementedError("only the membership half of a controller")
+
+    async def Apply(self, request: cluster_pb2.ApplyRequest, context: Any) -> cluster_pb2.ApplyResponse:
+        raise NotImplementedError("only the membership half of a controller")
+
+    async def GetTrace(self, request: trace_pb2.GetTraceRequest, context: Any) -> trace_pb2.RequestTrace:
+        raise NotImplementedError("only the membership half of a controller")
+
+    async def ListTraces(self, request: trace_pb2.ListTracesRequest, context: Any) -> trace_pb2.ListTracesResponse:
+        raise NotImplementedError("only the membership half of a controller")
+
+    async def wait_for(self, worker_id: str, epoch: int) -> cluster_pb2.WorkerInfo:
+        async with self.changed:
+            await self.changed.wait_for(
+                lambda: worker_id in self.workers and self.workers[worker_id].epoch == epoch
+            )
+            return self.workers[worker_id]
+
+
+class LiveWorker:
+    """The processes of one life of one worker. `forks`: where its ranks come from, if not from a start of their own."""
+
+    def __init__(self, launch: WorkerLaunch, log: Path, forks: ForkServer | None = None) -> None:
+        self.launch = launch
+        self.log = log
+        run_dir = Path(launch.run_dir)
+        run_dir.mkdir(mode=0o700)
+        launch_file = run_dir / "launch.json"
+        launch_file.write_text(launch.model_dump_json())
+        self.agents = [self._start("kvtransfer.agent", "--socket", launch.agent_socket(r)) for r in range(launch.tp)]
+        self.ranks = [self._start_rank(forks, str(launch_file), str(r)) for r in range(launch.tp)]
+        self.service = self._start("worker.service", "--launch", launch_file)
+
+    def _start_rank(self, forks: ForkServer | None, launch_file: str, rank: str) -> Process:
+        arguments = ("--launch", launch_file, "--rank", rank)
+        if forks is None:
+            return self._start(RANK, *arguments)
+        return forks.start(arguments, self.log, os.environ | {"OMP_NUM_THREADS": "1"})
+
+    def _start(self, module: str, *arguments: object) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, *map(str, arguments)],
+                stdout=log,
+                stderr=log,
+                env=os.environ | (AGENT_ENV if module == "kvtransfer.agent" else {"OMP_NUM_THREADS": "1"}),
+            )
+
+    def restart_agent(self, rank: int) -> None:
+        self.agents[rank] = self._start("kvtransfer.agent", "--socket", self.launch.agent_socket(rank))
+
+    @property
+    def leads(self) -> bool:
+        """Its first rank is alive, and with it the worker."""
+        return self.ranks[0].poll() is None
+
+    def processes(self) -> list[Process]:
+        return [*self.ranks, *self.agents, self.service]
+
+    def kill(self) -> None:
+        """kill -9, everything at once."""
+        for process in self.processes():
+            process.kill()
+
+    def stop(self, signum: int = signal.SIGTERM) -> None:
+        for process in self.processes():
+            if process.poll() is None:
+                process.send_signal(signum)
+        for process in self.processes():
+            try:
+                process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@dataclass
+class Workers:
+    """A directory with live workers in it."""
+
+    directory: Directory
+    controller_address: str
+    folder: Path
+    live: dict[str, LiveWorker]
+    redis_url: str | None = None
+    forks: ForkServer | None = None
+
+    async def start(
+        self,
+        worker_id: str,
+        role: Role,
+        model: ModelSpec,
+        transfer: TransferSpec,
+    ) -> cluster_pb2.WorkerInfo:
+        epoch = secrets.randbits(62) + 1
+        launch = WorkerLaunch(
+            cluster="test",
+            worker_id=worker_id,
+            epoch=epoch,
+            role=role,
+            model=model,
+            model_dir=model.source,
+            transfer=transfer,
+            controller_address=self.controller_address,
+            redis_url=self.redis_url,
+            run_dir=str(self.folder / f"{worker_id}-{epoch:x}"),
+        )
+        worker = LiveWorker(launch, self.folder / f"{worker_id}.log", self.forks)
+        self.live[worker_id] = worker
+        waiting = asyncio.create_task(self.directory.wait_for(worker_id, epoch))
+        deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
+        while not waiting.done():
+            died = any(process.poll() is not None for process in worker.processes())
+            if died or asyncio.get_running_loop().time() > deadline:
+                waiting.cancel()
+                raise RuntimeError(f"{worker_id} did not start:\n{worker.log.read_text()[-4000:]}")
+            await asyncio.wait([waiting], timeout=0.1)
+        return waiting.result()
+
+    async def restart(self, worker_id: str) -> cluster_pb2.WorkerInfo:
+        """Its next life, as a controller would give it one."""
+        launch = self.live[worker_id].launch
+        await self.stop(worker_id, signal.SIGKILL)
+        return await self.start(worker_id, launch.role, launch.model, launch.transfer)
+
+    async def stop(self, worker_id: str, signum: int = signal.SIGTERM) -> None:
+        await self.directory.remove(worker_id)
+        await asyncio.to_thread(self.live.pop(worker_id).stop, signum)
+
+
+@asynccontextmanager
+async def workers(
+    folder: Path, redis_url: str | None = None, forks: ForkServer | None = None
+) -> AsyncIterator[Workers]:
+    directory = Directory()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    cluster_pb2_grpc.add_ClusterServicer_to_server(directory, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    running = Workers(directory, f"127.0.0.1:{port}", folder, {}, redis_url, forks)
+    try:
+        yield running
+    finally:
+        for worker_id in list(running.live):
+            await running.stop(worker_id)
+        await server.stop(grace=None)
+
+
+@dataclass
+class Pair:
+    """One prefill and one decode worker, and a session with each."""
+
+    prefill: WorkerSession
+    decode: WorkerSession
+    workers: Workers
+
+
+@asynccontextmanager
+async def live_pair(
+    folder: Path,
+    model_dir: Path,
+    *,
+    prefill_tp: int = 1,
+    decode_tp: int = 1,
+    transport: TransportKind = TransportKind.AUTO,
+    engine: EngineSpec | None = None,
+    ticket_ttl_s: float = 30.0,
+    wire_dtype: WireDtype = WireDtype.POOL,
+    tls: TlsSpec | None = None,
+    forks: ForkServer | None = None,
+) -> AsyncIterator[Pair]:
+    """Args:
+    folder: private, with a path short enough for unix sockets in it.
+    """
+    model = ModelSpec(
+        source=str(model_dir),
+        prefill=PoolSpec(tp=prefill_tp),
+        decode=PoolSpec(tp=decode_tp),
+        engine=engine or EngineSpec(kv_blocks=256),
+    )
+    transfer = TransferSpec(transport=transport, ticket_ttl_s=ticket_ttl_s, wire_dtype=wire_dtype, tls=tls)
+    async with workers(folder, forks=forks) as running, AsyncExitStack() as sessions:
+        prefill, decode = await asyncio.gather(
+            running.start("prefill-0", Role.PREFILL, model, transfer),
+            running.start("decode-0", Role.DECODE, model, transfer),
+        )
+        pair = Pair(
+            await sessions.enter_async_context(open_session(prefill.address)),
+            await sessions.enter_async_context(open_session(decode.address)),
+            running,
+        )
+        yield pair
+        await assert_conserved(*(session for session in (pair.prefill, pair.decode) if not session.lost))
