@@ -59,8 +59,9 @@ bench-pools: $(DEV)  ## Measure live changes of the pools and predictions (ARGS=
 check: $(DEV)  ## Lint, types, import rules, generated files, chart
 	@PYTHON=$(BIN)/python scripts/check.sh
 
-format: $(DEV)  ## Let ruff fix what it can
+format: $(DEV)  ## Format the code and fix what ruff can
 	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
 
 proto: $(DEV)  ## Generate tandem/v1 and tandem/oip from proto/
 	@PYTHON=$(BIN)/python scripts/generate-proto.sh

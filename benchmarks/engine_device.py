@@ -222,9 +222,7 @@ def prefill(bench: Bench) -> Iterator[Figure]:
     """Operations that a prompt needs over the time until its first token."""
     engine, took = bench.rank.engine, []
     for _ in range(bench.sizes.rounds + 1):
-        engine.add(
-            make_request("r", bench.prompt(bench.sizes.prefill), SamplingParams(temperature=0.0, max_tokens=1))
-        )
+        engine.add(make_request("r", bench.prompt(bench.sizes.prefill), SamplingParams(temperature=0.0, max_tokens=1)))
         began = time.perf_counter()
         while engine.has_work:
             engine.step()

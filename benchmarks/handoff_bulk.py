@@ -20,8 +20,8 @@ from kvtransfer.session.ticket import Ticket
 from kvtransfer.testing.handoff import FakeKv, FakeModel, FakeWorker, Handoff
 from tandem.config.spec import TransportKind
 
-RUN_BLOCKS = 16   # physical blocks come in runs of this many, in random order, as a pool gives them after some use
-SETTLE_S = 0.05   # until both agents have opened the ticket
+RUN_BLOCKS = 16  # physical blocks come in runs of this many, in random order, as a pool gives them after some use
+SETTLE_S = 0.05  # until both agents have opened the ticket
 TIMEOUT_S = 60.0
 MIB = 1 << 20
 
@@ -84,9 +84,7 @@ class Bulk:
 
 
 @asynccontextmanager
-async def bulk(
-    sizes: Sizes, transport: str, *, digests: bool = True, device: str = ""
-) -> AsyncIterator[Bulk]:
+async def bulk(sizes: Sizes, transport: str, *, digests: bool = True, device: str = "") -> AsyncIterator[Bulk]:
     """`device`: as of FakeWorker."""
     model = FakeModel(sizes.layers, sizes.kv_heads, sizes.block_tokens, sizes.head_dim, sizes.dtype)
     num_blocks = 2 * RUN_BLOCKS + sizes.bulk_tokens // sizes.block_tokens

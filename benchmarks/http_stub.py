@@ -1,6 +1,6 @@
 """An OpenAI-compatible server without a model, for routers that pass HTTP through: streams at a given pace.
 
-    python -m benchmarks.http_stub --answer-tokens 64 --step-ms 20      prints the port it listens on
+python -m benchmarks.http_stub --answer-tokens 64 --step-ms 20      prints the port it listens on
 """
 
 from __future__ import annotations

@@ -194,9 +194,7 @@ class PacedWorker(WorkerServicer):
                 self._on_frame(session, frame, answer)
             self._flush({session: answer} if answer.ByteSize() else {})
 
-    def _on_frame(
-        self, session: _Session, frame: worker_pb2.RouterFrame, answer: worker_pb2.WorkerFrame
-    ) -> None:
+    def _on_frame(self, session: _Session, frame: worker_pb2.RouterFrame, answer: worker_pb2.WorkerFrame) -> None:
         match frame.WhichOneof("frame"):
             case "reserve":
                 self._on_reserve(session, frame.reserve.work, answer)

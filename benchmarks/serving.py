@@ -68,9 +68,7 @@ def figures_of(samples: Sequence[Sample], failures: int, elapsed_s: float) -> It
     yield "output_tokens_per_s", sum(sample.output_tokens for sample in samples) / elapsed_s, "tokens/s"
 
 
-async def measure_one(
-    stub: inference_pb2_grpc.InferenceAsyncStub, prompt: Sequence[int], output_tokens: int
-) -> Sample:
+async def measure_one(stub: inference_pb2_grpc.InferenceAsyncStub, prompt: Sequence[int], output_tokens: int) -> Sample:
     """Raises grpc.RpcError when the request does not finish."""
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=prompt),

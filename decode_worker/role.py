@@ -74,9 +74,7 @@ class DecodeRole:
             return
         ticket = self._ticket(reserve, reservation, len(request.prompt))
         missing = reservation.block_ids[reservation.first_missing_block :]
-        self._incoming.open(
-            ticket.ticket_id, engine_id, anything_to_receive=bool(missing), taken_up_at_s=taken_up_at_s
-        )
+        self._incoming.open(ticket.ticket_id, engine_id, anything_to_receive=bool(missing), taken_up_at_s=taken_up_at_s)
         if missing:
             self._agents.broadcast(
                 OpenReceive(

@@ -20,8 +20,10 @@ from tandem.v1 import inference_pb2, inference_pb2_grpc
 def show(timeline: inference_pb2.Timeline) -> None:
     for name in ("queue_s", "prefill_s", "handoff_s", "decode_s", "total_s"):
         print(f"  {name[:-2]:<8} {1000 * getattr(timeline, name):8.1f} ms")
-    print(f"  moved    {timeline.kv_bytes_moved:8} bytes of KV cache, "
-          f"{timeline.prefill_worker or 'no prefill worker'} → {timeline.decode_worker}")
+    print(
+        f"  moved    {timeline.kv_bytes_moved:8} bytes of KV cache, "
+        f"{timeline.prefill_worker or 'no prefill worker'} → {timeline.decode_worker}"
+    )
 
 
 def channel() -> grpc.Channel:
@@ -44,8 +46,10 @@ def main(prompt: str) -> int:
                 print(response.chunk.text, end="", flush=True)
                 if response.HasField("finished"):
                     usage = response.finished.usage
-                    print(f"\n[{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached, "
-                          f"{usage.completion_tokens} new]")
+                    print(
+                        f"\n[{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached, "
+                        f"{usage.completion_tokens} new]"
+                    )
                     show(response.finished.timeline)
         except grpc.RpcError as error:
             print(f"\n{error.code().name}: {error.details()}", file=sys.stderr)

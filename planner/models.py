@@ -94,6 +94,4 @@ def _planned(name: str, known: KnownModel, element_bytes: float, *, tied: bool) 
         known.layers, known.heads, known.kv_heads, head_dim, block_params, head_params, element_bytes, element_bytes
     )
     resident = block_params + head_params * (1 if tied else 2)
-    return PlannedModel(
-        name, shape, resident, known.context_tokens, known.kv_heads, known.heads, known.intermediate
-    )
+    return PlannedModel(name, shape, resident, known.context_tokens, known.kv_heads, known.heads, known.intermediate)

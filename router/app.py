@@ -86,9 +86,7 @@ class RouterApp:
         self._watch_fleet()
         self.service = self._new_service()
         self._snapshots = self._new_snapshots()
-        self._directory = DirectoryFollower(
-            launch.controller_address, launch.router_id, self._on_directory, self._tls
-        )
+        self._directory = DirectoryFollower(launch.controller_address, launch.router_id, self._on_directory, self._tls)
         self._bind_edges()
         self._ready = False
         self._background: set[asyncio.Task[None]] = set()
@@ -97,9 +95,7 @@ class RouterApp:
         launch, fleet, clock = self._launch, self.dispatcher.fleet, self._clock
         self._observation = Observation(self._registry, launch, fleet, self._export, clock)
         certificates = (("edge", launch.router.tls), ("internal", launch.tls))
-        self._registry.register(
-            CertificateCollector({use: tls.cert for use, tls in certificates if tls is not None})
-        )
+        self._registry.register(CertificateCollector({use: tls.cert for use, tls in certificates if tls is not None}))
         health_metrics = HealthMetrics(self._registry, fleet.health)
         models = [model.name for model in launch.models]
         self._readiness = Readiness(fleet, models, health_metrics, clock, self._tell_readiness)

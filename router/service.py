@@ -76,9 +76,7 @@ class RouterService:
             self.rejected("", error)
             raise
 
-    async def submit(
-        self, raw: RawRequest, terms: Terms | None = None, *, model_required: bool = True
-    ) -> Submitted:
+    async def submit(self, raw: RawRequest, terms: Terms | None = None, *, model_required: bool = True) -> Submitted:
         """Raises InputError, OverloadedError, UnavailableError, DeadlineExceeded; what fails later comes out of the
         stream."""
         model, request = await self._parse(raw, terms, model_required, new_request_id())

@@ -59,9 +59,7 @@ class TermsParser:
             known = ", ".join(repr(name) for name in self.names)
             raise InputError(f"{PRIORITY}: expected one of {known}, got {priority[:40]!r}", field=PRIORITY)
         if tenant is not None and not _TENANT.fullmatch(tenant):
-            raise InputError(
-                f"{TENANT}: expected 1 to 64 letters, digits and _.:@-, got {tenant[:80]!r}", field=TENANT
-            )
+            raise InputError(f"{TENANT}: expected 1 to 64 letters, digits and _.:@-, got {tenant[:80]!r}", field=TENANT)
         limits = [each for each in (_seconds(timeout), remaining_s) if each is not None]
         return Terms(
             priority=self.names[0] if priority is None else priority,

@@ -37,6 +37,7 @@ types() {
 
 types &
 step "ruff" "$bin/ruff" check --quiet .
+step "ruff format" "$bin/ruff" format --quiet --check .
 step "import rules" "$bin/lint-imports" --no-logo
 step "banned calls" "$PYTHON" scripts/check-bans.py
 step "generated protobuf code" scripts/generate-proto.sh --check

@@ -1,6 +1,6 @@
 """Writes docs/grpc-api.md from proto/ and docs/http-api.md from the router's OpenAPI document.
 
-    generate-api-pages.py [--check]     with --check nothing is written; exits 1 when a page is stale
+generate-api-pages.py [--check]     with --check nothing is written; exits 1 when a page is stale
 """
 
 from __future__ import annotations

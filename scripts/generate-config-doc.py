@@ -1,6 +1,6 @@
 """Writes docs/configuration.md from the configuration schema.
 
-    generate-config-doc.py [--check]     with --check nothing is written; exits 1 when the page is stale
+generate-config-doc.py [--check]     with --check nothing is written; exits 1 when the page is stale
 """
 
 from __future__ import annotations
@@ -81,8 +81,11 @@ def kind_of(schema: dict[str, Any], annotation: Any) -> str:
 
 def _limits(schema: dict[str, Any]) -> str:
     words = {"minimum": "≥ ", "maximum": "≤ ", "exclusiveMinimum": "> ", "exclusiveMaximum": "< "}
-    limits = [f"{word}{schema[key]:,g}" if schema[key] < 1e6 else f"{word}{schema[key]:,}"
-              for key, word in words.items() if key in schema]
+    limits = [
+        f"{word}{schema[key]:,g}" if schema[key] < 1e6 else f"{word}{schema[key]:,}"
+        for key, word in words.items()
+        if key in schema
+    ]
     if "pattern" in schema:
         limits.append(f"`{schema['pattern']}`".replace("|", "\\|"))
     return f", {', '.join(limits)}" if limits else ""
@@ -115,8 +118,11 @@ def page() -> str:
         title = f"`{path}`" if path else "The cluster"
         text = (model.__doc__ or "").strip()
         schema = model.model_json_schema()["properties"]
-        rows = [row(name, field, schema[name]) for name, field in model.model_fields.items()
-                if _nested(field.annotation)[0] is None]
+        rows = [
+            row(name, field, schema[name])
+            for name, field in model.model_fields.items()
+            if _nested(field.annotation)[0] is None
+        ]
         inner = [name for name, field in model.model_fields.items() if _nested(field.annotation)[0] is not None]
         parts.append(f"## {title}\n")
         if text and model is not ClusterSpec:

@@ -1,6 +1,6 @@
 """Writes docs/quickstart.md from the README, whose commands the tests run.
 
-    generate-quickstart.py [--check]     with --check nothing is written; exits 1 when the page is stale
+generate-quickstart.py [--check]     with --check nothing is written; exits 1 when the page is stale
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes deploy/docker/router-requirements.txt: of the package's dependencies those that a router imports.
 
-    generate-router-requirements.py [--check]     with --check nothing is written; exits 1 when the list is stale
+generate-router-requirements.py [--check]     with --check nothing is written; exits 1 when the list is stale
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Imports every module of every Tandem package as installed, so that nothing the wheel forgot goes unnoticed.
 
-    import-all.py REPOSITORY      exits 1 when a module is missing, does not import, or comes from REPOSITORY
+import-all.py REPOSITORY      exits 1 when a module is missing, does not import, or comes from REPOSITORY
 """
 
 from __future__ import annotations

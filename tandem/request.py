@@ -39,9 +39,7 @@ class RequestState(StrEnum):
         return self in END_STATES
 
 
-END_STATES = frozenset(
-    {RequestState.FINISHED, RequestState.REJECTED, RequestState.CANCELLED, RequestState.FAILED}
-)
+END_STATES = frozenset({RequestState.FINISHED, RequestState.REJECTED, RequestState.CANCELLED, RequestState.FAILED})
 
 _S = RequestState
 # The edges of the lifecycle. Any state that is not an end may also become CANCELLED or FAILED.

@@ -78,9 +78,7 @@ class Agents:
 
     def forget_all_but(self, peers: set[tuple[str, int]]) -> None:
         """Drops reports about lives (worker, epoch) that the directory no longer has."""
-        self._links = {
-            key: link for key, link in self._links.items() if (link.peer_worker, link.peer_epoch) in peers
-        }
+        self._links = {key: link for key, link in self._links.items() if (link.peer_worker, link.peer_epoch) in peers}
 
     def reach(self) -> frozenset[tuple[str, int]]:
         """The lives (worker, epoch) to which every link that this worker has was probed and is ready."""

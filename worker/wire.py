@@ -95,9 +95,7 @@ def scores_frame(request_id: str, scores: PromptScores) -> worker_pb2.PromptScor
     return frame
 
 
-def _fill(
-    wire: inference_pb2.TokenLogprobs, token_id: int, logprob: float, top: Iterable[TokenLogprob]
-) -> None:
+def _fill(wire: inference_pb2.TokenLogprobs, token_id: int, logprob: float, top: Iterable[TokenLogprob]) -> None:
     wire.token_id, wire.logprob = token_id, logprob
     for each in top:
         wire.top.add(token_id=each.token_id, logprob=each.logprob)

@@ -45,9 +45,7 @@ def create(
 
 
 @keys.command("list")
-def list_keys(
-    file: File, json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False
-) -> None:
+def list_keys(file: File, json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
     """Show the keys there are, without their secrets."""
     from cluster.cli.commands.keys import run_list
 

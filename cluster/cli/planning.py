@@ -81,7 +81,16 @@ def simulate(
     )
     hardware = HardwareFlags(model or "", device, cost, None, element_bytes, one_host)
     flags = SimulateFlags(
-        traffic, hardware, Slo(ttft, tpot), config, prefill, decode, prefill_tp, decode_tp, tuple(fault or ()), json,
+        traffic,
+        hardware,
+        Slo(ttft, tpot),
+        config,
+        prefill,
+        decode,
+        prefill_tp,
+        decode_tp,
+        tuple(fault or ()),
+        json,
         autoscale,
     )
     raise typer.Exit(run_simulate(flags))
@@ -130,9 +139,7 @@ def plan(
     )
     hardware = HardwareFlags(model, device, cost, price, element_bytes)
     goal = Goal(Slo(ttft, tpot), attainment, devices, tuple(step_tokens or (2048, 8192)), running)
-    raise typer.Exit(
-        run_plan(PlanFlags(traffic, hardware, goal, source, simulated, jobs, state, report, values, json))
-    )
+    raise typer.Exit(run_plan(PlanFlags(traffic, hardware, goal, source, simulated, jobs, state, report, values, json)))
 
 
 def profile(

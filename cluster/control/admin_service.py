@@ -56,9 +56,7 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         guarded = cast(grpc.aio.Server, GuardedServer(server, MAX_CALLS, CLIENT_TIMEOUT_S))
         cluster_pb2_grpc.add_ClusterServicer_to_server(self, guarded)
 
-    async def Register(
-        self, request: cluster_pb2.RegisterRequest, context: Context
-    ) -> cluster_pb2.RegisterResponse:
+    async def Register(self, request: cluster_pb2.RegisterRequest, context: Context) -> cluster_pb2.RegisterResponse:
         try:
             self._controller.register(request.worker)
         except TandemError as error:
@@ -134,9 +132,7 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
         except TandemError as error:
             await abort(context, error)
 
-    async def ListTraces(
-        self, request: trace_pb2.ListTracesRequest, context: Context
-    ) -> trace_pb2.ListTracesResponse:
+    async def ListTraces(self, request: trace_pb2.ListTracesRequest, context: Context) -> trace_pb2.ListTracesResponse:
         try:
             return await self._controller.traces.list(request)
         except TandemError as error:
@@ -187,9 +183,7 @@ class AdminService(cluster_pb2_grpc.ClusterServicer):
             await abort(context, error)
         return cluster_pb2.ApplyResponse(changes=changes)
 
-    async def Shutdown(
-        self, request: cluster_pb2.ShutdownRequest, context: Context
-    ) -> cluster_pb2.ShutdownResponse:
+    async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Context) -> cluster_pb2.ShutdownResponse:
         self._controller.stop_requested.set()
         return cluster_pb2.ShutdownResponse()
 

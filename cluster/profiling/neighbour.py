@@ -1,6 +1,6 @@
 """A worker that computes while `tandem profile` measures what that costs the one beside it, until its stdin ends.
 
-    python -m cluster.profiling.neighbour FOLDER SPEC       SPEC: the ModelSpec as JSON
+python -m cluster.profiling.neighbour FOLDER SPEC       SPEC: the ModelSpec as JSON
 """
 
 from __future__ import annotations

@@ -9,6 +9,4 @@ from deploy.grafana.overview import OVERVIEW
 from deploy.grafana.panels import Dashboard
 from deploy.grafana.ttft import TTFT
 
-DASHBOARDS: dict[str, Dashboard] = {
-    f"{each.uid}.json": each for each in (OVERVIEW, TTFT, HANDOFF, CACHE, CAPACITY)
-}
+DASHBOARDS: dict[str, Dashboard] = {f"{each.uid}.json": each for each in (OVERVIEW, TTFT, HANDOFF, CACHE, CAPACITY)}

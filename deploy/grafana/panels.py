@@ -138,9 +138,7 @@ def _links() -> dashboard.DashboardLink:
 def _alerts() -> dashboard.AnnotationQuery:
     """When an alert of ours began and ended, drawn into every graph."""
     firing = 'ALERTS{alertname=~"Tandem.*",alertstate="firing",namespace=~"$namespace",job=~"$job"}'
-    return (
-        dashboard.AnnotationQuery().name("Alerts").datasource(SOURCE).enable(True).icon_color("red").expr(firing)
-    )
+    return dashboard.AnnotationQuery().name("Alerts").datasource(SOURCE).enable(True).icon_color("red").expr(firing)
 
 
 def _variables() -> list[dashboard.DatasourceVariable | dashboard.QueryVariable]:

@@ -1,6 +1,7 @@
 """The first messages of a link: who sends, to whom, with what layout and plan; accepted or refused for good.
 
-Msgspec structs, framed like `tandem.rpc.channel`, at most 64 KiB. Over a unix socket the hello carries the sender's pool.
+Msgspec structs, framed like `tandem.rpc.channel`, at most 64 KiB. Over a unix socket the hello carries the sender's
+pool.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The sending end of a link: connect, shake hands, probe, then pump frames and pieces; again after a failure.
 
-    connecting ──probe good──▶ ready ──connection ended──▶ down ──backoff──▶ connecting
-        └── refused: for as long as both ends live
+connecting ──probe good──▶ ready ──connection ended──▶ down ──backoff──▶ connecting
+    └── refused: for as long as both ends live
 """
 
 from __future__ import annotations
@@ -201,9 +201,7 @@ class OutLink:
         fds: list[int] = []
         try:
             fds = sender.hello_fds()
-            hello = make_hello(
-                self._own, peer, self._link, self._kind, int8=carries_int8(self._kind, self._own, peer)
-            )
+            hello = make_hello(self._own, peer, self._link, self._kind, int8=carries_int8(self._kind, self._own, peer))
             await send_first(raw, encode(hello), fds)
             welcome = await receive_answer(raw, HANDSHAKE_TIMEOUT_S)
             if (welcome.worker_id, welcome.epoch, welcome.rank) != (peer.worker_id, peer.epoch, peer.rank):

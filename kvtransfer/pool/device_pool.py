@@ -21,7 +21,7 @@ from kvtransfer.session.causes import DeviceLost, HandoffCause, HandoffFault, pr
 from tandem.kvcache.layout import KvPoolLayout
 
 T = TypeVar("T")
-WORD_BYTES = 8      # what copies move at once; of each token in one head there must be whole ones
+WORD_BYTES = 8  # what copies move at once; of each token in one head there must be whole ones
 MAX_RUN_COPIES = 8  # a piece in more runs than this is gathered and scattered, whatever their number
 
 

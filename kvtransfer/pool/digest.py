@@ -25,9 +25,9 @@ from tandem.native.digest import SHORTEST_BYTES, STRIPE_BYTES, NativeDigest, che
 log = logging.getLogger(__name__)
 
 STREAM_BYTES = 512 << 10  # pool to pool: the C library copies past the cache (agent_env), and the source stays in it
-STAGE_BYTES = 256 << 10   # into and out of buffers that are read next: half of a core's second-level cache
+STAGE_BYTES = 256 << 10  # into and out of buffers that are read next: half of a core's second-level cache
 _DIRECT_BYTES = 16 << 10  # contiguous parts of this size are hashed where they lie
-_GATHER_BYTES = 1 << 20   # smaller ones are gathered first, this much at a time: it stays in the CPU's cache
+_GATHER_BYTES = 1 << 20  # smaller ones are gathered first, this much at a time: it stays in the CPU's cache
 
 
 class Digest(Copier, Protocol):

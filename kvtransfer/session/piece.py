@@ -27,7 +27,7 @@ from tandem.kvcache.layout import KvPoolLayout
 MAX_BODY_BYTES = 1 << 20
 MAX_PIECE_BYTES = 16 << 20  # senders cut larger requests: tickets take turns, digests and copies overlap
 MAX_MAPPED_PIECE_BYTES = 64 << 20  # copied within 10 ms
-MIN_PIECE_BYTES = 1 << 20   # layers are gathered up to this; a piece costs each side some 100 µs
+MIN_PIECE_BYTES = 1 << 20  # layers are gathered up to this; a piece costs each side some 100 µs
 MAX_PIECE_BLOCKS = MAX_BODY_BYTES // 4
 NO_TICKET = "0" * 32
 _HEADER = struct.Struct("<BBBB16sIIIHHHHHHQQI16x")
@@ -184,9 +184,7 @@ def check_size(
         or piece.last_block_tokens > layout.block_tokens
     ):
         raise protocol_fault("piece: expected blocks, layers, heads and tokens within the pool")
-    expected = payload_bytes(
-        layout, piece.block_count, piece.last_block_tokens, piece.layer_count, piece.head_count
-    )
+    expected = payload_bytes(layout, piece.block_count, piece.last_block_tokens, piece.layer_count, piece.head_count)
     if int8:
         expected = quantised_bytes(expected, layout)
     if piece.payload_bytes != expected:

@@ -226,9 +226,7 @@ class ReceiveSession:
         self.state = ReceiveState.RECEIVED
         blocks = len(self.lease.block_ids)
         self._stages.verified_at_s = self._clock.now_s()
-        report = Received(
-            self.lease.ticket_id, self._bytes, blocks, self._pieces, self._verify_s, self._stages
-        )
+        report = Received(self.lease.ticket_id, self._bytes, blocks, self._pieces, self._verify_s, self._stages)
         return [ReportReceive(report)]
 
     def link_down(self, prefill_rank: int, cause: HandoffCause, reason: str) -> list[ReceiveAction]:

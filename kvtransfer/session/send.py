@@ -37,12 +37,12 @@ class SendState(StrEnum):
 
 
 class LinkPhase(StrEnum):
-    WAITING = "waiting"    # the link is not ready yet
-    OPENING = "opening"    # OPEN is out
+    WAITING = "waiting"  # the link is not ready yet
+    OPENING = "opening"  # OPEN is out
     ACCEPTED = "accepted"
     FINISHED = "finished"  # FINISH is out
     ABORTING = "aborting"  # ABORT is out
-    ENDED = "ended"        # its receiver cannot read our blocks any more
+    ENDED = "ended"  # its receiver cannot read our blocks any more
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A transfer agent that breaks as planned, for tests: `python -m kvtransfer.testing.agent --faults JSON --socket PATH`.
 
-JSON is a `tandem.testing.models.FaultSettings`. Works with any transport: what is broken is the link's frames and the halves
-that `Transports` makes. Points, each an operation that a plan counts:
+JSON is a `tandem.testing.models.FaultSettings`. Works with any transport: what is broken is the link's frames and the
+halves that `Transports` makes. Points, each an operation that a plan counts:
 
     frames, where they leave     open piece finish abort probe · accept ack fail aborted probed · beat (only if named)
     a piece before it leaves     digest (its digest changes), memory (mapped: its blocks change after it was taken),

@@ -262,8 +262,15 @@ class FakeWorker:
     def peers(self) -> tuple[Peer, ...]:
         return tuple(
             Peer(
-                self.worker_id, self.epoch, rank, self.tp, it.host_id, it.mapped_path, it.tcp_address,
-                self.protocol, device=it.device,
+                self.worker_id,
+                self.epoch,
+                rank,
+                self.tp,
+                it.host_id,
+                it.mapped_path,
+                it.tcp_address,
+                self.protocol,
+                device=it.device,
             )
             for rank, it in sorted(self.where.items())
         )

@@ -154,6 +154,7 @@ class NixlSender(MappedSender):
     """Announces like `mapped`, with our physical blocks; all digests are there before."""
 
     digests_follow = False
+
     def __init__(self, own: Own, thread: LinkThread, peer_address: str) -> None:
         super().__init__(own, thread)
         self._host, _ = split_address(peer_address)

@@ -226,9 +226,7 @@ class GroupReceiver:
 
     places_ahead = False
 
-    def __init__(
-        self, own: Own, thread: LinkThread, device: str, *, digests: bool, int8: bool, version: int
-    ) -> None:
+    def __init__(self, own: Own, thread: LinkThread, device: str, *, digests: bool, int8: bool, version: int) -> None:
         self._own = own
         self._thread = thread
         self._int8 = int8

@@ -129,6 +129,4 @@ class Analysis:
 
 def prompt_s(cost: CostModel, tokens: int, step_tokens: int) -> float:
     """A prompt alone, in chunks."""
-    return sum(
-        cost.prefill_s(min(step_tokens, tokens - start), start) for start in range(0, tokens, step_tokens)
-    )
+    return sum(cost.prefill_s(min(step_tokens, tokens - start), start) for start in range(0, tokens, step_tokens))

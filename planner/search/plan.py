@@ -267,9 +267,7 @@ def _times(excess: float) -> str:
     return f"{excess:.2f} times" if excess < 10 else f"{excess:.0f} times" if excess < 1000 else "over 1,000 times"
 
 
-def _miss(
-    finalists: Sequence[Evaluation], everything: Sequence[Layout], analysis: Analysis, goal: Goal
-) -> Miss:
+def _miss(finalists: Sequence[Evaluation], everything: Sequence[Layout], analysis: Analysis, goal: Goal) -> Miss:
     if not finalists:
         least: tuple[Bounds, Layout] = min(
             ((analysis.bounds(each), each) for each in everything), key=lambda found: found[0].worst[1]

@@ -1,6 +1,6 @@
 """The router in virtual time: admission, placement, and the steps of a handoff.
 
-Follows router.requests.dispatcher and router.requests.run, with the same pure classes; only what they do by gRPC is an event here.
+Follows router.requests.dispatcher and router.requests.run; what they do by gRPC is an event here.
 """
 
 from __future__ import annotations

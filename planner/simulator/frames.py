@@ -30,9 +30,7 @@ class FramesHost(Protocol):
 
 
 class Frames:
-    def __init__(
-        self, host: FramesHost, setup: Setup, loop: EventLoop, recorder: Recorder, names: BlockNames
-    ) -> None:
+    def __init__(self, host: FramesHost, setup: Setup, loop: EventLoop, recorder: Recorder, names: BlockNames) -> None:
         self._host, self._setup, self._loop, self._recorder, self._names = host, setup, loop, recorder, names
         self._arrivals = 0
 

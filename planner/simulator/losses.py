@@ -33,9 +33,7 @@ class Losses:
             self.move_on(request, worker, error)
         if back_after_s is not None:
             key = worker.key
-            self._loop.at(
-                self._loop.now_s() + back_after_s, self._come_back, key.worker_id, worker.role, key.epoch + 1
-            )
+            self._loop.at(self._loop.now_s() + back_after_s, self._come_back, key.worker_id, worker.role, key.epoch + 1)
 
     def _come_back(self, worker_id: str, role: Role, epoch: int) -> None:
         self._cluster.cache.load(self._cluster.fleet.start(worker_id, role, epoch))

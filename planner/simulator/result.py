@@ -61,5 +61,3 @@ def _use(workers: list[SimWorker], seconds: float) -> PoolUse:
         received=float(np.mean([each.ingress.busy_s / seconds for each in workers])),
         bytes_sent=sum(each.egress.moved_bytes for each in workers),
     )
-
-

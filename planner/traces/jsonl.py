@@ -94,9 +94,7 @@ def _first_block_tokens(path: Path) -> int | None:
     return value
 
 
-def _rows(
-    path: Path, builder: TraceBuilder, known: set[str], needed: set[str]
-) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(path: Path, builder: TraceBuilder, known: set[str], needed: set[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line, text in enumerate(file, start=1):
             if not text.strip():

@@ -16,9 +16,9 @@ NO_LIMITS = LimitsSpec()
 class Access(StrEnum):
     """What a route or method asks of who calls it."""
 
-    PUBLIC = "public"          # anybody: probes
-    CALLER = "caller"          # any valid key or token
-    ADMIN = "admin"            # one with the admin flag: it sees everybody's figures
+    PUBLIC = "public"  # anybody: probes
+    CALLER = "caller"  # any valid key or token
+    ADMIN = "admin"  # one with the admin flag: it sees everybody's figures
     CONTROLLER = "controller"  # the cluster's own controller, which shows a secret of its own
 
 

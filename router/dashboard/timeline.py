@@ -7,9 +7,7 @@ from router.observe.trace import Trace
 from tandem.v1 import trace_pb2
 
 
-def request_row(
-    trace: Trace, state: str, cached_tokens: int, completion_tokens: int, now_s: float
-) -> snapshot.Request:
+def request_row(trace: Trace, state: str, cached_tokens: int, completion_tokens: int, now_s: float) -> snapshot.Request:
     last = trace.last
     first_tokens = [each.first_token_s for each in trace.attempts if each.first_token_s is not None]
     received = None if last is None or last.received is None else last.received.done

@@ -155,9 +155,7 @@ def _sampling(given: pb.SamplingParams) -> RawSampling:
 
 def _started(submitted: Submitted) -> pb.GenerateResponse:
     request = submitted.request
-    started = pb.Started(
-        request_id=request.request_id, model=submitted.model.name, prompt_tokens=request.prompt_tokens
-    )
+    started = pb.Started(request_id=request.request_id, model=submitted.model.name, prompt_tokens=request.prompt_tokens)
     return pb.GenerateResponse(started=started)
 
 

@@ -47,9 +47,7 @@ _STATUS_ERRORS = {404: "no such path", 405: "method not allowed here"}
 class HttpEdge:
     """The handlers. Made into an application by `app`."""
 
-    def __init__(
-        self, service: RouterService, *, max_body_bytes: int, more_routes: Sequence[Route] = ()
-    ) -> None:
+    def __init__(self, service: RouterService, *, max_body_bytes: int, more_routes: Sequence[Route] = ()) -> None:
         """`more_routes`: not of the inference API (the dashboard's)."""
         self._service = service
         self._max_body_bytes = max_body_bytes

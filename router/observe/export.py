@@ -34,7 +34,7 @@ class ExportOutcome(StrEnum):
 
     EXPORTED = "exported"
     DROPPED = "dropped"  # no room in the queue
-    FAILED = "failed"    # the collector was away, or refused it
+    FAILED = "failed"  # the collector was away, or refused it
 
 
 class TraceExport:

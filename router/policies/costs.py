@@ -1,7 +1,7 @@
 """Predictions of one placement, in seconds from now. Pure; the worked example is in docs/routing.md.
 
-    local:    [ queue on D ][ uncached on D ] first token, decoding
-    handoff:  [ reserve ][ queue on P ][ uncached on P ] first token [ transfer of what D lacks ] decoding
+local:    [ queue on D ][ uncached on D ] first token, decoding
+handoff:  [ reserve ][ queue on P ][ uncached on P ] first token [ transfer of what D lacks ] decoding
 """
 
 from __future__ import annotations

@@ -101,9 +101,7 @@ class HealthWatch:
         """Through this worker, and a healthy one of the other role."""
         model, health = worker.link.info.model, self._fleet.health
         role = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
-        others = [
-            other for other in self._fleet.ready(model, role) if health.state(other.key) is HealthState.HEALTHY
-        ]
+        others = [other for other in self._fleet.ready(model, role) if health.state(other.key) is HealthState.HEALTHY]
         if worker.role is Role.DECODE:
             return worker, next((other for other in others if other.reaches(worker)), None)
         decode = next((other for other in others if worker.reaches(other)), None)

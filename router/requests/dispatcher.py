@@ -92,9 +92,7 @@ class Dispatcher:
         Raises OverloadedError, UnavailableError, DeadlineExceeded.
         """
         terms = terms or self._default_terms
-        assembler = OutputAssembler(
-            model.tokenizer, request.prompt, request.stop, request.sampling.stop_token_ids
-        )
+        assembler = OutputAssembler(model.tokenizer, request.prompt, request.stop, request.sampling.stop_token_ids)
         run = RequestRun(request, assembler, terms, self._clock, self, self._max_migrations)
         run.lifecycle.admit()
         self.demand.came(run)

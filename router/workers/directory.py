@@ -22,9 +22,7 @@ OnDirectory = Callable[[cluster_pb2.Directory], None]
 
 
 class DirectoryFollower:
-    def __init__(
-        self, address: str, watcher: str, on_directory: OnDirectory, tls: ClusterTls | None = None
-    ) -> None:
+    def __init__(self, address: str, watcher: str, on_directory: OnDirectory, tls: ClusterTls | None = None) -> None:
         self._address = address
         self._watcher = watcher
         self._on_directory = on_directory

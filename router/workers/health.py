@@ -23,8 +23,8 @@ from tandem.errors import InternalError
 
 class HealthState(StrEnum):
     HEALTHY = "healthy"
-    SUSPECT = "suspect"      # takes requests; after failures it is asked to answer a canary
-    EJECTED = "ejected"      # takes none
+    SUSPECT = "suspect"  # takes requests; after failures it is asked to answer a canary
+    EJECTED = "ejected"  # takes none
     PROBATION = "probation"  # takes none until it answered a canary, then twice as many every second
 
 

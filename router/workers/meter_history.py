@@ -29,9 +29,7 @@ class MeterHistory:
 
     def take(self, meters: worker_pb2.WorkerMeters, now_s: float) -> None:
         """The steps' histograms are left out where they are not as ours."""
-        fitting = [
-            each for each in meters.steps if each.kind in _KINDS and len(each.counts) == len(STEP_BOUNDS_S) + 1
-        ]
+        fitting = [each for each in meters.steps if each.kind in _KINDS and len(each.counts) == len(STEP_BOUNDS_S) + 1]
         if len(fitting) != len(meters.steps):
             del meters.steps[:]
             meters.steps.extend(fitting)

@@ -94,9 +94,7 @@ class Family:
 def _llama(config: JsonFields, sizes: Sizes) -> Traits:
     """Llama 2 and 3, SmolLM2."""
     bias = config.boolean("attention_bias")
-    return replace(
-        _plain(config, sizes), qkv_bias=bias, out_bias=bias, mlp_bias=config.boolean("mlp_bias")
-    )
+    return replace(_plain(config, sizes), qkv_bias=bias, out_bias=bias, mlp_bias=config.boolean("mlp_bias"))
 
 
 def _mistral(config: JsonFields, sizes: Sizes) -> Traits:
@@ -149,9 +147,7 @@ def _qwen3_moe(config: JsonFields, sizes: Sizes) -> Traits:
         renormalise=config.boolean("norm_topk_prob"),
         sparse=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(sizes.layers)),
     )
-    return replace(
-        _plain(config, sizes), qkv_bias=bias, out_bias=bias, qk_norm=True, experts=_checked(config, experts)
-    )
+    return replace(_plain(config, sizes), qkv_bias=bias, out_bias=bias, qk_norm=True, experts=_checked(config, experts))
 
 
 def _gemma2(config: JsonFields, sizes: Sizes) -> Traits:

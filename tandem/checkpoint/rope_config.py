@@ -71,9 +71,7 @@ def read_rope(config: JsonFields, head_dim: int, *, theta: float = DEFAULT_THETA
     return read_rope_part(config, config.part(field), head_dim, theta=theta)
 
 
-def read_rope_part(
-    config: JsonFields, rope: JsonFields, head_dim: int, *, theta: float = DEFAULT_THETA
-) -> RopeConfig:
+def read_rope_part(config: JsonFields, rope: JsonFields, head_dim: int, *, theta: float = DEFAULT_THETA) -> RopeConfig:
     """From one object of parameters; what it leaves out is looked up in the config around it."""
     theta = (rope if rope.has("rope_theta") else config).positive_float("rope_theta", default=theta)
     dims = _dims(rope if rope.has("partial_rotary_factor") else config, head_dim)

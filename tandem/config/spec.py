@@ -191,7 +191,7 @@ class TransferSpec(Frozen):
 
 class Disaggregation(StrEnum):
     ALWAYS = "always"  # every request goes through a handoff while there is a prefill worker
-    AUTO = "auto"      # prefilled on the decode worker where that is clearly sooner and spares those that decode
+    AUTO = "auto"  # prefilled on the decode worker where that is clearly sooner and spares those that decode
     NEVER = "never"
 
 

@@ -87,17 +87,13 @@ def build_rank(
     max_model_tokens = min(spec.max_model_tokens or config.max_position_tokens, config.max_position_tokens)
     if spec.kv_dtype == "fp8" and config.traits.qkv_bias and not config.traits.qk_norm:
         logger.warning("engine.kv_dtype: keys with a bias may lose too much in fp8: compare answers with those of auto")
-    layout = pool_layout(
-        spec, layers=config.layers, kv_heads=config.rank_kv_heads(size), head_dim=config.head_dim
-    )
+    layout = pool_layout(spec, layers=config.layers, kv_heads=config.rank_kv_heads(size), head_dim=config.head_dim)
     slots = host_slots(spec, layout)
     kernels = choose_kernels(spec, layout, size)
     group = TpGroup(rendezvous_file, rank, size, device) if size > 1 else None
     tp = TensorParallel(rank, size, group.collectives if group else None)
     matrix = choose_matrices(spec, kernels)
-    model = load_model(
-        model_dir, config, tp, device, DTYPES[spec.dtype], max_tokens=max_model_tokens, matrix=matrix
-    )
+    model = load_model(model_dir, config, tp, device, DTYPES[spec.dtype], max_tokens=max_model_tokens, matrix=matrix)
     if matrix.is_native:
         torch.set_num_threads(1)  # more would wait for work, spinning, on cores that the kernels' threads need
     paged = paged or choose_paged_path(model, layout, DTYPES[spec.dtype], device)

@@ -29,7 +29,6 @@ class Hold(StrEnum):
     LEASE = "lease"
 
 
-
 class BlockState(StrEnum):
     FREE = "free"
     CACHED = "cached"

@@ -1,6 +1,6 @@
 """Makes a library of one of our C sources with the machine's compiler, once for each version of it.
 
-    python -m tandem.native.build       of each, beside the sources: for images, which then need no compiler
+python -m tandem.native.build       of each, beside the sources: for images, which then need no compiler
 """
 
 from __future__ import annotations

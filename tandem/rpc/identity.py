@@ -1,7 +1,7 @@
 """Who a process of the cluster is: what its certificate says, in two names of the same meaning.
 
-    spiffe://tandem/CLUSTER/ROLE         (URI) shown to servers, which decide by it what the caller may do
-    ROLE.CLUSTER.tandem.internal         (DNS) shown to clients, which find servers by address and so ask for this name
+spiffe://tandem/CLUSTER/ROLE         (URI) shown to servers, which decide by it what the caller may do
+ROLE.CLUSTER.tandem.internal         (DNS) shown to clients, which find servers by address and so ask for this name
 """
 
 from __future__ import annotations

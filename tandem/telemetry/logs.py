@@ -1,8 +1,8 @@
 """Logging of every Tandem process: one line per event on stderr, text or JSON.
 
 Modules log through `logging.getLogger(__name__)`; what they pass as `extra={...}` becomes `key=value` pairs (text) or
-members (JSON), and so do `request` and `trace_id` where a task serves one request (tandem/telemetry/log_context.py). Prompts and
-answers are never logged. Only a process's `__main__` calls `setup_logging`.
+members (JSON), and so do `request` and `trace_id` where a task serves one request (tandem/telemetry/log_context.py).
+Prompts and answers are never logged. Only a process's `__main__` calls `setup_logging`.
 """
 
 from __future__ import annotations

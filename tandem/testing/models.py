@@ -47,15 +47,15 @@ class FakeClock:
 class FaultKind(StrEnum):
     """What can happen to an operation."""
 
-    FAIL = "fail"              # it raises, or its connection breaks
+    FAIL = "fail"  # it raises, or its connection breaks
     DELAY = "delay"
-    DROP = "drop"              # it seems to succeed, and did nothing
+    DROP = "drop"  # it seems to succeed, and did nothing
     DUPLICATE = "duplicate"
-    REORDER = "reorder"        # it happens after the next one
-    TRUNCATE = "truncate"      # half of it happens, then its connection breaks
-    FLIP = "flip"              # one bit of it changes
+    REORDER = "reorder"  # it happens after the next one
+    TRUNCATE = "truncate"  # half of it happens, then its connection breaks
+    FLIP = "flip"  # one bit of it changes
     MISADDRESS = "misaddress"  # it is well-formed, and for another place
-    HANG = "hang"              # it never comes back
+    HANG = "hang"  # it never comes back
 
 
 @dataclass(frozen=True, slots=True)

@@ -495,7 +495,7 @@ class Span(_message.Message):
     START_S_FIELD_NUMBER: _builtins.int
     END_S_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
-    """a member of router.trace.Stage"""
+    """a member of router.observe.trace.Stage"""
     start_s: _builtins.float
     end_s: _builtins.float
     def __init__(

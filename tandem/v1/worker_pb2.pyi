@@ -448,7 +448,7 @@ class HandoffTicket(_message.Message):
     DECODE_EPOCH_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     signed: _builtins.bytes
-    """see kvtransfer/ticket.py"""
+    """see kvtransfer/session/ticket.py"""
     decode_worker: _builtins.str
     decode_epoch: _builtins.int
     cached_tokens: _builtins.int
@@ -976,7 +976,7 @@ class WorkerError(_message.Message):
     message: _builtins.str
     field: _builtins.str
     cause: _builtins.str
-    """of a failed handoff: a member of kvtransfer.causes.HandoffCause"""
+    """of a failed handoff: a member of kvtransfer.session.causes.HandoffCause"""
     def __init__(
         self,
         *,

@@ -148,9 +148,7 @@ class Cluster:
         return alive
 
 
-def start_cluster(
-    folder: Path, *arguments: str, spec: dict[str, Any] | None = None, ca: Path | None = None
-) -> Cluster:
+def start_cluster(folder: Path, *arguments: str, spec: dict[str, Any] | None = None, ca: Path | None = None) -> Cluster:
     http_port, grpc_port, admin_port = free_ports(3)
     config = folder / "cluster.yaml"
     settings: dict[str, Any] = {

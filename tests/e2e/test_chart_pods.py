@@ -308,9 +308,7 @@ def machines() -> Iterator[Machines]:
 
 
 @pytest.fixture
-def deployment(
-    machines: Machines, manifests: dict[tuple[str, str], Manifest], tmp_path: Path
-) -> Iterator[Deployment]:
+def deployment(machines: Machines, manifests: dict[tuple[str, str], Manifest], tmp_path: Path) -> Iterator[Deployment]:
     folder = Path(f"/tmp/{tmp_path.name[:2]}{os.getpid()}")  # short: Ray's unix sockets lie below it
     folder.mkdir(mode=0o700)
     deployed = Deployment(machines, folder, manifests)

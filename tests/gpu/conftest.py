@@ -1,6 +1,6 @@
 """These tests need a GPU and are not selected without one. On a machine that has one but not all of Tandem's needs:
 
-    python -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode importlib tests/gpu
+python -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode importlib tests/gpu
 """
 
 from __future__ import annotations

@@ -166,9 +166,7 @@ async def cache_on_prefill_only(hand: HandRouter, prefill: WorkerSession, decode
 async def test_through_a_handoff(
     pair: Any, tiny: Path, reference: Any, prefill_tp: int, decode_tp: int, transport: TransportKind
 ) -> None:
-    async with pair(
-        tiny, prefill_tp=prefill_tp, decode_tp=decode_tp, transport=transport, engine=ENGINE
-    ) as live:
+    async with pair(tiny, prefill_tp=prefill_tp, decode_tp=decode_tp, transport=transport, engine=ENGINE) as live:
         await with_every_length(live, reference)
         await with_every_state_of_the_caches(live, reference, decode_tp)
         links = (await live.prefill.state()).links

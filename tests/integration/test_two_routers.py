@@ -156,18 +156,12 @@ async def running_world(tmp_path_factory: pytest.TempPathFactory, forks: ForkSer
                 connect = partial(asyncio.open_connection, host, int(port))
                 proxies[info.worker_id] = await stack.enter_async_context(tcp_proxy(connect))
             socket = redis.url.removeprefix("unix://")
-            proxies["redis"] = await stack.enter_async_context(
-                tcp_proxy(partial(asyncio.open_unix_connection, socket))
-            )
+            proxies["redis"] = await stack.enter_async_context(tcp_proxy(partial(asyncio.open_unix_connection, socket)))
             behind = Behind(running.directory, {name: proxies[name].port for name in ROLES})
             controllers = [running.controller_address, await stack.enter_async_context(directory_server(behind))]
             urls = [redis.url, f"redis://{proxies['redis'].address}"]
-            apps = [
-                await stack.enter_async_context(router(n, model_dir, controllers[n], urls[n])) for n in range(2)
-            ]
-            sessions = {
-                info.worker_id: await stack.enter_async_context(open_session(info.address)) for info in infos
-            }
+            apps = [await stack.enter_async_context(router(n, model_dir, controllers[n], urls[n])) for n in range(2)]
+            sessions = {info.worker_id: await stack.enter_async_context(open_session(info.address)) for info in infos}
             found = World(running, apps, sessions, proxies, model_dir)
             await until(lambda: all(app.dispatcher.fleet.count_ready(Role.DECODE) == 2 for app in apps), 20.0)
             await until(lambda: all(app.dispatcher.fleet.count_ready(Role.PREFILL) == 1 for app in apps), 20.0)

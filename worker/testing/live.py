@@ -104,9 +104,7 @@ class Directory(cluster_pb2_grpc.ClusterServicer):
 
     async def wait_for(self, worker_id: str, epoch: int) -> cluster_pb2.WorkerInfo:
         async with self.changed:
-            await self.changed.wait_for(
-                lambda: worker_id in self.workers and self.workers[worker_id].epoch == epoch
-            )
+            await self.changed.wait_for(lambda: worker_id in self.workers and self.workers[worker_id].epoch == epoch)
             return self.workers[worker_id]
 
 

@@ -32,9 +32,7 @@ class Ask:
         if self.raw:
             sampling = inference_pb2.SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
             return inference_pb2.GenerateRequest(model=self.model, prompt=messages[-1].content, sampling=sampling)
-        return chat_request(
-            messages, model=self.model, temperature=self.temperature, max_tokens=self.max_tokens
-        )
+        return chat_request(messages, model=self.model, temperature=self.temperature, max_tokens=self.max_tokens)
 
 
 def run_chat(
@@ -75,9 +73,7 @@ async def _chat(question: str | None, ask: Ask, address: str, ca: str | None, ap
     return 0
 
 
-async def _stream_answer(
-    channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest, api_key: str | None
-) -> str:
+async def _stream_answer(channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest, api_key: str | None) -> str:
     answer = ""
     try:
         async for event in generate(channel, request, api_key):

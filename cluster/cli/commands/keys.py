@@ -109,9 +109,7 @@ def _new_key(flags: KeyFlags) -> NewKey:
             note=flags.note,
             models=tuple(flags.models) or None,
             priorities=tuple(flags.priorities) or None,
-            limits=LimitsSpec(
-                requests_per_minute=flags.requests_per_minute, tokens_per_minute=flags.tokens_per_minute
-            ),
+            limits=LimitsSpec(requests_per_minute=flags.requests_per_minute, tokens_per_minute=flags.tokens_per_minute),
             admin=flags.admin,
         )
     except ValidationError as error:

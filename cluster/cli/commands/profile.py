@@ -22,9 +22,7 @@ from tandem.errors import UnavailableError
 MIXED_RUNS = 5
 
 
-def run_profile(
-    config: Path | None, model: str | None, device: str, output: Path, grid: Grid | None = None
-) -> int:
+def run_profile(config: Path | None, model: str | None, device: str, output: Path, grid: Grid | None = None) -> int:
     """Workers of one rank. Links are those of the device file. Raises ConfigError, CheckpointError."""
     console = Console(stderr=True, highlight=False)
     spec = load_spec(config, {"models.0.source": model})

@@ -56,9 +56,7 @@ async def running_cluster(
 
 
 @asynccontextmanager
-async def _running(
-    cluster: ResolvedCluster, progress: Progress, source: SpecSource
-) -> AsyncIterator[Controller]:
+async def _running(cluster: ResolvedCluster, progress: Progress, source: SpecSource) -> AsyncIterator[Controller]:
     spec = cluster.spec
     log_dir = state_file.new_log_dir(spec.name)
     controller = Controller(cluster, make_backend(cluster, log_dir), run_base(spec.name), log_dir, source)

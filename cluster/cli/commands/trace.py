@@ -151,8 +151,10 @@ def show(trace: trace_pb2.RequestTrace, console: Console) -> None:
         console.print("no worker ever saw it")
     for number, attempt in enumerate(trace.attempts, 1):
         console.print()
-        way = f"{attempt.prefill_worker} → {attempt.decode_worker}" if attempt.prefill_worker else (
-            f"{attempt.decode_worker}, without a handoff"
+        way = (
+            f"{attempt.prefill_worker} → {attempt.decode_worker}"
+            if attempt.prefill_worker
+            else (f"{attempt.decode_worker}, without a handoff")
         )
         console.print(f"attempt {number}: {way}" if len(trace.attempts) > 1 else way, markup=False)
         console.print(gantt(attempt, max(MIN_BAR, width - _BESIDE_BAR)))

@@ -1,4 +1,4 @@
-"""The terminal application of `tandem top`. What is shown is worked out in cluster.cli.top.frame, tables and overview."""
+"""The terminal application of `tandem top`. The modules frame, tables and overview work out what it shows."""
 
 from __future__ import annotations
 

@@ -60,8 +60,7 @@ def build(status: cluster_pb2.ClusterStatus, views: Sequence[Snapshot]) -> Frame
     as the controller sees it."""
     by_id = {view.router_id: view for view in views}
     routers = [
-        RouterRow(each.router_id, each.state, each.restarts, by_id.get(each.router_id))
-        for each in status.routers
+        RouterRow(each.router_id, each.state, each.restarts, by_id.get(each.router_id)) for each in status.routers
     ]
     workers = with_all_workers(worst_of_each(views), status)
     requests = [request for view in views for request in view.requests]
@@ -99,14 +98,18 @@ def _flows(flows: Iterable[Flow]) -> list[Flow]:
     for flow in flows:
         pair = flow.prefill_worker, flow.decode_worker
         known = found.get(pair)
-        found[pair] = flow if known is None else msgspec.structs.replace(
-            known,
-            bytes_per_s=known.bytes_per_s + flow.bytes_per_s,
-            handoffs_per_s=known.handoffs_per_s + flow.handoffs_per_s,
-            in_flight=known.in_flight + flow.in_flight,
-            handoffs=known.handoffs + flow.handoffs,
-            bytes=known.bytes + flow.bytes,
-            failures=known.failures + flow.failures,
+        found[pair] = (
+            flow
+            if known is None
+            else msgspec.structs.replace(
+                known,
+                bytes_per_s=known.bytes_per_s + flow.bytes_per_s,
+                handoffs_per_s=known.handoffs_per_s + flow.handoffs_per_s,
+                in_flight=known.in_flight + flow.in_flight,
+                handoffs=known.handoffs + flow.handoffs,
+                bytes=known.bytes + flow.bytes,
+                failures=known.failures + flow.failures,
+            )
         )
     return list(found.values())
 
@@ -115,9 +118,13 @@ def _queues(queues: Iterable[Queue]) -> list[Queue]:
     found: dict[str, Queue] = {}
     for queue in queues:
         known = found.get(queue.name)
-        found[queue.name] = queue if known is None else msgspec.structs.replace(
-            known,
-            queued=known.queued + queue.queued,
-            refusals=dict(Counter(known.refusals) + Counter(queue.refusals)),
+        found[queue.name] = (
+            queue
+            if known is None
+            else msgspec.structs.replace(
+                known,
+                queued=known.queued + queue.queued,
+                refusals=dict(Counter(known.refusals) + Counter(queue.refusals)),
+            )
         )
     return list(found.values())

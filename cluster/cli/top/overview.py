@@ -154,4 +154,3 @@ def _cell(column: Column[Item], item: Item) -> Text:
     text = column.text(item)
     is_state = column.title in ("state", "health")
     return Text(text, style=style_of(text.replace(" ", "_")) if is_state else "")
-

@@ -14,9 +14,7 @@ class CallLimit:
 
     def __enter__(self) -> None:
         if self._calls >= self._most:
-            raise OverloadedError(
-                f"expected at most {self._most} concurrent calls; retry later", retry_after_s=1.0
-            )
+            raise OverloadedError(f"expected at most {self._most} concurrent calls; retry later", retry_after_s=1.0)
         self._calls += 1
 
     def __exit__(self, *exc: object) -> None:

@@ -1,4 +1,4 @@
-"""uvicorn's connection as router.edge.sse writes to it: chunks go into the transport as they would through ASGI's `send`."""
+"""uvicorn's connection as router.edge.sse writes to it: chunks enter the transport as through ASGI's `send`."""
 
 from __future__ import annotations
 

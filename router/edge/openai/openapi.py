@@ -68,14 +68,10 @@ _COMPLETION_LOGPROBS = _object(
     text_offset=_list(_COUNT),
 )
 _PART = _object(type=_const("output_text"), text=_STRING, annotations=_list(_ANY), logprobs=_list(_CHAT_TOKEN))
-_OUTPUT = _object(
-    id=_STRING, type=_const("message"), role=_const("assistant"), status=_STRING, content=_list(_PART)
-)
+_OUTPUT = _object(id=_STRING, type=_const("message"), role=_const("assistant"), status=_STRING, content=_list(_PART))
 
 _ANSWERS: dict[str, Schema] = {
-    "Error": _object(
-        error=_object(message=_STRING, type=_STRING, param=_or_null(_STRING), code=_or_null(_STRING))
-    ),
+    "Error": _object(error=_object(message=_STRING, type=_STRING, param=_or_null(_STRING), code=_or_null(_STRING))),
     "Usage": _object(
         prompt_tokens=_COUNT,
         completion_tokens=_COUNT,
@@ -149,9 +145,7 @@ _ANSWERS: dict[str, Schema] = {
         vocab_size=_COUNT,
         max_model_len=_COUNT,
     ),
-    "Model": _object(
-        id=_STRING, object=_const("model"), created=_COUNT, owned_by=_STRING, max_model_len=_COUNT
-    ),
+    "Model": _object(id=_STRING, object=_const("model"), created=_COUNT, owned_by=_STRING, max_model_len=_COUNT),
     "Models": _object(object=_const("list"), data=_list(_ref("Model"))),
     "Status": _object(status=_STRING),
 }
@@ -267,22 +261,26 @@ def openapi_document() -> Schema:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tandem", "version": tandem_version()},
-        "paths": _with_security({
-            "/v1/chat/completions": _post(
-                "Answers a chat", ChatCompletionRequest, "ChatCompletion", "ChatCompletionChunk"
-            ),
-            "/v1/completions": _post("Continues one or several texts", CompletionRequest, "Completion", "Completion"),
-            "/v1/responses": _post("Answers text with text", ResponsesRequest, "Response", "ResponseEvent"),
-            "/tokenize": _post("Token ids of a text or a chat", TokenizeRequest, "Tokens"),
-            "/detokenize": _post("Text of token ids", DetokenizeRequest, "Text"),
-            "/tokenizer_info": info,
-            "/v1/models": _get("The models there are", "Models", _content("application/json", _ref("Models"))),
-            "/v1/models/{name}": model,
-            "/health": _get("The process is alive", "Health", status),
-            "/ready": _get("A request could be served", "Ready", status, **{"503": _reply("Not now.", status)}),
-            "/metrics": _get("Prometheus metrics", "Metrics", _content("text/plain", _STRING)),
-            "/openapi.json": _get("This document", "OpenApi", _content("application/json", {"type": "object"})),
-        }),
+        "paths": _with_security(
+            {
+                "/v1/chat/completions": _post(
+                    "Answers a chat", ChatCompletionRequest, "ChatCompletion", "ChatCompletionChunk"
+                ),
+                "/v1/completions": _post(
+                    "Continues one or several texts", CompletionRequest, "Completion", "Completion"
+                ),
+                "/v1/responses": _post("Answers text with text", ResponsesRequest, "Response", "ResponseEvent"),
+                "/tokenize": _post("Token ids of a text or a chat", TokenizeRequest, "Tokens"),
+                "/detokenize": _post("Text of token ids", DetokenizeRequest, "Text"),
+                "/tokenizer_info": info,
+                "/v1/models": _get("The models there are", "Models", _content("application/json", _ref("Models"))),
+                "/v1/models/{name}": model,
+                "/health": _get("The process is alive", "Health", status),
+                "/ready": _get("A request could be served", "Ready", status, **{"503": _reply("Not now.", status)}),
+                "/metrics": _get("Prometheus metrics", "Metrics", _content("text/plain", _STRING)),
+                "/openapi.json": _get("This document", "OpenApi", _content("application/json", {"type": "object"})),
+            }
+        ),
         "components": {
             "schemas": {name: _limited(each) for name, each in requests["$defs"].items()} | _ANSWERS,
             "securitySchemes": _SCHEMES,

@@ -76,9 +76,7 @@ class ChatMessage(Strict):
         if self.role in ("tool", "function"):
             raise unsupported(f"messages.{index}.role", f"value {self.role!r}")
         if self.content is None:
-            raise InputError(
-                f"messages.{index}.content: expected text, got nothing", field=f"messages.{index}.content"
-            )
+            raise InputError(f"messages.{index}.content: expected text, got nothing", field=f"messages.{index}.content")
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return Message("system" if self.role == "developer" else self.role, text)
 

@@ -18,7 +18,7 @@ from tandem.config.spec import Role
 class CanaryPurpose(StrEnum):
     """A metric label."""
 
-    WORKER = "worker"        # is this worker well again?
+    WORKER = "worker"  # is this worker well again?
     READINESS = "readiness"  # can the cluster serve at all?
 
 

@@ -100,6 +100,8 @@ def kernels_there(device: torch.device, pool: torch.dtype) -> Iterator[tuple[str
         varlen = importlib.import_module("torch.nn.attention.varlen")  # takes more than a second, for nothing on a CPU
         yield "FlashAttention 3", cast(PagedKernel, varlen.varlen_attn)
     if generation >= _AMPERE and importlib.util.find_spec("triton") is not None:
-        ours = importlib.import_module("tandem.engine.attention.triton_attention")  # imports Triton, which a CPU has none of
+        ours = importlib.import_module(
+            "tandem.engine.attention.triton_attention"
+        )  # imports Triton, which a CPU has none of
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         yield "Triton", ours.TritonAttention(processors)

@@ -54,9 +54,7 @@ def edge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
 
 
 @pytest.mark.parametrize(("trusts", "said"), [(True, "404"), (False, "CERTIFICATE_VERIFY_FAILED")])
-def test_the_openai_example_trusts_the_authority_it_is_told(
-    edge: tuple[str, Path], trusts: bool, said: str
-) -> None:
+def test_the_openai_example_trusts_the_authority_it_is_told(edge: tuple[str, Path], trusts: bool, said: str) -> None:
     url, ca = edge
     env = {name: value for name, value in os.environ.items() if name != "TANDEM_CA"} | {"TANDEM_HTTP": url}
     command = [sys.executable, str(EXAMPLES / "chat_openai.py")]

@@ -58,7 +58,8 @@ async def test_a_line_that_is_not_why_it_ended_is_not_told_as_the_reason(
     tmp_path: Path, log_format: LogFormat, level: str, is_told: bool
 ) -> None:
     script = (
-        "import logging, os; from tandem.telemetry.log_format import LogFormat; from tandem.telemetry.logs import setup_logging; "
+        "import logging, os; from tandem.telemetry.log_format import LogFormat; "
+        "from tandem.telemetry.logs import setup_logging; "
         f"setup_logging(process='rank-0', log_format=LogFormat({log_format.value!r})); "
         f"logging.{level}('ready: 65536 KV blocks'); os.kill(os.getpid(), 9)"
     )

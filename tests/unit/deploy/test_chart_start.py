@@ -28,7 +28,7 @@ def head_pod(
     script = data["start-head.sh"].replace("/etc/tandem", str(tmp_path)).replace("/tmp/tandem", str(tmp_path / "run"))
     programs = {
         "python": f'exec {sys.executable} "$@"',
-        "ray": f'case $1 in start) touch {tmp_path}/up; exec sleep 60 ;; *) test -e {tmp_path}/up ;; esac',
+        "ray": f"case $1 in start) touch {tmp_path}/up; exec sleep 60 ;; *) test -e {tmp_path}/up ;; esac",
         "tandem": f"exec {sys.executable} {tmp_path}/tandem.py",
     }
     for name, body in programs.items():

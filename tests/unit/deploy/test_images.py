@@ -119,7 +119,12 @@ class Folder:
 
     def _shell(self, command: str) -> None:
         done = subprocess.run(
-            ["sh", "-euc", command], cwd=self.at, env=self.env, capture_output=True, text=True, timeout=STEPS_S,
+            ["sh", "-euc", command],
+            cwd=self.at,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=STEPS_S,
             check=False,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"

@@ -20,7 +20,11 @@ SCRIPTS = ROOT / "scripts"
 
 def run_script(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(argument) for argument in arguments], check=False, capture_output=True, text=True, cwd=ROOT,
+        [str(argument) for argument in arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
     )
 
@@ -57,8 +61,14 @@ def test_a_banned_line_is_found_and_named(tmp_path: Path, line: str, said: str) 
 
 
 @pytest.mark.parametrize(
-    "line", ["model.eval()", "'''eval and 0.0.0.0 in prose'''", "np.load(p, allow_pickle=False)", "json.loads(text)",
-             "if host == '0.0.0.0': pass  # ban-ok: refuses it"],
+    "line",
+    [
+        "model.eval()",
+        "'''eval and 0.0.0.0 in prose'''",
+        "np.load(p, allow_pickle=False)",
+        "json.loads(text)",
+        "if host == '0.0.0.0': pass  # ban-ok: refuses it",
+    ],
 )
 def test_a_harmless_line_passes(tmp_path: Path, line: str) -> None:
     module = tmp_path / "module.py"
@@ -70,8 +80,13 @@ def test_a_harmless_line_passes(tmp_path: Path, line: str) -> None:
 @pytest.mark.soak_only  # likewise
 @pytest.mark.parametrize(
     "script",
-    ["generate-config-doc.py", "generate-chart-schema.py", "generate-api-pages.py", "generate-quickstart.py",
-     "generate-router-requirements.py"],
+    [
+        "generate-config-doc.py",
+        "generate-chart-schema.py",
+        "generate-api-pages.py",
+        "generate-quickstart.py",
+        "generate-router-requirements.py",
+    ],
 )
 def test_generated_pages_are_fresh(script: str) -> None:
     result = run_script(sys.executable, SCRIPTS / script, "--check")

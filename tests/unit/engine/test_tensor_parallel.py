@@ -95,9 +95,7 @@ def test_ranks_together_equal_the_reference(
     model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB, heads=8, kv_heads=kv_heads, head_dim=8, seed=2)
     rendezvous = tmp_path / "rendezvous"
     with followers(model_dir, rendezvous, tp) as started:
-        leader = build_rank(
-            model_dir, SPEC, rank=0, size=tp, rendezvous_file=rendezvous, exporter=NoExport()
-        )
+        leader = build_rank(model_dir, SPEC, rank=0, size=tp, rendezvous_file=rendezvous, exporter=NoExport())
         driver = EngineDriver(leader.engine)
         expected = {}
         for length, sampling in ((1, GREEDY), (17, SEEDED), (100, GREEDY), (100, SEEDED)):

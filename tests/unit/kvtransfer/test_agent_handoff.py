@@ -53,9 +53,7 @@ async def complete(handoff: Handoff) -> tuple[list[Sent], list[Received]]:
 async def test_blocks_arrive_for_any_pair_of_widths(
     make_worker: MakeWorker, prefill_tp: int, decode_tp: int, kv_heads: int
 ) -> None:
-    prefill, decode = await pair(
-        make_worker, FakeModel(kv_heads=kv_heads), prefill_tp=prefill_tp, decode_tp=decode_tp
-    )
+    prefill, decode = await pair(make_worker, FakeModel(kv_heads=kv_heads), prefill_tp=prefill_tp, decode_tp=decode_tp)
     handoff = Handoff.make(prefill, decode, tokens=27)  # a partial last block
     handoff.open_receive()
     handoff.open_send()
@@ -72,9 +70,7 @@ async def test_large_pieces_arrive_before_or_behind_their_digests(
     make_worker: MakeWorker, prefill_tp: int, decode_tp: int, protocol: int
 ) -> None:
     model = FakeModel(head_dim=1024, block_tokens=8)
-    prefill, decode = await pair(
-        make_worker, model, prefill_tp=prefill_tp, decode_tp=decode_tp, protocol=protocol
-    )
+    prefill, decode = await pair(make_worker, model, prefill_tp=prefill_tp, decode_tp=decode_tp, protocol=protocol)
     handoff = Handoff.make(prefill, decode, tokens=75)
     handoff.open_receive()
     handoff.open_send()
@@ -145,9 +141,7 @@ async def test_a_link_is_made_when_a_ticket_asks_for_it(make_worker: MakeWorker)
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["other role", "leaves"])
-async def test_a_link_that_a_change_of_pools_ends_is_closed_and_not_down(
-    make_worker: MakeWorker, leaves: bool
-) -> None:
+async def test_a_link_that_a_change_of_pools_ends_is_closed_and_not_down(make_worker: MakeWorker, leaves: bool) -> None:
     prefill, decode = await pair(make_worker)
     await prefill.linked()
     prefill.connects = False

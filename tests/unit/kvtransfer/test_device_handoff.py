@@ -134,5 +134,3 @@ async def test_mapped_is_not_forced_on_pools_in_unlike_memory(
     prefill, _ = await pair(make_worker, devices, transport="mapped")
     refused = await prefill.ranks[0].expect(LinkReport, state="refused", timeout_s=30.0)
     assert "host memory" in refused.reason
-
-

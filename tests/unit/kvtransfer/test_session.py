@@ -218,9 +218,7 @@ def test_the_layers_of_a_short_prompt_go_in_one_piece() -> None:
     assert (push.piece.layer_start, push.piece.layer_count, push.piece.block_count) == (0, LAYERS, 2)
 
 
-@pytest.mark.parametrize(
-    ("limit", "sizes"), [(MAX_PIECE_BYTES, [16] * 8), (MAX_MAPPED_PIECE_BYTES, [16, 32, 64, 16])]
-)
+@pytest.mark.parametrize(("limit", "sizes"), [(MAX_PIECE_BYTES, [16] * 8), (MAX_MAPPED_PIECE_BYTES, [16, 32, 64, 16])])
 def test_large_layers_go_as_they_finish_in_pieces_up_to_what_the_link_takes(limit: int, sizes: list[int]) -> None:
     big = KvPoolLayout(1024, LAYERS, 8, 16, 128, "float32")  # 128 KiB for each block and layer
     ticket = Ticket("ab" * 16, "r", "decode-0", 2, "prefill-0", 1, 0, 1024, 1024 * 16, 10.0)
@@ -356,9 +354,7 @@ def test_blocks_that_are_computed_again_are_not_sent_again() -> None:
     sender.accepted(0)
     sender.ready(ready(0, 2, 16))
     again = sender.ready(ready(0, 4, 16))
-    cells = {
-        (push.piece.first_block, push.piece.layer_start) for push in again if isinstance(push, Push)
-    }
+    cells = {(push.piece.first_block, push.piece.layer_start) for push in again if isinstance(push, Push)}
     assert cells == {(2, 0), (2, 1), (3, 0), (3, 1)}
 
 

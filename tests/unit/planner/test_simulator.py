@@ -54,9 +54,7 @@ CLASSES = (ClassSpec(name="interactive"), ClassSpec(name="batch", batch=True))
 def setup_of(prefill: int, decode: int, **changes: object) -> Setup:
     pool = PoolSetup(prefill, 1, FlatCost(), 200_000)
     spec = RouterSpec(disaggregation=Disaggregation.ALWAYS, max_queued_requests=4096, classes=CLASSES)
-    base = Setup(
-        pool if prefill else None, replace(pool, workers=decode), LAYERS, KV_BYTES, spec, max_step_tokens=4096
-    )
+    base = Setup(pool if prefill else None, replace(pool, workers=decode), LAYERS, KV_BYTES, spec, max_step_tokens=4096)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -106,9 +104,7 @@ class TestOneRequest:
 
 def test_workers_of_one_host_take_turns_with_its_cores() -> None:
     two_at_once = one(1000, 1, (0.0, 1000, 1))
-    alone, sharing = (
-        simulate(two_at_once, setup_of(0, 2, host=HostCores(cores))).ttft_s.p90 for cores in (2, 1)
-    )
+    alone, sharing = (simulate(two_at_once, setup_of(0, 2, host=HostCores(cores))).ttft_s.p90 for cores in (2, 1))
     assert alone == pytest.approx(2 * HOP_S + 1000 * PER_TOKEN_S)
     assert sharing == pytest.approx(2 * HOP_S + 2 * 1000 * PER_TOKEN_S)
 

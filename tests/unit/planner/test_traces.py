@@ -118,9 +118,7 @@ LOG_ROW = {"arrival_s": 1, "prompt_tokens": 5, "output_tokens": 2}
         ("b.csv", "prompt_tokens,output_tokens,colour\n1,2,3\n", "colour", "line 1"),
     ],
 )
-def test_a_bad_trace_is_refused_by_line_and_column(
-    tmp_path: Path, name: str, text: str, field: str, said: str
-) -> None:
+def test_a_bad_trace_is_refused_by_line_and_column(tmp_path: Path, name: str, text: str, field: str, said: str) -> None:
     with pytest.raises(InputError, match=said) as caught:
         read_trace(written(tmp_path, name, text), arrivals=Gamma(1.0))
     assert caught.value.field == field

@@ -112,8 +112,10 @@ class Cluster:
         fleet = self.app.dispatcher.fleet
         workers = [*fleet.ready(MODEL, Role.PREFILL), *fleet.ready(MODEL, Role.DECODE)]
         await until(
-            lambda: self.app.dispatcher.active == 0
-            and all(w.account.requests == 0 and w.account.prefill_tokens == 0 and w.link.idle for w in workers)
+            lambda: (
+                self.app.dispatcher.active == 0
+                and all(w.account.requests == 0 and w.account.prefill_tokens == 0 and w.link.idle for w in workers)
+            )
         )
 
     def metric(self, line_start: str) -> float:

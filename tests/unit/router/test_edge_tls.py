@@ -86,9 +86,7 @@ async def by_grpc(app: RouterApp, trusted: Path, own: dict[str, str] | None = No
         return [model.name for model in answer.models]
 
 
-async def test_both_ports_speak_tls_and_nothing_else(
-    model_dir: Path, authority: MakeAuthority, tmp_path: Path
-) -> None:
+async def test_both_ports_speak_tls_and_nothing_else(model_dir: Path, authority: MakeAuthority, tmp_path: Path) -> None:
     ours, theirs = authority("ours"), authority("theirs")
     async with router(model_dir, put(ours.issue(NAME), tmp_path / "tls")) as app:
         assert await by_http(app, ours.ca) == 200

@@ -203,4 +203,3 @@ class TestReadiness:
         assert (await cluster.http.get("/ready")).status_code == 503
         await cluster.list_workers(cluster.prefill, cluster.decode)
         assert cluster.decode.canaries
-

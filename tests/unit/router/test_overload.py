@@ -185,9 +185,7 @@ async def test_batch_waits_for_everybody_else(slow: Any) -> None:
 async def test_a_long_batch_prefill_gives_way_and_is_done_later(cluster: Any) -> None:
     cluster.prefill.behaviour.hold_prefills = True
     long = {"model": MODEL, "prompt": [80] * 10 * PROMPT_TOKENS, "max_tokens": 4}
-    batch = asyncio.create_task(
-        cluster.http.post("/v1/completions", json=long, headers={"x-tandem-priority": "batch"})
-    )
+    batch = asyncio.create_task(cluster.http.post("/v1/completions", json=long, headers={"x-tandem-priority": "batch"}))
     await until(lambda: len(cluster.prefill.frames("prefill")) == 1)
     cluster.prefill.behaviour.hold_prefills = False
     assert (await post(cluster, {})).status_code == 200

@@ -224,9 +224,7 @@ async def test_users_with_nothing_but_the_documented_commands_are_enough(server:
 
 async def test_redis_that_never_answers_costs_requests_nothing(side: Side, tmp_path: Path) -> None:
     silent = await asyncio.start_unix_server(lambda _reader, _writer: asyncio.sleep(60), tmp_path / "silent.sock")
-    follower = PrefixFollower(
-        f"unix://{tmp_path}/silent.sock", "c", side.mirror, side.clock, answer_timeout_s=0.3
-    )
+    follower = PrefixFollower(f"unix://{tmp_path}/silent.sock", "c", side.mirror, side.clock, answer_timeout_s=0.3)
     side.mirror.load("a", PrefixSnapshot(1, 0, join_hashes(CHAIN)))
     follower.set_workers([A1])
     follower.start()

@@ -144,7 +144,10 @@ def test_a_headers_file_that_is_none_is_named_and_not_shown(tmp_path: Path, text
 def test_without_an_endpoint_nothing_that_exports_is_imported() -> None:
     code = "import json, sys, router.app; print(json.dumps([*sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    ours = ("tandem.telemetry.tracing", "opentelemetry.exporter")  # what others import of it, where it is there, is theirs
+    ours = (
+        "tandem.telemetry.tracing",
+        "opentelemetry.exporter",
+    )  # what others import of it, where it is there, is theirs
     assert [name for name in json.loads(done.stdout) if name.startswith(ours)] == []
     assert TraceExport.of(TracingSpec(), "test", "router-0") is None
 
@@ -180,4 +183,3 @@ async def test_http_and_grpc_callers_have_their_traces_continued(cluster: Any, r
     assert cluster.decode.works[cluster.decode.received[0][1]].trace_id == by_http  # for the worker's logs
     await until(lambda: cluster.metric('tandem_traces_total{outcome="exported"}') == 2, 10)  # counted after the answer
     await cluster.settled()
-

@@ -153,9 +153,7 @@ async def test_a_changed_file_is_read_again_and_a_broken_one_leaves_the_keys(
     cluster: Any, keys: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = keys.bearer("acme")
-    record = api_keys.rotate(
-        _record(keys, "acme"), datetime.now(UTC), grace=timedelta(hours=1), expires=None
-    )
+    record = api_keys.rotate(_record(keys, "acme"), datetime.now(UTC), grace=timedelta(hours=1), expires=None)
     change_keys(keys.path, lambda known: known.with_key(record.record))
     new = {"authorization": f"Bearer {record.text}"}
     await _until_status(cluster, new, 200)
@@ -241,9 +239,7 @@ async def test_the_audit_line_of_a_refused_request_names_the_model_it_asked_for(
     cluster: Any, keys: Any, tmp_path: Path
 ) -> None:
     long_name = "x" * 1000
-    await cluster.http.post(
-        "/v1/completions", json={"model": long_name, "prompt": "a"}, headers=keys.bearer("acme")
-    )
+    await cluster.http.post("/v1/completions", json={"model": long_name, "prompt": "a"}, headers=keys.bearer("acme"))
     named = (*keys.metadata("acme"), ("x-request-id", "shop-17"))
     with pytest.raises(grpc.aio.AioRpcError):
         await anext(aiter(cluster.inference.Generate(pb.GenerateRequest(model="nowhere"), metadata=named)))
