@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from router.dashboard import cluster_status, figures, snapshot, timeline
 from router.dashboard.events import Event
 from router.dashboard.feed import Decision, Feed
-from router.observe.trace import Trace
+from router.observe.trace import Trace, Traces
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
 from router.requests.dispatcher import Dispatcher
@@ -36,6 +36,7 @@ class RouterView:
         dispatcher: Dispatcher,
         mirror: PrefixMirror,
         follower: PrefixFollower | None,
+        traces: Traces,
         feed: Feed,
         classes: Sequence[ClassSpec],
         clock: Clock,
@@ -44,6 +45,7 @@ class RouterView:
         self._dispatcher = dispatcher
         self._mirror = mirror
         self._follower = follower
+        self._traces = traces
         self._feed = feed
         self._classes = classes
         self._clock = clock
@@ -85,10 +87,10 @@ class RouterView:
     def request_timeline(self, request_id: str) -> snapshot.RequestTimeline:
         """Of a request on its way or that ended lately. Raises NotFound."""
         now_s = self._clock.now_s()
-        for run in (*self._dispatcher.running(), *self._dispatcher.admission.items()):
-            if run.trace.request_id == request_id:
-                return _timeline(run.trace, _running_row(run, now_s))
-        trace = self._dispatcher.traces.get(request_id)
+        for run in (*self._dispatcher.running(), *self._dispatcher.waiting()):
+            if run.request.request_id == request_id:
+                return _timeline(self._traces.of(run), self._running_row(run, now_s))
+        trace = self._traces.store.get(request_id)
         return _timeline(trace, _ended_row(trace, now_s))
 
     def _worker(self, worker: Worker) -> snapshot.Worker:
@@ -112,7 +114,7 @@ class RouterView:
 
     def _flows(self, now_s: float) -> Iterator[snapshot.Flow]:
         in_flight = Counter(
-            (run.prefill.key.worker_id, run.decode.key.worker_id)
+            (run.prefill.worker_id, run.decode.worker_id)
             for run in self._dispatcher.running()
             if run.prefill is not None and run.decode is not None and run.lifecycle.state in _UNDER_WAY
         )
@@ -163,17 +165,16 @@ class RouterView:
         )
 
     def _requests(self, now_s: float) -> Iterator[snapshot.Request]:
-        under_way = [*self._dispatcher.running(), *self._dispatcher.admission.items()]
+        under_way = [*self._dispatcher.running(), *self._dispatcher.waiting()]
         under_way.sort(key=lambda run: run.received_s, reverse=True)
         for run in under_way[:LISTED_REQUESTS]:
-            yield _running_row(run, now_s)
-        for trace in self._dispatcher.traces.latest(LISTED_REQUESTS):
+            yield self._running_row(run, now_s)
+        for trace in self._traces.store.latest(LISTED_REQUESTS):
             yield _ended_row(trace, now_s)
 
-
-def _running_row(run: RequestRun, now_s: float) -> snapshot.Request:
-    cached_tokens = run.cached_tokens if run.answer_tokens else 0
-    return timeline.request_row(run.trace, run.lifecycle.state.value, cached_tokens, run.answer_tokens, now_s)
+    def _running_row(self, run: RequestRun, now_s: float) -> snapshot.Request:
+        cached_tokens = run.cached_tokens if run.answer_tokens else 0
+        return timeline.request_row(self._traces.of(run), run.state.value, cached_tokens, run.answer_tokens, now_s)
 
 
 def _ended_row(trace: Trace, now_s: float) -> snapshot.Request:

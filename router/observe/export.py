@@ -14,7 +14,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from router.observe.span_tree import span_tree
-from router.observe.trace import Trace
+from router.observe.trace import Trace, Traces
+from router.requests import actions as act
+from router.requests.facts import Facts
 from tandem.config.observability import TracingSpec
 
 if TYPE_CHECKING:
@@ -59,6 +61,10 @@ class TraceExport:
 
     def start(self) -> None:
         self._thread.start()
+
+    def subscribe(self, facts: Facts, traces: Traces) -> None:
+        """Offers the trace of every request that ends."""
+        facts.subscribe(act.End, "trace_export", lambda run, end, now_s: self.offer(traces.of(run)))
 
     def offer(self, trace: Trace) -> None:
         """A request that ended; never waits."""

@@ -92,7 +92,11 @@ class HealthWatch:
             self._fleet.health.canary_ended(key, self._clock.now_s(), passed=None)
             return
         canary = Canary(
-            worker.link.info.model, self._clock, self._stall_s, lambda result: self._canary_ended(key, canary, result)
+            worker.link.info.model,
+            self._fleet,
+            self._clock,
+            self._stall_s,
+            lambda result: self._canary_ended(key, canary, result),
         )
         self._canaries.add(canary)
         canary.start(*path)

@@ -142,7 +142,7 @@ class TestEvents:
     async def test_workers_that_come_go_break_and_fall_ill_are_noted(self) -> None:
         log = EventLog()
         watch = FleetWatch(log)
-        fleet = Fleet("router-0", Estimates(FakeClock()), lambda: None)
+        fleet = Fleet("router-0", Estimates(FakeClock()))
         info = cluster_pb2.WorkerInfo(worker_id="d0", epoch=7, model="m", role=cluster_pb2.ROLE_DECODE, address="h:1")
 
         def said() -> list[str]:
