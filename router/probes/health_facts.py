@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from router.observe.trace import Traces
 from router.requests import actions as act
 from router.requests.facts import Facts
 from router.requests.placer import Placer
@@ -16,8 +15,8 @@ LEAST_TOKENS = 8  # a shorter answer says nothing about the time per token
 class HealthFacts:
     """An observer that feeds the fleet's health board."""
 
-    def __init__(self, fleet: Fleet, placer: Placer, traces: Traces) -> None:
-        self._fleet, self._placer, self._traces = fleet, placer, traces
+    def __init__(self, fleet: Fleet, placer: Placer) -> None:
+        self._fleet, self._placer = fleet, placer
 
     def subscribe(self, facts: Facts) -> None:
         facts.subscribe(act.FirstToken, "health", self._first_token)
@@ -26,13 +25,12 @@ class HealthFacts:
 
     def _first_token(self, run: RequestRun, fact: act.FirstToken, now_s: float) -> None:
         """The latency of a prefill worker: since it was given the prompt, or was done with the one before."""
-        worker, attempt = self._fleet.find(fact.worker), self._traces.attempt(run)
-        if run.prefill is None or run not in self._placer or worker is None or attempt is None:
+        worker = self._fleet.find(fact.worker)
+        if run.prefill is None or run not in self._placer or worker is None:
             return
-        tokens, latency_s = self._placer.prefill_tokens(run), None
-        if (sent_s := attempt.prefill_sent_s) is not None:
-            began_s = max(sent_s, worker.last_prefill_s)
-            latency_s = (now_s - began_s) * LATENCY_TOKENS / max(tokens, LATENCY_TOKENS)
+        tokens = self._placer.prefill_tokens(run)
+        began_s = max(fact.sent_s, worker.last_prefill_s)
+        latency_s = (now_s - began_s) * LATENCY_TOKENS / max(tokens, LATENCY_TOKENS)
         worker.last_prefill_s = now_s
         self._fleet.health.succeeded(worker.key, now_s, latency_s)
 
@@ -44,6 +42,6 @@ class HealthFacts:
         if fact.final is None or run.decode is None:
             return
         tokens = fact.usage.completion_tokens
-        is_whole = len(self._traces.of(run).attempts) == 1 and tokens >= LEAST_TOKENS
+        is_whole = run.attempts == 1 and tokens >= LEAST_TOKENS
         tpot_s = fact.final.timeline.decode_s / (tokens - 1) if is_whole else None
         self._fleet.health.succeeded(run.decode, now_s, tpot_s)

@@ -122,19 +122,24 @@ class PrefillSent(Fact, frozen=True):
 
 
 class FirstToken(Fact, frozen=True):
-    """Of an attempt, by `worker`. `of_answer`: also the first of the answer, not of its continuation."""
+    """Of an attempt, by `worker`. `of_answer`: also the first of the answer, not of its continuation. `sent_s`: when
+    the worker was given the prompt. `reserve_s`: what Reserve took before; None: prefilled locally."""
 
     worker: WorkerKey
     token: Token
     of_answer: bool
+    sent_s: float
+    reserve_s: float | None
 
 
 class HandoffSeen(Fact, frozen=True):
     """A worker's report of its side, perhaps after the request's end. `anchor_s`: the zero of the report's stages on
-    the router's clock."""
+    the router's clock. `exposed_s`: of a decode worker's report, from the first token to the join."""
 
     wire_id: str
     anchor_s: float
+    moved_blocks: int
+    exposed_s: float | None
     report: object
 
 

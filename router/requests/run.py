@@ -171,6 +171,11 @@ class RequestRun:
         return self.request.prompt_tokens + len(self._answer)
 
     @property
+    def attempts(self) -> int:
+        """Wire ids used so far."""
+        return self._attempts
+
+    @property
     def actions(self) -> Sized:
         """Those that were not carried out yet."""
         return self._actions
@@ -317,9 +322,11 @@ class RequestRun:
         of_answer = not self._answer
         if of_answer:
             self._timeline.first_token(token.cached_tokens, self.prefill, self._now_s)
-        worker = self.prefill or self.decode
+        worker, sent_s, reserve_s = self.prefill or self.decode, self._attempt_dispatched_s, None
+        if self._prefill_sent_s is not None:
+            sent_s, reserve_s = self._prefill_sent_s, self._prefill_sent_s - sent_s
         if worker is not None:
-            self._actions.append(act.FirstToken(worker, token, of_answer))
+            self._actions.append(act.FirstToken(worker, token, of_answer, sent_s, reserve_s))
 
     def _after_first_token(self, token_id: int) -> None:
         if self.prefill is None:
@@ -337,15 +344,18 @@ class RequestRun:
             return
         is_decode = event.worker == self.decode
         sent_s = self._attempt_dispatched_s if is_decode else self._prefill_sent_s or self._attempt_dispatched_s
-        anchor_s = max(self._now_s - event.age_s, sent_s)
-        self._actions.append(act.HandoffSeen(event.wire_id, anchor_s, event.report))
+        anchor_s, joined_s, exposed_s = max(self._now_s - event.age_s, sent_s), None, None
+        if is_decode and event.joined_after_s is not None and event.wire_id == self._wire_id:
+            # The report says when it joined: the frame that carries it is a step late.
+            first_s = self._attempt_first_token_s
+            joined_s = anchor_s + event.joined_after_s
+            if first_s is not None:
+                joined_s = max(joined_s, first_s)
+                exposed_s = joined_s - first_s
+        self._actions.append(act.HandoffSeen(event.wire_id, anchor_s, event.moved_blocks, exposed_s, event.report))
         if is_decode:
             self._timeline.moved(event)
-            if event.joined_after_s is None or event.wire_id != self._wire_id:
-                self._joined(self._now_s)
-            else:  # the report says when it joined: the frame that carries it is a step late
-                joined_s = anchor_s + event.joined_after_s
-                self._joined(max(joined_s, self._attempt_first_token_s or joined_s), corrects=True)
+            self._joined(self._now_s if joined_s is None else joined_s, corrects=joined_s is not None)
         elif self._has_first_token:
             self._leave(event.worker, cancel=False)  # the prefill worker's side is over
 

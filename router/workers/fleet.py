@@ -148,6 +148,14 @@ class Fleet:
         worker = self._workers.get(key)
         return None if worker is None else worker.link
 
+    def estimates_of(self, key: WorkerKey) -> WorkerEstimates | None:
+        worker = self._workers.get(key)
+        return None if worker is None else worker.estimates
+
+    def running_requests_of(self, key: WorkerKey) -> int:
+        worker = self._workers.get(key)
+        return 0 if worker is None else worker.running_requests
+
     # ---- as the placer sees them
 
     def candidates(
