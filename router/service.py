@@ -13,7 +13,7 @@ from router.probes.readiness import Readiness
 from router.requests.answers import Answers, Submitted
 from router.requests.dispatcher import Dispatcher
 from router.requests.request import Message, RawRequest, ServingModel, ValidRequest, new_request_id
-from router.terms import PRIORITY, Terms, TermsParser
+from router.terms import PRIORITY, RequestTerms, TermsParser
 from tandem.errors import InputError, ModelNotFound, RateLimited, TandemError
 
 
@@ -64,7 +64,7 @@ class RouterService:
 
     def terms(
         self, header: Callable[[str], str | None], remaining_s: float | None = None, call: Call | None = None
-    ) -> Terms:
+    ) -> RequestTerms:
         """On what terms a request comes. To be asked when it arrives. Raises InputError as TermsParser.parse does,
         PermissionDenied, RateLimited."""
         try:
@@ -76,7 +76,9 @@ class RouterService:
             self.rejected("", error)
             raise
 
-    async def submit(self, raw: RawRequest, terms: Terms | None = None, *, model_required: bool = True) -> Submitted:
+    async def submit(
+        self, raw: RawRequest, terms: RequestTerms | None = None, *, model_required: bool = True
+    ) -> Submitted:
         """Raises InputError, OverloadedError, UnavailableError, DeadlineExceeded; what fails later comes out of the
         stream."""
         model, request = await self._parse(raw, terms, model_required, new_request_id())
@@ -86,7 +88,7 @@ class RouterService:
         return Submitted(request, model, stream)
 
     async def submit_all(
-        self, raws: Sequence[RawRequest], choices: int, request_id: str, terms: Terms | None = None
+        self, raws: Sequence[RawRequest], choices: int, request_id: str, terms: RequestTerms | None = None
     ) -> Answers:
         """`choices` answers for each of `raws`: all of them or, when one is refused, none. Raises as `submit`.
 
@@ -109,7 +111,7 @@ class RouterService:
         return Answers(request_id, submitted, choices)
 
     async def _parse(
-        self, raw: RawRequest, terms: Terms | None, model_required: bool, request_id: str
+        self, raw: RawRequest, terms: RequestTerms | None, model_required: bool, request_id: str
     ) -> tuple[ServingModel, ValidRequest]:
         try:
             call = None if terms is None else terms.call
@@ -126,7 +128,7 @@ class RouterService:
             self.rejected(raw.model, error)
             raise
 
-    def _check_limits(self, requests: Sequence[ValidRequest], terms: Terms | None) -> None:
+    def _check_limits(self, requests: Sequence[ValidRequest], terms: RequestTerms | None) -> None:
         """Before they are submitted. Raises RateLimited."""
         if terms is None or terms.call is None:
             return
@@ -136,7 +138,7 @@ class RouterService:
             self.rejected(requests[0].model, error)
             raise
 
-    def _took(self, requests: Sequence[ValidRequest], terms: Terms | None) -> None:
+    def _took(self, requests: Sequence[ValidRequest], terms: RequestTerms | None) -> None:
         if terms is not None and terms.call is not None:
             tokens = sum(request.prompt_tokens for request in requests)
             self.calls.took_prompt(terms.call, requests[0].model, tokens)

@@ -25,7 +25,7 @@ _SECONDS = re.compile(r"\d{1,9}(\.\d{0,9})?|\.\d{1,9}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RequestTerms:
     """`tenant` empty: the client named none. `deadline_s` in the router's clock; None: as long as it takes.
     `arrived_s`: when the request came, before any of it was parsed; None: nobody looked. `call`: the one that it came
     by, where calls are watched. `client_id`: what the client calls it, for people who look for its trace."""
@@ -45,7 +45,7 @@ class TermsParser:
         self._clock = clock
         self._sampler = sampler or TraceSampler(None)
 
-    def parse(self, header: Callable[[str], str | None], remaining_s: float | None = None) -> Terms:
+    def parse(self, header: Callable[[str], str | None], remaining_s: float | None = None) -> RequestTerms:
         """`header` gives a header's value by its lower-case name; `remaining_s` is what the transport itself allows.
 
         Raises InputError naming the header.
@@ -54,14 +54,14 @@ class TermsParser:
         arrived_s, trace = self._clock.now_s(), self._sampler.context(header)
         client_id = client_request_id(header(REQUEST_ID))
         if priority is None and tenant is None and timeout is None and remaining_s is None:
-            return Terms(self.names[0], arrived_s=arrived_s, trace=trace, client_id=client_id)
+            return RequestTerms(self.names[0], arrived_s=arrived_s, trace=trace, client_id=client_id)
         if priority is not None and priority not in self.names:
             known = ", ".join(repr(name) for name in self.names)
             raise InputError(f"{PRIORITY}: expected one of {known}, got {priority[:40]!r}", field=PRIORITY)
         if tenant is not None and not _TENANT.fullmatch(tenant):
             raise InputError(f"{TENANT}: expected 1 to 64 letters, digits and _.:@-, got {tenant[:80]!r}", field=TENANT)
         limits = [each for each in (_seconds(timeout), remaining_s) if each is not None]
-        return Terms(
+        return RequestTerms(
             priority=self.names[0] if priority is None else priority,
             tenant=tenant or "",
             deadline_s=None if not limits else arrived_s + min(*limits, MAX_TIMEOUT_S),

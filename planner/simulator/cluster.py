@@ -21,9 +21,9 @@ from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker
 from router.admission.admission import Admission
 from router.policies.profiles import policy_profile
-from router.policies.types import Ask, Candidate, Placement, WaitReason
+from router.policies.types import Candidate, Placement, PlacementQuery, WaitReason
 from router.prefix_index.in_flight_prefills import InFlightPrefills
-from router.terms import Terms
+from router.terms import RequestTerms
 from router.workers.account import Charge
 from tandem.config.spec import Role
 from tandem.errors import ContextExceeded, TandemError
@@ -72,7 +72,9 @@ class SimCluster:
         priority = name if name in self._classes else self._setup.router.classes[0].name
         hashes = self._names.of(index, prompt) if self._setup.caches else []
         output = int(self._trace.output_tokens[index])
-        request = SimRequest(index, now_s, prompt, output, Terms(priority, tenant), hashes, waiting_since_s=now_s)
+        request = SimRequest(
+            index, now_s, prompt, output, RequestTerms(priority, tenant), hashes, waiting_since_s=now_s
+        )
         request.lifecycle.admit()
         try:
             pushed_out = self._admission.offer(MODEL, request, request.terms, prompt, now_s)
@@ -146,10 +148,10 @@ class SimCluster:
             return True
         return False
 
-    def _ask(self, request: SimRequest) -> Ask:
+    def _ask(self, request: SimRequest) -> PlacementQuery:
         # As a router with `max_tokens` of its clients would: an answer's length is not known before its end.
         expected = self.fleet.estimates.answer_tokens(MODEL)
-        return Ask(request.prompt_tokens, request.excluded, expected, number=self._placed)
+        return PlacementQuery(request.prompt_tokens, request.excluded, expected, number=self._placed)
 
     def _start(self, request: SimRequest, placement: Placement) -> None:
         now_s = self._loop.now_s()
@@ -334,7 +336,7 @@ class SimCluster:
             for worker in request.workers:
                 self._stop_on(worker, request)
         self._forget(request)
-        self._admission.over(request)
+        self._admission.remove(request)
         self._recorder.end(request.index, state)
         self._pump_soon()
 
@@ -347,7 +349,7 @@ class SimCluster:
             self._end(request, RequestState.FAILED)
 
     def _reject(self, request: SimRequest, error: TandemError) -> None:
-        self._admission.over(request)
+        self._admission.remove(request)
         self._count_refusal(error)
         if request.was_answered:
             request.lifecycle.fail()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from planner.simulator.sequence import SimSequence
 from planner.simulator.worker import SimWorker
 from router.policies.types import WaitReason
-from router.terms import Terms
+from router.terms import RequestTerms
 from router.workers.account import Charge
 from tandem.kvcache.blockhash import BlockHash
 from tandem.request import Lifecycle
@@ -21,7 +21,7 @@ class SimRequest:
     arrival_s: float
     prompt_tokens: int
     output_tokens: int  # still to come when this attempt began
-    terms: Terms
+    terms: RequestTerms
     block_hashes: list[BlockHash]
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     waiting_since_s: float = 0.0

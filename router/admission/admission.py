@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 from router.admission.fair_queue import FairQueue
 from router.admission.waiting_line import Line, Waiting
-from router.terms import Terms
+from router.terms import RequestTerms
 from tandem.config.spec import ClassSpec
 from tandem.errors import DeadlineExceeded, NoWorker, OverloadedError, TandemError
 
@@ -93,7 +93,9 @@ class Admission(Generic[Item]):
 
     # ---- in
 
-    def offer(self, model: str, item: Item, terms: Terms, tokens: int, now_s: float) -> list[tuple[Item, TandemError]]:
+    def offer(
+        self, model: str, item: Item, terms: RequestTerms, tokens: int, now_s: float
+    ) -> list[tuple[Item, TandemError]]:
         """Queues a request of `tokens` prompt tokens. Returns who lost the place to it, each with the reason.
 
         Raises OverloadedError when it would wait too long or finds no place, DeadlineExceeded when it is too late.
@@ -110,7 +112,7 @@ class Admission(Generic[Item]):
         self,
         model: str,
         item: Item,
-        terms: Terms,
+        terms: RequestTerms,
         tokens: int,
         *,
         since_s: float,
@@ -118,7 +120,7 @@ class Admission(Generic[Item]):
         refusal: TandemError | None,
     ) -> None:
         """A request that had been dispatched waits again, first in its tier. It waits since `since_s`."""
-        self.over(item)
+        self.remove(item)
         line, hold_s = self._line(model), 0.0 if refusal is None else REFUSED_HOLD_S
         entry = Waiting(item, terms, tokens, since_s, now_s + hold_s, refusal)
         line.tier(self._classes[terms.priority]).put_first(entry)
@@ -143,7 +145,7 @@ class Admission(Generic[Item]):
             # Without a worker nothing moves, and that is no pace.
             line.rate.set_waiting(now_s, bool(workers and line.first))
 
-    def in_the_way(self) -> list[Item]:
+    def oversized_batch(self) -> list[Item]:
         """Batch prompts longer than a dispatch budget that are being prefilled while others wait."""
         if not any(line.batch_tokens and line.first for line in self._lines.values()):
             return []
@@ -158,7 +160,7 @@ class Admission(Generic[Item]):
         if (done := self._stop(item)) is not None:
             done.line.rate.first_token(done.tokens, now_s)
 
-    def over(self, item: Item) -> None:
+    def remove(self, item: Item) -> None:
         """A request has ended, or its attempt has. Idempotent."""
         self._stop(item)
         if (found := self._waiting.pop(item, None)) is not None:
@@ -176,7 +178,7 @@ class Admission(Generic[Item]):
                 heapq.heappush(self._dues, (due_s, next(self._order), entry))
                 continue
             expired.append((entry.item, self._too_late(line, entry, now_s)))
-            self.over(entry.item)
+            self.remove(entry.item)
         return expired
 
     def next_due_s(self, now_s: float) -> float | None:
@@ -211,7 +213,7 @@ class Admission(Generic[Item]):
             found.line.stop(found.tokens, batch=found.batch)
         return found
 
-    def _check_time(self, line: Line[Item], terms: Terms, tokens: int, now_s: float) -> None:
+    def _check_time(self, line: Line[Item], terms: RequestTerms, tokens: int, now_s: float) -> None:
         spec = self._classes[terms.priority]
         limits_s: list[tuple[float, Refusal, str]] = []
         if terms.deadline_s is not None:
@@ -234,7 +236,7 @@ class Admission(Generic[Item]):
                 retry_after_s=max(SHORTEST_RETRY_S, predicted_s - limit_s),
             )
 
-    def _make_place(self, line: Line[Item], terms: Terms, now_s: float) -> list[tuple[Item, TandemError]]:
+    def _make_place(self, line: Line[Item], terms: RequestTerms, now_s: float) -> list[tuple[Item, TandemError]]:
         """When the queue is full, who has most in it gives a place to who has less; batch classes before others."""
         if len(self) < self._max_queued:
             return []
@@ -253,7 +255,7 @@ class Admission(Generic[Item]):
             raise OverloadedError(full, retry_after_s=retry_s)
         entry = longest[2]
         self.refusals[entry.priority, Refusal.PUSHED_OUT] += 1
-        self.over(entry.item)
+        self.remove(entry.item)
         return [(entry.item, OverloadedError(full, retry_after_s=retry_s))]
 
     def _due_s(self, line: Line[Item], entry: Waiting[Item]) -> float:

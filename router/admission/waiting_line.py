@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from router.admission.drain_rate import DrainRate
 from router.admission.fair_queue import FairQueue
-from router.terms import Terms
+from router.terms import RequestTerms
 from tandem.config.spec import ClassSpec
 from tandem.errors import TandemError
 
@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 @dataclass(slots=True, eq=False)
 class Waiting(Generic[Item]):
     item: Item
-    terms: Terms
+    terms: RequestTerms
     tokens: int  # that have to be prefilled
     since_s: float
     hold_until_s: float

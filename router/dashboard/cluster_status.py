@@ -9,7 +9,7 @@ import msgspec
 
 from router.dashboard import snapshot
 from router.dashboard.events import EventKind, Severity
-from router.dashboard.snapshot import Flow, Router, Snapshot, Worker
+from router.dashboard.snapshot import FlowRow, Router, Snapshot, WorkerRow
 from tandem.v1 import cluster_pb2, worker_pb2
 
 _ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
@@ -31,7 +31,7 @@ def with_status(view: Snapshot, status: cluster_pb2.ClusterStatus) -> Snapshot:
     )
 
 
-def with_all_workers(seen: Iterable[Worker], status: cluster_pb2.ClusterStatus) -> list[Worker]:
+def with_all_workers(seen: Iterable[WorkerRow], status: cluster_pb2.ClusterStatus) -> list[WorkerRow]:
     """`seen`: by routers, who know health and pace. In the controller's order, then those it does not know."""
     own = {(each.worker_id, each.epoch): each for each in seen}
     workers = [_worker(each, own.get((each.info.worker_id, str(each.info.epoch)))) for each in status.workers]
@@ -39,7 +39,7 @@ def with_all_workers(seen: Iterable[Worker], status: cluster_pb2.ClusterStatus) 
     return [*workers, *(each for each in own.values() if each.worker_id not in names)]
 
 
-def with_links(seen: Iterable[Flow], status: cluster_pb2.ClusterStatus) -> list[Flow]:
+def with_links(seen: Iterable[FlowRow], status: cluster_pb2.ClusterStatus) -> list[FlowRow]:
     """`seen`: by routers, and one for each pair of workers with links."""
     flows = {(each.prefill_worker, each.decode_worker): each for each in seen}
     for worker in status.workers:
@@ -50,11 +50,11 @@ def with_links(seen: Iterable[Flow], status: cluster_pb2.ClusterStatus) -> list[
             by_peer.setdefault(link.peer_worker, []).append(link)
         for peer, links in by_peer.items():
             pair = worker.info.worker_id, peer
-            flows[pair] = _linked(flows.get(pair) or Flow(*pair), links)
+            flows[pair] = _linked(flows.get(pair) or FlowRow(*pair), links)
     return list(flows.values())
 
 
-def scaling(workers: Iterable[Worker]) -> snapshot.Scaling:
+def scaling(workers: Iterable[WorkerRow]) -> snapshot.Scaling:
     pools = [(each.role, each.state == "ready") for each in workers]
     return snapshot.Scaling(
         prefill_ready=pools.count(("prefill", True)),
@@ -73,7 +73,7 @@ def with_autoscaler(scaling: snapshot.Scaling, autoscaler: cluster_pb2.Autoscale
         scaling,
         autoscaler=f"{mode}: {outlook}" if outlook else mode,
         decisions=[
-            snapshot.Event(
+            snapshot.EventRow(
                 kind=EventKind.SCALING,
                 severity=_SEVERITIES.get(each.outcome, Severity.BAD),
                 subject=each.model,
@@ -87,7 +87,7 @@ def with_autoscaler(scaling: snapshot.Scaling, autoscaler: cluster_pb2.Autoscale
     )
 
 
-def with_load(worker: Worker, load: worker_pb2.WorkerLoad) -> Worker:
+def with_load(worker: WorkerRow, load: worker_pb2.WorkerLoad) -> WorkerRow:
     blocks = load.blocks
     return msgspec.structs.replace(
         worker,
@@ -99,12 +99,12 @@ def with_load(worker: Worker, load: worker_pb2.WorkerLoad) -> Worker:
     )
 
 
-def _worker(status: cluster_pb2.WorkerStatus, own: Worker | None) -> Worker:
+def _worker(status: cluster_pb2.WorkerStatus, own: WorkerRow | None) -> WorkerRow:
     if own is not None and status.state == "ready":
         known = msgspec.structs.replace(own, restarts=status.restarts)
         # What routers hear is as old as their last request.
         return with_load(known, status.live.load) if status.HasField("live") else known
-    seen = Worker(
+    seen = WorkerRow(
         worker_id=status.info.worker_id,
         role=_ROLES.get(status.info.role, "unknown"),
         model=status.info.model,
@@ -118,7 +118,7 @@ def _worker(status: cluster_pb2.WorkerStatus, own: Worker | None) -> Worker:
     return with_load(seen, status.live.load)
 
 
-def _linked(flow: Flow, links: list[worker_pb2.LinkState]) -> Flow:
+def _linked(flow: FlowRow, links: list[worker_pb2.LinkState]) -> FlowRow:
     """One link for each pair of ranks: the slowest way and the sum of what they carry."""
     latencies = [each.latency_s for each in links if each.HasField("latency_s")]
     speeds = [each.bytes_per_s for each in links if each.HasField("bytes_per_s")]

@@ -94,7 +94,7 @@ class FleetWatch:
         self._seen: dict[WorkerKey, _Seen] = {}
         self._ejected: Counter[tuple[Role, EjectReason]] = Counter()
 
-    def look(self, fleet: Fleet) -> None:
+    def update(self, fleet: Fleet) -> None:
         now = {
             each.key: _Seen(each.role, each.link.ready, fleet.health.state(each.key))
             for each in fleet.workers()

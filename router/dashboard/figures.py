@@ -91,9 +91,9 @@ def _summary(recent: Sequence[Slice], window_s: float) -> snapshot.LatencySummar
     return snapshot.LatencySummary(window_s, ttft, tpot, itl, e2e)
 
 
-def _percentiles(buckets: Sequence[int], longest_s: float) -> snapshot.Percentiles:
+def _percentiles(buckets: Sequence[int], longest_s: float) -> snapshot.LatencyPercentiles:
     p50, p90, p99 = (quantile(buckets, each, longest_s) for each in QUANTILES)
-    return snapshot.Percentiles(sum(buckets), p50, p90, p99)
+    return snapshot.LatencyPercentiles(sum(buckets), p50, p90, p99)
 
 
 def _series(known: Sequence[Slice | None], latency: Latency) -> snapshot.Series:

@@ -26,7 +26,7 @@ class Router(msgspec.Struct, frozen=True):
     http_address: str = ""
 
 
-class Worker(msgspec.Struct, frozen=True):
+class WorkerRow(msgspec.Struct, frozen=True):
     worker_id: str
     role: str
     model: str
@@ -45,7 +45,7 @@ class Worker(msgspec.Struct, frozen=True):
     tpot_s: float | None = None  # likewise, at its present batch; decode workers
 
 
-class Flow(msgspec.Struct, frozen=True):
+class FlowRow(msgspec.Struct, frozen=True):
     """From a prefill to a decode worker. Of this router's requests, but for what the links themselves say."""
 
     prefill_worker: str
@@ -72,7 +72,7 @@ class Queue(msgspec.Struct, frozen=True):
     refusals: dict[str, int]  # by reason, since the router's start
 
 
-class Percentiles(msgspec.Struct, frozen=True):
+class LatencyPercentiles(msgspec.Struct, frozen=True):
     """Seconds."""
 
     count: int
@@ -83,10 +83,10 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 class LatencySummary(msgspec.Struct, frozen=True):
     window_s: float
-    ttft: Percentiles
-    tpot: Percentiles
-    itl: Percentiles
-    e2e: Percentiles
+    ttft: LatencyPercentiles
+    tpot: LatencyPercentiles
+    itl: LatencyPercentiles
+    e2e: LatencyPercentiles
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -153,7 +153,7 @@ class Request(msgspec.Struct, frozen=True):
     handoff_bytes: int
 
 
-class Placement(msgspec.Struct, frozen=True):
+class PlacementRow(msgspec.Struct, frozen=True):
     at_unix_s: float
     request_id: str
     reason: str
@@ -163,7 +163,7 @@ class Placement(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class Event(msgspec.Struct, frozen=True):
+class EventRow(msgspec.Struct, frozen=True):
     kind: str
     severity: str
     subject: str
@@ -181,7 +181,7 @@ class Scaling(msgspec.Struct, frozen=True):
     decode_ready: int
     decode_total: int
     autoscaler: str  # off: the ratio is the operator's
-    decisions: list[Event]
+    decisions: list[EventRow]
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -195,8 +195,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     models: list[str]
     controller: bool  # whether it answered; without it, routers and workers are what this router knows
     routers: list[Router]
-    workers: list[Worker]
-    flows: list[Flow]
+    workers: list[WorkerRow]
+    flows: list[FlowRow]
     queues: list[Queue]
     queued_requests: int
     running_requests: int
@@ -206,12 +206,12 @@ class Snapshot(msgspec.Struct, frozen=True):
     cache: Cache
     scaling: Scaling
     placements: dict[str, int]  # by reason, since the router's start
-    decisions: list[Placement]
-    events: list[Event]
+    decisions: list[PlacementRow]
+    events: list[EventRow]
     requests: list[Request]  # on their way, then the last that ended; newest first
 
 
-class Span(msgspec.Struct, frozen=True):
+class SpanRow(msgspec.Struct, frozen=True):
     """Seconds since the request was received."""
 
     stage: str
@@ -219,10 +219,10 @@ class Span(msgspec.Struct, frozen=True):
     end_s: float
 
 
-class Attempt(msgspec.Struct, frozen=True):
+class AttemptRow(msgspec.Struct, frozen=True):
     prefill_worker: str
     decode_worker: str
-    spans: list[Span]
+    spans: list[SpanRow]
     bytes: int
     blocks: int
     pieces: int
@@ -236,4 +236,4 @@ class Attempt(msgspec.Struct, frozen=True):
 class RequestTimeline(msgspec.Struct, frozen=True):
     version: int
     request: Request
-    attempts: list[Attempt]
+    attempts: list[AttemptRow]

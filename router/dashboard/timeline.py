@@ -29,15 +29,15 @@ def request_row(trace: Trace, state: str, cached_tokens: int, completion_tokens:
     )
 
 
-def attempts(wire: trace_pb2.RequestTrace) -> list[snapshot.Attempt]:
+def attempts(wire: trace_pb2.RequestTrace) -> list[snapshot.AttemptRow]:
     return [_attempt(each) for each in wire.attempts]
 
 
-def _attempt(wire: trace_pb2.Attempt) -> snapshot.Attempt:
-    return snapshot.Attempt(
+def _attempt(wire: trace_pb2.Attempt) -> snapshot.AttemptRow:
+    return snapshot.AttemptRow(
         prefill_worker=wire.prefill_worker,
         decode_worker=wire.decode_worker,
-        spans=[snapshot.Span(span.stage, span.start_s, span.end_s) for span in wire.spans],
+        spans=[snapshot.SpanRow(span.stage, span.start_s, span.end_s) for span in wire.spans],
         bytes=wire.bytes,
         blocks=wire.blocks,
         pieces=wire.pieces,

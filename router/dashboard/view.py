@@ -91,12 +91,12 @@ class RouterView:
         trace = self._dispatcher.traces.get(request_id)
         return _timeline(trace, _ended_row(trace, now_s))
 
-    def _worker(self, worker: Worker) -> snapshot.Worker:
+    def _worker(self, worker: Worker) -> snapshot.WorkerRow:
         info, load = worker.link.info, worker.link.load
         pace = worker.estimates.pace()
         is_prefill = worker.role is Role.PREFILL
         state = "ready" if worker.link.ready else "link_lost"
-        seen = snapshot.Worker(
+        seen = snapshot.WorkerRow(
             worker_id=info.worker_id,
             role=worker.role.value,
             model=info.model,
@@ -110,7 +110,7 @@ class RouterView:
         )
         return seen if load is None else cluster_status.with_load(seen, load)
 
-    def _flows(self, now_s: float) -> Iterator[snapshot.Flow]:
+    def _flows(self, now_s: float) -> Iterator[snapshot.FlowRow]:
         in_flight = Counter(
             (run.prefill.key.worker_id, run.decode.key.worker_id)
             for run in self._dispatcher.running()
@@ -120,9 +120,9 @@ class RouterView:
         for pair in [*known, *(pair for pair in in_flight if pair not in known)]:
             flow = known.get(pair)
             if flow is None:
-                yield snapshot.Flow(*pair, in_flight=in_flight[pair])
+                yield snapshot.FlowRow(*pair, in_flight=in_flight[pair])
                 continue
-            yield snapshot.Flow(
+            yield snapshot.FlowRow(
                 *pair,
                 bytes_per_s=flow.bytes_per_s(now_s),
                 handoffs_per_s=flow.handoffs_per_s(now_s),
@@ -185,14 +185,14 @@ def _timeline(trace: Trace, row: snapshot.Request) -> snapshot.RequestTimeline:
     return snapshot.RequestTimeline(snapshot.VERSION, row, timeline.attempts(trace.to_wire()))
 
 
-def _event(event: Event) -> snapshot.Event:
-    return snapshot.Event(
+def _event(event: Event) -> snapshot.EventRow:
+    return snapshot.EventRow(
         event.kind, event.severity, event.subject, event.text, event.first_unix_s, event.last_unix_s, event.times
     )
 
 
-def _decision(decision: Decision) -> snapshot.Placement:
-    return snapshot.Placement(
+def _decision(decision: Decision) -> snapshot.PlacementRow:
+    return snapshot.PlacementRow(
         at_unix_s=decision.at_unix_s,
         request_id=decision.request_id,
         reason=decision.reason.value,

@@ -19,7 +19,7 @@ import msgspec
 from kvtransfer.session.causes import HandoffFault
 from router.requests.output import Usage
 from router.requests.request import ValidRequest
-from router.terms import Terms
+from router.terms import RequestTerms
 from tandem.errors import ErrorCode, NotFound, TandemError
 from tandem.request import RequestState
 from tandem.telemetry.trace_context import TraceContext
@@ -195,7 +195,7 @@ class Trace:
     ended_s: float | None = None
 
     @classmethod
-    def of(cls, request: ValidRequest, terms: Terms, received_s: float) -> Trace:
+    def of(cls, request: ValidRequest, terms: RequestTerms, received_s: float) -> Trace:
         return cls(
             request.request_id,
             request.model,

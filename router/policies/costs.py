@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policies.types import Ask, Candidate
+from router.policies.types import Candidate, PlacementQuery
 
 MOST_BUSY = 0.9  # of a pool, as far as `later_price` goes
 
 
-def prefill_s(ask: Ask, worker: Candidate) -> float:
+def prefill_s(query: PlacementQuery, worker: Candidate) -> float:
     """Until the worker has computed the prompt: the tokens ahead of it and its own uncached ones."""
-    return (worker.outstanding_tokens + worker.uncached_tokens(ask)) * worker.pace.prefill_s_per_token
+    return (worker.outstanding_tokens + worker.uncached_tokens(query)) * worker.pace.prefill_s_per_token
 
 
 def later_price(candidates: Sequence[Candidate]) -> float:
@@ -26,32 +26,32 @@ def later_price(candidates: Sequence[Candidate]) -> float:
     return 1 / (1 - min(MOST_BUSY, computing / (len(candidates) + 1)))
 
 
-def later_s(ask: Ask, worker: Candidate, price: float) -> float:
+def later_s(query: PlacementQuery, worker: Candidate, price: float) -> float:
     """What it costs the requests that come later that this worker computes the prompt. `price`: `later_price`."""
-    return price * worker.uncached_tokens(ask) * worker.pace.prefill_s_per_token
+    return price * worker.uncached_tokens(query) * worker.pace.prefill_s_per_token
 
 
-def transfer_s(ask: Ask, decode: Candidate, prefill: Candidate | None = None) -> float:
+def transfer_s(query: PlacementQuery, decode: Candidate, prefill: Candidate | None = None) -> float:
     """First token to joined. `prefill` None: from any worker."""
     per_token_s = decode.pace.transfer_s_per_token
     if prefill is not None:
-        per_token_s = prefill.transfer_to.get(decode.life, per_token_s)
-    return decode.uncached_tokens(ask) * per_token_s
+        per_token_s = prefill.transfer_to.get(decode.worker_epoch, per_token_s)
+    return decode.uncached_tokens(query) * per_token_s
 
 
-def ttft_s(ask: Ask, decode: Candidate, prefill: Candidate | None) -> float:
+def ttft_s(query: PlacementQuery, decode: Candidate, prefill: Candidate | None) -> float:
     """Predicted TTFT of a placement now. The first token does not wait for the transfer. `prefill` None: local."""
     if prefill is None:
-        return prefill_s(ask, decode)
-    return decode.pace.reserve_s + prefill_s(ask, prefill)
+        return prefill_s(query, decode)
+    return decode.pace.reserve_s + prefill_s(query, prefill)
 
 
-def handoff_s(ask: Ask, decode: Candidate, soonest_prefill_s: float) -> float:
+def handoff_s(query: PlacementQuery, decode: Candidate, soonest_prefill_s: float) -> float:
     """Until the request decodes after a handoff. Local prefills on the decode worker hold up its batch as well."""
-    arrived_s = decode.pace.reserve_s + soonest_prefill_s + transfer_s(ask, decode)
+    arrived_s = decode.pace.reserve_s + soonest_prefill_s + transfer_s(query, decode)
     return max(arrived_s, decode.outstanding_tokens * decode.pace.prefill_s_per_token)
 
 
-def decode_s(ask: Ask, decode: Candidate) -> float:
+def decode_s(query: PlacementQuery, decode: Candidate) -> float:
     """The expected answer at the pace of a batch with one request more."""
-    return ask.answer_tokens * decode.pace.tpot_at_s(decode.running_requests + 1)
+    return query.answer_tokens * decode.pace.tpot_at_s(decode.running_requests + 1)

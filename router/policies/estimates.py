@@ -23,7 +23,7 @@ from router.policies.pace import (
     Pace,
     batch_shape,
 )
-from router.policies.types import Life
+from router.policies.types import WorkerEpoch
 from tandem.clock import Clock
 from tandem.config.spec import Role
 
@@ -112,8 +112,8 @@ class WorkerEstimates:
         self._other_pool = other_pool
         self._pace = START_PACE
         self._fresh_until_s = -math.inf
-        self._pairs: dict[Life, _Ratio] = {}
-        self._transfer_to: Mapping[Life, float] = {}
+        self._pairs: dict[WorkerEpoch, _Ratio] = {}
+        self._transfer_to: Mapping[WorkerEpoch, float] = {}
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Dispatch to first token; `tokens` are those ahead of it and its own uncached ones."""
@@ -129,7 +129,7 @@ class WorkerEstimates:
         if tokens >= LEAST_TRANSFER_TOKENS:
             self._observe(self._own.transfer, self._pool.transfer, seconds, tokens)
 
-    def sent(self, to: Life, tokens: int, seconds: float) -> None:
+    def sent(self, to: WorkerEpoch, tokens: int, seconds: float) -> None:
         """As a prefill worker: the same handoff, of this pair of workers."""
         if tokens >= LEAST_TRANSFER_TOKENS and self._sane(seconds, tokens):
             now_s = self._clock.now_s()
@@ -150,7 +150,7 @@ class WorkerEstimates:
         self._observe(self._own.steps[power], self._pool.steps[power], at_size_s, tokens)
 
     @property
-    def transfer_to(self) -> Mapping[Life, float]:
+    def transfer_to(self) -> Mapping[WorkerEpoch, float]:
         """Seconds per token to decode workers it has sent to. Never changed in place."""
         return self._transfer_to
 

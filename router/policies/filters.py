@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.policies.types import Ask, Candidate
+from router.policies.types import Candidate, PlacementQuery
 
 
 @dataclass(frozen=True, slots=True)
 class NotExcluded:
     """Not those that refused this request just now, or failed it."""
 
-    def keep(self, ask: Ask, candidate: Candidate) -> bool:
-        return candidate.worker_id not in ask.excluded
+    def keep(self, query: PlacementQuery, candidate: Candidate) -> bool:
+        return candidate.worker_id not in query.excluded
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class HasPrefillRoom:
 
     max_tokens: int
 
-    def keep(self, ask: Ask, candidate: Candidate) -> bool:
+    def keep(self, query: PlacementQuery, candidate: Candidate) -> bool:
         if candidate.dispatched_tokens == 0:
             return True
-        return candidate.outstanding_tokens + candidate.uncached_tokens(ask) <= self.max_tokens
+        return candidate.outstanding_tokens + candidate.uncached_tokens(query) <= self.max_tokens

@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 from router.policies.costs import decode_s, handoff_s, later_price, later_s, prefill_s, transfer_s
 from router.policies.local_prefill import LocalPrefill
-from router.policies.types import Ask, Candidate
+from router.policies.types import Candidate, PlacementQuery
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +16,11 @@ class ExpectedTtft:
     """For prefill workers: 1 where the prompt is computed and moved soonest, ½ where that takes twice as long. What it
     costs later requests is in it."""
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         price = later_price(candidates)
-        times_s = [prefill_s(ask, each) + later_s(ask, each, price) for each in candidates]
-        if ask.decode is not None:
-            times_s = [s + transfer_s(ask, ask.decode, each) for s, each in zip(times_s, candidates, strict=True)]
+        times_s = [prefill_s(query, each) + later_s(query, each, price) for each in candidates]
+        if query.decode is not None:
+            times_s = [s + transfer_s(query, query.decode, each) for s, each in zip(times_s, candidates, strict=True)]
         return _shortest_first(times_s)
 
 
@@ -31,29 +31,29 @@ class ExpectedTime:
 
     local: LocalPrefill | None  # None: always handed off, if there is anybody
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         price = later_price(candidates)
-        return _shortest_first([self._time_s(ask, each, price) for each in candidates])
+        return _shortest_first([self._time_s(query, each, price) for each in candidates])
 
-    def _time_s(self, ask: Ask, worker: Candidate, price: float) -> float:
-        if ask.prefill_s is None or (self.local is not None and self.local.takes(ask, worker)):
-            return prefill_s(ask, worker) + decode_s(ask, worker) + later_s(ask, worker, price)
-        return handoff_s(ask, worker, ask.prefill_s) + decode_s(ask, worker)
+    def _time_s(self, query: PlacementQuery, worker: Candidate, price: float) -> float:
+        if query.prefill_s is None or (self.local is not None and self.local.takes(query, worker)):
+            return prefill_s(query, worker) + decode_s(query, worker) + later_s(query, worker, price)
+        return handoff_s(query, worker, query.prefill_s) + decode_s(query, worker)
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
     """Share of the prompt that needs no computing or sending."""
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        return [min(1.0, candidate.cached_tokens / max(1, ask.prompt_tokens)) for candidate in candidates]
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
+        return [min(1.0, candidate.cached_tokens / max(1, query.prompt_tokens)) for candidate in candidates]
 
 
 @dataclass(frozen=True, slots=True)
 class FreeBlocks:
     """Share of the KV pool that is free or evictable."""
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [candidate.free_blocks / max(1, candidate.total_blocks) for candidate in candidates]
 
 
@@ -61,7 +61,7 @@ class FreeBlocks:
 class FewestRunning:
     """1 for an idle worker, less with every running request."""
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [1.0 / (1 + candidate.running_requests) for candidate in candidates]
 
 
@@ -69,7 +69,7 @@ class FewestRunning:
 class FewestTokens:
     """1 for a worker with no prompt tokens to compute, less with every one; blind to what is cached."""
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [1.0 / (1 + candidate.outstanding_tokens) for candidate in candidates]
 
 
@@ -78,10 +78,10 @@ class SessionAffinity:
     """1 for one worker of each session: that with the highest hash of both. All routers agree on it without a word, and
     when workers come or go only their own sessions move."""
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        if ask.session is None:
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
+        if query.session is None:
             return [0.0] * len(candidates)
-        home = max(candidates, key=lambda each: _hash(ask.session, each.worker_id)).worker_id
+        home = max(candidates, key=lambda each: _hash(query.session, each.worker_id)).worker_id
         return [float(candidate.worker_id == home) for candidate in candidates]
 
 
@@ -91,8 +91,8 @@ class Shuffled:
 
     seed: int
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        key = b"%d.%d" % (self.seed, ask.number)
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
+        key = b"%d.%d" % (self.seed, query.number)
         return [_hash(key, candidate.worker_id) / 2**64 for candidate in candidates]
 
 
@@ -100,9 +100,9 @@ class Shuffled:
 class InTurn:
     """1 for the worker whose turn it is, in the order of their names."""
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         names = sorted(candidate.worker_id for candidate in candidates)
-        turn = names[ask.number % len(names)]
+        turn = names[query.number % len(names)]
         return [float(candidate.worker_id == turn) for candidate in candidates]
 
 

@@ -11,10 +11,12 @@ import msgspec
 
 from router.policies.pace import START_PACE, Pace
 
-Life = tuple[str, int]  # worker id, epoch
+WorkerEpoch = tuple[str, int]  # worker id, epoch
 
 
-class Ask(msgspec.Struct, frozen=True):  # as Candidate made for every decision: cheaper than a frozen dataclass
+class PlacementQuery(
+    msgspec.Struct, frozen=True
+):  # as Candidate made for every decision: cheaper than a frozen dataclass
     """A request in the eyes of a policy, and what the choice so far has settled."""
 
     prompt_tokens: int
@@ -37,31 +39,31 @@ class Candidate(msgspec.Struct, frozen=True):
     running_requests: int
     free_blocks: int  # free or evictable
     total_blocks: int
-    reaches: frozenset[Life] | None = None  # lives it has good links to; None: it has not said
+    reaches: frozenset[WorkerEpoch] | None = None  # lives it has good links to; None: it has not said
     pace: Pace = START_PACE
-    transfer_to: Mapping[Life, float] = msgspec.field(default_factory=dict)  # seconds per token, where measured
+    transfer_to: Mapping[WorkerEpoch, float] = msgspec.field(default_factory=dict)  # seconds per token, where measured
 
     @property
-    def life(self) -> Life:
+    def worker_epoch(self) -> WorkerEpoch:
         return self.worker_id, self.epoch
 
     def can_reach(self, other: Candidate) -> bool:
-        return self.reaches is None or other.life in self.reaches
+        return self.reaches is None or other.worker_epoch in self.reaches
 
-    def uncached_tokens(self, ask: Ask) -> int:
+    def uncached_tokens(self, query: PlacementQuery) -> int:
         """Tokens this worker would compute. A prompt that is cached whole still has its last token computed."""
-        left = ask.prompt_tokens - self.cached_tokens
+        left = query.prompt_tokens - self.cached_tokens
         return left if left > 1 else 1  # asked hundreds of times for a decision: twice as fast as `max`
 
 
 class Filter(Protocol):
-    def keep(self, ask: Ask, candidate: Candidate) -> bool: ...
+    def keep(self, query: PlacementQuery, candidate: Candidate) -> bool: ...
 
 
 class Score(Protocol):
     """Points in [0, 1] for each candidate, in their order; more is better."""
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]: ...
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]: ...
 
 
 class Pick(Protocol):

@@ -15,7 +15,7 @@ from router.observe.trace import Attempt
 from router.requests.output import OutputAssembler
 from router.requests.request import ValidRequest
 from router.requests.run import RequestRun
-from router.terms import Terms
+from router.terms import RequestTerms
 from router.workers.fleet import Worker
 from tandem.clock import Clock
 from tandem.errors import TandemError
@@ -61,7 +61,7 @@ class Canary:
                 block_tokens=1,
             ),
             OutputAssembler(_NoText(), PROMPT, (), frozenset()),
-            Terms(priority=""),  # it never waits
+            RequestTerms(priority=""),  # it never waits
             clock,
             self,
             migrations=0,

@@ -17,7 +17,7 @@ from router.observe.paces import observe_decode, observe_handoff, observe_prefil
 from router.observe.request_tap import RequestTap
 from router.observe.trace import Attempt, TraceStore
 from router.policies.policy import PlacementPolicy
-from router.policies.types import Ask, Candidate, Placement, WaitReason
+from router.policies.types import Candidate, Placement, PlacementQuery, WaitReason
 from router.prefix_index.in_flight_prefills import InFlightPrefills
 from router.prefix_index.mirror import PrefixMirror, WorkerKey
 from router.probes import health_facts
@@ -26,7 +26,7 @@ from router.requests.deadlines import Deadlines
 from router.requests.output import OutputAssembler, ResponseStream
 from router.requests.request import ServingModel, ValidRequest
 from router.requests.run import RequestRun
-from router.terms import Terms
+from router.terms import RequestTerms
 from router.workers.account import Charge
 from router.workers.fleet import Fleet, Worker
 from tandem.clock import Clock
@@ -75,7 +75,7 @@ class Dispatcher:
         )
         metrics.watch_admission(self.admission)
         metrics.watch_classes(spec.classes)
-        self._default_terms = Terms(spec.classes[0].name)
+        self._default_terms = RequestTerms(spec.classes[0].name)
         self._deadlines = Deadlines(clock)
         self._in_flight = InFlightPrefills(clock)
         self._running = Charges()
@@ -86,7 +86,7 @@ class Dispatcher:
         self._placed = 0
         self.fleet = fleet_of(self.pump)
 
-    def submit(self, model: ServingModel, request: ValidRequest, terms: Terms | None = None) -> ResponseStream:
+    def submit(self, model: ServingModel, request: ValidRequest, terms: RequestTerms | None = None) -> ResponseStream:
         """Queues a request and returns what will come of it.
 
         Raises OverloadedError, UnavailableError, DeadlineExceeded.
@@ -119,7 +119,7 @@ class Dispatcher:
         for run, error in self.admission.expire(now_s):
             run.reject(error)
         self._move_off()
-        for run in self.admission.in_the_way():
+        for run in self.admission.oversized_batch():
             run.step_back(UnavailableError("gave way to requests that are not of a batch class"))
         self._metrics.set_load(queued=len(self.admission), running=len(self._running))
         self._set_timer(now_s)
@@ -223,11 +223,11 @@ class Dispatcher:
         views = [worker.candidate(cached.get(worker.key, 0) * run.request.block_tokens) for worker in workers]
         return [view for view in views if view.total_blocks >= needed or not view.total_blocks]
 
-    def _ask(self, run: RequestRun) -> Ask:
+    def _ask(self, run: RequestRun) -> PlacementQuery:
         request = run.request
         left = request.sampling.max_tokens - run.answer_tokens
         expected = min(left, self.fleet.estimates.answer_tokens(request.model))
-        return Ask(run.prefill_tokens, run.excluded, expected, request.session, self._placed)
+        return PlacementQuery(run.prefill_tokens, run.excluded, expected, request.session, self._placed)
 
     def _workers_of(self, placement: Placement) -> tuple[Worker | None, Worker | None]:
         decode, prefill = placement.decode, placement.prefill
@@ -336,7 +336,7 @@ class Dispatcher:
         had_place = run in self._running or run in self.admission
         self._in_flight.failed(run)
         self._running.release(run)
-        self.admission.over(run)
+        self.admission.remove(run)
         self._deadlines.over(run)
         model, code = run.request.model, None if error is None else error.code
         self.demand.ended(run, code)

@@ -26,7 +26,7 @@ from router.requests.request import ValidRequest
 from router.requests.run_account import RunAccount
 from router.requests.run_host import RunHost
 from router.requests.wire_names import WireNames
-from router.terms import Terms
+from router.terms import RequestTerms
 from router.workers.fleet import Worker
 from router.workers.link import WorkerLink
 from tandem.clock import Clock
@@ -41,7 +41,13 @@ _REASONS = {number: reason for reason, number in FINISH_REASONS.items()}
 
 class RequestRun:
     def __init__(
-        self, request: ValidRequest, output: OutputAssembler, terms: Terms, clock: Clock, host: RunHost, migrations: int
+        self,
+        request: ValidRequest,
+        output: OutputAssembler,
+        terms: RequestTerms,
+        clock: Clock,
+        host: RunHost,
+        migrations: int,
     ) -> None:
         """`migrations`: how many there may be."""
         self.request = request

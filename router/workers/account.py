@@ -51,7 +51,7 @@ class Account:
         self.prefill_tokens -= charge.prefill_tokens
         self._reported(charge)
 
-    def seen(self, frames: int) -> None:
+    def acknowledge(self, frames: int) -> None:
         """The worker's report knows of the session's first `frames` frames."""
         if frames == self._seen_frames:  # asked for every decision; what was sent since has a higher number
             return

@@ -15,7 +15,7 @@ class ClockOffset:
         self._least_s: float | None = None
         self._seen_s = 0.0
 
-    def frame(self, sent_at_s: float, arrived_s: float) -> None:
+    def add_sample(self, sent_at_s: float, arrived_s: float) -> None:
         sample_s = arrived_s - sent_at_s
         if self._least_s is not None:
             sample_s = min(sample_s, self._least_s + DRIFT * (arrived_s - self._seen_s))

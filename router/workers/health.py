@@ -76,7 +76,7 @@ class Silence:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class MigrateRequests:
     """The worker is stuck: its requests go on elsewhere."""
 
     key: WorkerKey
@@ -90,7 +90,7 @@ class SendCanary:
     key: WorkerKey
 
 
-Action = Move | SendCanary
+Action = MigrateRequests | SendCanary
 
 
 @dataclass(slots=True)
@@ -268,7 +268,7 @@ class HealthBoard:
         if silence is not None and silence.silent_s > silence.limit_s:
             if worker.state is not HealthState.EJECTED:
                 self._out(key, worker, EjectReason.STALLED, now_s)
-            yield Move(key, silence.silent_s)
+            yield MigrateRequests(key, silence.silent_s)
         elif silence is not None and silence.silent_s > silence.limit_s / 2:
             if worker.state is HealthState.HEALTHY:
                 worker.suspect(now_s, is_silent=True)

@@ -20,15 +20,15 @@ class Progress:
         self._waiting_tokens = 0
         self._s_per_token = FIRST_GUESS_S_PER_TOKEN
 
-    def began(self, now_s: float) -> None:
+    def work_started(self, now_s: float) -> None:
         """An idle worker was given something to do."""
         self._at_s = now_s
 
-    def spoke(self, now_s: float) -> None:
+    def request_event(self, now_s: float) -> None:
         """It said something about a request: a token, a ticket, a handoff, an end."""
         self._at_s = now_s
 
-    def reported(self, now_s: float, *, steps: int | None, has_work: bool, waiting_tokens: int) -> None:
+    def load_reported(self, now_s: float, *, steps: int | None, has_work: bool, waiting_tokens: int) -> None:
         """Its load. A report without a step since the last one shows nothing while there is work for the engine."""
         if not has_work or steps is None or steps != self._steps:
             computed = min(self._waiting_tokens - waiting_tokens, STEP_TOKENS)

@@ -10,11 +10,11 @@ from msgspec import structs
 from router.policies.costs import decode_s, handoff_s, later_price, later_s, prefill_s, transfer_s, ttft_s
 from router.policies.pace import BATCH_SIZES, START_PACE
 from router.policies.profiles import policy_profile
-from router.policies.types import Ask, Candidate, Placement
+from router.policies.types import Candidate, Placement, PlacementQuery
 from tandem.config.spec import RouterSpec
 
 PAGE = Path(__file__).parents[3] / "docs" / "routing.md"
-ASK = Ask(1700, answer_tokens=100)
+ASK = PlacementQuery(1700, answer_tokens=100)
 Row = dict[str, str]
 
 
