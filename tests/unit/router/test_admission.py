@@ -169,7 +169,7 @@ def test_many_requests_leave_nothing_behind() -> None:
         admission.offer("m", f"r{number}", TERMS, 1, 0.0)
         take(admission, 0.0)
         admission.first_token(f"r{number}", 0.0)
-    assert len(admission._dues) < 200
+    assert len(admission._expiries) < 200
     assert not admission._prefilling
 
 
