@@ -1,4 +1,4 @@
-"""On what terms a client wants its request served: class, tenant, deadline. The same headers on all edges."""
+"""How a client wants its request served: class, tenant, deadline. All edges read the same headers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,17 @@ _SECONDS = re.compile(r"\d{1,9}(\.\d{0,9})?|\.\d{1,9}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class RequestTerms:
-    """`tenant` empty: the client named none. `deadline_s` in the router's clock; None: as long as it takes.
-    `arrived_s`: when the request came, before any of it was parsed; None: nobody looked. `call`: the one that it came
-    by, where calls are watched. `client_id`: what the client calls it, for people who look for its trace."""
+    """The class, tenant and deadline of one request, and its origin.
+
+    Args:
+        priority: class name.
+        tenant: empty if the client named none.
+        deadline_s: on the router's clock; None for no deadline.
+        arrived_s: arrival time, before parsing; None if not measured.
+        trace: the client's trace context, or a new one if the request is sampled; else None.
+        call: the authenticated call; None without authentication.
+        client_id: the client's x-request-id, by which its trace can be found.
+    """
 
     priority: str
     tenant: str = ""
@@ -46,7 +54,11 @@ class TermsParser:
         self._sampler = sampler or TraceSampler(None)
 
     def parse(self, header: Callable[[str], str | None], remaining_s: float | None = None) -> RequestTerms:
-        """`header` gives a header's value by its lower-case name; `remaining_s` is what the transport itself allows.
+        """Parses a request's headers.
+
+        Args:
+            header: gives the value of a header by its lower-case name.
+            remaining_s: the deadline of the transport (gRPC), if any.
 
         Raises InputError naming the header.
         """
@@ -77,6 +89,7 @@ def _seconds(text: str | None) -> float | None:
     value = float(text) if _SECONDS.fullmatch(text) else math.nan
     if not 0 < value <= MAX_TIMEOUT_S:
         raise InputError(
-            f"{TIMEOUT}: expected seconds above 0 and at most {MAX_TIMEOUT_S:g}, got {text[:40]!r}", field=TIMEOUT
+            f"{TIMEOUT}: expected a number of seconds above 0 and at most {MAX_TIMEOUT_S:g}, got {text[:40]!r}",
+            field=TIMEOUT,
         )
     return value
