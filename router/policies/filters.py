@@ -1,4 +1,4 @@
-"""Filters: which candidates may take a request at all."""
+"""Filters: which candidates may take a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.policies.types import Candidate, PlacementQuery
 
 @dataclass(frozen=True, slots=True)
 class NotExcluded:
-    """Not those that refused this request just now, or failed it."""
+    """Excludes workers that just refused or failed this request."""
 
     def keep(self, query: PlacementQuery, candidate: Candidate) -> bool:
         return candidate.worker_id not in query.excluded
@@ -17,8 +17,11 @@ class NotExcluded:
 
 @dataclass(frozen=True, slots=True)
 class HasPrefillRoom:
-    """Within its budget of prompt tokens, whichever router they came from. A worker that has none of ours takes one
-    prompt of any length: else a long one could be starved by other routers, and a late report hold back the queue."""
+    """The worker's prompt tokens, from all routers, stay within the budget.
+
+    A worker with no prompt of this router takes one of any length. Otherwise, other routers could starve a long prompt,
+    and a late report could hold up the queue.
+    """
 
     max_tokens: int
 

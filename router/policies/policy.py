@@ -1,4 +1,4 @@
-"""Filter → Score → Pick for one role, and the placement of a request from the two."""
+"""Filter → Score → Pick for one role, and the placement of a request with both roles."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tandem.config.spec import Disaggregation
 
 @dataclass(frozen=True, slots=True)
 class HighestScore:
-    """The most points; among equals the fewest running requests, then the first by name, so that it is repeatable."""
+    """The most points; then the fewest running requests; then the first id, for repeatable choices."""
 
     def pick(self, candidates: Sequence[Candidate], points: Sequence[float]) -> Candidate:
         most = max(points)
-        equals = [each for each, its_points in zip(candidates, points, strict=True) if its_points == most]
-        return min(equals, key=lambda each: (each.running_requests, each.worker_id))
+        ties = [each for each, its_points in zip(candidates, points, strict=True) if its_points == most]
+        return min(ties, key=lambda each: (each.running_requests, each.worker_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class PlacementPolicy:
     def place(
         self, query: PlacementQuery, decode_workers: Sequence[Candidate], prefill_workers: Sequence[Candidate]
     ) -> Placement | WaitReason:
-        """Where the request goes now, or why it waits."""
+        """The workers for the request now, or why it waits."""
         if not decode_workers:
             return WaitReason.NO_DECODE_WORKER
         if self.disaggregation is Disaggregation.NEVER:
@@ -87,12 +87,12 @@ class PlacementPolicy:
     def another_decode(
         self, query: PlacementQuery, decode_workers: Sequence[Candidate], prefill: Candidate
     ) -> Candidate | None:
-        """Instead of a decode worker that refused, for the same prefill worker. None: there is none."""
+        """Another decode worker for the same prefill worker, after one refused. None if there is none."""
         query = self._with_prefill_time(query, [prefill])
         return self.decode.choose(query, [each for each in decode_workers if prefill.can_reach(each)])
 
     def next_decode(self, query: PlacementQuery, decode_workers: Sequence[Candidate]) -> Candidate | None:
-        """For a request that decodes already and has to leave its worker. None: nobody has room."""
+        """The decode worker to move a decoding request to. None if none is left."""
         return self.decode.choose(query, decode_workers)
 
     def _with_prefill_time(self, query: PlacementQuery, prefill_workers: Sequence[Candidate]) -> PlacementQuery:

@@ -1,4 +1,4 @@
-"""Scores: how good a candidate is for a request, in one respect each."""
+"""Scores: each rates the candidates for a request in one respect."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from router.policies.types import Candidate, PlacementQuery
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTtft:
-    """For prefill workers: 1 where the prompt is computed and moved soonest, ½ where that takes twice as long. What it
-    costs later requests is in it."""
+    """For prefill workers: (shortest time) / (its time) until the prompt is computed and moved.
+
+    The time includes the delay to later requests.
+    """
 
     def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         price = later_price(candidates)
@@ -26,10 +28,13 @@ class ExpectedTtft:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTime:
-    """For decode workers: 1 where the answer would be whole soonest, from the time until it decodes and the pace there.
-    So a popular prefix draws requests only until its worker's batch costs them more than moving the prefix would."""
+    """For decode workers: (shortest time) / (its time) until the answer is complete.
 
-    local: LocalPrefill | None  # None: always handed off, if there is anybody
+    The time is that until the request decodes plus that of decoding. So a popular prefix attracts requests only until
+    the batch of its worker costs them more time than a transfer of the prefix.
+    """
+
+    local: LocalPrefill | None  # None: always hand off if there is a prefill worker
 
     def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         price = later_price(candidates)
@@ -43,7 +48,7 @@ class ExpectedTime:
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """Share of the prompt that needs no computing or sending."""
+    """Share of the prompt that is cached."""
 
     def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [min(1.0, candidate.cached_tokens / max(1, query.prompt_tokens)) for candidate in candidates]
@@ -59,7 +64,7 @@ class FreeBlocks:
 
 @dataclass(frozen=True, slots=True)
 class FewestRunning:
-    """1 for an idle worker, less with every running request."""
+    """1 / (1 + running requests)."""
 
     def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [1.0 / (1 + candidate.running_requests) for candidate in candidates]
@@ -67,7 +72,7 @@ class FewestRunning:
 
 @dataclass(frozen=True, slots=True)
 class FewestTokens:
-    """1 for a worker with no prompt tokens to compute, less with every one; blind to what is cached."""
+    """1 / (1 + prompt tokens to compute); ignores what is cached."""
 
     def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [1.0 / (1 + candidate.outstanding_tokens) for candidate in candidates]
@@ -75,8 +80,10 @@ class FewestTokens:
 
 @dataclass(frozen=True, slots=True)
 class SessionAffinity:
-    """1 for one worker of each session: that with the highest hash of both. All routers agree on it without a word, and
-    when workers come or go only their own sessions move."""
+    """1 for the session's worker, which has the highest hash of session and worker id (rendezvous hashing).
+
+    All routers agree on it without communication. When workers join or leave, only their own sessions move.
+    """
 
     def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         if query.session is None:
@@ -87,7 +94,7 @@ class SessionAffinity:
 
 @dataclass(frozen=True, slots=True)
 class Shuffled:
-    """Points by chance, the same for the same request."""
+    """Random points, equal for the same request number and seed."""
 
     seed: int
 
@@ -98,7 +105,7 @@ class Shuffled:
 
 @dataclass(frozen=True, slots=True)
 class InTurn:
-    """1 for the worker whose turn it is, in the order of their names."""
+    """1 for the worker whose turn it is, ordered by id."""
 
     def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         names = sorted(candidate.worker_id for candidate in candidates)

@@ -47,6 +47,6 @@ class Progress:
         return None if self._steps is None else max(0.0, now_s - self._at_s)
 
     def limit_s(self, stall_s: float, prefill_tokens: int) -> float:
-        """The longest allowed silence with `prefill_tokens` prompt tokens to compute, at the measured time per token."""
+        """The longest allowed silence with `prefill_tokens` to compute, at the measured time per token."""
         tokens = min(max(prefill_tokens, self._waiting_tokens), STEP_TOKENS)
         return stall_s + tokens * SAFETY * self._s_per_token

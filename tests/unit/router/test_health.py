@@ -308,7 +308,7 @@ def test_only_outliers_among_peers_are_ejected_for_slowness(
 
 def test_a_wrong_transition_is_refused() -> None:
     with pytest.raises(InternalError, match="healthy cannot become probation"):
-        WorkerHealth(Pool("tiny", Role.DECODE)).try_again(0.0)
+        WorkerHealth(Pool("tiny", Role.DECODE)).begin_probation(0.0)
 
 
 def test_facts_about_unknown_workers_are_ignored() -> None:
