@@ -1,4 +1,4 @@
-"""Admission as Prometheus metrics, read when they are asked for. Labels are configured classes, never tenants."""
+"""Metrics of admission, read at each scrape. Labels are configured classes, never tenants: clients name tenants."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AdmissionCollector(Collector):
         yield refused
         rates = GaugeMetricFamily(
             "tandem_drain_tokens_per_second",
-            "Prompt tokens that a pool prefills while requests wait.",
+            "Prompt tokens per second that a pool prefills while requests wait.",
             labels=["model"],
         )
         for model, rate in self._admission.rates().items():

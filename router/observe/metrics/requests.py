@@ -1,4 +1,4 @@
-"""The router's Prometheus metrics. Labels are bounded: served models, end states, error codes, placement reasons."""
+"""Metrics of requests. Label values are bounded: served models, end states, error codes, placement reasons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtransfer.session.causes import HandoffCause
 from router.admission.admission import Admission
 from router.observe.metrics.admission import AdmissionCollector
 from router.observe.metrics.index import IndexCollector
-from router.observe.metrics.labelled import Counter, Gauge, Histogram
+from router.observe.metrics.instruments import Counter, Gauge, Histogram
 from router.observe.slo import SloCollector, slo_outcome
 from router.observe.trace import Attempt, Span, Stage, Trace, overlap_share, received_spans, sent_spans
 from router.policies.types import PlacementReason, WaitReason
@@ -41,10 +41,10 @@ class RouterMetrics:
         self._requests = Counter(
             "tandem_requests", "Requests by end state and error code.", ("model", "state", "code"), registry=registry
         )
-        self._ttft = _histogram(registry, "tandem_ttft_seconds", "Received to first token.", _SECONDS)
+        self._ttft = _histogram(registry, "tandem_ttft_seconds", "Time from receipt to first token.", _SECONDS)
         self._ttft_stages = Histogram(
             "tandem_ttft_stage_seconds",
-            "What the time to first token was made of: the stages add up to tandem_ttft_seconds.",
+            "Stages of the time to first token; they add up to tandem_ttft_seconds.",
             ("model", "stage"),
             buckets=_TTFT_STAGE_SECONDS,
             registry=registry,
@@ -53,18 +53,18 @@ class RouterMetrics:
             registry, "tandem_tpot_seconds", "Time per output token after the first.", _TOKEN_SECONDS
         )
         self._itl = _histogram(
-            registry, "tandem_itl_seconds", "Between two tokens of one answer, as they come.", _ITL_SECONDS
+            registry, "tandem_itl_seconds", "Time between two tokens of one answer, as they arrive.", _ITL_SECONDS
         )
         self._slo = Counter(
             "tandem_slo_requests",
-            "Requests by whether they met the objectives of their class: goodput counts those that did.",
+            "Requests by outcome against the objectives of their class; goodput counts `met`.",
             ("model", "class", "outcome"),
             registry=registry,
         )
         self._classes: dict[str, ClassSpec] = {}
-        self._queue = _histogram(registry, "tandem_queue_seconds", "Received to dispatched.", _SECONDS)
-        self._handoff = _histogram(registry, "tandem_handoff_seconds", "First token to decode batch.", _SECONDS)
-        self._total = _histogram(registry, "tandem_e2e_seconds", "Received to finished.", _SECONDS)
+        self._queue = _histogram(registry, "tandem_queue_seconds", "Time from receipt to dispatch.", _SECONDS)
+        self._handoff = _histogram(registry, "tandem_handoff_seconds", "Time from first token to joining.", _SECONDS)
+        self._total = _histogram(registry, "tandem_e2e_seconds", "Time from receipt to finish.", _SECONDS)
         self._stages = Histogram(
             "tandem_handoff_stage_seconds",
             "Stages of handoffs that joined (docs/observability.md).",
@@ -80,7 +80,7 @@ class RouterMetrics:
         )
         self._hidden_bytes = Counter(
             "tandem_handoff_hidden_bytes",
-            "KV bytes that were acknowledged before the last layer was computed.",
+            "KV bytes acknowledged before the last layer was computed.",
             ("model",),
             registry=registry,
         )
@@ -91,46 +91,46 @@ class RouterMetrics:
             "tandem_handoff_failures", "Attempts whose handoff failed.", ("model", "cause"), registry=registry
         )
         for model, cause in itertools.product(sorted(models), HandoffCause):
-            self._handoff_failures.labels(model, cause.value)  # a series that begins at 1 shows no increase
+            self._handoff_failures.labels(model, cause.value)  # start at 0: increase() needs a first sample
         self._tokens = Counter("tandem_tokens", "Tokens of finished requests.", ("model", "kind"), registry=registry)
-        self._placements = Counter(
-            "tandem_placements", "Routing decisions by reason.", ("model", "reason"), registry=registry
-        )
+        self._placements = Counter("tandem_placements", "Placements by reason.", ("model", "reason"), registry=registry)
         self._waits = Counter(
             "tandem_waits",
-            "Requests that had to wait at the head of the line, by reason.",
+            "Requests that waited at the head of the queue, by reason.",
             ("model", "reason"),
             registry=registry,
         )
         self._credits = Counter(
             "tandem_index_credit_tokens",
-            "Prompt tokens the prefix index said were cached; wrong: those that had to be computed after all.",
+            "Prompt tokens credited as cached by the prefix index; wrong: those that were not.",
             ("model", "kind"),
             registry=registry,
         )
-        self._retries = Counter("tandem_retries", "Requests put back in line.", ("model", "code"), registry=registry)
+        self._retries = Counter(
+            "tandem_retries", "Requests put back into the queue.", ("model", "code"), registry=registry
+        )
         self._moves = Counter(
-            "tandem_moves", "Requests moved between decode workers, or not.", ("model", "result"), registry=registry
+            "tandem_moves", "Moves between decode workers by result.", ("model", "result"), registry=registry
         )
         self._queued = Gauge("tandem_queued_requests", "Requests in the queue now.", registry=registry).labels()
         self._running = Gauge("tandem_running_requests", "Requests on workers now.", registry=registry).labels()
         self._workers = Gauge("tandem_workers", "Workers that can take requests.", ("role",), registry=registry)
 
     def watch_index(self, mirror: PrefixMirror, follower: PrefixFollower | None) -> None:
-        """Reads the index at every scrape. No `follower`: the cluster has no Redis."""
+        """Reads the index at each scrape. `follower` None: the cluster has no Redis."""
         self._registry.register(IndexCollector(mirror, follower))
 
     def watch_admission(self, admission: Admission[Any]) -> None:
-        """Reads it at every scrape."""
+        """Reads admission at each scrape."""
         self._registry.register(AdmissionCollector(admission))
 
     def watch_classes(self, classes: Sequence[ClassSpec]) -> None:
-        """Their objectives are what requests are judged by."""
+        """Sets the classes whose objectives `judged` uses."""
         self._classes = {each.name: each for each in classes}
         self._registry.register(SloCollector(classes))
 
     def render(self) -> bytes:
-        """The exposition text."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def finished(self, model: str, final: Final, trace: Trace) -> None:
@@ -152,20 +152,20 @@ class RouterMetrics:
     def judged(
         self, model: str, priority: str, final: Final | None, state: RequestState, code: ErrorCode | None
     ) -> None:
-        """A request that was admitted, or refused by admission, ended. `final` None: not with a whole answer."""
+        """Counts the SLO outcome of a request that reached admission. `final` None: it did not finish."""
         objectives = self._classes.get(priority)
         if objectives is not None and (outcome := slo_outcome(objectives, final, state, code)) is not None:
             self._slo.labels(self._label(model), priority, outcome.value).inc()
 
     def gaps(self, model: str, gaps_s: Sequence[float]) -> None:
-        """Seconds between tokens of one answer."""
+        """Observes the times between tokens of one answer."""
         self._itl.labels(self._label(model)).observe_all(gaps_s)
 
     def ended(self, model: str, state: RequestState, code: ErrorCode | None) -> None:
         self._requests.labels(self._label(model), state.value, "" if code is None else code.value).inc()
 
     def handed_off(self, model: str, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
-        """A worker's report of its side."""
+        """Takes a worker's report of its side of a handoff."""
         label = self._label(model)
         spans: list[Span] = []
         if done.HasField("received"):
@@ -185,14 +185,14 @@ class RouterMetrics:
         self._handoff_failures.labels(self._label(model), cause.value).inc()
 
     def rejected(self, model: str, code: ErrorCode) -> None:
-        """A request that was refused before it became one."""
+        """Counts a request that an edge refused."""
         self.ended(model, RequestState.REJECTED, code)
 
     def placed(self, model: str, reason: PlacementReason) -> None:
         self._placements.labels(self._label(model), reason.value).inc()
 
     def credited(self, model: str, tokens: int, wrong_tokens: int) -> None:
-        """At the first token of a request."""
+        """Counts the index credit of a request, at its first token."""
         self._credits.labels(self._label(model), "given").inc(tokens)
         self._credits.labels(self._label(model), "wrong").inc(wrong_tokens)
 
