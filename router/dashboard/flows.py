@@ -1,4 +1,4 @@
-"""How much flows from each prefill worker to each decode worker, by the decode workers' reports. Pure."""
+"""KV traffic from each prefill worker to each decode worker, as decode workers report it. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Pair = tuple[str, str]  # worker ids: prefill, decode
 
 @dataclass(slots=True)
 class Flow:
-    """`recent_...`: weighted by their age, so that divided by TIME_CONSTANT_S they are rates."""
+    """Totals of one pair. `recent_...` decay exponentially; divided by TIME_CONSTANT_S they are rates per second."""
 
     handoffs: int = 0
     bytes: int = 0
@@ -55,7 +55,7 @@ class Flows:
         return list(self._flows.items())
 
     def _of(self, pair: Pair) -> Flow:
-        """The pairs that were silent longest make room for others."""
+        """The flow of a pair. A new one replaces the least recently used if there are MAX_PAIRS."""
         flow = self._flows.setdefault(pair, Flow())
         self._flows.move_to_end(pair)
         if len(self._flows) > MAX_PAIRS:

@@ -1,9 +1,9 @@
 """One finished request as a tree of spans, each under the service that did the work. Pure.
 
-    request ┬ parse
-            ├ queue                       one for each attempt
-            └ attempt ┬ reserve ─ dispatch ─ prefill ─ first_token      consecutive, without gaps
-                      └ connect, pieces, verify, join, decode           in parallel and after them
+request ┬ parse
+        ├ queue                       one for each attempt
+        └ attempt ┬ reserve ─ dispatch ─ prefill ─ first_token      consecutive, without gaps
+                  └ connect, pieces, verify, join, decode           in parallel and after them
 """
 
 from __future__ import annotations
