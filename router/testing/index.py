@@ -1,4 +1,4 @@
-"""For tests of the prefix index: a real server, one router's view of it, and what workers write by rule or by hand."""
+"""For tests of the prefix index: a Redis server, a router's mirror of it, and writers of workers' keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from worker.event_publisher import EventPublisher
 CHAIN = [number.to_bytes(16, "little") for number in range(8)]
 A1, A2 = WorkerKey("a", 1), WorkerKey("a", 2)
 
-# Any other compatible server that is installed here is tried too.
+# Tests also run with redis-server if it is installed.
 BINARIES = [str(get_binary_path()), *filter(None, [shutil.which("redis-server")])]
 
 
@@ -62,10 +62,10 @@ class Server:
                 return
             except RedisError:
                 time.sleep(0.02)
-        raise TimeoutError("valkey did not start")
+        raise TimeoutError("the Redis server did not start within 5 s")
 
     def freeze(self) -> None:
-        """Until `thaw` it takes connections and answers nothing."""
+        """Until `thaw`, the server accepts connections and answers nothing."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
@@ -83,7 +83,7 @@ class Server:
 
 
 class Side:
-    """One router's view."""
+    """One router's mirror of the index."""
 
     def __init__(self, server: Place) -> None:
         self.clock = FakeClock()
@@ -115,7 +115,7 @@ def store(publisher: EventPublisher, count: int) -> None:
 
 
 class Hand:
-    """Writes what a worker "a" of epoch 1 would write, or should not have written."""
+    """Writes the keys of worker "a" directly, correct or not."""
 
     def __init__(self, server: Server) -> None:
         self.redis = Redis.from_url(server.url)
