@@ -8,7 +8,7 @@ import msgspec
 
 from router.dashboard import snapshot
 from router.dashboard.events import EventKind, Severity
-from router.dashboard.snapshot import FlowRow, Router, Snapshot, WorkerRow
+from router.dashboard.snapshot import FlowRow, RouterRow, Snapshot, WorkerRow
 from tandem.v1 import cluster_pb2, worker_pb2
 
 _ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
@@ -19,7 +19,7 @@ _STATES = ("ready", "connecting", "down", "refused")  # best first
 def with_status(view: Snapshot, status: cluster_pb2.ClusterStatus) -> Snapshot:
     """A new snapshot: `view` with the controller's status."""
     workers = with_all_workers(view.workers, status)
-    routers = [Router(each.router_id, each.state, each.restarts, each.http_address) for each in status.routers]
+    routers = [RouterRow(each.router_id, each.state, each.restarts, each.http_address) for each in status.routers]
     return msgspec.structs.replace(
         view,
         controller=True,

@@ -39,7 +39,7 @@ class Severity(StrEnum):
 
 
 @dataclass(slots=True)
-class Event:
+class DashboardEvent:
     """An event, or `times` equal events in a short time, with the times of the first and the last."""
 
     kind: EventKind
@@ -55,7 +55,7 @@ class EventLog:
     """Equal events within SAME_WITHIN_S are merged: a worker lost with 1,000 requests is one line."""
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._events: deque[DashboardEvent] = deque(maxlen=MAX_EVENTS)
 
     def note(self, kind: EventKind, severity: Severity, subject: str, text: str) -> None:
         now_s = time.time()
@@ -66,9 +66,9 @@ class EventLog:
                 known.times += 1
                 known.last_unix_s = now_s
                 return
-        self._events.append(Event(kind, severity, subject, text, now_s, now_s))
+        self._events.append(DashboardEvent(kind, severity, subject, text, now_s, now_s))
 
-    def latest(self) -> Iterable[Event]:
+    def latest(self) -> Iterable[DashboardEvent]:
         """All events, newest first."""
         return reversed(self._events)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 MAX_PAIRS = 1024
 TIME_CONSTANT_S = 3.0
 
-Pair = tuple[str, str]  # worker ids: prefill, decode
+WorkerPair = tuple[str, str]  # worker ids: prefill, decode
 
 
 @dataclass(slots=True)
@@ -43,18 +43,18 @@ class Flow:
 
 class Flows:
     def __init__(self) -> None:
-        self._flows: OrderedDict[Pair, Flow] = OrderedDict()
+        self._flows: OrderedDict[WorkerPair, Flow] = OrderedDict()
 
-    def handed_off(self, pair: Pair, size_bytes: int, now_s: float) -> None:
+    def handed_off(self, pair: WorkerPair, size_bytes: int, now_s: float) -> None:
         self._of(pair).add(size_bytes, now_s)
 
-    def failed(self, pair: Pair) -> None:
+    def failed(self, pair: WorkerPair) -> None:
         self._of(pair).failures += 1
 
-    def items(self) -> list[tuple[Pair, Flow]]:
+    def items(self) -> list[tuple[WorkerPair, Flow]]:
         return list(self._flows.items())
 
-    def _of(self, pair: Pair) -> Flow:
+    def _of(self, pair: WorkerPair) -> Flow:
         """The flow of a pair. A new one replaces the least recently used if there are MAX_PAIRS."""
         flow = self._flows.setdefault(pair, Flow())
         self._flows.move_to_end(pair)

@@ -19,7 +19,7 @@ class Blocks(msgspec.Struct, frozen=True):
     total: int = 0
 
 
-class Router(msgspec.Struct, frozen=True):
+class RouterRow(msgspec.Struct, frozen=True):
     router_id: str
     state: str  # by the controller: starting, ready, not_ready, restarting, failed
     restarts: int = 0
@@ -62,7 +62,7 @@ class FlowRow(msgspec.Struct, frozen=True):
     link_bytes_per_s: float | None = None  # throughput while pieces are in flight
 
 
-class Queue(msgspec.Struct, frozen=True):
+class QueueRow(msgspec.Struct, frozen=True):
     """The queue of one class."""
 
     name: str
@@ -136,7 +136,7 @@ class Cache(msgspec.Struct, frozen=True):
     redis: str  # none, up, down
 
 
-class Request(msgspec.Struct, frozen=True):
+class RequestRow(msgspec.Struct, frozen=True):
     request_id: str
     model: str
     state: str
@@ -194,10 +194,10 @@ class Snapshot(msgspec.Struct, frozen=True):
     ready: bool
     models: list[str]
     controller: bool  # whether it answered; if not, the lists hold what this router knows
-    routers: list[Router]
+    routers: list[RouterRow]
     workers: list[WorkerRow]
     flows: list[FlowRow]
-    queues: list[Queue]
+    queues: list[QueueRow]
     queued_requests: int
     running_requests: int
     rates: Rates
@@ -208,7 +208,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     placements: dict[str, int]  # by reason, since the router's start
     decisions: list[PlacementRow]
     events: list[EventRow]
-    requests: list[Request]  # in flight, then recently ended; newest first
+    requests: list[RequestRow]  # in flight, then recently ended; newest first
 
 
 class SpanRow(msgspec.Struct, frozen=True):
@@ -235,5 +235,5 @@ class AttemptRow(msgspec.Struct, frozen=True):
 
 class RequestTimeline(msgspec.Struct, frozen=True):
     version: int
-    request: Request
+    request: RequestRow
     attempts: list[AttemptRow]

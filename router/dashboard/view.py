@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from router.dashboard import cluster_status, figures, snapshot
-from router.dashboard.events import Event
+from router.dashboard.events import DashboardEvent
 from router.dashboard.feed import Decision, Feed
 from router.observe.trace import Trace
 from router.prefix_index.follower import PrefixFollower
@@ -66,7 +66,7 @@ class RouterView:
             ready=is_ready,
             models=list(self._service.models),
             controller=False,
-            routers=[snapshot.Router(self._service.router_id, "ready" if is_ready else "not_ready")],
+            routers=[snapshot.RouterRow(self._service.router_id, "ready" if is_ready else "not_ready")],
             workers=workers,
             flows=list(self._flows(now_s)),
             queues=self._queues(),
@@ -133,11 +133,11 @@ class RouterView:
                 failures=flow.failures,
             )
 
-    def _queues(self) -> list[snapshot.Queue]:
+    def _queues(self) -> list[snapshot.QueueRow]:
         admission = self._dispatcher.admission
         queued, refusals = admission.queued_by_class(), admission.refusals
         return [
-            snapshot.Queue(
+            snapshot.QueueRow(
                 name=each.name,
                 queued=queued[each.name],
                 is_batch=each.batch,
@@ -163,7 +163,7 @@ class RouterView:
             redis=redis,
         )
 
-    def _requests(self, now_s: float) -> Iterator[snapshot.Request]:
+    def _requests(self, now_s: float) -> Iterator[snapshot.RequestRow]:
         in_flight = [*self._dispatcher.running(), *self._dispatcher.admission.items()]
         in_flight.sort(key=lambda run: run.received_s, reverse=True)
         for run in in_flight[:LISTED_REQUESTS]:
@@ -172,27 +172,27 @@ class RouterView:
             yield _ended_row(trace, now_s)
 
 
-def _running_row(run: RequestRun, now_s: float) -> snapshot.Request:
+def _running_row(run: RequestRun, now_s: float) -> snapshot.RequestRow:
     cached_tokens = run.cached_tokens if run.answer_tokens else 0
     return _request_row(run.trace, run.lifecycle.state.value, cached_tokens, run.answer_tokens, now_s)
 
 
-def _ended_row(trace: Trace, now_s: float) -> snapshot.Request:
+def _ended_row(trace: Trace, now_s: float) -> snapshot.RequestRow:
     usage = trace.usage or Usage(trace.prompt_tokens, 0, 0)
     return _request_row(trace, trace.state.value, usage.cached_tokens, usage.completion_tokens, now_s)
 
 
-def _timeline(trace: Trace, row: snapshot.Request) -> snapshot.RequestTimeline:
+def _timeline(trace: Trace, row: snapshot.RequestRow) -> snapshot.RequestTimeline:
     return snapshot.RequestTimeline(snapshot.VERSION, row, _attempts(trace.to_wire()))
 
 
 def _request_row(
     trace: Trace, state: str, cached_tokens: int, completion_tokens: int, now_s: float
-) -> snapshot.Request:
+) -> snapshot.RequestRow:
     last = trace.last
     first_tokens = [each.first_token_s for each in trace.attempts if each.first_token_s is not None]
     received = None if last is None or last.received is None else last.received.done
-    return snapshot.Request(
+    return snapshot.RequestRow(
         request_id=trace.request_id,
         model=trace.model,
         state=state,
@@ -230,7 +230,7 @@ def _attempt(wire: trace_pb2.Attempt) -> snapshot.AttemptRow:
     )
 
 
-def _event(event: Event) -> snapshot.EventRow:
+def _event(event: DashboardEvent) -> snapshot.EventRow:
     return snapshot.EventRow(
         event.kind, event.severity, event.subject, event.text, event.first_unix_s, event.last_unix_s, event.times
     )

@@ -35,11 +35,11 @@ _USED = np.uint64(1 << 63)  # set in every tag: no tag equals an empty slot. The
 _TABLE_SHARE = 0.8  # of the memory; the overflow and the sets get a tenth each
 _ENTRY_BYTES = 160  # of a dict entry with key and value: an overflowing block, or a set
 
-Words = NDArray[np.uint64]
+HashWords = NDArray[np.uint64]
 Slots = NDArray[np.int64]
 
 
-def words_of(hashes: bytes) -> Words:
+def words_of(hashes: bytes) -> HashWords:
     """The table's keys [n] of concatenated block hashes [n x 16 bytes]: the first half of each."""
     return np.frombuffer(hashes, dtype="<u8")[:: HASH_BYTES // 8]
 
@@ -92,7 +92,7 @@ class BlockTable:
         where = [0, *((numbers[1:] != numbers[:-1]).nonzero()[0] + 1).tolist()]
         return list(zip(where, numbers[where].tolist(), strict=True))
 
-    def add(self, keys: Words, owner: int) -> None:
+    def add(self, keys: HashWords, owner: int) -> None:
         """Records that `owner` holds these blocks. Microseconds for a few keys; then proportional to their number."""
         for start in range(0, len(keys), SLICE_BLOCKS):
             hashed = keys[start : start + SLICE_BLOCKS] * self._multiplier
@@ -102,7 +102,7 @@ class BlockTable:
             if not held.all():
                 self._insert(self._add_overflowing(hashed[~held], owner), owner)
 
-    def discard(self, keys: Words, owner: int) -> None:
+    def discard(self, keys: HashWords, owner: int) -> None:
         """Records that `owner` no longer holds these blocks. Ignores blocks that it never held."""
         for start in range(0, len(keys), SLICE_BLOCKS):
             hashed = keys[start : start + SLICE_BLOCKS] * self._multiplier
@@ -119,11 +119,11 @@ class BlockTable:
         for each, mask in [pair for pair in self._overflow.items() if pair[1] & owner]:
             self._set_overflowing(each, mask & ~owner)
 
-    def _place(self, hashed: Words) -> tuple[Slots, Words]:
+    def _place(self, hashed: HashWords) -> tuple[Slots, HashWords]:
         """The bucket and the tag of each key."""
         return (((hashed >> _HALF) * self._buckets) >> _HALF).view(np.int64), (hashed << _TAG_SHIFT) | _USED
 
-    def _probe(self, hashed: Words) -> tuple[Slots, Words, Words]:
+    def _probe(self, hashed: HashWords) -> tuple[Slots, HashWords, HashWords]:
         """Buckets, tags, and the XOR of each of the 8 slots with the tag [8, n].
 
         A result of at most _MAX_SET is a hit and equals the number of the owner set.
@@ -133,7 +133,7 @@ class BlockTable:
         differences ^= tags
         return buckets, tags, differences
 
-    def _find(self, hashed: Words) -> tuple[Slots, NDArray[np.bool_]]:
+    def _find(self, hashed: HashWords) -> tuple[Slots, NDArray[np.bool_]]:
         """The distinct slots of the keys found, and a mask of the keys found [n]."""
         buckets, _, differences = self._probe(hashed)
         held = (differences.min(axis=0) - np.uint64(1)) < _MAX_SET  # an empty slot's 0 wraps around
@@ -146,7 +146,7 @@ class BlockTable:
         changed = (entries & ~_MAX_SET) | news.view(np.uint64)
         self._slots[slots] = np.where(news == NO_OWNER, np.uint64(0), changed)
 
-    def _insert(self, hashed: Words, owner: int) -> None:
+    def _insert(self, hashed: HashWords, owner: int) -> None:
         """Inserts blocks without a slot. If two choose the same slot, one wins and the other chooses again."""
         number = self._sets.number_of(owner)
         if number is None:
@@ -168,7 +168,7 @@ class BlockTable:
             self._sets.join(number, len(taken))
             hashed = hashed[room][self._slots[slots] != entries]
 
-    def _add_overflowing(self, hashed: Words, owner: int) -> Words:
+    def _add_overflowing(self, hashed: HashWords, owner: int) -> HashWords:
         """Adds the owner to blocks in the overflow; returns the other blocks."""
         if not self._overflow:
             return hashed
@@ -186,7 +186,7 @@ class BlockTable:
             self._lost += 1
 
 
-def _native_runs(slots: Words, multiplier: int) -> PrefixRuns | None:
+def _native_runs(slots: HashWords, multiplier: int) -> PrefixRuns | None:
     try:
         return PrefixRuns(slots, multiplier, prefix_library())
     except ConfigError as error:

@@ -40,11 +40,11 @@ A1, A2 = WorkerKey("a", 1), WorkerKey("a", 2)
 BINARIES = [str(get_binary_path()), *filter(None, [shutil.which("redis-server")])]
 
 
-class Place(Protocol):
+class HasUrl(Protocol):
     url: str
 
 
-class Server:
+class RedisServer:
     def __init__(self, folder: Path, binary: str = BINARIES[0]) -> None:
         self._folder = folder
         self._binary = binary
@@ -82,10 +82,10 @@ class Server:
             self._process = None
 
 
-class Side:
+class IndexReplica:
     """One router's mirror of the index."""
 
-    def __init__(self, server: Place) -> None:
+    def __init__(self, server: HasUrl) -> None:
         self.clock = FakeClock()
         self.mirror = PrefixMirror()
         self.follower = PrefixFollower(server.url, "c", self.mirror, self.clock)
@@ -95,7 +95,7 @@ class Side:
 
 
 @asynccontextmanager
-async def publishing(server: Place, epoch: int = 1, stream_entries: int = 64) -> AsyncIterator[EventPublisher]:
+async def publishing(server: HasUrl, epoch: int = 1, stream_entries: int = 64) -> AsyncIterator[EventPublisher]:
     publisher = EventPublisher(
         cluster="c",
         worker_id="a",
@@ -114,10 +114,10 @@ def store(publisher: EventPublisher, count: int) -> None:
     publisher.publish(True, join_hashes(CHAIN[:count]))
 
 
-class Hand:
+class IndexKeyWriter:
     """Writes the keys of worker "a" directly, correct or not."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: RedisServer) -> None:
         self.redis = Redis.from_url(server.url)
 
     def snapshot(self, seq: int, count: int, epoch: int = 1) -> None:

@@ -20,7 +20,7 @@ START_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class At:
+class RedisAddress:
     url: str
 
 
@@ -73,7 +73,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def watched_pair(folder: Path, binary: str) -> Iterator[tuple[At, TcpServer]]:
+def watched_pair(folder: Path, binary: str) -> Iterator[tuple[RedisAddress, TcpServer]]:
     """A master with a replica and a sentinel; yields their address and the master."""
     master = TcpServer(folder / "master", binary)
     replica = TcpServer(folder / "replica", binary, f"replicaof {HOST} {master.port}", "repl-diskless-sync-delay 0")
@@ -86,7 +86,7 @@ def watched_pair(folder: Path, binary: str) -> Iterator[tuple[At, TcpServer]]:
     sentinel = TcpServer(folder / "sentinel", binary, *lines, sentinel=True)
     try:
         eventually(lambda: sentinel.redis.sentinel_slaves("ours"))
-        yield At(f"redis+sentinel://{HOST}:{free_port()},{HOST}:{sentinel.port}/ours"), master
+        yield RedisAddress(f"redis+sentinel://{HOST}:{free_port()},{HOST}:{sentinel.port}/ours"), master
     finally:
         for each in (sentinel, replica, master):
             each.kill()
@@ -97,7 +97,7 @@ def _execute(node: TcpServer, *command: str | int) -> str:
 
 
 @contextlib.contextmanager
-def sharded(folder: Path, binary: str) -> Iterator[tuple[At, list[TcpServer]]]:
+def sharded(folder: Path, binary: str) -> Iterator[tuple[RedisAddress, list[TcpServer]]]:
     """Three masters that share the slots."""
     lines = ("cluster-enabled yes", "cluster-node-timeout 1000")
     nodes = [TcpServer(folder / f"node-{number}", binary, *lines) for number in range(3)]
@@ -109,7 +109,7 @@ def sharded(folder: Path, binary: str) -> Iterator[tuple[At, list[TcpServer]]]:
         for node in nodes:
             eventually(lambda node=node: "'cluster_state': 'ok'" in _execute(node, "CLUSTER INFO"))  # type: ignore[misc]
         places = ",".join(f"{HOST}:{node.port}" for node in nodes)
-        yield At(f"redis+cluster://{places}"), nodes
+        yield RedisAddress(f"redis+cluster://{places}"), nodes
     finally:
         for node in nodes:
             node.kill()

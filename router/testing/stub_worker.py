@@ -33,14 +33,14 @@ SENT = worker_pb2.SendStages(
     first_token_s=0.005, hidden_bytes=BLOCK_BYTES // 2,
 )  # fmt: skip
 
-Answer = Callable[[Sequence[int]], Sequence[int]]
+AnswerScript = Callable[[Sequence[int]], Sequence[int]]
 
 
 @dataclass(slots=True)
 class StubBehaviour:
     """What a stub worker does with requests. Tests may change it while the worker runs."""
 
-    answer: Answer = lambda prompt: list(prompt[:8])  # gives all tokens of the answer to a prompt
+    answer: AnswerScript = lambda prompt: list(prompt[:8])  # gives all tokens of the answer to a prompt
     token_delay_s: float = 0.0
     prefill_wait_s: float = 0.0  # before the computation of a prompt
     refuse_reservations: int = 0  # this many are refused with kv_exhausted
@@ -61,7 +61,7 @@ class StubBehaviour:
     takes_more: bool = True  # accept several frames per message; older workers do not
 
 
-def script(tokens: Sequence[int]) -> Answer:
+def script(tokens: Sequence[int]) -> AnswerScript:
     """Answers any prompt with `tokens`; if the prompt already ends with the first of them, with the rest."""
 
     def answer(prompt: Sequence[int]) -> Sequence[int]:

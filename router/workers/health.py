@@ -90,7 +90,7 @@ class SendCanary:
     key: WorkerKey
 
 
-Action = MigrateRequests | SendCanary
+HealthAction = MigrateRequests | SendCanary
 
 
 @dataclass(slots=True)
@@ -251,9 +251,9 @@ class HealthBoard:
 
     # ---- time
 
-    def check(self, now_s: float, silences: Iterable[Silence]) -> list[Action]:
+    def check(self, now_s: float, silences: Iterable[Silence]) -> list[HealthAction]:
         """The actions due at `now_s`. `silences`: one per worker with outstanding work that reports steps."""
-        actions: list[Action] = []
+        actions: list[HealthAction] = []
         seen = {silence.key: silence for silence in silences}
         for key, worker in self._workers.items():
             actions += self._judge_silence(key, worker, seen.get(key), now_s)
@@ -266,7 +266,7 @@ class HealthBoard:
 
     def _judge_silence(
         self, key: WorkerKey, worker: WorkerHealth, silence: Silence | None, now_s: float
-    ) -> Iterator[Action]:
+    ) -> Iterator[HealthAction]:
         if silence is not None and silence.silent_s > silence.limit_s:
             if worker.state is not HealthState.EJECTED:
                 self._eject_now(key, worker, EjectReason.STALLED, now_s)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from router.dashboard.cluster_status import with_all_workers, with_links
-from router.dashboard.snapshot import VERSION, EventRow, FlowRow, Queue, Request, Snapshot, WorkerRow
+from router.dashboard.snapshot import VERSION, EventRow, FlowRow, QueueRow, RequestRow, Snapshot, WorkerRow
 from tandem.errors import UnavailableError
 from tandem.v1 import cluster_pb2
 
@@ -39,8 +39,8 @@ class Frame:
     routers: list[RouterRow]
     workers: list[WorkerRow]
     flows: list[FlowRow]
-    queues: list[Queue]
-    requests: list[Request]
+    queues: list[QueueRow]
+    requests: list[RequestRow]
     events: list[EventRow]
 
 
@@ -114,8 +114,8 @@ def _flows(flows: Iterable[FlowRow]) -> list[FlowRow]:
     return list(found.values())
 
 
-def _queues(queues: Iterable[Queue]) -> list[Queue]:
-    found: dict[str, Queue] = {}
+def _queues(queues: Iterable[QueueRow]) -> list[QueueRow]:
+    found: dict[str, QueueRow] = {}
     for queue in queues:
         known = found.get(queue.name)
         found[queue.name] = (

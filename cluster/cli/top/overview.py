@@ -11,7 +11,7 @@ from rich.text import Text
 from cluster.cli.console import fitted
 from cluster.cli.top.frame import Frame, RouterRow
 from cluster.cli.top.tables import FLOWS, REQUESTS, WORKERS, Column, Item, number, seconds
-from router.dashboard.snapshot import LatencyPercentiles, Queue, WorkerRow
+from router.dashboard.snapshot import LatencyPercentiles, QueueRow, WorkerRow
 from tandem.text.words import size
 
 STYLES = {
@@ -124,7 +124,7 @@ def _pair(found: LatencyPercentiles) -> str:
     return "–" if found.p50 is None else f"{seconds(found.p50)} / {seconds(found.p99)}"
 
 
-def _queues(queues: Sequence[Queue]) -> Text:
+def _queues(queues: Sequence[QueueRow]) -> Text:
     parts = [
         f"{queue.name} {queue.queued} waiting" + (f", {number(refused)} refused" if refused else "")
         for queue in queues

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from router.dashboard.snapshot import EventRow, FlowRow, Request, WorkerRow
+from router.dashboard.snapshot import EventRow, FlowRow, RequestRow, WorkerRow
 from tandem.text.words import size
 
 Item = TypeVar("Item")
@@ -80,7 +80,7 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "–"
 
 
-def path_of(request: Request) -> str:
+def path_of(request: RequestRow) -> str:
     if not request.decode_worker:
         return "–"
     way = f"{request.prefill_worker} → {request.decode_worker}" if request.prefill_worker else request.decode_worker
@@ -146,7 +146,7 @@ FLOWS: tuple[Column[FlowRow], ...] = (
     _figure("link B/s", lambda flow: flow.link_bytes_per_s, size),
 )
 
-REQUESTS: tuple[Column[Request], ...] = (
+REQUESTS: tuple[Column[RequestRow], ...] = (
     _text("request", lambda request: request.request_id),
     _text("state", lambda request: (request.error or request.state).replace("_", " ")),
     _text("path", path_of),

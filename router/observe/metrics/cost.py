@@ -15,24 +15,24 @@ from tandem.clock import Clock
 WINDOW_S = 300.0
 BETWEEN_S = 5.0  # least distance between two moments of the window
 
-Pool = tuple[str, str]  # model, role
+PoolKey = tuple[str, str]  # model, role
 
 
 class CostMeter:
     """Accrues cost for all known ranks, busy or idle. Pure apart from the clock."""
 
     def __init__(self, per_rank_hour: float, clock: Clock) -> None:
-        self.total: dict[Pool, float] = {}  # accrued so far
+        self.total: dict[PoolKey, float] = {}  # accrued so far
         self._per_rank_s = per_rank_hour / 3600
         self._clock = clock
-        self._ranks: Mapping[Pool, int] = {}
+        self._ranks: Mapping[PoolKey, int] = {}
         self._since_s = clock.now_s()
         self._moments: deque[tuple[float, dict[str, float], dict[str, int]]] = deque()  # time, cost, tokens by model
 
-    def per_hour(self) -> dict[Pool, float]:
+    def per_hour(self) -> dict[PoolKey, float]:
         return {pool: ranks * self._per_rank_s * 3600 for pool, ranks in self._ranks.items()}
 
-    def set_ranks(self, ranks: Mapping[Pool, int]) -> None:
+    def set_ranks(self, ranks: Mapping[PoolKey, int]) -> None:
         self.accrue()
         self._ranks = ranks
 
@@ -71,8 +71,8 @@ class CostMeter:
         return found
 
 
-def ranks_of(workers: Iterable[SpecWorker]) -> Counter[Pool]:
-    ranks: Counter[Pool] = Counter()
+def ranks_of(workers: Iterable[SpecWorker]) -> Counter[PoolKey]:
+    ranks: Counter[PoolKey] = Counter()
     for worker in workers:
         ranks[worker.model, worker.role.value] += worker.ranks
     return ranks

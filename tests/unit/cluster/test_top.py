@@ -30,14 +30,14 @@ NONE = shape.LatencyPercentiles(0, None, None, None)
 SERIES = shape.Series([None], [None], [None])
 
 
-def request(number: int, **fields: Any) -> shape.Request:
+def request(number: int, **fields: Any) -> shape.RequestRow:
     values: dict[str, Any] = {
         "request_id": f"{number:024x}", "model": "tiny", "state": "finished", "error": "",
         "received_unix_s": 100.0 + number,
         "prompt_tokens": 10 * number, "cached_tokens": 0, "completion_tokens": number, "ttft_s": None, "total_s": 1.0,
         "attempts": 1, "prefill_worker": "prefill-0", "decode_worker": "decode-0", "handoff_bytes": 0,
     }  # fmt: skip
-    return shape.Request(**(values | fields))
+    return shape.RequestRow(**(values | fields))
 
 
 def view(router_id: str = "router-0", **fields: Any) -> shape.Snapshot:
@@ -51,7 +51,7 @@ def view(router_id: str = "router-0", **fields: Any) -> shape.Snapshot:
             shape.WorkerRow("decode-0", "decode", "tiny", "6", 1, "ready", "healthy", tpot_s=0.02),
         ],
         "flows": [shape.FlowRow("prefill-0", "decode-0", bytes_per_s=1e6, in_flight=1, handoffs=2, bytes=100)],
-        "queues": [shape.Queue("interactive", 1, False, 30.0, {"slo": 2})], "running_requests": 2,
+        "queues": [shape.QueueRow("interactive", 1, False, 30.0, {"slo": 2})], "running_requests": 2,
         "rates": shape.Rates(20.0, 1.5, 0.0, 10.0, 20.0, 1.0, 1e6), "latency": [figures, figures], "history": history,
         "cache": shape.Cache(0.5, 0.0, 300.0, [0.5], 7, 2, 0, "up"),
         "scaling": shape.Scaling(1, 1, 1, 1, "off", []), "placements": {}, "decisions": [],

@@ -6,8 +6,8 @@ import pytest
 
 from router.prefix_index.mirror import WorkerKey
 from router.workers.health import (
-    Action,
     EjectReason,
+    HealthAction,
     HealthBoard,
     HealthRules,
     HealthState,
@@ -44,7 +44,7 @@ def fail(board: HealthBoard, key: WorkerKey, times: int, now_s: float = 0.0) -> 
         board.failed(key, now_s)
 
 
-def canaries(actions: list[Action]) -> list[WorkerKey]:
+def canaries(actions: list[HealthAction]) -> list[WorkerKey]:
     return [action.key for action in actions if isinstance(action, SendCanary)]
 
 
