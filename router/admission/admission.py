@@ -227,7 +227,9 @@ class Admission(Generic[Item]):
                 self.refusals[spec.name, Refusal.DEADLINE] += 1
                 raise DeadlineExceeded("the deadline of the request passed before it was queued")
         if spec.ttft_slo_s is not None:
-            limits_s.append((SLO_SHARE * spec.ttft_slo_s, Refusal.SLO, f"{spec.ttft_slo_s:g} s (class {spec.name!r})"))
+            slo_s = SLO_SHARE * spec.ttft_slo_s
+            wanted = f"{slo_s:.3g} s ({SLO_SHARE:.0%} of ttft_slo_s of class {spec.name!r})"
+            limits_s.append((slo_s, Refusal.SLO, wanted))
         predicted_s = line.predicted_ttft_s(spec, terms.tenant, tokens) if limits_s else None
         if predicted_s is None:
             return
@@ -235,8 +237,8 @@ class Admission(Generic[Item]):
         if predicted_s > limit_s:
             self.refusals[spec.name, refusal] += 1
             raise OverloadedError(
-                f"expected a first token within {wanted}; behind the queued requests it would take "
-                f"{predicted_s:.3g} s; retry later",
+                f"expected a first token within {wanted}; predicted {predicted_s:.3g} s behind the queued requests; "
+                "retry later",
                 retry_after_s=max(SHORTEST_RETRY_S, predicted_s - limit_s),
             )
 
@@ -248,7 +250,7 @@ class Admission(Generic[Item]):
         if len(self) < self._max_queued:
             return []
         spec = self._classes[terms.priority]
-        own = (line.tier(spec).count(spec.name, terms.tenant) + 1) / spec.weight
+        share = (line.tier(spec).count(spec.name, terms.tenant) + 1) / spec.weight
         full = f"the queue is full ({self._max_queued} requests, router.max_queued_requests); retry later"
         retry_s = self._retry_after_s(line, now_s)
         lines = ((each, one) for each in self._lines.values() for one in each.tiers)
@@ -261,7 +263,7 @@ class Admission(Generic[Item]):
             key=lambda found: found[:2],
             default=None,
         )
-        if longest is None or longest[:2] <= (spec.batch, own):
+        if longest is None or longest[:2] <= (spec.batch, share):
             self.refusals[spec.name, Refusal.QUEUE_FULL] += 1
             raise OverloadedError(full, retry_after_s=retry_s)
         entry = longest[2]

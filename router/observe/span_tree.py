@@ -56,23 +56,23 @@ def span_tree(trace: Trace, router_id: str) -> list[FinishedSpan]:
     error = None if trace.error is None else trace.error.value
     root = tree.add(REQUEST, arrived_s, ended_s, None, attributes=_request_attributes(trace), error=error)
     tree.add(PARSE, arrived_s, trace.received_s, root)
-    before: tuple[int, ...] = ()
+    previous: tuple[int, ...] = ()
     for attempt in trace.attempts:
         tree.add(Stage.QUEUE.value, attempt.queued_s, attempt.dispatched_s, root)
         end_s = ended_s if attempt.ended_s is None else attempt.ended_s
-        own = tree.add(
+        parent = tree.add(
             ATTEMPT,
             attempt.dispatched_s,
             end_s,
             root,
             attributes=_attempt_attributes(attempt),
-            links=before,  # the attempt it retries
+            links=previous,  # the attempt it retries
             error=None if attempt.failure is None else attempt.failure.code.value,
         )
-        before = (own,)
+        previous = (parent,)
         for span in attempt.spans():
             if span.stage is not Stage.QUEUE:
-                tree.add(span.stage.value, span.start_s, span.end_s, own, at=_owner(attempt, span.stage))
+                tree.add(span.stage.value, span.start_s, span.end_s, parent, at=_owner(attempt, span.stage))
     if not trace.attempts:
         tree.add(Stage.QUEUE.value, trace.received_s, ended_s, root)
     return tree.spans

@@ -107,7 +107,7 @@ class WorkerEstimates:
 
     def __init__(self, clock: Clock, pool: _Sums, other_pool: _Sums) -> None:
         self._clock = clock
-        self._own = _Sums()
+        self._sums = _Sums()
         self._pool = pool
         self._other_pool = other_pool
         self._pace = START_PACE
@@ -118,16 +118,16 @@ class WorkerEstimates:
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Dispatch to first token; `tokens` are the ones ahead of the prompt and its own uncached ones."""
         if tokens >= LEAST_PREFILL_TOKENS:
-            self._observe(self._own.prefill, self._pool.prefill, seconds, tokens)
+            self._observe(self._sums.prefill, self._pool.prefill, seconds, tokens)
 
     def reserved(self, seconds: float) -> None:
         """As a decode worker: Reserve to Reserved."""
-        self._observe(self._own.reserve, self._pool.reserve, seconds, 1)
+        self._observe(self._sums.reserve, self._pool.reserve, seconds, 1)
 
     def received(self, tokens: int, seconds: float) -> None:
         """As a decode worker: first token to joined, for a handoff of `tokens` tokens."""
         if tokens >= LEAST_TRANSFER_TOKENS:
-            self._observe(self._own.transfer, self._pool.transfer, seconds, tokens)
+            self._observe(self._sums.transfer, self._pool.transfer, seconds, tokens)
 
     def sent(self, to: WorkerEpoch, tokens: int, seconds: float) -> None:
         """As a prefill worker: the same time, for this pair of workers."""
@@ -147,7 +147,7 @@ class WorkerEstimates:
         """As a decode worker: tokens of one request in a batch of `batch` requests, itself included."""
         power = min(max(1, batch).bit_length(), len(BATCH_SIZES)) - 1
         at_size_s = seconds * batch_shape(BATCH_SIZES[power]) / batch_shape(max(1, batch))
-        self._observe(self._own.steps[power], self._pool.steps[power], at_size_s, tokens)
+        self._observe(self._sums.steps[power], self._pool.steps[power], at_size_s, tokens)
 
     @property
     def transfer_to(self) -> Mapping[WorkerEpoch, float]:
@@ -162,14 +162,14 @@ class WorkerEstimates:
         return self._pace
 
     def _compute(self, now_s: float) -> Pace:
-        own, pool, other = self._own, self._pool, self._other_pool
+        sums, pool, other = self._sums, self._pool, self._other_pool
         prefill_s = pool.prefill.value(other.prefill.value(START_PREFILL_S_PER_TOKEN))
         transfer_s = pool.transfer.value(START_TRANSFER_S_PER_TOKEN)
         reserve_s = pool.reserve.value(START_RESERVE_S)
         return Pace(
-            prefill_s_per_token=max(_LEAST_S, own.prefill.among_peers(prefill_s, PEER_PREFILL_TOKENS, now_s)),
-            reserve_s=own.reserve.among_peers(reserve_s, PEER_RESERVATIONS, now_s),
-            transfer_s_per_token=own.transfer.among_peers(transfer_s, PEER_TRANSFER_TOKENS, now_s),
+            prefill_s_per_token=max(_LEAST_S, sums.prefill.among_peers(prefill_s, PEER_PREFILL_TOKENS, now_s)),
+            reserve_s=sums.reserve.among_peers(reserve_s, PEER_RESERVATIONS, now_s),
+            transfer_s_per_token=sums.transfer.among_peers(transfer_s, PEER_TRANSFER_TOKENS, now_s),
             tpot_s=self._tpots(now_s),
         )
 
@@ -183,13 +183,13 @@ class WorkerEstimates:
             if seen:
                 near = _nearest(power, seen)
                 peers_s = pool[near].value(0.0) * batch_shape(size) / batch_shape(BATCH_SIZES[near])
-            found.append(self._own.steps[power].among_peers(peers_s, PEER_DECODE_TOKENS, now_s))
+            found.append(self._sums.steps[power].among_peers(peers_s, PEER_DECODE_TOKENS, now_s))
         return tuple(found)
 
-    def _observe(self, own: _Ratio, pool: _Ratio, seconds: float, units: int) -> None:
+    def _observe(self, worker: _Ratio, pool: _Ratio, seconds: float, units: int) -> None:
         if self._sane(seconds, units):
             now_s = self._clock.now_s()
-            own.add(seconds, units, now_s)
+            worker.add(seconds, units, now_s)
             pool.add(seconds, units, now_s)
 
     @staticmethod
