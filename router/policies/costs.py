@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from router.policies.types import Candidate, PlacementQuery
 
-MOST_BUSY = 0.9  # the highest busy share that `later_price` counts
+MOST_BUSY = 0.9  # the highest busy share that `delay_factor` counts
 
 
 def prefill_s(query: PlacementQuery, worker: Candidate) -> float:
@@ -18,7 +18,7 @@ def prefill_s(query: PlacementQuery, worker: Candidate) -> float:
     return (worker.outstanding_tokens + worker.uncached_tokens(query)) * worker.pace.prefill_s_per_token
 
 
-def later_price(candidates: Sequence[Candidate]) -> float:
+def delay_factor(candidates: Sequence[Candidate]) -> float:
     """Seconds of delay to later requests for each second that one of these workers computes a prompt.
 
     1 / (1 - ρ) if a share ρ of the workers has prompts to compute: the factor by which work extends a queue's busy
@@ -28,9 +28,9 @@ def later_price(candidates: Sequence[Candidate]) -> float:
     return 1 / (1 - min(MOST_BUSY, computing / (len(candidates) + 1)))
 
 
-def later_s(query: PlacementQuery, worker: Candidate, price: float) -> float:
-    """The delay to later requests if this worker computes the prompt. `price`: of `later_price`."""
-    return price * worker.uncached_tokens(query) * worker.pace.prefill_s_per_token
+def caused_delay_s(query: PlacementQuery, worker: Candidate, factor: float) -> float:
+    """The delay to later requests if this worker computes the prompt. `factor`: of `delay_factor`."""
+    return factor * worker.uncached_tokens(query) * worker.pace.prefill_s_per_token
 
 
 def transfer_s(query: PlacementQuery, decode: Candidate, prefill: Candidate | None = None) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from router.policies.costs import decode_s, handoff_s, later_price, later_s, prefill_s, transfer_s
+from router.policies.costs import caused_delay_s, decode_s, delay_factor, handoff_s, prefill_s, transfer_s
 from router.policies.local_prefill import LocalPrefill
 from router.policies.types import Candidate, PlacementQuery
 
@@ -19,8 +19,8 @@ class ExpectedTtft:
     """
 
     def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
-        price = later_price(candidates)
-        times_s = [prefill_s(query, each) + later_s(query, each, price) for each in candidates]
+        factor = delay_factor(candidates)
+        times_s = [prefill_s(query, each) + caused_delay_s(query, each, factor) for each in candidates]
         if query.decode is not None:
             times_s = [s + transfer_s(query, query.decode, each) for s, each in zip(times_s, candidates, strict=True)]
         return _shortest_first(times_s)
@@ -37,12 +37,12 @@ class ExpectedTime:
     local: LocalPrefill | None  # None: always hand off if there is a prefill worker
 
     def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
-        price = later_price(candidates)
-        return _shortest_first([self._time_s(query, each, price) for each in candidates])
+        factor = delay_factor(candidates)
+        return _shortest_first([self._time_s(query, each, factor) for each in candidates])
 
-    def _time_s(self, query: PlacementQuery, worker: Candidate, price: float) -> float:
+    def _time_s(self, query: PlacementQuery, worker: Candidate, factor: float) -> float:
         if query.prefill_s is None or (self.local is not None and self.local.takes(query, worker)):
-            return prefill_s(query, worker) + decode_s(query, worker) + later_s(query, worker, price)
+            return prefill_s(query, worker) + decode_s(query, worker) + caused_delay_s(query, worker, factor)
         return handoff_s(query, worker, query.prefill_s) + decode_s(query, worker)
 
 

@@ -6,7 +6,7 @@ DRIFT = 1e-4  # two hosts' clocks differ by less than 100 ppm
 
 
 class ClockOffset:
-    """The least recent (arrival − departure) is the clock difference plus the shortest travel time of a frame.
+    """The smallest recent (arrival − departure) is the clock difference plus the shortest travel time of a frame.
 
     The estimate may grow by DRIFT, to follow clocks that diverge. Mapped times are late by that shortest travel time
     (well under a millisecond on one host), never by more.
