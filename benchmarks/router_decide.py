@@ -18,7 +18,7 @@ from router.policies.types import Placement
 from router.requests.output import OutputAssembler
 from router.requests.request import ValidRequest
 from router.requests.run import RequestRun
-from router.terms import Terms
+from router.terms import RequestTerms
 from router.testing.controller import StubController
 from router.testing.stub_worker import StubWorker, until
 from tandem.config.launch import RouterLaunch, ServedModel
@@ -125,7 +125,7 @@ def _decide_ms(app: RouterApp, prompt: list[int], hashes: list[BlockHash]) -> fl
         block_tokens=BLOCK_TOKENS,
     )
     assembler = OutputAssembler(app.service.models[MODEL].tokenizer, prompt, (), frozenset())
-    run = RequestRun(request, assembler, Terms("interactive"), time.monotonic(), max_migrations=0)
+    run = RequestRun(request, assembler, RequestTerms("interactive"), time.monotonic(), max_migrations=0)
     began_s = time.perf_counter()
     placement = app.dispatcher.core.placer.decide(run)
     took_ms = 1000 * (time.perf_counter() - began_s)

@@ -242,7 +242,7 @@ class RouterApp:
         fleet = self.dispatcher.fleet
         prefill, decode = fleet.count_ready(Role.PREFILL), fleet.count_ready(Role.DECODE)
         self.metrics.set_workers(prefill=prefill, decode=decode)
-        self.feed.fleet_watch.look(fleet)
+        self.feed.fleet_watch.update(fleet)
         self._readiness.update()
         self._tell_readiness()
         self.dispatcher.pump()

@@ -1,4 +1,4 @@
-"""On what terms a client wants its request served: class, tenant, deadline. The same headers on all edges."""
+"""How a client wants its request served: class, tenant, deadline. All edges read the same headers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,18 @@ _SECONDS = re.compile(r"\d{1,9}(\.\d{0,9})?|\.\d{1,9}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """`tenant` empty: the client named none. `deadline_s` in the router's clock; None: as long as it takes.
-    `arrived_s`: when the request came, before any of it was parsed; None: nobody looked. `call`: the one that it came
-    by, where calls are watched. `client_id`: what the client calls it, for people who look for its trace."""
+class RequestTerms:
+    """The class, tenant and deadline of one request, and its origin.
+
+    Args:
+        priority: class name.
+        tenant: empty if the client named none.
+        deadline_s: on the router's clock; None for no deadline.
+        arrived_s: arrival time, before parsing; None if not measured.
+        trace: the client's trace context, or a new one if the request is sampled; else None.
+        call: the authenticated call; None without authentication.
+        client_id: the client's x-request-id, by which its trace can be found.
+    """
 
     priority: str
     tenant: str = ""
@@ -45,8 +53,12 @@ class TermsParser:
         self._clock = clock
         self._sampler = sampler or TraceSampler(None)
 
-    def parse(self, header: Callable[[str], str | None], remaining_s: float | None = None) -> Terms:
-        """`header` gives a header's value by its lower-case name; `remaining_s` is what the transport itself allows.
+    def parse(self, header: Callable[[str], str | None], remaining_s: float | None = None) -> RequestTerms:
+        """Parses a request's headers.
+
+        Args:
+            header: gives the value of a header by its lower-case name.
+            remaining_s: the deadline of the transport (gRPC), if any.
 
         Raises InputError naming the header.
         """
@@ -54,14 +66,14 @@ class TermsParser:
         arrived_s, trace = self._clock.now_s(), self._sampler.context(header)
         client_id = client_request_id(header(REQUEST_ID))
         if priority is None and tenant is None and timeout is None and remaining_s is None:
-            return Terms(self.names[0], arrived_s=arrived_s, trace=trace, client_id=client_id)
+            return RequestTerms(self.names[0], arrived_s=arrived_s, trace=trace, client_id=client_id)
         if priority is not None and priority not in self.names:
             known = ", ".join(repr(name) for name in self.names)
             raise InputError(f"{PRIORITY}: expected one of {known}, got {priority[:40]!r}", field=PRIORITY)
         if tenant is not None and not _TENANT.fullmatch(tenant):
             raise InputError(f"{TENANT}: expected 1 to 64 letters, digits and _.:@-, got {tenant[:80]!r}", field=TENANT)
         limits = [each for each in (_seconds(timeout), remaining_s) if each is not None]
-        return Terms(
+        return RequestTerms(
             priority=self.names[0] if priority is None else priority,
             tenant=tenant or "",
             deadline_s=None if not limits else arrived_s + min(*limits, MAX_TIMEOUT_S),
@@ -77,6 +89,7 @@ def _seconds(text: str | None) -> float | None:
     value = float(text) if _SECONDS.fullmatch(text) else math.nan
     if not 0 < value <= MAX_TIMEOUT_S:
         raise InputError(
-            f"{TIMEOUT}: expected seconds above 0 and at most {MAX_TIMEOUT_S:g}, got {text[:40]!r}", field=TIMEOUT
+            f"{TIMEOUT}: expected a number of seconds above 0 and at most {MAX_TIMEOUT_S:g}, got {text[:40]!r}",
+            field=TIMEOUT,
         )
     return value

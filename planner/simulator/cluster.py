@@ -23,7 +23,7 @@ from router.requests.core import RequestCore
 from router.requests.facts import Facts
 from router.requests.output import Piece
 from router.requests.run import RequestRun
-from router.terms import Terms
+from router.terms import RequestTerms
 from tandem.config.spec import Role
 from tandem.errors import ContextExceeded, TandemError, WorkerLost
 from tandem.scheduler.plan import ExportRange
@@ -61,7 +61,7 @@ class SimCluster:
         hashes = self._names.of(index, prompt) if self._setup.caches else []
         output = int(self._trace.output_tokens[index])
         request = SimRequest(index, str(index), prompt, output, hashes, self._setup.block_tokens)
-        terms, migrations = Terms(priority, tenant), self._setup.router.max_migrations
+        terms, migrations = RequestTerms(priority, tenant), self._setup.router.max_migrations
         run = RequestRun(request, NoText(), terms, self._loop.now_s(), migrations)
         if prompt >= self._setup.max_model_tokens:
             self.core.refuse(run, ContextExceeded(f"prompt: {prompt} tokens are more than the model's context"))

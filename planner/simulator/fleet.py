@@ -19,7 +19,7 @@ from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker, WorkerHost
 from router.policies.estimates import Estimates, WorkerEstimates
 from router.policies.pace import Pace
-from router.policies.types import Candidate, Life
+from router.policies.types import Candidate, WorkerEpoch
 from router.prefix_index.mirror import WorkerKey
 from router.workers.account import Charge
 from tandem.config.spec import Role
@@ -27,7 +27,7 @@ from tandem.config.spec import Role
 WHOLE_POOL = 24  # a pool of so many is looked at whole
 SHORTLIST = 20  # of a larger one so many: simulated p90 of TTFT within 2 % of the whole
 HOLDERS = 12  # of these: who holds the longest prefixes
-_NOWHERE: Mapping[Life, float] = {}  # no pair of workers was measured by itself
+_NOWHERE: Mapping[WorkerEpoch, float] = {}  # no pair of workers was measured by itself
 
 
 class SimFleet:

@@ -125,7 +125,7 @@ class SimWorker:
     def load(self) -> Load:
         """Its report, which is as old as its last turn; it tells which frames have been taken up."""
         if self.account.unreported_requests:
-            self.account.seen(self._seen_frames)
+            self.account.acknowledge(self._seen_frames)
         if self._load is None:
             scheduler = self.scheduler
             self._load = Load(

@@ -13,7 +13,7 @@ from router.auth.jwt_tokens import UnknownSigningKey
 from router.auth.principal import ANYBODY, Access, Principal
 from router.auth.rate_limits import RateLimiter
 from router.auth.sources import KeySources
-from router.terms import PRIORITY, TENANT, Terms
+from router.terms import PRIORITY, TENANT, RequestTerms
 from tandem.clock import Clock
 from tandem.config.auth import AuthSpec
 from tandem.errors import ConfigError, PermissionDenied, TandemError
@@ -97,7 +97,7 @@ class Calls:
 
     # ---- what it may
 
-    def grant(self, call: Call, terms: Terms, classes: Sequence[str], *, class_is_named: bool) -> Terms:
+    def grant(self, call: Call, terms: RequestTerms, classes: Sequence[str], *, class_is_named: bool) -> RequestTerms:
         """What the client asked for, as far as its key allows it; takes one request off its limit.
 
         Raises PermissionDenied naming the header, RateLimited.
@@ -125,13 +125,13 @@ class Calls:
         call.model, call.prompt_tokens = model, call.prompt_tokens + tokens
         self._limiter.spend_tokens(call.principal, tokens)
 
-    def cache_salt(self, terms: Terms | None, client_salt: str) -> bytes:
+    def cache_salt(self, terms: RequestTerms | None, client_salt: str) -> bytes:
         """A tenant that the client only claims to be has no salt: whoever named it could share its blocks."""
         tenant = "" if self._sources is None or terms is None else terms.tenant
         return self._salts.salt(tenant, client_salt)
 
 
-def _tenant(who: Principal, terms: Terms) -> str:
+def _tenant(who: Principal, terms: RequestTerms) -> str:
     if terms.tenant and terms.tenant != who.tenant and not who.admin:
         raise PermissionDenied(
             f"{TENANT}: the tenant is that of the key, {who.tenant!r}; leave the header out", field=TENANT
@@ -139,7 +139,7 @@ def _tenant(who: Principal, terms: Terms) -> str:
     return terms.tenant or who.tenant
 
 
-def _priority(who: Principal, terms: Terms, classes: Sequence[str], is_named: bool) -> str:
+def _priority(who: Principal, terms: RequestTerms, classes: Sequence[str], is_named: bool) -> str:
     if who.priorities is None or terms.priority in who.priorities:
         return terms.priority
     allowed = [each for each in classes if each in who.priorities]

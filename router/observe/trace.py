@@ -21,7 +21,7 @@ from router.requests import actions as act
 from router.requests.facts import Facts, Received
 from router.requests.output import Usage
 from router.requests.run import Request, RequestRun
-from router.terms import Terms
+from router.terms import RequestTerms
 from router.workers.fleet import Fleet
 from tandem.errors import ErrorCode, NotFound, TandemError
 from tandem.request import RequestState
@@ -198,7 +198,7 @@ class Trace:
     ended_s: float | None = None
 
     @classmethod
-    def of(cls, request: Request, terms: Terms, received_s: float) -> Trace:
+    def of(cls, request: Request, terms: RequestTerms, received_s: float) -> Trace:
         return cls(
             request.request_id,
             request.model,

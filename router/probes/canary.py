@@ -18,7 +18,7 @@ from router.requests.events import Cancelled, Event, Queued, Started, Submitted,
 from router.requests.output import OutputAssembler
 from router.requests.request import ValidRequest
 from router.requests.run import RequestRun
-from router.terms import Terms
+from router.terms import RequestTerms
 from router.workers.fleet import Fleet, Worker
 from tandem.clock import Clock
 from tandem.errors import WorkerLost
@@ -63,7 +63,7 @@ class Canary:
             block_hashes=(),
             block_tokens=1,
         )
-        terms = Terms(priority="")  # it never waits
+        terms = RequestTerms(priority="")  # it never waits
         assembler = OutputAssembler(_NoText(), PROMPT, (), frozenset())
         self._run = RequestRun(request, assembler, terms, clock.now_s(), max_migrations=0)
         self._carried = Carried(self._run, request, None, self, fleet.link, clock)

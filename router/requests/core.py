@@ -169,7 +169,7 @@ class RequestCore:
         for run, error in self.admission.expire(now_s):
             self.on(run, ev.Rejected(error))
         self._move_off()
-        for run in self.admission.in_the_way():
+        for run in self.admission.oversized_batch():
             self.on(run, ev.Yielded(UnavailableError("gave way to requests that are not of a batch class")))
         due_s = self.admission.next_due_s(now_s)
         if len(self.placer) and self._fleet.leaving():
@@ -236,7 +236,7 @@ class RequestCore:
     def _end(self, run: RequestRun, end: act.End) -> None:
         had_place = run in self.placer or run in self.admission
         self.placer.release(run)
-        self.admission.over(run)
+        self.admission.remove(run)
         self._carrier.ended(run, end)
         if had_place:  # what was refused at once leaves nothing to others
             self._carrier.pump_soon()

@@ -17,7 +17,7 @@ from router.requests.output import OutputAssembler, Piece, ResponseStream
 from router.requests.recording import Recorder
 from router.requests.request import ServingModel, ValidRequest
 from router.requests.run import RequestRun
-from router.terms import Terms
+from router.terms import RequestTerms
 from router.workers.fleet import Fleet
 from tandem.clock import Clock
 from tandem.config.spec import RouterSpec
@@ -48,7 +48,7 @@ class Dispatcher:
         self._clock = clock
         self._is_recorded = recorder is not None
         self._max_migrations = spec.max_migrations
-        self._default_terms = Terms(spec.classes[0].name)
+        self._default_terms = RequestTerms(spec.classes[0].name)
         self._carried: dict[RequestRun, Carried] = {}
         self._deadlines: dict[RequestRun, asyncio.TimerHandle] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -64,7 +64,7 @@ class Dispatcher:
         """Requests that wait or are on workers."""
         return self.core.active
 
-    def submit(self, model: ServingModel, request: ValidRequest, terms: Terms | None = None) -> ResponseStream:
+    def submit(self, model: ServingModel, request: ValidRequest, terms: RequestTerms | None = None) -> ResponseStream:
         """Queues a request and returns the stream of its answer.
 
         Raises OverloadedError, UnavailableError, DeadlineExceeded.

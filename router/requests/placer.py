@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from router.policies.policy import PlacementPolicy
-from router.policies.types import Ask, Candidate, Placement, WaitReason
+from router.policies.types import Candidate, Placement, PlacementQuery, WaitReason
 from router.prefix_index.in_flight_prefills import InFlightPrefills
 from router.prefix_index.mirror import WorkerKey
 from router.requests.run import RequestRun
@@ -72,7 +72,7 @@ class PrefixIndex(Protocol):
 class PlacementSeen(msgspec.Struct, frozen=True):
     """All that one decision of the policy was made from, and what came of it: what a recording keeps."""
 
-    ask: Ask
+    query: PlacementQuery
     decode: Sequence[Candidate]
     prefill: Sequence[Candidate]
     outcome: Placement | WaitReason
@@ -121,12 +121,12 @@ class Placer:
         """The policy's choice now. Changes nothing."""
         request, fleet = run.request, self._fleet
         cached = self._in_flight.credit(self._index.match(request.block_hashes), request.block_hashes)
-        ask = self._ask(run)
+        query = self._query(run)
         decode = self._fitting(run, fleet.candidates(request.model, Role.DECODE, cached, request.block_tokens))
         prefill = self._fitting(run, fleet.candidates(request.model, Role.PREFILL, cached, request.block_tokens))
-        outcome = self._policy.place(ask, decode, prefill)
+        outcome = self._policy.place(query, decode, prefill)
         if self.seen is not None:
-            self.seen.append(PlacementSeen(ask, decode, prefill, outcome))
+            self.seen.append(PlacementSeen(query, decode, prefill, outcome))
         return outcome
 
     def another_decode(self, run: RequestRun) -> WorkerKey | None:
@@ -134,12 +134,12 @@ class Placer:
         sender = None if run.prefill is None else self._fleet.candidate(run.prefill, run.credited_tokens)
         if sender is None:
             return None
-        return _key(self._policy.another_decode(self._ask(run), self._decode_candidates(run), sender))
+        return _key(self._policy.another_decode(self._query(run), self._decode_candidates(run), sender))
 
     def next_decode(self, run: RequestRun) -> WorkerKey | None:
         """For a request that decodes and has to leave its worker. None: no worker has room; those that failed it may be
         asked again next time."""
-        choice = _key(self._policy.next_decode(self._ask(run), self._decode_candidates(run)))
+        choice = _key(self._policy.next_decode(self._query(run), self._decode_candidates(run)))
         if choice is None:
             run.excluded = frozenset()
         return choice
@@ -161,7 +161,7 @@ class Placer:
         decode, prefill = _key(placement.decode), _key(placement.prefill)
         if decode is None:
             return False
-        tokens = placement.prefiller.uncached_tokens(self._ask(run))
+        tokens = placement.prefiller.uncached_tokens(self._query(run))
         if not self._charge(run, decode, prefill, tokens):
             return False
         self._placed += 1
@@ -256,11 +256,11 @@ class Placer:
             return KvExhausted(f"prompt and answer so far: {limit}; a retry may succeed", retry_after_s=1.0)
         return ContextExceeded(f"prompt: {limit}", field="prompt")
 
-    def _ask(self, run: RequestRun) -> Ask:
+    def _query(self, run: RequestRun) -> PlacementQuery:
         request = run.request
         left = request.sampling.max_tokens - run.answer_tokens
         expected = min(left, self._fleet.answer_tokens(request.model))
-        return Ask(run.prefill_tokens, run.excluded, expected, request.session, self._placed)
+        return PlacementQuery(run.prefill_tokens, run.excluded, expected, request.session, self._placed)
 
 
 def blocks_needed(run: RequestRun) -> int:

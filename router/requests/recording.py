@@ -83,7 +83,7 @@ class PlacementRecord(msgspec.Struct, frozen=True, tag="placement"):
 
     id: str
     at: float
-    ask: dict[str, Any]
+    query: dict[str, Any]
     decode: list[dict[str, Any]]
     prefill: list[dict[str, Any]]
     outcome: list[Any]
@@ -127,11 +127,11 @@ class Recorder:
     def placed(self, run: RequestRun, now_s: float) -> None:
         """Writes what the placer has decided since the last call."""
         for seen in self.placements:
-            ask, decode, prefill = (
-                msgspec.to_builtins(each, enc_hook=plain) for each in (seen.ask, seen.decode, seen.prefill)
+            query, decode, prefill = (
+                msgspec.to_builtins(each, enc_hook=plain) for each in (seen.query, seen.decode, seen.prefill)
             )
             record = PlacementRecord(
-                run.request.request_id, now_s, ask, decode, prefill, placement_outcome(seen.outcome)
+                run.request.request_id, now_s, query, decode, prefill, placement_outcome(seen.outcome)
             )
             self._write(encoder.encode(record))
         self.placements.clear()
@@ -170,8 +170,8 @@ class Recorder:
 def placement_outcome(outcome: object) -> list[Any]:
     """["placed", decode, prefill or None, reason] or ["waits", reason]."""
     if isinstance(outcome, Placement):
-        prefill = None if outcome.prefill is None else list(outcome.prefill.life)
-        return ["placed", list(outcome.decode.life), prefill, outcome.reason.value]
+        prefill = None if outcome.prefill is None else list(outcome.prefill.worker_epoch)
+        return ["placed", list(outcome.decode.worker_epoch), prefill, outcome.reason.value]
     return ["waits", str(outcome)]
 
 

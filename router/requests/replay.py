@@ -16,7 +16,7 @@ import msgspec
 from kvtransfer.session.causes import HandoffFault, parse_cause
 from router.policies.policy import PlacementPolicy
 from router.policies.profiles import policy_profile
-from router.policies.types import Ask, Candidate
+from router.policies.types import Candidate, PlacementQuery
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
@@ -36,7 +36,7 @@ from router.requests.recording import (
     sampling_from,
 )
 from router.requests.run import RequestRun
-from router.terms import Terms
+from router.terms import RequestTerms
 from tandem.config.spec import RouterSpec
 from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
 from tandem.kvcache.blockhash import BlockHash
@@ -188,7 +188,7 @@ class Replay:
             prompt = (_plain_token(sampling.stop_token_ids),) * line.prompt_tokens
         request = _Request(line.id, line.model, prompt, line.prompt_tokens, sampling, line.block_tokens)
         assembler = _Assembler()
-        run = RequestRun(request, assembler, Terms("", deadline_s=line.deadline_s), line.at, line.max_migrations)
+        run = RequestRun(request, assembler, RequestTerms("", deadline_s=line.deadline_s), line.at, line.max_migrations)
         self._runs[line.id] = _Replayed(run, assembler, sampling.stop_token_ids)
         self.report.runs += 1
 
@@ -242,10 +242,10 @@ class Replay:
 
     def _placement(self, number: int, line: PlacementRecord) -> None:
         assert self._policy is not None
-        ask = msgspec.convert(line.ask, Ask)
+        query = msgspec.convert(line.query, PlacementQuery)
         decode = msgspec.convert(line.decode, list[Candidate])
         prefill = msgspec.convert(line.prefill, list[Candidate])
-        replayed = placement_outcome(self._policy.place(ask, decode, prefill))
+        replayed = placement_outcome(self._policy.place(query, decode, prefill))
         self.report.placements += 1
         if replayed != line.outcome:
             self.report.differ(Difference(number, line.id, "placement", line.outcome, replayed))

@@ -23,7 +23,7 @@ from router.requests import events as ev
 from router.requests.move import Move, MovePhase
 from router.requests.output import Piece
 from router.requests.timeline import PaceMeter, RunTimeline
-from router.terms import Terms
+from router.terms import RequestTerms
 from tandem.errors import DeadlineExceeded, ErrorCode, InternalError, RequestCancelled, TandemError
 from tandem.kvcache.blockhash import BlockHash
 from tandem.request import FinishReason, Lifecycle, RequestState, SamplingParams
@@ -111,7 +111,9 @@ class RequestRun:
         "waiting_since_s",
     )
 
-    def __init__(self, request: Request, assembler: Assembler, terms: Terms, now_s: float, max_migrations: int) -> None:
+    def __init__(
+        self, request: Request, assembler: Assembler, terms: RequestTerms, now_s: float, max_migrations: int
+    ) -> None:
         self.request = request
         self.terms = terms
         self.lifecycle = Lifecycle()

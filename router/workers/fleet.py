@@ -47,7 +47,7 @@ class Worker:
     @property
     def running_requests(self) -> int:
         """Running or about to, whichever router they came from: its report, and what of ours it cannot know of yet."""
-        self.account.seen(self.link.seen_frames)
+        self.account.acknowledge(self.link.seen_frames)
         load = self.link.load or _NO_LOAD
         reported = load.running_requests + load.waiting_requests + load.reserved_requests
         return reported + self.account.unreported_requests

@@ -36,7 +36,7 @@ class CoreCollector(Collector):
         yield refused
         rates = GaugeMetricFamily(
             "tandem_drain_tokens_per_second",
-            "Prompt tokens that a pool prefills while requests wait.",
+            "Prompt tokens per second that a pool prefills while requests wait.",
             labels=["model"],
         )
         for model, rate in self._admission.rates().items():

@@ -1,4 +1,4 @@
-"""The router's Prometheus metrics. Labels are bounded: served models, end states, error codes, placement reasons."""
+"""Metrics of requests. Label values are bounded: served models, end states, error codes, placement reasons."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kvtransfer.session.causes import HandoffCause, HandoffFault
 from router.observe.metrics.admission import CoreCollector
 from router.observe.metrics.index import IndexCollector
-from router.observe.metrics.labelled import Counter, Gauge, Histogram
+from router.observe.metrics.instruments import Counter, Gauge, Histogram
 from router.observe.slo import SloCollector, slo_outcome
 from router.observe.trace import Span, Stage, Traces, overlap_share, received_spans, sent_spans
 from router.prefix_index.follower import PrefixFollower
@@ -43,10 +43,10 @@ class RouterMetrics:
         self._requests = Counter(
             "tandem_requests", "Requests by end state and error code.", ("model", "state", "code"), registry=registry
         )
-        self._ttft = _histogram(registry, "tandem_ttft_seconds", "Received to first token.", _SECONDS)
+        self._ttft = _histogram(registry, "tandem_ttft_seconds", "Time from receipt to first token.", _SECONDS)
         self._ttft_stages = Histogram(
             "tandem_ttft_stage_seconds",
-            "What the time to first token was made of: the stages add up to tandem_ttft_seconds.",
+            "Stages of the time to first token; they add up to tandem_ttft_seconds.",
             ("model", "stage"),
             buckets=_TTFT_STAGE_SECONDS,
             registry=registry,
@@ -55,19 +55,19 @@ class RouterMetrics:
             registry, "tandem_tpot_seconds", "Time per output token after the first.", _TOKEN_SECONDS
         )
         self._itl = _histogram(
-            registry, "tandem_itl_seconds", "Between two tokens of one answer, as they come.", _ITL_SECONDS
+            registry, "tandem_itl_seconds", "Time between two tokens of one answer, as they arrive.", _ITL_SECONDS
         )
         self._slo = Counter(
             "tandem_slo_requests",
-            "Requests by whether they met the objectives of their class: goodput counts those that did.",
+            "Requests by outcome against the objectives of their class; goodput counts `met`.",
             ("model", "class", "outcome"),
             registry=registry,
         )
         self._classes: dict[str, ClassSpec] = {}
         self._traces: Traces
-        self._queue = _histogram(registry, "tandem_queue_seconds", "Received to dispatched.", _SECONDS)
-        self._handoff = _histogram(registry, "tandem_handoff_seconds", "First token to decode batch.", _SECONDS)
-        self._total = _histogram(registry, "tandem_e2e_seconds", "Received to finished.", _SECONDS)
+        self._queue = _histogram(registry, "tandem_queue_seconds", "Time from receipt to dispatch.", _SECONDS)
+        self._handoff = _histogram(registry, "tandem_handoff_seconds", "Time from first token to joining.", _SECONDS)
+        self._total = _histogram(registry, "tandem_e2e_seconds", "Time from receipt to finish.", _SECONDS)
         self._stages = Histogram(
             "tandem_handoff_stage_seconds",
             "Stages of handoffs that joined (docs/observability.md).",
@@ -83,7 +83,7 @@ class RouterMetrics:
         )
         self._hidden_bytes = Counter(
             "tandem_handoff_hidden_bytes",
-            "KV bytes that were acknowledged before the last layer was computed.",
+            "KV bytes acknowledged before the last layer was computed.",
             ("model",),
             registry=registry,
         )
@@ -94,31 +94,31 @@ class RouterMetrics:
             "tandem_handoff_failures", "Attempts whose handoff failed.", ("model", "cause"), registry=registry
         )
         for model, cause in itertools.product(sorted(models), HandoffCause):
-            self._handoff_failures.labels(model, cause.value)  # a series that begins at 1 shows no increase
+            self._handoff_failures.labels(model, cause.value)  # start at 0: increase() needs a first sample
         self._tokens = Counter("tandem_tokens", "Tokens of finished requests.", ("model", "kind"), registry=registry)
-        self._placements = Counter(
-            "tandem_placements", "Routing decisions by reason.", ("model", "reason"), registry=registry
-        )
+        self._placements = Counter("tandem_placements", "Placements by reason.", ("model", "reason"), registry=registry)
         self._waits = Counter(
             "tandem_waits",
-            "Requests that had to wait at the head of the line, by reason.",
+            "Requests that waited at the head of the queue, by reason.",
             ("model", "reason"),
             registry=registry,
         )
         self._credits = Counter(
             "tandem_index_credit_tokens",
-            "Prompt tokens the prefix index said were cached; wrong: those that had to be computed after all.",
+            "Prompt tokens credited as cached by the prefix index; wrong: those that were not.",
             ("model", "kind"),
             registry=registry,
         )
-        self._retries = Counter("tandem_retries", "Requests put back in line.", ("model", "code"), registry=registry)
+        self._retries = Counter(
+            "tandem_retries", "Requests put back into the queue.", ("model", "code"), registry=registry
+        )
         self._moves = Counter(
-            "tandem_moves", "Requests moved between decode workers, or not.", ("model", "result"), registry=registry
+            "tandem_moves", "Moves between decode workers by result.", ("model", "result"), registry=registry
         )
         self._workers = Gauge("tandem_workers", "Workers that can take requests.", ("role",), registry=registry)
 
     def watch_index(self, mirror: PrefixMirror, follower: PrefixFollower | None) -> None:
-        """Reads the index at every scrape. No `follower`: the cluster has no Redis."""
+        """Reads the index at each scrape. `follower` None: the cluster has no Redis."""
         self._registry.register(IndexCollector(mirror, follower))
 
     def watch_core(self, core: RequestCore) -> None:
@@ -126,7 +126,7 @@ class RouterMetrics:
         self._registry.register(CoreCollector(core))
 
     def watch_classes(self, classes: Sequence[ClassSpec]) -> None:
-        """Their objectives are what requests are judged by."""
+        """Sets the classes whose objectives `judged` uses."""
         self._classes = {each.name: each for each in classes}
         self._registry.register(SloCollector(classes))
 
