@@ -98,7 +98,9 @@ class _Token:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class RecordedRequest:
+    """As much of a request as a recording keeps."""
+
     request_id: str
     model: str
     prompt: tuple[int, ...]
@@ -186,7 +188,7 @@ class Replay:
         prompt = tuple(line.prompt)
         if not prompt and sampling.prompt_logprobs is not None:
             prompt = (_plain_token(sampling.stop_token_ids),) * line.prompt_tokens
-        request = _Request(line.id, line.model, prompt, line.prompt_tokens, sampling, line.block_tokens)
+        request = RecordedRequest(line.id, line.model, prompt, line.prompt_tokens, sampling, line.block_tokens)
         assembler = _Assembler()
         run = RequestRun(request, assembler, RequestTerms("", deadline_s=line.deadline_s), line.at, line.max_migrations)
         self._runs[line.id] = _Replayed(run, assembler, sampling.stop_token_ids)

@@ -35,6 +35,7 @@ DEADLINE_SLACK_S = 0.05  # a client that leaves this shortly before its deadline
 REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
 HANDOFF_FAULTS = frozenset({ErrorCode.HANDOFF_FAILED, ErrorCode.DEADLINE_EXCEEDED})
 BLAMED = HANDOFF_FAULTS | {ErrorCode.INTERNAL}  # a lost worker is known as such
+_UNSTARTED = (RequestState.RECEIVED, RequestState.ADMITTED, RequestState.QUEUED)
 RETRIED = HANDOFF_FAULTS | REFUSALS | {ErrorCode.WORKER_LOST}
 
 
@@ -512,7 +513,7 @@ class RequestRun:
 
     def _reject(self, error: TandemError) -> None:
         """Rejected before it was given to a worker, else failed."""
-        if self._answer or self.lifecycle.state not in (RequestState.ADMITTED, RequestState.QUEUED):
+        if self._answer or self.lifecycle.state not in _UNSTARTED:
             self.lifecycle.fail()
         else:
             self.lifecycle.reject()
