@@ -20,12 +20,13 @@ from tandem.kvcache.layout import blocks_for
 from tandem.request import SamplingParams
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import worker_pb2
-from worker.testing.live import Pair, live_pair
-from worker.testing.session import HandRouter, WorkerSession
+from worker.testing.live import LivePair, live_pair
+from worker.testing.session import ManualRouter, WorkerSession
 
 WARM_UP_RUNS = 5
 TINY_VOCAB = 320
 DEMO_VOCAB = 49152
+RANK_MODULE = "cluster.backends.rank_process"
 ANSWER = SamplingParams(temperature=0.0, max_tokens=2)
 
 
@@ -42,12 +43,12 @@ class Passage:
 
 
 @asynccontextmanager
-async def _workers(sizes: Sizes, prompt_tokens: int, *, demo_model: bool) -> AsyncIterator[Pair]:
+async def _workers(sizes: Sizes, prompt_tokens: int, *, demo_model: bool) -> AsyncIterator[LivePair]:
     engine = EngineSpec(kv_blocks=64 + 2 * blocks_for(prompt_tokens, 16))
     with tempfile.TemporaryDirectory(prefix="tandem-") as name:
         folder = Path(name)
         model = resolve(DEMO_MODEL) if demo_model else write_tiny_llama(folder / "model", vocab=TINY_VOCAB)
-        async with live_pair(folder, Path(model), engine=engine) as pair:
+        async with live_pair(folder, Path(model), rank_module=RANK_MODULE, engine=engine) as pair:
             yield pair
 
 
@@ -55,7 +56,7 @@ def _prompt(draw: random.Random, tokens: int, vocab: int) -> list[int]:
     return [draw.randrange(FIRST_ORDINARY_TOKEN, vocab) for _ in range(tokens)]
 
 
-async def _handoff(pair: Pair, hand: HandRouter, prompt: Sequence[int]) -> Passage:
+async def _handoff(pair: LivePair, hand: ManualRouter, prompt: Sequence[int]) -> Passage:
     work = hand.work(prompt, ANSWER)
     started_s = time.perf_counter()
     ticket = await hand.reserve(pair.prefill, pair.decode, work, use_decode_cache=False)
@@ -80,7 +81,7 @@ async def _done(worker: WorkerSession, request_id: str) -> worker_pb2.HandoffDon
     return event
 
 
-async def _alone_s(pair: Pair, hand: HandRouter, prompt: Sequence[int]) -> float:
+async def _alone_s(pair: LivePair, hand: ManualRouter, prompt: Sequence[int]) -> float:
     """TTFT of the same work on the decode worker alone."""
     work = hand.work(prompt, ANSWER)
     started_s = time.perf_counter()
@@ -96,7 +97,7 @@ async def _alone_s(pair: Pair, hand: HandRouter, prompt: Sequence[int]) -> float
 
 async def small(sizes: Sizes) -> list[Figure]:
     """A tiny model, so that the handoff shows and not the model; its prefill of 16 tokens is in the figure."""
-    draw, hand = random.Random(0), HandRouter()
+    draw, hand = random.Random(0), ManualRouter()
     times_ms: list[float] = []
     async with _workers(sizes, sizes.small_tokens, demo_model=False) as pair:
         for run in range(WARM_UP_RUNS + sizes.small_runs):
@@ -111,7 +112,7 @@ async def small(sizes: Sizes) -> list[Figure]:
 
 async def ttft_extra(sizes: Sizes) -> list[Figure]:
     """At the client of both workers' streams, one request at a time, the two ways in turns; a tiny model."""
-    draw, hand = random.Random(0), HandRouter()
+    draw, hand = random.Random(0), ManualRouter()
     through_s: list[float] = []
     alone_s: list[float] = []
     async with _workers(sizes, sizes.ttft_tokens, demo_model=False) as pair:
@@ -129,7 +130,7 @@ async def ttft_extra(sizes: Sizes) -> list[Figure]:
 async def exposed_share(sizes: Sizes) -> list[Figure]:
     """(last layer computed → joined) / (prefill began → last layer computed). Beside it, push-after-prefill: the same
     prompt with all its KV in the prefill worker's cache, from when its push begins, so that nothing hides it."""
-    draw, hand = random.Random(0), HandRouter()
+    draw, hand = random.Random(0), ManualRouter()
     shares: list[float] = []
     after_shares: list[float] = []
     vocab = DEMO_VOCAB if sizes.demo_model else TINY_VOCAB
