@@ -15,7 +15,7 @@ from cluster.cli.load.prompts import Prompts
 from cluster.control.controller import Controller
 from cluster.spec.loader import load_spec
 from planner.simulator.setup import Slo
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.config.spec import ClusterSpec
 
 KV_BLOCKS = 768  # of each worker: the demo model's keys and values are large for a few cores' memory
@@ -46,7 +46,7 @@ async def live(spec: ClusterSpec) -> AsyncIterator[Controller]:
         yield controller
 
 
-async def play(controller: Controller, trace: Trace, slo: Slo, salt: int) -> LoadResult:
+async def play(controller: Controller, trace: TrafficTrace, slo: Slo, salt: int) -> LoadResult:
     client = GrpcClient(controller.grpc_address, None, tls=False, model="", api_key=None, ignore_eos=True)
     try:
         prompts = Prompts(trace, salt, await client.vocab_tokens())

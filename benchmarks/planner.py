@@ -25,17 +25,17 @@ from planner.hardware import Hardware, make_setup, simulated_block_tokens
 from planner.models import find_model
 from planner.search.evaluate import Evaluator, Job, router_spec
 from planner.search.halving import Effort
-from planner.search.layout import Layout, layouts
-from planner.search.plan import Goal, Means, make_plan
+from planner.search.layout import ClusterLayout, layouts
+from planner.search.plan import Goal, SearchOptions, make_plan
+from planner.search.simulation_pool import Journal, SimulationPool
 from planner.search.traffic import busiest
-from planner.search.workforce import Journal, Workforce
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.arrivals import Gamma
 from planner.traces.hits import infinite_cache_hits
 from planner.traces.read import read_trace
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 
 GOLDEN = {11_500: 0.3710, 2_000: 0.2941, 12_031: 0.3736}  # by requests; computed from the published trace
 HOUR_TARGET_S, MILLION_TARGET_MIN, MILLION_TARGET_GB, SEARCH_TARGET_S, REGRET_TARGET = 60.0, 30.0, 4.0, 180.0, 0.03
@@ -70,7 +70,7 @@ def hour(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
     if trace is None:
         return
     trace = trace.head(sizes.hour_requests)
-    setup = _setup("llama-3-70b", Layout(32, 4, 32, 4, 8192), trace)
+    setup = _setup("llama-3-70b", ClusterLayout(32, 4, 32, 4, 8192), trace)
     started_s = time.process_time()
     simulate(trace, setup, Slo(10.0, 0.05))
     seconds = time.process_time() - started_s
@@ -84,7 +84,7 @@ def million(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
         sizes.million, Gamma(5.0 * half, 2.0), LengthSpec(1500, 1.0, 16_000), LengthSpec(100, 0.8, 1000),
         prefixes=SharedPrefixes(1000, 1024, 0.5),
     )  # fmt: skip
-    setup = _setup("llama-3-8b", Layout(half, 1, half, 1, 8192), trace, block_tokens=256)
+    setup = _setup("llama-3-8b", ClusterLayout(half, 1, half, 1, 8192), trace, block_tokens=256)
     started_s = time.process_time()
     simulate(trace.head(1), setup)
     empty_s = time.process_time() - started_s
@@ -118,8 +118,8 @@ def regret(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
     goal = Goal(Slo(0.4, 0.015), 0.95, sizes.regret_devices, (2048,))
     evaluator = Evaluator(busiest(trace, requests), hardware, goal.slo, goal.max_running_requests)
     jobs = [Job(each, requests) for each in layouts([1, 2], goal.max_devices, goal.step_tokens)]
-    with Workforce(evaluator, _cores(), Journal(None, evaluator)) as workforce:
-        tried = workforce.run(jobs, lambda found: None)
+    with SimulationPool(evaluator, _cores(), Journal(None, evaluator)) as pool:
+        tried = pool.run(jobs, lambda found: None)
     meeting = [each.layout.devices for each in tried if each.complete and each.joint >= goal.attainment]
     plan = make_plan(trace, hardware, goal, _means(requests))
     if not meeting or plan.chosen is None:
@@ -138,7 +138,7 @@ FIGURES: dict[str, Callable[[Sizes, list[Path]], Iterator[Figure]]] = {
 }
 
 
-def _setup(model: str, layout: Layout, trace: Trace, block_tokens: int | None = None) -> Setup:
+def _setup(model: str, layout: ClusterLayout, trace: TrafficTrace, block_tokens: int | None = None) -> Setup:
     hardware = Hardware(find_model(model), find_device("h100"))
     trace_block = None if trace.prefixes is None else trace.prefixes.block_tokens
     return make_setup(
@@ -152,13 +152,13 @@ def _setup(model: str, layout: Layout, trace: Trace, block_tokens: int | None = 
     )
 
 
-def _chat(requests: int, rate: float) -> Trace:
+def _chat(requests: int, rate: float) -> TrafficTrace:
     prompts, answers = LengthSpec(1200, 1.0, 14_000), LengthSpec(200, 0.7, 1000)
     return synthetic_trace(requests, Gamma(rate, 1.5), prompts, answers, seed=1)
 
 
-def _means(requests: int) -> Means:
-    return Means(_cores(), None, Effort(requests))
+def _means(requests: int) -> SearchOptions:
+    return SearchOptions(_cores(), None, Effort(requests))
 
 
 def _cores() -> int:

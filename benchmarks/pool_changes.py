@@ -27,7 +27,7 @@ from planner.simulator.setup import Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, synthetic_trace
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.config.spec import ClusterSpec, Role
 from tandem.v1 import cluster_pb2
 
@@ -121,7 +121,7 @@ async def _moved(sizes: Sizes) -> tuple[float, float]:
     return 1000 * before, 1000 * max(gap for at_s, gap in gaps if at_s > drained_s)
 
 
-def capacity(trace: Trace, setup: Setup) -> float:
+def capacity(trace: TrafficTrace, setup: Setup) -> float:
     """Requests per second up to which the simulated p95 of TTFT stays within OVERLOADED times that without load."""
 
     def ttft_s(rate: float) -> float:
@@ -136,7 +136,7 @@ def capacity(trace: Trace, setup: Setup) -> float:
     return low
 
 
-def shifting(hardware: Hardware, sizes: Sizes) -> Trace:
+def shifting(hardware: Hardware, sizes: Sizes) -> TrafficTrace:
     """Long prompts, then long answers, then both; each as fast as `load` of the best static split for it."""
     kinds = ((LengthSpec(320, 0.3, 600), LengthSpec(4)), (LengthSpec(24), LengthSpec(96, 0.3, 160)),
              (LengthSpec(200, 0.3, 400), LengthSpec(48, 0.3, 96)))  # fmt: skip
@@ -179,7 +179,7 @@ def autoscaled_spec(slo: Slo) -> ClusterSpec:
     return spec_of(1, 2, {"router.classes": classes, "autoscaler": scaler})
 
 
-async def _goodput(spec: ClusterSpec, trace: Trace, slo: Slo) -> float:
+async def _goodput(spec: ClusterSpec, trace: TrafficTrace, slo: Slo) -> float:
     async with live(spec) as controller:
         began_s = time.time()
         result = await play(controller, trace, slo, salt=2)

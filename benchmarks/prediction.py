@@ -21,14 +21,14 @@ from benchmarks.live_cluster import live, play, say, spec_of
 from cluster.cli.commands.planning import HardwareFlags, load_hardware
 from cluster.cli.commands.profile import run_profile
 from cluster.profiling.profiler import Grid
-from planner.compare import Line, compared
+from planner.compare import MetricRow, compared
 from planner.hardware import Hardware, setup_of_spec
-from planner.outcome import Outcome
+from planner.simulator.outcome import Outcome
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.config.spec import DEMO_MODEL
 
 TRACES = ("chat", "documents", "bursts")
@@ -53,7 +53,7 @@ class Sizes:
     grid: Grid = GRID
 
 
-def traces(count: int) -> dict[str, Trace]:
+def traces(count: int) -> dict[str, TrafficTrace]:
     """Like conversations, like documents that are asked about, and like bursts of short questions; lengths are scaled
     down to what a core computes in seconds. One request a second."""
     chat = synthetic_trace(count, Gamma(1.0), LengthSpec(96, 0.8, 400), LengthSpec(24, 0.6, 96), seed=11)
@@ -65,19 +65,19 @@ def traces(count: int) -> dict[str, Trace]:
     return dict(zip(TRACES, (chat, documents, bursts), strict=True))
 
 
-def setup_for(hardware: Hardware, prefill: int, decode: int, trace: Trace) -> Setup:
+def setup_for(hardware: Hardware, prefill: int, decode: int, trace: TrafficTrace) -> Setup:
     block = None if trace.prefixes is None else trace.prefixes.block_tokens
     mean = float(trace.prompt_tokens.mean())
     return setup_of_spec(spec_of(prefill, decode), hardware, mean_prompt_tokens=mean, trace_block=block)
 
 
-def at_once(trace: Trace, setup: Setup, sizes: Sizes) -> Trace:
+def at_once(trace: TrafficTrace, setup: Setup, sizes: Sizes) -> TrafficTrace:
     """So many requests, all at the same time, as are answered in `at_once_s` when simulated."""
     count = round(sizes.at_once_s * answered_per_s(simulate(_together(trace), setup)))
     return _together(trace.head(min(sizes.most_requests, max(sizes.least_requests, count))))
 
 
-def _together(trace: Trace) -> Trace:
+def _together(trace: TrafficTrace) -> TrafficTrace:
     return replace(trace, arrival_s=np.zeros(len(trace)))
 
 
@@ -89,13 +89,13 @@ def answered_per_s(outcome: Outcome) -> float:
     return 0.9 * outcome.finished / outcome.e2e_s.p90
 
 
-def at_share(trace: Trace, rate: float, sizes: Sizes) -> Trace:
+def at_share(trace: TrafficTrace, rate: float, sizes: Sizes) -> TrafficTrace:
     """At `rate` requests per second, and as many as fit into a run."""
     count = min(sizes.most_requests, max(sizes.least_requests, round(rate * sizes.seconds)))
     return trace.at_rate(rate / trace.requests_per_s).head(count)
 
 
-def objectives(trace: Trace, setup: Setup) -> Slo:
+def objectives(trace: TrafficTrace, setup: Setup) -> Slo:
     """That a tenth of the requests would miss, as simulated: there attainment tells most."""
     found = simulate(trace, setup)
     return Slo(found.ttft_s.p90, found.tpot_s.p90)
@@ -154,7 +154,7 @@ def prediction(
     yield from worst(found)
 
 
-async def _measured(hardware: Hardware, shape: tuple[int, int], drawn: Trace, sizes: Sizes) -> Cell:
+async def _measured(hardware: Hardware, shape: tuple[int, int], drawn: TrafficTrace, sizes: Sizes) -> Cell:
     """`capacity`: simulated and measured, requests per second. `runs`: the two outcomes of each share of it."""
     setup = setup_for(hardware, *shape, drawn)
     together = at_once(drawn, setup, sizes)
@@ -194,7 +194,7 @@ def worst(figures: Sequence[Figure]) -> Iterator[Figure]:
             yield replace(most, figure=name, ratio=ratio)
 
 
-def _error(lines: Mapping[str, Line], metric: str) -> float:
+def _error(lines: Mapping[str, MetricRow], metric: str) -> float:
     """Of the simulated, relative to the measured."""
     found = lines.get(metric)
     if found is None or found.a is None or not found.b:

@@ -17,7 +17,7 @@ class Unit(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class MetricRow:
     """`a`, `b` None: that result does not say."""
 
     metric: str
@@ -65,9 +65,9 @@ _TOP = {
 METRICS = {f"{name}.{share}": Unit.SECONDS for name in _LATENCIES for share in _SHARES} | _TOP
 
 
-def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Line]:
+def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[MetricRow]:
     """Every metric that at least one of the two knows."""
-    lines = [Line(metric, unit, _number(a, metric), _number(b, metric)) for metric, unit in METRICS.items()]
+    lines = [MetricRow(metric, unit, _number(a, metric), _number(b, metric)) for metric, unit in METRICS.items()]
     return [line for line in lines if line.a is not None or line.b is not None]
 
 

@@ -45,7 +45,7 @@ class DecodePoint(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Line3:
+class Plane:
     """a + b·x + c·y, at least 0."""
 
     a: float
@@ -57,13 +57,13 @@ class Line3:
 
 
 @dataclass(frozen=True, slots=True)
-class Bent:
+class PiecewisePlane:
     """The first line, up to the first bend; another one from each bend on."""
 
-    lines: tuple[Line3, ...]
+    lines: tuple[Plane, ...]
     bends: tuple[float, ...] = ()
 
-    def line(self, at: float) -> Line3:
+    def line(self, at: float) -> Plane:
         return self.lines[bisect_right(self.bends, at)]
 
 
@@ -71,8 +71,8 @@ class Bent:
 class FittedCostModel:
     """`prefill` is bent at tokens of a step, `decode` at requests."""
 
-    prefill: Bent
-    decode: Bent
+    prefill: PiecewisePlane
+    decode: PiecewisePlane
     link: LinkShape
     fit_error: float | None = None
     source: str = ""
@@ -118,8 +118,8 @@ def fit(
     prefill = _fit(tokens, pairs, [p.seconds for p in prefills], _between(tokens) if bent else ())
     decode = _fit(batches, contexts, [d.seconds for d in decodes], _between(batches) if bent else ())
     return FittedCostModel(
-        Bent(tuple(Line3(base, slope, prefill.of_y) for base, slope in prefill.of_x), prefill.bends),
-        Bent(tuple(Line3(base, decode.of_y, slope) for base, slope in decode.of_x), decode.bends),
+        PiecewisePlane(tuple(Plane(base, slope, prefill.of_y) for base, slope in prefill.of_x), prefill.bends),
+        PiecewisePlane(tuple(Plane(base, decode.of_y, slope) for base, slope in decode.of_x), decode.bends),
         link,
         fit_error=max(prefill.error, decode.error),
         source=source,
@@ -198,9 +198,9 @@ def read_distserve(path: Path, model: str, link: Callable[[int], LinkShape]) -> 
 
 def _distserve(entry: dict[str, Any], link: LinkShape, name: str) -> FittedCostModel:
     keys = ("prefill", "decoding_smallbs", "decoding_largebs")
-    prefill, small, large = (Line3(*(float(each) / 1000 for each in entry[key])) for key in keys)
+    prefill, small, large = (Plane(*(float(each) / 1000 for each in entry[key])) for key in keys)
     threshold = int(entry["decoding_large_small_bs_threshold"])
-    return FittedCostModel(Bent((prefill,)), Bent((small, large), (threshold,)), link, None, name)
+    return FittedCostModel(PiecewisePlane((prefill,)), PiecewisePlane((small, large), (threshold,)), link, None, name)
 
 
 def read_measured(path: Path) -> dict[int, CostModel]:
@@ -216,7 +216,7 @@ def read_measured(path: Path) -> dict[int, CostModel]:
         raise ConfigError(f"{path.name}: expected a cost model of `tandem profile`: {error}", field="--cost") from None
 
 
-Measured = tuple[Sequence[PrefillPoint], Sequence[DecodePoint], LinkShape]
+Measurements = tuple[Sequence[PrefillPoint], Sequence[DecodePoint], LinkShape]
 
 
 def read_host(path: Path) -> HostCores:
@@ -234,7 +234,7 @@ def read_host(path: Path) -> HostCores:
 
 
 def write_measured(
-    path: Path, widths: dict[int, Measured], about: dict[str, str], host: HostCores | None = None
+    path: Path, widths: dict[int, Measurements], about: dict[str, str], host: HostCores | None = None
 ) -> None:
     """The measurements themselves: the fit is made anew whenever they are read."""
     entries = [

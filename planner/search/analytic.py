@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from planner.cost import CostModel
 from planner.hardware import Hardware
-from planner.search.layout import Layout
+from planner.search.layout import ClusterLayout
 from planner.search.traffic import TrafficShape
 from planner.simulator.setup import Slo
 
@@ -68,12 +68,12 @@ class Analysis:
         self._prefill: dict[tuple[int, int], float] = {}
         self._costs: dict[int, CostModel] = {}
 
-    def possible(self, candidates: Iterable[Layout]) -> list[tuple[float, Layout]]:
+    def possible(self, candidates: Iterable[ClusterLayout]) -> list[tuple[float, ClusterLayout]]:
         """Those that may meet their objectives, each with the use of the limit that binds, best first."""
         found = [(self.bounds(each), each) for each in candidates]
         return sorted((bounds.worst[1], layout) for bounds, layout in found if bounds.possible)
 
-    def bounds(self, layout: Layout) -> Bounds:
+    def bounds(self, layout: ClusterLayout) -> Bounds:
         shape = self._shape
         prefill_tp = layout.decode_tp if layout.is_aggregated else layout.prefill_tp
         prefillers = layout.decode_workers if layout.is_aggregated else layout.prefill_workers
@@ -90,7 +90,7 @@ class Analysis:
         use[Limit.PROMPT_MEMORY] = max(shape.prompt_at(self._attainment) / max(1, pool) for pool in pools)
         return Bounds(use)
 
-    def _decode_use(self, layout: Layout, prefill_load: float) -> dict[Limit, float]:
+    def _decode_use(self, layout: ClusterLayout, prefill_load: float) -> dict[Limit, float]:
         """The batch in which as many tokens are made as come: B = rate · length · step(B), from below."""
         shape, cost = self._shape, self._cost(layout.decode_tp)
         tokens_per_s = shape.requests_per_s * shape.mean_output / layout.decode_workers
@@ -110,7 +110,7 @@ class Analysis:
             use[Limit.DECODE_STEP] = step_s / self._slo.tpot_s
         return use
 
-    def _decode_kv_tokens(self, layout: Layout) -> int:
+    def _decode_kv_tokens(self, layout: ClusterLayout) -> int:
         return self._hardware.kv_tokens(layout.decode_tp, self._hardware.kv_rank_bytes(*layout.widths))
 
     def _mean_prefill_s(self, tp: int, step_tokens: int) -> float:

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from planner.hardware import Hardware, make_setup, simulated_block_tokens
-from planner.search.layout import Layout
+from planner.search.layout import ClusterLayout
 from planner.search.traffic import busiest
 from planner.simulator.result import SimResult
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.simulate import simulate
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.config.spec import RouterSpec
 
 ENGINE_BLOCK_TOKENS = 16
@@ -22,7 +22,7 @@ MAX_QUEUED = 4096
 class Job:
     """`most_misses`: the share of requests beyond which it is given up; None: never."""
 
-    layout: Layout
+    layout: ClusterLayout
     requests: int
     load: float = 1.0
     prompts: float = 1.0
@@ -34,7 +34,7 @@ class Job:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Job:
-        return cls(**(fields | {"layout": Layout(**fields["layout"])}))
+        return cls(**(fields | {"layout": ClusterLayout(**fields["layout"])}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Evaluation:
     complete: bool
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ClusterLayout:
         return self.job.layout
 
     @property
@@ -85,7 +85,7 @@ class Evaluation:
 class Evaluator:
     """Everything a job needs beside itself. `trace` is the stretch that the last round simulates whole."""
 
-    trace: Trace
+    trace: TrafficTrace
     hardware: Hardware
     slo: Slo
     max_running_requests: int = 256
@@ -99,7 +99,7 @@ class Evaluator:
         result = simulate(trace, self.setup(job.layout), self.slo, most_misses=most)
         return _evaluation(job, result)
 
-    def setup(self, layout: Layout) -> Setup:
+    def setup(self, layout: ClusterLayout) -> Setup:
         hardware, prefixes = self.hardware, self.trace.prefixes
         rank_bytes = hardware.kv_rank_bytes(*layout.widths)
         return make_setup(
@@ -117,7 +117,7 @@ class Evaluator:
         )
 
 
-def router_spec(layout: Layout) -> RouterSpec:
+def router_spec(layout: ClusterLayout) -> RouterSpec:
     """What the plan's values file tells the router: enough prompts on a worker for two steps, a queue that waits
     rather than refuses (a refusal misses its objective as well)."""
     spec = RouterSpec(max_prefill_tokens_in_flight=2 * layout.step_tokens, max_queued_requests=MAX_QUEUED)

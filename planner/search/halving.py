@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from planner.search.evaluate import Evaluation, Job
-from planner.search.layout import Layout
+from planner.search.layout import ClusterLayout
 
 RUNGS = (1 / 12, 1 / 4, 1.0)
 LEAST_REQUESTS = 150
@@ -31,9 +31,9 @@ class Effort:
     finalists: int = 2
 
 
-def select(ranked: Sequence[tuple[float, Layout]], per_price: int) -> list[Layout]:
+def select(ranked: Sequence[tuple[float, ClusterLayout]], per_price: int) -> list[ClusterLayout]:
     """The most promising of each number of devices, the best of each kind among them."""
-    chosen: dict[int, list[Layout]] = defaultdict(list)
+    chosen: dict[int, list[ClusterLayout]] = defaultdict(list)
     for _, layout in ranked:
         mine = chosen[layout.devices]
         is_first_of_kind = all(each.is_aggregated is not layout.is_aggregated for each in mine)
@@ -42,7 +42,7 @@ def select(ranked: Sequence[tuple[float, Layout]], per_price: int) -> list[Layou
     return [layout for mine in chosen.values() for layout in mine]
 
 
-def halve(layouts: Sequence[Layout], effort: Effort, attainment: float, run: Run) -> list[Evaluation]:
+def halve(layouts: Sequence[ClusterLayout], effort: Effort, attainment: float, run: Run) -> list[Evaluation]:
     """Evaluations of the last round, on `effort.requests` requests."""
     left = list(layouts)
     found: list[Evaluation] = []
@@ -76,8 +76,8 @@ def _by_worth(found: Sequence[Evaluation], attainment: float) -> tuple[list[Eval
     return worth, dear
 
 
-def _survivors(found: Sequence[Evaluation], effort: Effort) -> list[Layout]:
-    kept: list[Layout] = []
+def _survivors(found: Sequence[Evaluation], effort: Effort) -> list[ClusterLayout]:
+    kept: list[ClusterLayout] = []
     for mine in _by_price(found).values():
         count = max(effort.finalists, round(len(mine) * KEEP))
         best = [next((each for each in mine if each.layout.is_aggregated is kind), None) for kind in (False, True)]

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Layout:
+class ClusterLayout:
     """`prefill_workers` 0: aggregated. `step_tokens`: the chunk budget of an engine step."""
 
     prefill_workers: int
@@ -40,13 +40,13 @@ class Layout:
         return asdict(self)
 
 
-def layouts(widths: Sequence[int], max_devices: int, step_tokens: Sequence[int]) -> Iterator[Layout]:
+def layouts(widths: Sequence[int], max_devices: int, step_tokens: Sequence[int]) -> Iterator[ClusterLayout]:
     """Every layout of at most `max_devices` devices."""
     for tokens in step_tokens:
         for decode_tp in widths:
             for decode_workers in range(1, max_devices // decode_tp + 1):
-                yield Layout(0, 1, decode_workers, decode_tp, tokens)
+                yield ClusterLayout(0, 1, decode_workers, decode_tp, tokens)
                 left = max_devices - decode_workers * decode_tp
                 for prefill_tp in widths:
                     for prefill_workers in range(1, left // prefill_tp + 1):
-                        yield Layout(prefill_workers, prefill_tp, decode_workers, decode_tp, tokens)
+                        yield ClusterLayout(prefill_workers, prefill_tp, decode_workers, decode_tp, tokens)

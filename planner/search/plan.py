@@ -12,15 +12,15 @@ from planner.hardware import Hardware
 from planner.search.analytic import MEANING, Analysis, Bounds
 from planner.search.evaluate import Evaluation, Evaluator, Job, lost_worker
 from planner.search.halving import Effort, halve, rank, select
-from planner.search.layout import Layout, layouts
+from planner.search.layout import ClusterLayout, layouts
+from planner.search.simulation_pool import Journal, SimulationPool
 from planner.search.traffic import TrafficShape, busiest
-from planner.search.workforce import Journal, Workforce
 from planner.simulator.setup import Slo
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.errors import ConfigError
 from tandem.text.words import plural
 
-Progress = Callable[[str, int, int], None]  # what is done, jobs done, jobs in all
+SearchProgress = Callable[[str, int, int], None]  # what is done, jobs done, jobs in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class SearchOptions:
     """`state`: where results are kept, so that an interrupted search goes on; None: nowhere."""
 
     processes: int = 1
@@ -133,11 +133,15 @@ class Plan:
 
 
 def make_plan(
-    trace: Trace, hardware: Hardware, goal: Goal, means: Means, progress: Progress = lambda what, done, total: None
+    trace: TrafficTrace,
+    hardware: Hardware,
+    goal: Goal,
+    options: SearchOptions,
+    progress: SearchProgress = lambda what, done, total: None,
 ) -> Plan:
     """Raises ConfigError when the devices cannot hold the model at all."""
-    trace = busiest(trace, means.effort.requests)
-    means = replace(means, effort=replace(means.effort, requests=len(trace)))
+    trace = busiest(trace, options.effort.requests)
+    options = replace(options, effort=replace(options.effort, requests=len(trace)))
     widths = [tp for tp in hardware.widths() if tp <= goal.max_devices]
     if not widths:
         raise ConfigError(
@@ -149,9 +153,9 @@ def make_plan(
     everything = list(layouts(widths, goal.max_devices, goal.step_tokens))
     ranked = analysis.possible(everything)
     evaluator = Evaluator(trace, hardware, goal.slo, goal.max_running_requests)
-    with Workforce(evaluator, means.processes, Journal(means.state, evaluator)) as workforce:
-        search = _Search(workforce, goal, means.effort, progress)
-        finalists = search.finalists(select(ranked, means.effort.per_price))
+    with SimulationPool(evaluator, options.processes, Journal(options.state, evaluator)) as pool:
+        search = _Search(pool, goal, options.effort, progress)
+        finalists = search.finalists(select(ranked, options.effort.per_price))
         chosen = _cheapest(finalists, goal)
         variants = search.variants(chosen) if chosen is not None else []
     price = hardware.device.price_per_hour
@@ -175,12 +179,12 @@ def make_plan(
 
 
 class _Search:
-    def __init__(self, workforce: Workforce, goal: Goal, effort: Effort, progress: Progress) -> None:
-        self._workforce, self._goal, self._effort, self._progress = workforce, goal, effort, progress
+    def __init__(self, pool: SimulationPool, goal: Goal, effort: Effort, progress: SearchProgress) -> None:
+        self._pool, self._goal, self._effort, self._progress = pool, goal, effort, progress
         self._round = 0
         self.simulated = 0
 
-    def finalists(self, chosen: Sequence[Layout]) -> list[Evaluation]:
+    def finalists(self, chosen: Sequence[ClusterLayout]) -> list[Evaluation]:
         if not chosen:
             return []
         found = halve(chosen, self._effort, self._goal.attainment, self._next_round)
@@ -219,7 +223,7 @@ class _Search:
 
         self._progress(what, 0, len(jobs))
         self.simulated += len(jobs)
-        return self._workforce.run(jobs, done)
+        return self._pool.run(jobs, done)
 
 
 def _cheapest(finalists: Sequence[Evaluation], goal: Goal) -> Evaluation | None:
@@ -267,9 +271,9 @@ def _times(excess: float) -> str:
     return f"{excess:.2f} times" if excess < 10 else f"{excess:.0f} times" if excess < 1000 else "over 1,000 times"
 
 
-def _miss(finalists: Sequence[Evaluation], everything: Sequence[Layout], analysis: Analysis, goal: Goal) -> Miss:
+def _miss(finalists: Sequence[Evaluation], everything: Sequence[ClusterLayout], analysis: Analysis, goal: Goal) -> Miss:
     if not finalists:
-        least: tuple[Bounds, Layout] = min(
+        least: tuple[Bounds, ClusterLayout] = min(
             ((analysis.bounds(each), each) for each in everything), key=lambda found: found[0].worst[1]
         )
         limit, excess = least[0].worst

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.traces.hits import infinite_cache_hits
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 
 _SAMPLES = 48
 _ANSWER_WEIGHT = 8  # prompt tokens that an answer token is taken to weigh, when the busiest stretch is looked for
@@ -15,7 +15,7 @@ _ANSWER_WEIGHT = 8  # prompt tokens that an answer token is taken to weigh, when
 BUSIEST = "the busiest"  # so begins the note about what the rate was counted over
 
 
-def busiest(trace: Trace, requests: int) -> Trace:
+def busiest(trace: TrafficTrace, requests: int) -> TrafficTrace:
     """The stretch of so many requests in which most work comes in the least time."""
     if requests >= len(trace):
         return trace
@@ -39,7 +39,7 @@ class TrafficShape:
     uncached: float
 
     @classmethod
-    def of(cls, trace: Trace) -> TrafficShape:
+    def of(cls, trace: TrafficTrace) -> TrafficShape:
         shares = (np.arange(_SAMPLES) + 0.5) / _SAMPLES
         return cls(
             trace.requests_per_s,

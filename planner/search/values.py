@@ -12,7 +12,7 @@ import yaml
 from planner.devices import DeviceSpec
 from planner.hardware import Hardware
 from planner.search.evaluate import ENGINE_BLOCK_TOKENS, router_spec
-from planner.search.layout import Layout
+from planner.search.layout import ClusterLayout
 from planner.search.plan import Plan
 from tandem.config.spec import DEMO_MODEL
 from tandem.errors import InputError
@@ -55,7 +55,7 @@ class Machines:
     devices: int  # of each
 
     @classmethod
-    def of(cls, layout: Layout, device: DeviceSpec) -> Machines:
+    def of(cls, layout: ClusterLayout, device: DeviceSpec) -> Machines:
         """As few as hold every worker, for the ranks of one share a machine."""
         widths = [layout.prefill_tp] * layout.prefill_workers + [layout.decode_tp] * layout.decode_workers
         free: list[int] = []
@@ -158,7 +158,7 @@ def _models(source: str, hardware: Hardware) -> dict[str, Any]:
     return {"models": {"emptyDirSize": f"{gib + 1}Gi", "hubTokenSecret": {"name": HUB_SECRET}}}
 
 
-def _pods(layout: Layout, device: DeviceSpec) -> dict[str, Any]:
+def _pods(layout: ClusterLayout, device: DeviceSpec) -> dict[str, Any]:
     """A pod for each machine, as large as the workers in it need it."""
     machines = Machines.of(layout, device)
     ranks = machines.devices

@@ -31,7 +31,7 @@ from tandem.kvcache.layout import blocks_for
 from tandem.request import RequestState
 
 if TYPE_CHECKING:
-    from planner.traces.trace import Trace
+    from planner.traces.trace import TrafficTrace
     from tandem.scheduler.plan import ExportRange
 
 PUMP_EVERY_S = 0.001
@@ -41,7 +41,7 @@ Handler = Callable[..., None]
 class SimCluster:
     """Owns the requests on their way. `WorkerHost` of its workers."""
 
-    def __init__(self, trace: Trace, setup: Setup, loop: EventLoop, recorder: Recorder) -> None:
+    def __init__(self, trace: TrafficTrace, setup: Setup, loop: EventLoop, recorder: Recorder) -> None:
         self._trace, self._setup, self._loop, self._recorder = trace, setup, loop, recorder
         spec = setup.router
         self._policy = policy_profile(spec)

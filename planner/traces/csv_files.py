@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from planner.traces.arrivals import ArrivalProcess
-from planner.traces.trace import Trace, TraceBuilder
+from planner.traces.trace import TraceBuilder, TrafficTrace
 from tandem.errors import InputError
 
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -32,7 +32,7 @@ def header_of(path: Path) -> tuple[str, ...]:
         return tuple(next(csv.reader(file), ()))
 
 
-def read_azure(path: Path) -> Trace:
+def read_azure(path: Path) -> TrafficTrace:
     """Raises InputError naming line, column and what was expected."""
     builder = TraceBuilder(path.name)
     first: datetime | None = None
@@ -49,7 +49,7 @@ def read_azure(path: Path) -> Trace:
     return builder.build()
 
 
-def read_lengths(path: Path, arrivals: ArrivalProcess | None, seed: int) -> Trace:
+def read_lengths(path: Path, arrivals: ArrivalProcess | None, seed: int) -> TrafficTrace:
     """Lengths in the order of the file, at arrivals of `arrivals`, which only such files need. Raises InputError as
     above."""
     header = header_of(path)

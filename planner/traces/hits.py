@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class PrefixHits:
         return self.hit_tokens / self.prompt_tokens
 
 
-def infinite_cache_hits(trace: Trace) -> PrefixHits:
+def infinite_cache_hits(trace: TrafficTrace) -> PrefixHits:
     """The rule: the leading run of blocks that were seen before, at most the whole prompt."""
     total = int(trace.prompt_tokens.sum())
     if trace.prefixes is None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from planner.traces.trace import DEFAULT_CLASS, Trace, TraceBuilder
+from planner.traces.trace import DEFAULT_CLASS, TraceBuilder, TrafficTrace
 from tandem.errors import InputError
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -23,7 +23,7 @@ _MOONCAKE = {"timestamp", "input_length", "output_length", "hash_ids"}
 _LOG = {"arrival_s", "prompt_tokens", "output_tokens", "block_tokens", "block_hashes", "class", "tenant"}
 
 
-def read_mooncake(path: Path) -> Trace:
+def read_mooncake(path: Path) -> TrafficTrace:
     """Raises InputError naming line, column and what was expected."""
     builder = TraceBuilder(path.name, MOONCAKE_BLOCK_TOKENS)
     for line, row in _rows(path, builder, _MOONCAKE, _MOONCAKE):
@@ -35,7 +35,7 @@ def read_mooncake(path: Path) -> Trace:
     return builder.build()
 
 
-def read_request_log(path: Path) -> Trace:
+def read_request_log(path: Path) -> TrafficTrace:
     """Raises InputError naming line, column and what was expected."""
     block_tokens = _first_block_tokens(path)
     builder = TraceBuilder(path.name, block_tokens, most_early_s=LOG_EARLY_S)
@@ -55,7 +55,7 @@ def read_request_log(path: Path) -> Trace:
     return builder.build()
 
 
-def write_request_log(trace: Trace, path: Path) -> None:
+def write_request_log(trace: TrafficTrace, path: Path) -> None:
     """What `read_request_log` reads."""
     with path.open("w", encoding="utf-8") as file:
         for index in range(len(trace)):

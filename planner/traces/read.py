@@ -11,14 +11,16 @@ from planner.traces.arrivals import ArrivalProcess
 from planner.traces.csv_files import AZURE, header_of, read_azure, read_lengths
 from planner.traces.jsonl import keys_of_first_line, read_mooncake, read_request_log
 from planner.traces.servegen import read_servegen
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.errors import InputError
 
 MIN_TICK_S = 0.5  # coarser than this, rounding makes bursts that nobody sent
 _TICK_TOLERANCE = 0.01  # of a tick: such files round to milliseconds as well
 
 
-def read_trace(path: Path, *, arrivals: ArrivalProcess | None = None, seed: int = 0, jitter: bool = True) -> Trace:
+def read_trace(
+    path: Path, *, arrivals: ArrivalProcess | None = None, seed: int = 0, jitter: bool = True
+) -> TrafficTrace:
     """A file of one of the formats in docs/planning.md, or a folder of ServeGen clients.
 
     Args:
@@ -35,7 +37,7 @@ def read_trace(path: Path, *, arrivals: ArrivalProcess | None = None, seed: int 
     return jittered(trace, seed) if jitter else trace
 
 
-def _read(path: Path, arrivals: ArrivalProcess | None, seed: int) -> Trace:
+def _read(path: Path, arrivals: ArrivalProcess | None, seed: int) -> TrafficTrace:
     if path.is_dir():
         return read_servegen(path, seed)
     with path.open("rb") as file:
@@ -47,7 +49,7 @@ def _read(path: Path, arrivals: ArrivalProcess | None, seed: int) -> Trace:
     return read_lengths(path, arrivals, seed)
 
 
-def tick_s(trace: Trace) -> float | None:
+def tick_s(trace: TrafficTrace) -> float | None:
     """The grid that all arrivals lie on, when it is coarse and requests share its points; else None."""
     distinct = np.unique(trace.arrival_s)
     if len(distinct) < 2 or len(distinct) > len(trace) // 2:
@@ -57,7 +59,7 @@ def tick_s(trace: Trace) -> float | None:
     return step if step >= MIN_TICK_S and offset < _TICK_TOLERANCE else None
 
 
-def jittered(trace: Trace, seed: int) -> Trace:
+def jittered(trace: TrafficTrace, seed: int) -> TrafficTrace:
     """Arrivals on a coarse tick (Mooncake's lie 3 s apart, ten at once) are spread evenly at random within it, in their
     order: the bursts are the rounding's, not the users'."""
     tick = tick_s(trace)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.traces.trace import Trace, in_order
+from planner.traces.trace import TrafficTrace, in_order
 from tandem.errors import InputError
 
 FAMILIES = ("Gamma", "Weibull")
@@ -37,7 +37,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthDistribution:
     """A distribution: values with probabilities that sum to 1."""
 
     values: NDArray[np.int64]
@@ -48,16 +48,16 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class ServegenClient:
     windows: tuple[Window, ...]
-    lengths: tuple[tuple[float, Lengths, Lengths], ...]  # from when on: prompt, output
+    lengths: tuple[tuple[float, LengthDistribution, LengthDistribution], ...]  # from when on: prompt, output
 
-    def lengths_at(self, at_s: float) -> tuple[Lengths, Lengths]:
+    def lengths_at(self, at_s: float) -> tuple[LengthDistribution, LengthDistribution]:
         known = [entry for entry in self.lengths if entry[0] <= at_s] or list(self.lengths[:1])
         return known[-1][1:]
 
 
-def read_servegen(folder: Path, seed: int) -> Trace:
+def read_servegen(folder: Path, seed: int) -> TrafficTrace:
     """Draws the traffic of all clients of a folder.
 
     Raises InputError naming file, line, column and what was expected.
@@ -79,7 +79,7 @@ def read_servegen(folder: Path, seed: int) -> Trace:
     arrival_s = np.concatenate([*arrivals, np.empty(0)])
     if not len(arrival_s):
         raise InputError(f"{folder}: expected rates above 0, drew no request", field="trace")
-    trace = Trace(
+    trace = TrafficTrace(
         folder.name,
         arrival_s,
         np.maximum(1, np.concatenate(prompts)),
@@ -93,7 +93,7 @@ def read_servegen(folder: Path, seed: int) -> Trace:
     return trace
 
 
-def read_client(trace_csv: Path, dataset: Path) -> Client:
+def read_client(trace_csv: Path, dataset: Path) -> ServegenClient:
     rows = []
     with trace_csv.open(encoding="utf-8", newline="") as file:
         for line, row in enumerate(csv.reader(file), start=1):
@@ -107,7 +107,7 @@ def read_client(trace_csv: Path, dataset: Path) -> Client:
         for (start_s, rate, family, shape, scale), end_s in zip(rows, ends_s, strict=True)
         if rate > 0
     )
-    return Client(windows, _read_lengths(dataset))
+    return ServegenClient(windows, _read_lengths(dataset))
 
 
 def _row(name: str, line: int, row: list[str]) -> tuple[float, float, str, float, float]:
@@ -133,7 +133,7 @@ def _number(name: str, line: int, column: str, text: str) -> float:
     return value
 
 
-def _read_lengths(dataset: Path) -> tuple[tuple[float, Lengths, Lengths], ...]:
+def _read_lengths(dataset: Path) -> tuple[tuple[float, LengthDistribution, LengthDistribution], ...]:
     try:
         windows = json.loads(dataset.read_text(encoding="utf-8"))
         found = []
@@ -151,7 +151,7 @@ def _read_lengths(dataset: Path) -> tuple[tuple[float, Lengths, Lengths], ...]:
     return tuple(found)
 
 
-def _lengths(text: str) -> Lengths | None:
+def _lengths(text: str) -> LengthDistribution | None:
     """ServeGen writes each distribution as the text of a Python dict."""
     chances = ast.literal_eval(text)
     if not chances:
@@ -159,7 +159,7 @@ def _lengths(text: str) -> Lengths | None:
     values, weights = np.array(list(chances), np.int64), np.array(list(chances.values()), np.float64)
     if values.min() < 0 or weights.min() < 0 or not weights.sum() > 0:
         raise ValueError("lengths and chances are at least 0")
-    return Lengths(values, weights / weights.sum())
+    return LengthDistribution(values, weights / weights.sum())
 
 
 def _draw(window: Window, random: np.random.Generator) -> NDArray[np.float64]:

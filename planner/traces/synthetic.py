@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.traces.arrivals import ArrivalProcess
-from planner.traces.trace import Prefixes, Trace
+from planner.traces.trace import PrefixBlocks, TrafficTrace
 from tandem.errors import InputError
 
 BLOCK_TOKENS = 16
@@ -61,7 +61,7 @@ def synthetic_trace(
     *,
     prefixes: SharedPrefixes | None = None,
     seed: int = 0,
-) -> Trace:
+) -> TrafficTrace:
     """With `prefixes` a prompt is its prefix and tokens of its own after it, of `prompt`'s lengths."""
     if count < 1:
         raise InputError(f"requests: expected at least 1, got {count}", field="requests")
@@ -73,10 +73,10 @@ def synthetic_trace(
         shared, shared_tokens = _share(prefixes, count, random)
         prompt_tokens = own + shared_tokens
     note = f"{arrivals.describe()}, prompts of {prompt.mean:g}, answers of {output.mean:g} tokens"
-    return Trace("synthetic", arrival_s - arrival_s[0], prompt_tokens, answers, shared, notes=(note,))
+    return TrafficTrace("synthetic", arrival_s - arrival_s[0], prompt_tokens, answers, shared, notes=(note,))
 
 
-def _share(spec: SharedPrefixes, count: int, random: np.random.Generator) -> tuple[Prefixes, NDArray[np.int64]]:
+def _share(spec: SharedPrefixes, count: int, random: np.random.Generator) -> tuple[PrefixBlocks, NDArray[np.int64]]:
     weights = 1 / np.arange(1, spec.count + 1)
     which = random.choice(spec.count, count, p=weights / weights.sum())
     shares = random.random(count) < spec.share
@@ -84,6 +84,6 @@ def _share(spec: SharedPrefixes, count: int, random: np.random.Generator) -> tup
     rows = np.where(shares, blocks, 0)
     ids = [prefix * blocks + np.arange(blocks) for prefix in which[shares]]
     return (
-        Prefixes(BLOCK_TOKENS, np.concatenate([*ids, np.empty(0, np.int64)]).astype(np.int64), np.cumsum(rows)),
+        PrefixBlocks(BLOCK_TOKENS, np.concatenate([*ids, np.empty(0, np.int64)]).astype(np.int64), np.cumsum(rows)),
         np.where(shares, spec.tokens, 0),
     )

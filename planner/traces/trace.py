@@ -15,7 +15,7 @@ DEFAULT_CLASS = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Prefixes:
+class PrefixBlocks:
     """What prompts share. Request i begins with the blocks `ids[ends[i - 1] : ends[i]]` of `block_tokens` tokens each,
     the last one perhaps partly; two requests share a prefix as far as their ids agree. Tokens beyond are its own."""
 
@@ -27,14 +27,14 @@ class Prefixes:
         start = int(self.ends[index - 1]) if index else 0
         return self.ids[start : int(self.ends[index])]
 
-    def stretch(self, start: int, end: int) -> Prefixes:
+    def stretch(self, start: int, end: int) -> PrefixBlocks:
         before = int(self.ends[start - 1]) if start else 0
         ids = self.ids[before : int(self.ends[end - 1])]
         return replace(self, ids=ids, ends=self.ends[start:end] - before)
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class TrafficTrace:
     """Requests in order of arrival; the first arrives at 0.
 
     Args:
@@ -48,7 +48,7 @@ class Trace:
     arrival_s: NDArray[np.float64]
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
-    prefixes: Prefixes | None = None
+    prefixes: PrefixBlocks | None = None
     labels: tuple[tuple[str, str], ...] = ((DEFAULT_CLASS, ""),)
     label: NDArray[np.int32] | None = None
     notes: tuple[str, ...] = field(default=())
@@ -73,11 +73,11 @@ class Trace:
         """Class and tenant."""
         return self.labels[0 if self.label is None else int(self.label[index])]
 
-    def head(self, count: int) -> Trace:
+    def head(self, count: int) -> TrafficTrace:
         """The first `count` requests."""
         return self.stretch(0, count)
 
-    def stretch(self, start: int, end: int) -> Trace:
+    def stretch(self, start: int, end: int) -> TrafficTrace:
         """Requests [start, end), the first of them at 0. Raises InputError when there are none."""
         start, end = max(0, start), min(end, len(self))
         if end <= start:
@@ -92,18 +92,18 @@ class Trace:
             label=None if self.label is None else self.label[start:end],
         )
 
-    def between(self, start_s: float, end_s: float) -> Trace:
+    def between(self, start_s: float, end_s: float) -> TrafficTrace:
         """Those that arrive from `start_s` on and before `end_s`."""
         start, end = np.searchsorted(self.arrival_s, [start_s, end_s])
         return self.stretch(int(start), int(end))
 
-    def at_rate(self, factor: float) -> Trace:
+    def at_rate(self, factor: float) -> TrafficTrace:
         """The same requests, `factor` times as fast."""
         if factor == 1.0:
             return self
         return replace(self, arrival_s=self.arrival_s / factor, notes=(*self.notes, f"load x {factor:g}"))
 
-    def with_lengths(self, prompt_factor: float, output_factor: float) -> Trace:
+    def with_lengths(self, prompt_factor: float, output_factor: float) -> TrafficTrace:
         """Longer or shorter prompts and answers. A prompt grows by tokens of its own; what it shares stays."""
         return replace(
             self,
@@ -112,7 +112,7 @@ class Trace:
             notes=(*self.notes, f"prompts x {prompt_factor:g}, answers x {output_factor:g}"),
         )
 
-    def repeated(self, times: int) -> Trace:
+    def repeated(self, times: int) -> TrafficTrace:
         """One after the other; the repetitions share nothing with each other."""
         period_s = self.span_s + 1.0 / self.requests_per_s
         shifts = np.repeat(np.arange(times), len(self))
@@ -120,7 +120,7 @@ class Trace:
         if prefixes is not None:
             per_time = int(prefixes.ends[-1])
             distinct = int(prefixes.ids.max(initial=0)) + 1
-            prefixes = Prefixes(
+            prefixes = PrefixBlocks(
                 prefixes.block_tokens,
                 np.tile(prefixes.ids, times) + np.repeat(np.arange(times), per_time) * distinct,
                 np.tile(prefixes.ends, times) + shifts * per_time,
@@ -192,14 +192,14 @@ class TraceBuilder:
         shown = got if isinstance(got, int | float) else repr(got)[:60]
         return InputError(f"{self._name}, line {line}, {column}: expected {expected}, got {shown}", field=column)
 
-    def build(self, notes: tuple[str, ...] = ()) -> Trace:
+    def build(self, notes: tuple[str, ...] = ()) -> TrafficTrace:
         if not self._arrival_s:
             raise InputError(f"{self._name}: expected at least one request, got none", field="trace")
         arrival_s = np.array(self._arrival_s)
         prefixes = None
         if self._block_tokens is not None:
-            prefixes = Prefixes(self._block_tokens, np.array(self._ids, np.int64), np.array(self._ends, np.int64))
-        trace = Trace(
+            prefixes = PrefixBlocks(self._block_tokens, np.array(self._ids, np.int64), np.array(self._ends, np.int64))
+        trace = TrafficTrace(
             self._name,
             arrival_s - arrival_s.min(),
             np.array(self._prompt, np.int64),
@@ -212,7 +212,7 @@ class TraceBuilder:
         return in_order(trace) if self._most_early_s else trace
 
 
-def in_order(trace: Trace) -> Trace:
+def in_order(trace: TrafficTrace) -> TrafficTrace:
     """Sorted by arrival; requests that arrive together stay in their order."""
     order = np.argsort(trace.arrival_s, kind="stable")
     if (order[1:] > order[:-1]).all():
@@ -220,7 +220,7 @@ def in_order(trace: Trace) -> Trace:
     prefixes = trace.prefixes
     if prefixes is not None:
         rows = [prefixes.of(int(index)) for index in order]
-        prefixes = Prefixes(prefixes.block_tokens, np.concatenate(rows), np.cumsum([len(row) for row in rows]))
+        prefixes = PrefixBlocks(prefixes.block_tokens, np.concatenate(rows), np.cumsum([len(row) for row in rows]))
     return replace(
         trace,
         arrival_s=trace.arrival_s[order],

@@ -13,7 +13,7 @@ from planner.traces.hits import infinite_cache_hits
 from planner.traces.jsonl import write_request_log
 from planner.traces.read import read_trace
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.errors import InputError
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -35,7 +35,7 @@ def written(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def same(one: Trace, other: Trace) -> bool:
+def same(one: TrafficTrace, other: TrafficTrace) -> bool:
     return all(
         np.allclose(getattr(one, name), getattr(other, name))
         for name in ("arrival_s", "prompt_tokens", "output_tokens")

@@ -64,14 +64,14 @@ def _key(job: Job) -> str:
     return json.dumps(job.to_json(), sort_keys=True)
 
 
-class Workforce:
+class SimulationPool:
     """A context: the children end with it. `processes` 1 simulates in this process."""
 
     def __init__(self, evaluator: Evaluator, processes: int, journal: Journal) -> None:
         self._evaluator, self._processes, self._journal = evaluator, processes, journal
         self._children: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
-    def __enter__(self) -> Workforce:
+    def __enter__(self) -> SimulationPool:
         fork = multiprocessing.get_context("fork")
         for _ in range(self._processes if self._processes > 1 else 0):
             ours, theirs = fork.Pipe()
