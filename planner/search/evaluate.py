@@ -1,4 +1,4 @@
-"""One layout under one variant of the traffic, simulated."""
+"""Simulates one layout under one variant of the traffic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_QUEUED = 4096
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`most_misses`: the share of requests beyond which it is given up; None: never."""
+    """One simulation. `most_misses`: it stops when more than this share of requests missed; None: never."""
 
     layout: ClusterLayout
     requests: int
@@ -39,9 +39,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a plan is judged by. Latencies in seconds; `busy` and `prefill_busy`: mean shares of the workers' time.
+    """The figures that a plan is chosen by. `busy`, `prefill_busy`, `decode_busy`: mean shares of time in use.
 
-    `complete` False: given up, and all figures are of what had happened by then."""
+    `complete` False: the simulation was stopped early, and the figures cover the part until then.
+    """
 
     job: Job
     joint: float
@@ -68,7 +69,7 @@ class Evaluation:
 
     @property
     def busy(self) -> float:
-        """Of all devices."""
+        """Mean over all devices."""
         layout = self.layout
         prefill = (self.prefill_busy or 0.0) * layout.prefill_workers * layout.prefill_tp
         return (prefill + self.decode_busy * layout.decode_workers * layout.decode_tp) / layout.devices
@@ -83,7 +84,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Everything a job needs beside itself. `trace` is the stretch that the last round simulates whole."""
+    """The inputs that all jobs share. `trace`: the requests that the last round simulates."""
 
     trace: TrafficTrace
     hardware: Hardware
@@ -118,8 +119,8 @@ class Evaluator:
 
 
 def router_spec(layout: ClusterLayout) -> RouterSpec:
-    """What the plan's values file tells the router: enough prompts on a worker for two steps, a queue that waits
-    rather than refuses (a refusal misses its objective as well)."""
+    """The router settings of a plan: prompts for two steps per worker, and a queue that waits rather than refuses,
+    because a refusal misses the objective too."""
     spec = RouterSpec(max_prefill_tokens_in_flight=2 * layout.step_tokens, max_queued_requests=MAX_QUEUED)
     classes = tuple(each.model_copy(update={"ttft_slo_s": None}) for each in spec.classes)
     return spec.model_copy(update={"classes": classes})
@@ -151,7 +152,7 @@ def _evaluation(job: Job, result: SimResult) -> Evaluation:
 
 
 def lost_worker(job: Job, *, prefill: bool) -> Job | None:
-    """The same with one worker less; None when none would be left."""
+    """The same job with one worker fewer; None if that pool would be empty."""
     layout = job.layout
     if prefill:
         if layout.prefill_workers < 1:

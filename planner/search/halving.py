@@ -1,7 +1,7 @@
-"""Successive halving (Jamieson, Talwalkar: AISTATS 2016): many layouts on little traffic, the better on more.
+"""Successive halving (Jamieson, Talwalkar: AISTATS 2016): many layouts on little traffic, the better ones on more.
 
-Layouts compete within their number of devices, so that every price keeps its best to the end: the best disaggregated
-and the best aggregated layout stay as long as the price does, to compare them.
+Layouts compete with those of the same number of devices, so every price keeps its best layouts to the end. The best
+disaggregated and the best aggregated layout of a price both stay, to compare them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from planner.search.evaluate import Evaluation, Job
 from planner.search.layout import ClusterLayout
 
 RUNGS = (1 / 12, 1 / 4, 1.0)
-LEAST_REQUESTS = 150
+MIN_REQUESTS = 150
 KEEP = 1 / 2
-DEARER = 1.25  # than the cheapest of its kind that meets the goal: such layouts have nothing left to show
-HOPELESS = 2.0  # times the misses that the objective allows: a short stretch says that much for sure
+DEARER = 1.25  # layouts dearer than this multiple of the cheapest of their kind that meets the goal are set aside
+HOPELESS = 2.0  # multiple of the allowed misses at which an early round gives up: certain even on little traffic
 
 Run = Callable[[Sequence[Job]], list[Evaluation]]
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """`per_price`: how many layouts of each number of devices are simulated at all."""
+    """`requests`: of the last round. `per_price`: layouts to simulate for each number of devices; `finalists` of them
+    reach the last round."""
 
     requests: int = 1000
     per_price: int = 6
@@ -32,7 +33,7 @@ class Effort:
 
 
 def select(ranked: Sequence[tuple[float, ClusterLayout]], per_price: int) -> list[ClusterLayout]:
-    """The most promising of each number of devices, the best of each kind among them."""
+    """The most promising layouts of each number of devices, including the best of each kind."""
     chosen: dict[int, list[ClusterLayout]] = defaultdict(list)
     for _, layout in ranked:
         mine = chosen[layout.devices]
@@ -43,17 +44,17 @@ def select(ranked: Sequence[tuple[float, ClusterLayout]], per_price: int) -> lis
 
 
 def halve(layouts: Sequence[ClusterLayout], effort: Effort, attainment: float, run: Run) -> list[Evaluation]:
-    """Evaluations of the last round, on `effort.requests` requests."""
+    """Returns the evaluations of the last round, on `effort.requests` requests."""
     left = list(layouts)
     found: list[Evaluation] = []
     dear: list[Evaluation] = []
     for share in RUNGS:
-        requests = min(effort.requests, max(LEAST_REQUESTS, round(effort.requests * share)))
+        requests = min(effort.requests, max(MIN_REQUESTS, round(effort.requests * share)))
         is_last = share == RUNGS[-1]
         most_misses = None if is_last else min(1.0, HOPELESS * (1 - attainment) + 0.1)
         found = run([Job(layout, requests, most_misses=most_misses) for layout in left])
         if not is_last:
-            worth, dearer = _by_worth(found, attainment)
+            worth, dearer = _split_by_price(found, attainment)
             left = _survivors(worth, effort)
             dear += dearer
     for is_aggregated in (False, True):
@@ -63,8 +64,8 @@ def halve(layouts: Sequence[ClusterLayout], effort: Effort, attainment: float, r
     return found
 
 
-def _by_worth(found: Sequence[Evaluation], attainment: float) -> tuple[list[Evaluation], list[Evaluation]]:
-    """Those that a plan may come to, and those that are dearer than what seems to do."""
+def _split_by_price(found: Sequence[Evaluation], attainment: float) -> tuple[list[Evaluation], list[Evaluation]]:
+    """Splits into layouts to keep, and layouts much dearer than the cheapest that meets the goal so far."""
     worth: list[Evaluation] = []
     dear: list[Evaluation] = []
     for is_aggregated in (False, True):
@@ -86,7 +87,7 @@ def _survivors(found: Sequence[Evaluation], effort: Effort) -> list[ClusterLayou
 
 
 def _second_look(dear: Sequence[Evaluation], effort: Effort, attainment: float, run: Run) -> list[Evaluation]:
-    """What a little traffic said would do does not do with all of it: so up to the first price that does."""
+    """The cheaper layouts failed with all of the traffic: tries the dearer ones up to the first price that meets it."""
     found: list[Evaluation] = []
     for _, mine in sorted(_by_price(dear).items()):
         found += run([Job(each.layout, effort.requests) for each in mine[: effort.finalists]])
@@ -96,7 +97,7 @@ def _second_look(dear: Sequence[Evaluation], effort: Effort, attainment: float, 
 
 
 def _by_price(found: Sequence[Evaluation]) -> dict[int, list[Evaluation]]:
-    """The best of each number of devices first."""
+    """Evaluations by number of devices, each list best first."""
     prices: dict[int, list[Evaluation]] = defaultdict(list)
     for each in sorted(found, key=rank, reverse=True):
         prices[each.layout.devices].append(each)
@@ -108,5 +109,5 @@ def _meets(found: Evaluation, attainment: float) -> bool:
 
 
 def rank(found: Evaluation) -> tuple[bool, float, float, float]:
-    """More is better: attainment, then how far below the objectives the latencies are."""
+    """Sort key, higher is better: attainment, then lower latencies."""
     return found.complete, round(found.joint, 3), -(found.ttft_p90_s or 0.0), -(found.tpot_p90_s or 0.0)

@@ -1,4 +1,4 @@
-"""A cluster's layout, the one thing that the search varies, and all layouts that some devices can hold."""
+"""A cluster's layout, which the search varies, and all layouts that fit on given devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, order=True)
 class ClusterLayout:
-    """`prefill_workers` 0: aggregated. `step_tokens`: the chunk budget of an engine step."""
+    """`prefill_workers` 0: aggregated. `step_tokens`: the token budget of an engine step."""
 
     prefill_workers: int
     prefill_tp: int
@@ -30,7 +30,7 @@ class ClusterLayout:
         return {self.decode_tp} if self.is_aggregated else {self.prefill_tp, self.decode_tp}
 
     def __str__(self) -> str:
-        """`3xTP2 : 1xTP4 @2048`: prefill, decode, tokens of a step."""
+        """`3xTP2 : 1xTP4 @2048`: prefill, decode, tokens per step."""
         decode = f"{self.decode_workers}xTP{self.decode_tp} @{self.step_tokens}"
         if self.is_aggregated:
             return f"aggregated {decode}"

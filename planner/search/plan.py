@@ -1,4 +1,4 @@
-"""The search from traffic, hardware and objectives to a plan, and everything that is said about the plan."""
+"""The search for a plan, given traffic, hardware and objectives; and the plan's costs, variants and verdict."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from planner.traces.trace import TrafficTrace
 from tandem.errors import ConfigError
 from tandem.text.words import plural
 
-SearchProgress = Callable[[str, int, int], None]  # what is done, jobs done, jobs in all
+SearchProgress = Callable[[str, int, int], None]  # description, jobs done, jobs in all
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """`attainment`: the share of requests that shall meet both objectives."""
+    """`attainment`: the share of requests that must meet both objectives."""
 
     slo: Slo
     attainment: float = 0.95
@@ -35,7 +35,9 @@ class Goal:
 
     def __post_init__(self) -> None:
         if self.slo.ttft_s is None and self.slo.tpot_s is None:
-            raise ConfigError("expected an objective: --ttft, --tpot, or both", field="--ttft")
+            raise ConfigError(
+                "--ttft: expected an objective, got neither --ttft nor --tpot: give one or both", field="--ttft"
+            )
         if not 0 < self.attainment < 1:
             raise ConfigError(
                 f"--attainment: expected a share above 0 and below 1, got {self.attainment:g}", field="--attainment"
@@ -46,7 +48,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """`state`: where results are kept, so that an interrupted search goes on; None: nowhere."""
+    """`state`: file for results, from which an interrupted search resumes; None: no file."""
 
     processes: int = 1
     state: Path | None = None
@@ -55,8 +57,8 @@ class SearchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Dollars. Per million tokens, prompt and answer together, and of answers alone; busy: as if only the time in
-    which workers ran steps were paid for."""
+    """Dollars. Million tokens: prompt and answer together; output: answers alone. Busy: counts only the time in which
+    workers ran steps."""
 
     per_hour: float
     per_million_tokens: float | None
@@ -80,7 +82,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The plan under other circumstances. `evaluation` None: without that worker there is no service."""
+    """The plan under changed conditions. `evaluation` None: no service without that worker."""
 
     name: str
     evaluation: Evaluation | None
@@ -89,17 +91,17 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why nothing meets the objectives: the limit that binds for the layout that comes closest, and by how much."""
+    """Why no layout meets the objectives: the limit that binds for the closest layout, and by how much."""
 
     closest: Evaluation | None
     limit: str
-    excess: float | None  # 1.5: half as much again as is allowed; None: nothing was finished
+    excess: float | None  # 1.5: 50 % above the limit; None: no request finished
     explanation: str
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`chosen` None: nothing meets the goal, and `miss` says why. `finalists`: simulated to the end, best first."""
+    """`chosen` None: no layout meets the goal, and `miss` has the reason. `finalists`: last round, best first."""
 
     goal: Goal
     model: str
@@ -121,7 +123,7 @@ class Plan:
         return found.complete and found.joint >= self.goal.attainment
 
     def frontier(self) -> list[Evaluation]:
-        """The best of each number of devices, as long as more devices give more goodput."""
+        """The best layout of each number of devices, without those that a cheaper one matches in goodput."""
         best: list[Evaluation] = []
         for each in sorted(self.finalists, key=lambda found: (found.layout.devices, -found.goodput_per_s)):
             if not best or each.goodput_per_s > best[-1].goodput_per_s:
@@ -139,14 +141,14 @@ def make_plan(
     options: SearchOptions,
     progress: SearchProgress = lambda what, done, total: None,
 ) -> Plan:
-    """Raises ConfigError when the devices cannot hold the model at all."""
+    """Raises ConfigError when the model does not fit on the devices."""
     trace = busiest(trace, options.effort.requests)
     options = replace(options, effort=replace(options.effort, requests=len(trace)))
     widths = [tp for tp in hardware.widths() if tp <= goal.max_devices]
     if not widths:
         raise ConfigError(
-            f"--devices: {hardware.model.name} does not fit on {goal.max_devices} x {hardware.device.name} "
-            f"({hardware.model.weights_bytes / 1e9:.0f} GB of weights)",
+            f"--devices: expected enough for {hardware.model.weights_bytes / 1e9:.0f} GB of weights: "
+            f"{hardware.model.name} does not fit on {goal.max_devices} x {hardware.device.name}",
             field="--devices",
         )
     analysis = Analysis(TrafficShape.of(trace), hardware, goal.slo, goal.attainment, goal.max_running_requests)
@@ -227,30 +229,30 @@ class _Search:
 
 
 def _cheapest(finalists: Sequence[Evaluation], goal: Goal) -> Evaluation | None:
-    """Of those that meet the goal, the fewest devices; among them the best."""
+    """The best layout among those that meet the goal on the fewest devices."""
     meeting = [each for each in finalists if each.complete and each.joint >= goal.attainment]
     return min(meeting, key=lambda each: (each.layout.devices, *(-value for value in rank(each))), default=None)
 
 
 def _verdict(finalists: Sequence[Evaluation], goal: Goal) -> str:
-    """Whether prefill and decode had better be apart here."""
-    apart = _cheapest([each for each in finalists if not each.layout.is_aggregated], goal)
+    """Whether disaggregation pays for this traffic and hardware."""
+    separate = _cheapest([each for each in finalists if not each.layout.is_aggregated], goal)
     together = _cheapest([each for each in finalists if each.layout.is_aggregated], goal)
-    if apart is None and together is None:
+    if separate is None and together is None:
         return "neither disaggregated nor aggregated layouts meet the objectives"
     if together is None:
         return "disaggregation pays: no aggregated layout of these devices meets the objectives"
-    if apart is None:
+    if separate is None:
         return "disaggregation does not pay: only aggregated layouts meet the objectives"
-    few, many = apart.layout.devices, together.layout.devices
+    few, many = separate.layout.devices, together.layout.devices
     if few < many:
         return f"disaggregation pays: {plural(few, 'device')} instead of {many} aggregated"
     if few > many:
         return f"disaggregation does not pay: {plural(many, 'device')} aggregated instead of {few} disaggregated"
-    both = f"{_figures('disaggregated', apart)}; {_figures('aggregated', together)}"
-    if abs(apart.joint - together.joint) <= _noise(apart.joint, together.joint, apart.job.requests):
+    both = f"{_figures('disaggregated', separate)}; {_figures('aggregated', together)}"
+    if abs(separate.joint - together.joint) <= _noise(separate.joint, together.joint, separate.job.requests):
         return f"disaggregation makes no clear difference at the same price ({plural(few, 'device')}): {both}"
-    if apart.joint > together.joint:
+    if separate.joint > together.joint:
         return f"disaggregation pays at the same price ({plural(few, 'device')}): {both}"
     return f"disaggregation does not pay at the same price ({plural(few, 'device')}): {both}"
 
@@ -262,7 +264,7 @@ def _figures(kind: str, found: Evaluation) -> str:
 
 
 def _noise(a: float, b: float, requests: int) -> float:
-    """What shares of so many requests may differ by chance: two standard deviations, and at least one request."""
+    """The difference of two shares that chance explains: two standard deviations, and at least one request."""
     mean = (a + b) / 2
     return max(2 * math.sqrt(2 * mean * (1 - mean) / requests), 1 / requests)
 
@@ -282,7 +284,7 @@ def _miss(finalists: Sequence[Evaluation], everything: Sequence[ClusterLayout], 
             limit.value,
             excess,
             f"no layout of {plural(goal.max_devices, 'device')} is possible: even in the closest ({least[1]}) "
-            f"{MEANING[limit]} takes {_times(excess)} what is allowed, before any queue",
+            f"{MEANING[limit]} takes {_times(excess)} the limit, before any queueing",
         )
     closest = finalists[0]
     slo = goal.slo
@@ -298,7 +300,7 @@ def _miss(finalists: Sequence[Evaluation], everything: Sequence[ClusterLayout], 
         closest,
         limit_name,
         excess,
-        f"the closest layout ({closest.layout}) keeps both objectives for {closest.joint:.1%} of the requests, "
-        f"{goal.attainment:.1%} are wanted; {limit_name.upper()} binds: {missing:.1%} miss it, its p90 is "
+        f"the closest layout ({closest.layout}) meets the objectives for {closest.joint:.1%} of the requests, "
+        f"the goal is {goal.attainment:.1%}; {limit_name.upper()} binds: {missing:.1%} miss it, its p90 is "
         f"{seconds:.3g} s ({excess:.2f} x the objective)",
     )

@@ -1,4 +1,4 @@
-"""What a run of a trace came to, simulated or measured: one form, so that the two can be laid side by side."""
+"""The result of playing a trace, simulated or measured. Both have the same form, so they can be compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 
 @dataclass(frozen=True, slots=True)
 class LatencyPercentiles:
-    """Seconds; None: nothing to measure."""
+    """Seconds. None: there were no values."""
 
     p50: float | None
     p90: float | None
@@ -44,7 +44,7 @@ class LatencyPercentiles:
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """Shares of all requests, of which those that were not finished attain nothing. None: no objective."""
+    """Shares of all requests that met an objective; unfinished requests meet none. None: no objective."""
 
     ttft: float | None
     tpot: float | None
@@ -53,8 +53,8 @@ class Attainment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`seconds`: first arrival to last token. Rates are per second of the arrivals' span. None: not known, as what goes
-    on inside a foreign server."""
+    """`seconds`: first arrival to last token. Rates are per second between first and last arrival. None: unknown, such
+    as the queue inside another server."""
 
     trace: str
     notes: tuple[str, ...]
@@ -80,14 +80,14 @@ class Outcome:
     possible_hit_rate: float
     handoffs: int | None
     kv_bytes_moved: float | None
-    complete: bool  # False: it was ended early
+    complete: bool  # False: the run was stopped early
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def outcome_fields(trace: TrafficTrace, slo: Slo, recorder: Recorder) -> dict[str, Any]:
-    """What is worked out of `recorder` alone; all fields of Outcome but `kv_bytes_moved`."""
+    """All fields of Outcome that follow from `recorder`: all but `kv_bytes_moved`."""
     finished = recorder.finished
     ttft_s = recorder.first_token_s - trace.arrival_s
     e2e_s = np.where(finished, recorder.last_token_s - trace.arrival_s, np.nan)
@@ -129,7 +129,7 @@ def outcome_fields(trace: TrafficTrace, slo: Slo, recorder: Recorder) -> dict[st
 def _attained(
     slo: Slo, finished: NDArray[np.bool_], ttft_s: NDArray[np.float64], tpot_s: NDArray[np.float64]
 ) -> tuple[Attainment, int | None]:
-    """A request of one token has no TPOT, and attains it."""
+    """A request of one token has no TPOT and meets that objective."""
     total = len(finished)
     ttft = None if slo.ttft_s is None else finished & (ttft_s <= slo.ttft_s)
     tpot = None if slo.tpot_s is None else finished & ~(tpot_s > slo.tpot_s)

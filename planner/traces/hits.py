@@ -1,4 +1,4 @@
-"""How much of a trace's prompts an infinite cache would hold: the upper bound of every hit rate."""
+"""The share of a trace's prompt tokens that an infinite cache would hit: the upper bound of every hit rate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PrefixHits:
 
 
 def infinite_cache_hits(trace: TrafficTrace) -> PrefixHits:
-    """The rule: the leading run of blocks that were seen before, at most the whole prompt."""
+    """Counts the leading blocks of each prompt that an earlier prompt had, at most the whole prompt."""
     total = int(trace.prompt_tokens.sum())
     if trace.prefixes is None:
         return PrefixHits(total, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Any trace file, by what it looks like; and what is done to arrivals that a source rounded."""
+"""Reads any trace file, detecting its format, and spreads arrivals that the source rounded."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from planner.traces.servegen import read_servegen
 from planner.traces.trace import TrafficTrace
 from tandem.errors import InputError
 
-MIN_TICK_S = 0.5  # coarser than this, rounding makes bursts that nobody sent
-_TICK_TOLERANCE = 0.01  # of a tick: such files round to milliseconds as well
+MIN_TICK_S = 0.5  # rounding to a coarser tick makes artificial bursts
+_TICK_TOLERANCE = 0.01  # share of a tick, because such files round to milliseconds too
 
 
 def read_trace(
     path: Path, *, arrivals: ArrivalProcess | None = None, seed: int = 0, jitter: bool = True
 ) -> TrafficTrace:
-    """A file of one of the formats in docs/planning.md, or a folder of ServeGen clients.
+    """Reads a file in one of the formats of docs/planning.md, or a folder of ServeGen clients.
 
     Args:
-        arrivals: for files that say lengths only.
+        arrivals: for files that have lengths only.
         jitter: spread arrivals that were rounded to a coarse tick over that tick.
 
     Raises:
-        InputError: names the file, and line and column where it is one.
+        InputError: names the file, and the line and column if there is one.
     """
     try:
         trace = _read(path, arrivals, seed)
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}: expected a trace", field="trace") from None
+        raise InputError(f"{path}: expected a trace: {error.strerror}", field="trace") from None
     return jittered(trace, seed) if jitter else trace
 
 
@@ -50,7 +50,7 @@ def _read(path: Path, arrivals: ArrivalProcess | None, seed: int) -> TrafficTrac
 
 
 def tick_s(trace: TrafficTrace) -> float | None:
-    """The grid that all arrivals lie on, when it is coarse and requests share its points; else None."""
+    """The interval of the grid on which all arrivals lie; None if it is fine or few requests share a point."""
     distinct = np.unique(trace.arrival_s)
     if len(distinct) < 2 or len(distinct) > len(trace) // 2:
         return None
@@ -60,12 +60,12 @@ def tick_s(trace: TrafficTrace) -> float | None:
 
 
 def jittered(trace: TrafficTrace, seed: int) -> TrafficTrace:
-    """Arrivals on a coarse tick (Mooncake's lie 3 s apart, ten at once) are spread evenly at random within it, in their
-    order: the bursts are the rounding's, not the users'."""
+    """Spreads arrivals on a coarse tick (Mooncake: about ten requests every 3 s) evenly at random within the tick, in
+    their order, because rounding made those bursts."""
     tick = tick_s(trace)
     if tick is None:
         return trace
     spread = trace.arrival_s + np.random.default_rng(seed).uniform(0.0, tick, len(trace))
-    spread.sort()  # within a tick; ticks do not overlap, so no request changes its place
-    note = f"arrivals were rounded to {tick:g} s: spread at random within it"
+    spread.sort()  # ticks do not overlap, so the order of the requests stays
+    note = f"arrivals were rounded to {tick:g} s: spread at random within that time"
     return replace(trace, arrival_s=spread - spread[0], notes=(*trace.notes, note))

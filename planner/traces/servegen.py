@@ -1,7 +1,7 @@
 """ServeGen clients (alibaba/ServeGen): a folder of `*-trace.csv` (rates by window) and `*-dataset.json` (lengths).
 
-A trace without requests of its own: one is drawn. Each client's windows give rate, burstiness and family of intervals;
-its lengths come from the distribution of the 6-hour window they fall into.
+The files contain distributions, not requests, so the requests are drawn. A client's windows give rate, burstiness and
+family of intervals; lengths come from the distribution of the 6-hour window.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LAST_WINDOW_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """`shape` and `scale` are of the family's intervals, in seconds."""
+    """`shape` and `scale`: parameters of the interval distribution, in seconds."""
 
     start_s: float
     end_s: float
@@ -38,7 +38,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """A distribution: values with probabilities that sum to 1."""
+    """Values with probabilities that sum to 1."""
 
     values: NDArray[np.int64]
     chances: NDArray[np.float64]
@@ -50,7 +50,7 @@ class LengthDistribution:
 @dataclass(frozen=True, slots=True)
 class ServegenClient:
     windows: tuple[Window, ...]
-    lengths: tuple[tuple[float, LengthDistribution, LengthDistribution], ...]  # from when on: prompt, output
+    lengths: tuple[tuple[float, LengthDistribution, LengthDistribution], ...]  # start in seconds; prompt, output
 
     def lengths_at(self, at_s: float) -> tuple[LengthDistribution, LengthDistribution]:
         known = [entry for entry in self.lengths if entry[0] <= at_s] or list(self.lengths[:1])
@@ -78,7 +78,7 @@ def read_servegen(folder: Path, seed: int) -> TrafficTrace:
             owners.append(np.full(len(times_s), number, np.int32))
     arrival_s = np.concatenate([*arrivals, np.empty(0)])
     if not len(arrival_s):
-        raise InputError(f"{folder}: expected rates above 0, drew no request", field="trace")
+        raise InputError(f"{folder}: expected rates above 0, got none that yields a request", field="trace")
     trace = TrafficTrace(
         folder.name,
         arrival_s,
@@ -147,23 +147,23 @@ def _read_lengths(dataset: Path) -> tuple[tuple[float, LengthDistribution, Lengt
         expected = 'expected {"WINDOW START": {"input_tokens": {tokens: chance}, "output_tokens": {...}}}'
         raise InputError(f"{dataset.name}: {expected}: {error}", field="trace") from None
     if not found:
-        raise InputError(f"{dataset.name}: expected a distribution of lengths, all are empty", field="trace")
+        raise InputError(f"{dataset.name}: expected a distribution of lengths, got only empty ones", field="trace")
     return tuple(found)
 
 
 def _lengths(text: str) -> LengthDistribution | None:
-    """ServeGen writes each distribution as the text of a Python dict."""
+    """Parses a distribution, which ServeGen writes as the text of a Python dict."""
     chances = ast.literal_eval(text)
     if not chances:
         return None
     values, weights = np.array(list(chances), np.int64), np.array(list(chances.values()), np.float64)
     if values.min() < 0 or weights.min() < 0 or not weights.sum() > 0:
-        raise ValueError("lengths and chances are at least 0")
+        raise ValueError("expected lengths and probabilities of at least 0")
     return LengthDistribution(values, weights / weights.sum())
 
 
 def _draw(window: Window, random: np.random.Generator) -> NDArray[np.float64]:
-    """Arrivals of one window. The file's parameters give the family's form, its rate the mean interval."""
+    """Draws the arrivals of one window. The file's rate gives the mean interval, its parameters the form."""
     mean = int((window.end_s - window.start_s) * window.requests_per_s)
     count = mean + 10 * math.isqrt(mean + 1) + 10
     shape = window.shape if window.shape > 0 else 1.0

@@ -1,4 +1,4 @@
-"""One form for every trace: columns of numbers, a million requests in some tens of megabytes."""
+"""The common form of all traces: columns of numbers. A million requests take some tens of megabytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ DEFAULT_CLASS = ""
 
 @dataclass(frozen=True, slots=True)
 class PrefixBlocks:
-    """What prompts share. Request i begins with the blocks `ids[ends[i - 1] : ends[i]]` of `block_tokens` tokens each,
-    the last one perhaps partly; two requests share a prefix as far as their ids agree. Tokens beyond are its own."""
+    """The prefixes that prompts share. Request i begins with the blocks `ids[ends[i - 1] : ends[i]]` of `block_tokens`
+    tokens each; the last may be partial. Two requests share a prefix as far as their ids agree. Tokens after the blocks
+    are not shared."""
 
     block_tokens: int
     ids: NDArray[np.int64]
@@ -39,9 +40,9 @@ class TrafficTrace:
 
     Args:
         arrival_s: [n], seconds. prompt_tokens, output_tokens: [n], at least 1 each.
-        prefixes: None where the source says nothing of shared prompts.
-        labels: names of (class, tenant) pairs; `label` [n] is each request's. The empty class is the router's default.
-        notes: what was done to the source on the way here, for whoever reads the results.
+        prefixes: None if the source has no information on shared prefixes.
+        labels: (class, tenant) pairs; `label` [n]: the index of each request. The empty class is the router's default.
+        notes: changes made to the source, shown with the results.
     """
 
     name: str
@@ -62,7 +63,7 @@ class TrafficTrace:
 
     @property
     def span_s(self) -> float:
-        """First arrival to last."""
+        """Seconds from first to last arrival."""
         return float(self.arrival_s[-1] - self.arrival_s[0])
 
     @property
@@ -78,10 +79,12 @@ class TrafficTrace:
         return self.stretch(0, count)
 
     def stretch(self, start: int, end: int) -> TrafficTrace:
-        """Requests [start, end), the first of them at 0. Raises InputError when there are none."""
+        """Requests [start, end), shifted so the first arrives at 0. Raises InputError when there are none."""
         start, end = max(0, start), min(end, len(self))
         if end <= start:
-            raise InputError(f"{self.name}: expected requests in the stretch asked for, there are none", field="trace")
+            raise InputError(
+                f"{self.name}: expected at least one request in the selected part, got none", field="trace"
+            )
         arrival_s = self.arrival_s[start:end]
         return replace(
             self,
@@ -93,18 +96,18 @@ class TrafficTrace:
         )
 
     def between(self, start_s: float, end_s: float) -> TrafficTrace:
-        """Those that arrive from `start_s` on and before `end_s`."""
+        """Requests that arrive in [start_s, end_s)."""
         start, end = np.searchsorted(self.arrival_s, [start_s, end_s])
         return self.stretch(int(start), int(end))
 
     def at_rate(self, factor: float) -> TrafficTrace:
-        """The same requests, `factor` times as fast."""
+        """The same requests at `factor` times the rate."""
         if factor == 1.0:
             return self
         return replace(self, arrival_s=self.arrival_s / factor, notes=(*self.notes, f"load x {factor:g}"))
 
     def with_lengths(self, prompt_factor: float, output_factor: float) -> TrafficTrace:
-        """Longer or shorter prompts and answers. A prompt grows by tokens of its own; what it shares stays."""
+        """Scales prompts and answers. The shared prefix of a prompt keeps its length."""
         return replace(
             self,
             prompt_tokens=_scaled(self.prompt_tokens, prompt_factor),
@@ -113,7 +116,7 @@ class TrafficTrace:
         )
 
     def repeated(self, times: int) -> TrafficTrace:
-        """One after the other; the repetitions share nothing with each other."""
+        """Repeats the trace in sequence. Repetitions share no prefixes with each other."""
         period_s = self.span_s + 1.0 / self.requests_per_s
         shifts = np.repeat(np.arange(times), len(self))
         prefixes = self.prefixes
@@ -145,7 +148,7 @@ class TraceBuilder:
     """Collects the rows of a file. Raises InputError that names the line and the column."""
 
     def __init__(self, name: str, block_tokens: int | None = None, most_early_s: float = 0.0) -> None:
-        """`most_early_s`: rows may stand so much before their predecessor; they are put in order."""
+        """`most_early_s`: rows may arrive this much before their predecessor; `build` then sorts them."""
         self._name = name
         self._block_tokens = block_tokens
         self._most_early_s = most_early_s
@@ -213,7 +216,7 @@ class TraceBuilder:
 
 
 def in_order(trace: TrafficTrace) -> TrafficTrace:
-    """Sorted by arrival; requests that arrive together stay in their order."""
+    """Sorts by arrival; requests that arrive together keep their order."""
     order = np.argsort(trace.arrival_s, kind="stable")
     if (order[1:] > order[:-1]).all():
         return trace

@@ -76,7 +76,7 @@ def test_a_plan_of_one_byte_an_element_is_served_in_as_many(device: str, weights
 def test_weights_from_a_hub_find_room_and_a_token_for_them(render: Callable[..., Any], tmp_path: Path) -> None:
     plan, hardware = planned(ClusterLayout(2, 4, 1, 4, 2048), "llama-3-70b", "h100")
     text = helm_values(plan, hardware, "meta-llama/Meta-Llama-3-70B-Instruct")
-    assert "# Wants a Secret: kubectl create secret generic tandem-hub-token --from-literal=token=..." in text
+    assert "# Needs a Secret: kubectl create secret generic tandem-hub-token --from-literal=token=..." in text
     assert "# Each pod pulls 141 GB" in text
     path = tmp_path / "plan.yaml"
     path.write_text(text)
@@ -130,7 +130,7 @@ def test_what_is_deployed_beyond_the_plan_is_said_with_its_price() -> None:
 
 
 def test_the_name_of_a_shape_is_no_checkpoint() -> None:
-    with pytest.raises(InputError, match=r"--source: expected with --values the checkpoint .* 'llama-3-70b' is only"):
+    with pytest.raises(InputError, match=r"--source: expected the checkpoint to serve, .* 'llama-3-70b' is only"):
         checked_source(None, "llama-3-70b")
     assert checked_source(None, "smollm2-135m") == "smollm2-135m"
     with pytest.raises(InputError, match="below /models"):

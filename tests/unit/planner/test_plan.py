@@ -243,7 +243,7 @@ class TestWhatIsWritten:
     def test_without_a_plan_there_are_no_values(self) -> None:
         goal = Goal(Slo(ttft_s=0.01), max_devices=2)
         nothing = make_plan(traffic(), hardware(), goal, SearchOptions(effort=EFFORT))
-        with pytest.raises(InputError, match="nothing to deploy"):
+        with pytest.raises(InputError, match="expected a plan to deploy"):
             helm_values(nothing, hardware(), "m")
 
     def test_the_report_needs_no_network_and_names_what_it_shows(self) -> None:
