@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engine_peers import Peer, find_pair, find_peers
+from benchmarks.engine_peers import EnginePeer, find_pair, find_peers
 from benchmarks.engine_served import ServedPair
 from benchmarks.handoff_figures import Figure
 from tandem.checkpoint.model_config import ModelConfig
@@ -72,14 +72,14 @@ QUICK = Sizes(16, 2, 1, (1, 3), (24,), 64, 3, 24)
 
 
 @dataclass(slots=True)
-class Bench:
+class EngineBench:
     """The engines that are compared, built when first asked for, and the machine they share."""
 
     sizes: Sizes
     folder: Path
     scratch: Path
     threads: int
-    peers: Mapping[str, Peer]
+    peers: Mapping[str, EnginePeer]
     _ranks: dict[str, Rank] = field(default_factory=dict)
     _names: Iterator[int] = field(default_factory=count)
 
@@ -147,7 +147,7 @@ GPU_MODES = {
 }
 
 
-def decode(bench: Bench) -> Iterator[Figure]:
+def decode(bench: EngineBench) -> Iterator[Figure]:
     """Tokens per second of all requests together, each with `context` tokens before it."""
     sizes = bench.sizes
     for batch in sizes.batches:
@@ -174,7 +174,7 @@ def decode(bench: Bench) -> Iterator[Figure]:
                 yield _figure(f"engine.read_rate_b1_{mode}", statistics.median(used), "GB/s", limit)
 
 
-def _decode_step_s(bench: Bench, mode: str, prompts: Sequence[list[int]], steps: int) -> float:
+def _decode_step_s(bench: EngineBench, mode: str, prompts: Sequence[list[int]], steps: int) -> float:
     """The median of steps that only decode."""
     engine = bench.rank(mode).engine
     sampling = SamplingParams(temperature=0.0, max_tokens=steps + 2)
@@ -190,7 +190,7 @@ def _decode_step_s(bench: Bench, mode: str, prompts: Sequence[list[int]], steps:
     return statistics.median(took)
 
 
-def prefill(bench: Bench) -> Iterator[Figure]:
+def prefill(bench: EngineBench) -> Iterator[Figure]:
     """Prompt tokens per second, until the first token is there."""
     for length in bench.sizes.prefills:
         ours: dict[str, list[float]] = {mode: [] for mode in MODES}
@@ -226,7 +226,7 @@ def _prefill_s(rank: Rank, prompt: list[int]) -> float:
     return time.perf_counter() - began
 
 
-def restore(bench: Bench) -> Iterator[Figure]:
+def restore(bench: EngineBench) -> Iterator[Figure]:
     """Until the first token of a prompt whose prefix another one drove out of the pool: found in the host tier, and for
     reference computed. What it drives out itself is copied in the same time."""
     length = bench.sizes.prefills[-1]
@@ -244,7 +244,7 @@ def restore(bench: Bench) -> Iterator[Figure]:
     yield _figure(f"engine.restore_{length}_ms", took, "ms", instead)
 
 
-def served(bench: Bench) -> Iterator[Figure]:
+def served(bench: EngineBench) -> Iterator[Figure]:
     """Streams through router, handoff and decode, beside the same batch in a bare engine and in vLLM's own pair."""
     sizes, modes = bench.sizes, ("int8", "int8_kvfp8")
     bare: dict[str, list[float]] = {mode: [] for mode in modes}
@@ -270,7 +270,7 @@ def served(bench: Bench) -> Iterator[Figure]:
             yield _figure(f"{name}_beside_vllm", rate, "tok/s", statistics.median(theirs))
 
 
-def overhead(bench: Bench) -> Iterator[Figure]:
+def overhead(bench: EngineBench) -> Iterator[Figure]:
     """A decode step of the largest batch less what its inputs, the model and the logits took: scheduling, choosing,
     bookkeeping."""
     batch = bench.sizes.batches[-1]
@@ -307,7 +307,7 @@ def overhead(bench: Bench) -> Iterator[Figure]:
     yield _figure("engine.step_overhead_ms", statistics.median(left), "ms", OVERHEAD_TARGET_MS)
 
 
-def perplexity(bench: Bench) -> Iterator[Figure]:
+def perplexity(bench: EngineBench) -> Iterator[Figure]:
     """Of the bundled text, by the logprobs that clients can ask for; beside `transformers` in fp32, where it is."""
     ids = bench.tokenizer_ids(TEXT.read_text())
     expected = _expected_perplexity(bench.folder, ids)
@@ -352,7 +352,7 @@ def _figure(name: str, value: float, unit: str, reference: float | None) -> Figu
     return Figure(name, round(value, 4), unit, None if reference is None else round(reference, 4), ratio)
 
 
-FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
+FIGURES: dict[str, Callable[[EngineBench], Iterator[Figure]]] = {
     "decode": decode,
     "prefill": prefill,
     "restore": restore,
@@ -378,7 +378,7 @@ def main() -> int:
         peers = {} if options.quick else find_peers(options.threads, folder)
         for peer in peers.values():
             stack.enter_context(peer)
-        bench = Bench(sizes, folder, scratch, options.threads, peers)
+        bench = EngineBench(sizes, folder, scratch, options.threads, peers)
         for name in options.figure or FIGURES:
             for figure in FIGURES[name](bench):
                 print(figure.line(), flush=True)

@@ -91,7 +91,7 @@ QUICK = Sizes(2, 64, 128, 4, 2, 16, 300, (1, 3), 24, 96, 6, 1, 1 << 16, 64)
 
 
 @dataclass(slots=True)
-class Bench:
+class DeviceBench:
     sizes: Sizes
     device: torch.device
     folder: Path
@@ -152,7 +152,7 @@ class Bench:
         return statistics.median(self.time_s(work) for _ in range(2 * self.sizes.rounds + 1))
 
 
-def decode(bench: Bench) -> Iterator[Figure]:
+def decode(bench: DeviceBench) -> Iterator[Figure]:
     """Bytes a step must read over the time it takes, and what of that time the device had nothing to do."""
     sizes = bench.sizes
     for batch in sizes.batches:
@@ -164,7 +164,7 @@ def decode(bench: Bench) -> Iterator[Figure]:
             yield _figure(f"engine.gpu_host_gap_b{batch}", 1e3 * (wall_s - statistics.median(busy)), "ms", 1e3 * wall_s)
 
 
-def fp8(bench: Bench) -> Iterator[Figure]:
+def fp8(bench: DeviceBench) -> Iterator[Figure]:
     """Tokens per second of the largest batch with weights and KV in fp8, beside bfloat16. A CPU multiplies no fp8."""
     batch = bench.sizes.batches[-1]
     weights = {} if bench.device.type == "cpu" else {"weights": "fp8"}
@@ -173,7 +173,7 @@ def fp8(bench: Bench) -> Iterator[Figure]:
     yield _figure(f"engine.gpu_decode_b{batch}_fp8", batch / step_s, "tok/s", batch / plain_s)
 
 
-def _decode_step_s(bench: Bench, rank: Rank, batch: int) -> float:
+def _decode_step_s(bench: DeviceBench, rank: Rank, batch: int) -> float:
     """The median, from the first step in which all requests decode."""
     engine = rank.engine
     sampling = SamplingParams(temperature=0.0, max_tokens=bench.sizes.steps + 2)
@@ -191,7 +191,7 @@ def _decode_step_s(bench: Bench, rank: Rank, batch: int) -> float:
     return statistics.median(walls)
 
 
-def _timed_replays(bench: Bench) -> Callable[[], list[float]]:
+def _timed_replays(bench: DeviceBench) -> Callable[[], list[float]]:
     """Has replayed steps timed by the device; call what it returns for their seconds. Without recordings: none."""
     graphs, spans = bench.rank.runner.graphs, []
     if graphs is None or bench.device.type != "cuda":
@@ -218,7 +218,7 @@ def _timed_replays(bench: Bench) -> Callable[[], list[float]]:
     return seconds
 
 
-def prefill(bench: Bench) -> Iterator[Figure]:
+def prefill(bench: DeviceBench) -> Iterator[Figure]:
     """Operations that a prompt needs over the time until its first token."""
     engine, took = bench.rank.engine, []
     for _ in range(bench.sizes.rounds + 1):
@@ -231,7 +231,7 @@ def prefill(bench: Bench) -> Iterator[Figure]:
     yield _figure("engine.gpu_mfu_8k", rate / 1e12, "TFLOP/s", bench.flops_per_s() / 1e12)
 
 
-def beside_transformers(bench: Bench) -> Iterator[Figure]:
+def beside_transformers(bench: DeviceBench) -> Iterator[Figure]:
     """Tokens per second of all requests together. Comes last: it may need more memory than there is."""
     model: Any = AutoModelForCausalLM.from_pretrained(bench.folder, dtype=torch.bfloat16)
     model.to(bench.device)
@@ -241,7 +241,7 @@ def beside_transformers(bench: Bench) -> Iterator[Figure]:
 
 
 @torch.inference_mode()
-def _transformers_steps_s(bench: Bench, model: Any, batch: int) -> list[float]:
+def _transformers_steps_s(bench: DeviceBench, model: Any, batch: int) -> list[float]:
     ids = torch.tensor([bench.prompt(bench.sizes.context) for _ in range(batch)], device=bench.device)
     past, token = None, ids[:, :0]
     for row in range(0, bench.sizes.context, 256):  # in parts: attention over all at once takes too much memory
@@ -302,7 +302,7 @@ def write_weights(folder: Path, sizes: Sizes, device: torch.device) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
+FIGURES: dict[str, Callable[[DeviceBench], Iterator[Figure]]] = {
     "decode": decode,
     "prefill": prefill,
     "fp8": fp8,
@@ -321,7 +321,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_weights(folder, sizes, device)
-        bench = Bench(sizes, device, folder)
+        bench = DeviceBench(sizes, device, folder)
         for name in options.figure or FIGURES:
             for figure in FIGURES[name](bench):
                 print(figure.line(), flush=True)

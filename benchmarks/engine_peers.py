@@ -23,7 +23,7 @@ class PeerTimes:
     step_s: float
 
 
-class Peer:
+class EnginePeer:
     """Answers one line for each; silent in between, so it takes no core from ours."""
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -34,7 +34,7 @@ class Peer:
         )
         self._answer()
 
-    def __enter__(self) -> Peer:
+    def __enter__(self) -> EnginePeer:
         return self
 
     def __exit__(
@@ -62,7 +62,7 @@ class Peer:
         raise RuntimeError(f"the peer ended with {self._process.wait()}")
 
 
-def find_peers(threads: int, folder: Path) -> dict[str, Peer]:
+def find_peers(threads: int, folder: Path) -> dict[str, EnginePeer]:
     """By name, those that are installed. `folder`: the checkpoint, for those that read no GGUF file."""
     model = PEERS / "model"
     scripts = {
@@ -74,13 +74,13 @@ def find_peers(threads: int, folder: Path) -> dict[str, Peer]:
     return {name: peer for name, peer in found.items() if peer is not None}
 
 
-def find_pair(threads: int, folder: Path) -> Peer | None:
+def find_pair(threads: int, folder: Path) -> EnginePeer | None:
     """vLLM as a prefill and a decode engine, if it is installed."""
     return _start("vllm", "engine_vllm.py", folder, threads, "pair")
 
 
-def _start(name: str, script: str, model: Path, threads: int, *more: str) -> Peer | None:
+def _start(name: str, script: str, model: Path, threads: int, *more: str) -> EnginePeer | None:
     python = PEERS / name / "bin" / "python"
     if not (python.exists() and model.exists()):
         return None
-    return Peer([str(python), str(Path(__file__).with_name(script)), str(model), str(threads), *more])
+    return EnginePeer([str(python), str(Path(__file__).with_name(script)), str(model), str(threads), *more])

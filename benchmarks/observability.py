@@ -14,8 +14,8 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.handoff_figures import Figure
-from benchmarks.router_bench import MODEL, OTHER_CORES, Prompts, on_cores, running
-from benchmarks.router_clients import HttpClient, closed_loop
+from benchmarks.router_bench import MODEL, OTHER_CORES, ChatPrompts, on_cores, running
+from benchmarks.router_clients import RawHttpClient, closed_loop
 from benchmarks.router_cost import QUICK as COST_QUICK
 from benchmarks.router_cost import Sizes as CostSizes
 from benchmarks.router_cost import bench_model, measured, setup
@@ -34,11 +34,11 @@ def figures(sizes: CostSizes) -> Iterator[Figure]:
 
 
 async def _overhead(sizes: CostSizes, model_dir: Path, receiver: OtlpReceiver) -> Figure:
-    prompts = Prompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
+    prompts = ChatPrompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
     observed = ObservabilitySpec(tracing=TracingSpec(otlp_endpoint=receiver.endpoint))
     off, on = (replace(setup(sizes, model_dir), observability=spec) for spec in (OFF, observed))
     async with running(off) as without, running(on) as observing:
-        pairs = [(bench, HttpClient(bench.http_port, MODEL, sizes.answer_tokens)) for bench in (without, observing)]
+        pairs = [(bench, RawHttpClient(bench.http_port, MODEL, sizes.answer_tokens)) for bench in (without, observing)]
         for _, client in pairs:  # warms up, not counted
             await closed_loop(client, prompts, 8, min(2.0, sizes.seconds))
         shares: list[float] = []

@@ -113,7 +113,7 @@ def load_measured_hardware(cost: Path) -> Hardware:
     return load_hardware(HardwareFlags(DEMO_MODEL, "cpu", str(cost), None, element_bytes=4.0, one_host=True))
 
 
-class Cells:
+class CellJournal:
     """What was measured of each shape and trace, in a file where one is given: there a later run goes on."""
 
     def __init__(self, path: Path | None, cost: Path, sizes: Sizes) -> None:
@@ -139,7 +139,7 @@ def prediction(
     cost: Path, shapes: Sequence[tuple[int, int]], names: Sequence[str], sizes: Sizes, results: Path | None = None
 ) -> Iterator[Figure]:
     """Lines for each shape and trace, then the worst of all."""
-    hardware, cells = load_measured_hardware(profiled(cost, sizes.grid)), Cells(results, cost, sizes)
+    hardware, cells = load_measured_hardware(profiled(cost, sizes.grid)), CellJournal(results, cost, sizes)
     drawn = traces(sizes.draws)
     found: list[Figure] = []
     for shape in shapes:

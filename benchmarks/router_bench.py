@@ -42,7 +42,7 @@ WORDS = COMMON_WORDS.split(" ")
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class RouterSetup:
     """`stub_options` are those of benchmarks.router_stubs; the router's ports are given by `running`."""
 
     model_dir: Path
@@ -52,7 +52,7 @@ class Setup:
     observability: ObservabilitySpec = ObservabilitySpec()  # noqa: RUF009  # frozen
 
 
-class Bench:
+class RouterBench:
     """A running router with its workers."""
 
     def __init__(self, router: subprocess.Popen[bytes], stubs: subprocess.Popen[str], http_port: int, grpc_port: int):
@@ -76,7 +76,7 @@ class Bench:
         return answer
 
 
-class Prompts:
+class ChatPrompts:
     """Chat texts that make prompts of one length, no two alike."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: int) -> None:
@@ -109,7 +109,7 @@ def on_cores(cores: set[int]) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def running(setup: Setup) -> AsyncIterator[Bench]:
+async def running(setup: RouterSetup) -> AsyncIterator[RouterBench]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = " " + " ".join(WORDS)
@@ -124,7 +124,7 @@ async def running(setup: Setup) -> AsyncIterator[Bench]:
                 router = _start_router(folder, setup, controller, ports)
             try:
                 await answers_at(ports[0], "/ready", router)
-                yield Bench(router, stubs, ports[0], ports[1])
+                yield RouterBench(router, stubs, ports[0], ports[1])
             finally:
                 router.terminate()
                 router.wait(15)
@@ -138,7 +138,7 @@ def _start_stubs(folder: Path, options: Sequence[str]) -> subprocess.Popen[str]:
     return subprocess.Popen([*command, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def _start_router(folder: Path, setup: Setup, controller: str, ports: Sequence[int]) -> subprocess.Popen[bytes]:
+def _start_router(folder: Path, setup: RouterSetup, controller: str, ports: Sequence[int]) -> subprocess.Popen[bytes]:
     served = ServedModel(
         name=MODEL, model_dir=str(setup.model_dir), model_fingerprint=FINGERPRINT, block_tokens=BLOCK_TOKENS
     )

@@ -20,7 +20,7 @@ _REQUEST_ID = b"x-request-id: "
 
 
 @dataclass(slots=True)
-class Heard:
+class TokenTimes:
     """One answer as it came: for each of its tokens when, by the host's monotonic clock."""
 
     sent_s: float
@@ -28,15 +28,15 @@ class Heard:
     tokens_s: list[float] = field(default_factory=list)
 
 
-class Client(Protocol):
-    async def ask(self, prompt: str) -> Heard:
+class BenchClient(Protocol):
+    async def ask(self, prompt: str) -> TokenTimes:
         """Raises RuntimeError for anything but a whole answer."""
         ...
 
     async def close(self) -> None: ...
 
 
-class HttpClient:
+class RawHttpClient:
     """Streamed chat completions; connections are kept and used again."""
 
     def __init__(self, port: int, model: str, answer_tokens: int) -> None:
@@ -45,7 +45,7 @@ class HttpClient:
         self._answer_tokens = answer_tokens
         self._idle: list[_HttpConnection] = []
 
-    async def ask(self, prompt: str) -> Heard:
+    async def ask(self, prompt: str) -> TokenTimes:
         body = {
             "model": self._model,
             "messages": [{"role": "user", "content": prompt}],
@@ -61,11 +61,11 @@ class HttpClient:
         else:
             loop = asyncio.get_running_loop()
             _, connection = await loop.create_connection(_HttpConnection, "127.0.0.1", self._port)
-        heard = await connection.ask(raw)
-        if len(heard.tokens_s) != self._answer_tokens:
-            raise RuntimeError(f"expected {self._answer_tokens} tokens, got {len(heard.tokens_s)}")
+        times = await connection.ask(raw)
+        if len(times.tokens_s) != self._answer_tokens:
+            raise RuntimeError(f"expected {self._answer_tokens} tokens, got {len(times.tokens_s)}")
         self._idle.append(connection)
-        return heard
+        return times
 
     async def close(self) -> None:
         for connection in self._idle:
@@ -77,19 +77,19 @@ class _HttpConnection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._done: asyncio.Future[Heard] | None = None
-        self._heard = Heard(0.0)
+        self._done: asyncio.Future[TokenTimes] | None = None
+        self._heard = TokenTimes(0.0)
         self._head = b""
         self._in_head = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
-    def ask(self, raw: bytes) -> asyncio.Future[Heard]:
+    def ask(self, raw: bytes) -> asyncio.Future[TokenTimes]:
         if self._transport is None:
             raise RuntimeError("the connection is closed")
         self._done = asyncio.get_running_loop().create_future()
-        self._heard, self._head, self._in_head = Heard(time.monotonic()), b"", True
+        self._heard, self._head, self._in_head = TokenTimes(time.monotonic()), b"", True
         self._transport.write(raw)
         return self._done
 
@@ -125,7 +125,7 @@ class _HttpConnection(asyncio.Protocol):
             self._done.set_exception(RuntimeError(what))
 
 
-class GrpcClient:
+class RawGrpcClient:
     """Streams of Generate over a few channels; messages stay bytes but for the first."""
 
     CHANNELS = 4
@@ -141,22 +141,22 @@ class GrpcClient:
         ]
         self._asked = 0
 
-    async def ask(self, prompt: str) -> Heard:
+    async def ask(self, prompt: str) -> TokenTimes:
         sampling = inference_pb2.SamplingParams(max_tokens=self._answer_tokens, temperature=0.7)
         chat = inference_pb2.ChatMessages(messages=[inference_pb2.ChatMessage(role="user", content=prompt)])
         request = inference_pb2.GenerateRequest(model=self._model, chat=chat, sampling=sampling)
         call = self._calls[self._asked % self.CHANNELS]
         self._asked += 1
-        heard = Heard(time.monotonic())
+        times = TokenTimes(time.monotonic())
         first = b""
         async for message in call(request.SerializeToString()):
             first = first or message
-            heard.tokens_s.append(time.monotonic())
-        del heard.tokens_s[0], heard.tokens_s[-1:]  # `started` and `finished`
-        if len(heard.tokens_s) != self._answer_tokens:
-            raise RuntimeError(f"expected {self._answer_tokens} tokens, got {len(heard.tokens_s)}")
-        heard.request_id = inference_pb2.GenerateResponse.FromString(first).started.request_id
-        return heard
+            times.tokens_s.append(time.monotonic())
+        del times.tokens_s[0], times.tokens_s[-1:]  # `started` and `finished`
+        if len(times.tokens_s) != self._answer_tokens:
+            raise RuntimeError(f"expected {self._answer_tokens} tokens, got {len(times.tokens_s)}")
+        times.request_id = inference_pb2.GenerateResponse.FromString(first).started.request_id
+        return times
 
     async def close(self) -> None:
         for channel in self._channels:
@@ -167,7 +167,7 @@ def _as_bytes(message: bytes) -> bytes:
     return message
 
 
-async def open_loop(client: Client, prompt: Callable[[], str], rate: float, seconds: float) -> list[Heard]:
+async def open_loop(client: BenchClient, prompt: Callable[[], str], rate: float, seconds: float) -> list[TokenTimes]:
     """Asks `rate` times a second, whether or not answers come."""
     tasks = []
     began_s = time.monotonic()
@@ -177,14 +177,14 @@ async def open_loop(client: Client, prompt: Callable[[], str], rate: float, seco
     return list(await asyncio.gather(*tasks))
 
 
-async def closed_loop(client: Client, prompt: Callable[[], str], streams: int, seconds: float) -> list[Heard]:
+async def closed_loop(client: BenchClient, prompt: Callable[[], str], streams: int, seconds: float) -> list[TokenTimes]:
     """Keeps so many answers on their way."""
-    heard: list[Heard] = []
+    times: list[TokenTimes] = []
     until_s = time.monotonic() + seconds
 
     async def stream() -> None:
         while time.monotonic() < until_s:
-            heard.append(await client.ask(prompt()))
+            times.append(await client.ask(prompt()))
 
     await asyncio.gather(*(stream() for _ in range(streams)))
-    return heard
+    return times

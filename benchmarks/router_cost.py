@@ -15,8 +15,8 @@ import uvloop
 
 from benchmarks.handoff_figures import Figure
 from benchmarks.proxy_peer import ProxyPeer, peer_running
-from benchmarks.router_bench import MODEL, OTHER_CORES, Bench, Prompts, Setup, on_cores, running
-from benchmarks.router_clients import Client, GrpcClient, Heard, HttpClient, closed_loop, open_loop
+from benchmarks.router_bench import MODEL, OTHER_CORES, ChatPrompts, RouterBench, RouterSetup, on_cores, running
+from benchmarks.router_clients import BenchClient, RawGrpcClient, RawHttpClient, TokenTimes, closed_loop, open_loop
 from benchmarks.serving import percentile
 from tandem.checkpoint.model_store import resolve
 from tandem.config.spec import DEMO_MODEL, Disaggregation, RouterSpec
@@ -79,20 +79,20 @@ def bench_model(folder: Path, *, demo: bool) -> Path:
     return write_tiny_llama(folder / "model", vocab=4096, max_positions=4096)
 
 
-def setup(sizes: Sizes, model_dir: Path) -> Setup:
+def setup(sizes: Sizes, model_dir: Path) -> RouterSetup:
     workers = ("--prefill", str(sizes.prefill_workers), "--decode", str(sizes.decode_workers))
     pace = ("--step-ms", str(sizes.step_ms), "--prefill-ms", str(sizes.prefill_ms))
-    return Setup(model_dir, ROUTER, (*workers, *pace))
+    return RouterSetup(model_dir, ROUTER, (*workers, *pace))
 
 
 async def _figures(sizes: Sizes, model_dir: Path) -> list[Figure]:
-    prompts = Prompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
+    prompts = ChatPrompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
     async with (
         running(setup(sizes, model_dir)) as bench,
         peer_running(sizes.answer_tokens, sizes.step_ms) as peer,
     ):
-        http = HttpClient(bench.http_port, MODEL, sizes.answer_tokens)
-        grpc = GrpcClient(bench.grpc_port, MODEL, sizes.answer_tokens)
+        http = RawHttpClient(bench.http_port, MODEL, sizes.answer_tokens)
+        grpc = RawGrpcClient(bench.grpc_port, MODEL, sizes.answer_tokens)
         try:
             figures = await _measure(sizes, bench, peer, prompts, http, grpc)
         finally:
@@ -104,7 +104,7 @@ async def _figures(sizes: Sizes, model_dir: Path) -> list[Figure]:
 
 async def _without_handoff(sizes: Sizes, model_dir: Path, prompts: Callable[[], str]) -> Figure:
     async with running(setup(sizes, model_dir)) as bench:
-        http = HttpClient(bench.http_port, MODEL, sizes.answer_tokens)
+        http = RawHttpClient(bench.http_port, MODEL, sizes.answer_tokens)
         await closed_loop(http, prompts, 8, min(2.0, sizes.seconds))
         rounds = [
             await measured(bench, closed_loop(http, prompts, sizes.http_streams, sizes.seconds), sizes.seconds)
@@ -115,14 +115,19 @@ async def _without_handoff(sizes: Sizes, model_dir: Path, prompts: Callable[[], 
 
 
 async def _measure(
-    sizes: Sizes, bench: Bench, peer: ProxyPeer | None, prompts: Callable[[], str], http: Client, grpc: Client
+    sizes: Sizes,
+    bench: RouterBench,
+    peer: ProxyPeer | None,
+    prompts: Callable[[], str],
+    http: BenchClient,
+    grpc: BenchClient,
 ) -> list[Figure]:
     for client in (http, grpc):  # warms up, not counted
         await closed_loop(client, prompts, 8, min(2.0, sizes.seconds))
     full, half, over_grpc, peers = [], [], [], []
     for _ in range(sizes.rounds):
         if peer is not None:
-            through_peer = HttpClient(peer.port, MODEL, sizes.answer_tokens)
+            through_peer = RawHttpClient(peer.port, MODEL, sizes.answer_tokens)
             load = closed_loop(through_peer, prompts, sizes.http_streams, sizes.seconds)
             peers.append((await measured(peer, load, sizes.seconds)).cpu_ms)
             await through_peer.close()
@@ -146,7 +151,7 @@ async def _measure(
     ]
 
 
-async def measured(bench: Bench | ProxyPeer, load: Awaitable[Sequence[Heard]], seconds: float) -> Round:
+async def measured(bench: RouterBench | ProxyPeer, load: Awaitable[Sequence[TokenTimes]], seconds: float) -> Round:
     """`seconds`: for so long the load asks. CPU and rate are those of the last two thirds of it: at its start, and when
     it asks no more, the router is not yet or no longer busy with all of it."""
     bench.sent()
@@ -155,11 +160,11 @@ async def measured(bench: Bench | ProxyPeer, load: Awaitable[Sequence[Heard]], s
     cpu_s, began_s = bench.cpu_s(), time.monotonic()
     await asyncio.sleep(2 * seconds / 3)
     cpu_s, until_s = bench.cpu_s() - cpu_s, time.monotonic()
-    heard = await asking
-    served = sum(began_s <= each.tokens_s[-1] < until_s for each in heard)
+    times = await asking
+    served = sum(began_s <= each.tokens_s[-1] < until_s for each in times)
     sent = bench.sent()
     first_ms, token_ms = [], []
-    for each in heard if sent else ():  # of a peer's requests no worker tells
+    for each in times if sent else ():  # of a peer's requests no worker tells
         told = sent[each.request_id]
         worker_s = told["tokens_s"][0] - told["taken_s"]
         first_ms.append(1000 * (each.tokens_s[0] - each.sent_s - worker_s))

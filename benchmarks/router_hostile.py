@@ -17,8 +17,8 @@ import uvloop
 
 from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import say
-from benchmarks.router_bench import MODEL, OTHER_CORES, Bench, Prompts, Setup, on_cores, running
-from benchmarks.router_clients import Heard, HttpClient, open_loop
+from benchmarks.router_bench import MODEL, OTHER_CORES, ChatPrompts, RouterBench, RouterSetup, on_cores, running
+from benchmarks.router_clients import RawHttpClient, TokenTimes, open_loop
 from benchmarks.router_cost import ROUTER, bench_model
 from benchmarks.serving import percentile
 from router.testing.hostile import Attack
@@ -67,16 +67,16 @@ def figures(sizes: Sizes) -> Iterator[Figure]:
 
 async def _measure(sizes: Sizes, case: Case, model_dir: Path) -> Figure:
     stubs = ("--prefill", "2", "--decode", "4", "--step-ms", str(case.step_ms))
-    prompts = Prompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
-    calm: list[Heard] = []
-    under: list[Heard] = []
-    async with running(Setup(model_dir, ROUTER, stubs)) as bench:
-        client = HttpClient(bench.http_port, MODEL, sizes.answer_tokens)
+    prompts = ChatPrompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
+    calm: list[TokenTimes] = []
+    under: list[TokenTimes] = []
+    async with running(RouterSetup(model_dir, ROUTER, stubs)) as bench:
+        client = RawHttpClient(bench.http_port, MODEL, sizes.answer_tokens)
         await open_loop(client, prompts, sizes.rate, min(2.0, sizes.seconds))  # warms up, not counted
         for _ in range(sizes.rounds):
-            for heard, attack in ((calm, replace(case, attack=case.beside)), (under, case)):
+            for times, attack in ((calm, replace(case, attack=case.beside)), (under, case)):
                 async with attacked(bench, attack):
-                    heard += await open_loop(client, prompts, sizes.rate, sizes.seconds)
+                    times += await open_loop(client, prompts, sizes.rate, sizes.seconds)
         await client.close()
     for name, share in (("p50", 0.5), ("p99", 0.99)):
         say(f"{case.attack}, {name}: first token {first_ms(calm, share):.1f} → {first_ms(under, share):.1f} ms, "
@@ -87,16 +87,16 @@ async def _measure(sizes: Sizes, case: Case, model_dir: Path) -> Figure:
     )
 
 
-def first_ms(heard: list[Heard], share: float) -> float:
-    return 1000 * percentile([each.tokens_s[0] - each.sent_s for each in heard], share)
+def first_ms(times: list[TokenTimes], share: float) -> float:
+    return 1000 * percentile([each.tokens_s[0] - each.sent_s for each in times], share)
 
 
-def whole_ms(heard: list[Heard], share: float) -> float:
-    return 1000 * percentile([each.tokens_s[-1] - each.sent_s for each in heard], share)
+def whole_ms(times: list[TokenTimes], share: float) -> float:
+    return 1000 * percentile([each.tokens_s[-1] - each.sent_s for each in times], share)
 
 
 @asynccontextmanager
-async def attacked(bench: Bench, case: Case) -> AsyncIterator[None]:
+async def attacked(bench: RouterBench, case: Case) -> AsyncIterator[None]:
     """Meanwhile attacks are made, one after the other; one that holds connections open is made once."""
     if not case.attack:
         yield
@@ -110,7 +110,7 @@ async def attacked(bench: Bench, case: Case) -> AsyncIterator[None]:
         await attacks
 
 
-async def _attack(bench: Bench, case: Case, over: asyncio.Event) -> None:
+async def _attack(bench: RouterBench, case: Case, over: asyncio.Event) -> None:
     while not over.is_set():
         attack = await Attack.begin(case.attack, (bench.http_port, bench.grpc_port), MODEL, case.count, LAST)
         if await attack.made():

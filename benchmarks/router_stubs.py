@@ -41,7 +41,7 @@ TOTAL_BLOCKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StubPace:
     step_s: float  # a decode worker's step: one token for each of its requests
     prefill_s: float  # from a prompt's arrival to its first token
     prefill_tokens_per_s: float | None = None  # instead: prompts one after the other, and what is cached is spared
@@ -51,21 +51,21 @@ class Pace:
 class _Running:
     """A request in the decode batch."""
 
-    session: _Session
+    session: _RouterSession
     work: worker_pb2.Work
     given: int  # tokens of its answer
     kept: int  # tokens with KV
 
 
 @dataclass(slots=True, eq=False)
-class _Session:
+class _RouterSession:
     out: asyncio.Queue[worker_pb2.WorkerFrame] = field(default_factory=asyncio.Queue)
     reserved: dict[str, worker_pb2.Work] = field(default_factory=dict)
     frames_seen: int = 0  # hello not counted
 
 
 @dataclass(slots=True)
-class Sent:
+class SentTokens:
     """Of one request, on this worker."""
 
     taken_s: float
@@ -101,7 +101,7 @@ class PacedWorker(WorkerServicer):
         worker_id: str,
         role: Role,
         model: str,
-        pace: Pace,
+        pace: StubPace,
         answer: Sequence[int],
         cache: PrefixCache | None = None,
     ) -> None:
@@ -112,10 +112,10 @@ class PacedWorker(WorkerServicer):
         self._answer = answer
         self._cache = cache
         self._free_at_s = 0.0  # when the prompts there are will have been computed
-        self.sent: dict[str, Sent] = {}
+        self.sent: dict[str, SentTokens] = {}
         self._running: dict[str, _Running] = {}
         self._prefilling: dict[str, asyncio.TimerHandle] = {}
-        self._sessions: set[_Session] = set()
+        self._sessions: set[_RouterSession] = set()
         self._told: worker_pb2.WorkerLoad | None = None
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._port = 0
@@ -142,7 +142,7 @@ class PacedWorker(WorkerServicer):
     async def Session(
         self, request_iterator: AsyncIterator[worker_pb2.RouterFrame], context: Any
     ) -> AsyncIterator[worker_pb2.WorkerFrame]:
-        session = _Session()
+        session = _RouterSession()
         self._sessions.add(session)
         reader = asyncio.create_task(self._read(session, request_iterator))
         try:
@@ -169,7 +169,7 @@ class PacedWorker(WorkerServicer):
             self._step()
 
     def _step(self) -> None:
-        frames: dict[_Session, worker_pb2.WorkerFrame] = {}
+        frames: dict[_RouterSession, worker_pb2.WorkerFrame] = {}
         now_s = time.monotonic()
         ended = []
         for wire_id, run in self._running.items():
@@ -186,7 +186,7 @@ class PacedWorker(WorkerServicer):
             del self._running[wire_id]
         self._flush(frames)
 
-    async def _read(self, session: _Session, frames: AsyncIterator[worker_pb2.RouterFrame]) -> None:
+    async def _read(self, session: _RouterSession, frames: AsyncIterator[worker_pb2.RouterFrame]) -> None:
         async for message in frames:
             answer = worker_pb2.WorkerFrame()
             for frame in (message, *message.more):
@@ -194,7 +194,7 @@ class PacedWorker(WorkerServicer):
                 self._on_frame(session, frame, answer)
             self._flush({session: answer} if answer.ByteSize() else {})
 
-    def _on_frame(self, session: _Session, frame: worker_pb2.RouterFrame, answer: worker_pb2.WorkerFrame) -> None:
+    def _on_frame(self, session: _RouterSession, frame: worker_pb2.RouterFrame, answer: worker_pb2.WorkerFrame) -> None:
         match frame.WhichOneof("frame"):
             case "reserve":
                 self._on_reserve(session, frame.reserve.work, answer)
@@ -209,14 +209,14 @@ class PacedWorker(WorkerServicer):
             case _:
                 pass
 
-    def _on_reserve(self, session: _Session, work: worker_pb2.Work, answer: worker_pb2.WorkerFrame) -> None:
+    def _on_reserve(self, session: _RouterSession, work: worker_pb2.Work, answer: worker_pb2.WorkerFrame) -> None:
         session.reserved[work.request_id] = work
         ticket = worker_pb2.HandoffTicket(signed=bytes(96), decode_worker=self.worker_id, decode_epoch=1)
         answer.reserved.add(request_id=work.request_id, ticket=ticket)
 
-    def _begin(self, session: _Session, work: worker_pb2.Work) -> None:
+    def _begin(self, session: _RouterSession, work: worker_pb2.Work) -> None:
         now_s = time.monotonic()
-        sent = self.sent[work.request_id] = Sent(now_s)
+        sent = self.sent[work.request_id] = SentTokens(now_s)
         fresh: list[BlockHash] = []
         done_s = now_s + self._pace.prefill_s
         if self._cache is not None and self._pace.prefill_tokens_per_s is not None:
@@ -227,7 +227,7 @@ class PacedWorker(WorkerServicer):
         timer = loop.call_later(done_s - now_s, self._prefilled, session, work, fresh)
         self._prefilling[work.request_id] = timer
 
-    def _prefilled(self, session: _Session, work: worker_pb2.Work, fresh: Sequence[BlockHash]) -> None:
+    def _prefilled(self, session: _RouterSession, work: worker_pb2.Work, fresh: Sequence[BlockHash]) -> None:
         wire_id = work.request_id
         del self._prefilling[wire_id]
         if self._cache is not None:
@@ -250,15 +250,15 @@ class PacedWorker(WorkerServicer):
             frame.ended.add(request_id=wire_id, finish_reason=inference_pb2.FINISH_REASON_LENGTH)
         self._flush({session: frame})
 
-    def _on_join(self, session: _Session, wire_id: str, answer: worker_pb2.WorkerFrame) -> None:
+    def _on_join(self, session: _RouterSession, wire_id: str, answer: worker_pb2.WorkerFrame) -> None:
         work = session.reserved.pop(wire_id, None)
         if work is None:
             return
-        self.sent[wire_id] = Sent(time.monotonic())
+        self.sent[wire_id] = SentTokens(time.monotonic())
         self._running[wire_id] = _Running(session, work, 1, len(work.prompt))
         answer.handoffs.append(self._done(work, worker_pb2.HandoffDone(received=RECEIVED)))
 
-    def _on_cancel(self, session: _Session, wire_id: str, answer: worker_pb2.WorkerFrame) -> None:
+    def _on_cancel(self, session: _RouterSession, wire_id: str, answer: worker_pb2.WorkerFrame) -> None:
         timer, run = self._prefilling.pop(wire_id, None), self._running.pop(wire_id, None)
         if timer is not None:
             timer.cancel()
@@ -274,7 +274,7 @@ class PacedWorker(WorkerServicer):
         done.anchor_at_s = time.monotonic() - self._pace.prefill_s
         return done
 
-    def _flush(self, frames: dict[_Session, worker_pb2.WorkerFrame]) -> None:
+    def _flush(self, frames: dict[_RouterSession, worker_pb2.WorkerFrame]) -> None:
         """Sends them; the load goes to every session, if it changed."""
         load = self._load()
         if load != self._told:
@@ -300,7 +300,7 @@ class PacedWorker(WorkerServicer):
 
 async def serve(options: argparse.Namespace) -> None:
     answer = json.loads(options.answer.read_text())
-    pace = Pace(options.step_ms / 1000, options.prefill_ms / 1000, options.prefill_tokens_per_s)
+    pace = StubPace(options.step_ms / 1000, options.prefill_ms / 1000, options.prefill_tokens_per_s)
     names = [(Role.PREFILL, f"p{number}") for number in range(options.prefill)]
     names += [(Role.DECODE, f"d{number}") for number in range(options.decode)]
     publishers = {name: _publisher(name, options.redis) for _, name in names} if options.redis else {}

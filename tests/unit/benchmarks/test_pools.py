@@ -11,7 +11,17 @@ import pytest
 from benchmarks import prediction
 from benchmarks.live_cluster import spec_of
 from benchmarks.pool_changes import OVERLOADED, Sizes, capacity, shifting
-from benchmarks.prediction import GRID, Cells, answered_per_s, at_once, at_share, errors, objectives, setup_for, traces
+from benchmarks.prediction import (
+    GRID,
+    CellJournal,
+    answered_per_s,
+    at_once,
+    at_share,
+    errors,
+    objectives,
+    setup_for,
+    traces,
+)
 from benchmarks.prediction import Sizes as PredictionSizes
 from planner.devices import find_device
 from planner.hardware import Hardware
@@ -61,14 +71,14 @@ def test_the_profile_has_steps_as_large_as_the_runs_make_them() -> None:
 def test_cells_are_measured_once_for_one_profile_and_size(tmp_path: Path) -> None:
     cost, results, sizes = tmp_path / "cost.json", tmp_path / "cells.jsonl", PredictionSizes()
     cost.write_text("{}")
-    Cells(results, cost, sizes).add("0:1_chat", {"capacity": [1.0, 2.0], "runs": {}})
-    found = Cells(results, cost, sizes).find("0:1_chat")
+    CellJournal(results, cost, sizes).add("0:1_chat", {"capacity": [1.0, 2.0], "runs": {}})
+    found = CellJournal(results, cost, sizes).find("0:1_chat")
     assert found is not None
     assert found["capacity"] == [1.0, 2.0]
-    assert Cells(results, cost, sizes).find("0:1_bursts") is None
-    assert Cells(results, cost, replace(sizes, seconds=1.0)).find("0:1_chat") is None
+    assert CellJournal(results, cost, sizes).find("0:1_bursts") is None
+    assert CellJournal(results, cost, replace(sizes, seconds=1.0)).find("0:1_chat") is None
     cost.write_text('{"another": "profile"}')
-    assert Cells(results, cost, sizes).find("0:1_chat") is None
+    assert CellJournal(results, cost, sizes).find("0:1_chat") is None
 
 
 def test_errors_are_those_of_capacity_and_of_each_share_and_the_worst_of_all_comes_last(hardware: Hardware) -> None:
