@@ -1,11 +1,11 @@
-"""How fast the simulator and the search are, and how good what the search finds is.
+"""The speed of the simulator and the search, and the quality of the plans.
 
     make bench-planner ARGS="--traces FOLDER"
     python -m benchmarks.planner --figure search
 
-Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. `reference` is the target that the
-figure is held against, `ratio` value over target. FOLDER holds Mooncake's conversation trace, whole or its beginning;
-figures that need it are left out without it. docs/planning.md explains each.
+Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. `reference` is the
+target, `ratio` value over target. FOLDER contains Mooncake's conversation trace, whole or its beginning; figures that
+need it are omitted without it. docs/planning.md explains each figure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from planner.traces.read import read_trace
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
 from planner.traces.trace import TrafficTrace
 
-GOLDEN = {11_500: 0.3710, 2_000: 0.2941, 12_031: 0.3736}  # by requests; computed from the published trace
+GOLDEN = {11_500: 0.3710, 2_000: 0.2941, 12_031: 0.3736}  # by number of requests; computed from the published trace
 HOUR_TARGET_S, MILLION_TARGET_MIN, MILLION_TARGET_GB, SEARCH_TARGET_S, REGRET_TARGET = 60.0, 30.0, 4.0, 180.0, 0.03
 
 
@@ -65,7 +65,7 @@ def golden_hits(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
 
 
 def hour(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
-    """64 workers, 32 of each role."""
+    """CPU time to simulate an hour of traffic on 64 workers, 32 of each role."""
     trace = max((read_trace(path) for path in traces), key=len, default=None)
     if trace is None:
         return
@@ -78,7 +78,7 @@ def hour(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
 
 
 def million(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
-    """Half of the workers of each role; half of the prompts share one of a thousand prefixes."""
+    """A million requests. Half of the workers have each role; half of the prompts share one of 1000 prefixes."""
     half = sizes.million_workers // 2
     trace = synthetic_trace(
         sizes.million, Gamma(5.0 * half, 2.0), LengthSpec(1500, 1.0, 16_000), LengthSpec(100, 0.8, 1000),
@@ -92,7 +92,7 @@ def million(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
     result = simulate(trace, setup, Slo(1.0, 0.05))
     seconds = time.process_time() - started_s
     gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
-    # From fewer: making the workers takes its time once, and a request that of a request.
+    # With fewer requests, extrapolates: the setup counts once, the rest per request.
     minutes = (empty_s + (seconds - empty_s) * 1_000_000 / sizes.million) / 60
     name = "" if sizes.million == 1_000_000 else f"_from_{result.finished}"
     ratio = minutes / MILLION_TARGET_MIN
@@ -102,17 +102,17 @@ def million(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
 
 
 def search(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
-    """A plan for 16 H100, all cores, wall clock."""
+    """Wall-clock time of a plan for 16 H100, on all cores."""
     goal = Goal(Slo(0.5, 0.02), 0.95, sizes.search_devices)
     hardware = Hardware(find_model("llama-3-8b"), find_device("h100"))
     started_s = time.monotonic()
-    make_plan(_chat(sizes.search_requests, 60.0), hardware, goal, _means(sizes.search_requests))
+    make_plan(_chat(sizes.search_requests, 60.0), hardware, goal, _options(sizes.search_requests))
     seconds = time.monotonic() - started_s
     yield Figure("plan.search_s", round(seconds, 1), "s", SEARCH_TARGET_S, round(seconds / SEARCH_TARGET_S, 3))
 
 
 def regret(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
-    """How much more the plan costs than the cheapest layout there is, found by simulating every one."""
+    """The extra cost of the plan over the cheapest layout, which is found by simulating all of them."""
     trace, requests = _chat(sizes.regret_requests, 20.0), sizes.regret_requests
     hardware = Hardware(find_model("llama-3-8b"), find_device("h100"))
     goal = Goal(Slo(0.4, 0.015), 0.95, sizes.regret_devices, (2048,))
@@ -121,7 +121,7 @@ def regret(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
     with SimulationPool(evaluator, _cores(), Journal(None, evaluator)) as pool:
         tried = pool.run(jobs, lambda found: None)
     meeting = [each.layout.devices for each in tried if each.complete and each.joint >= goal.attainment]
-    plan = make_plan(trace, hardware, goal, _means(requests))
+    plan = make_plan(trace, hardware, goal, _options(requests))
     if not meeting or plan.chosen is None:
         value = 0.0 if not meeting and plan.chosen is None else 1.0
     else:
@@ -157,7 +157,7 @@ def _chat(requests: int, rate: float) -> TrafficTrace:
     return synthetic_trace(requests, Gamma(rate, 1.5), prompts, answers, seed=1)
 
 
-def _means(requests: int) -> SearchOptions:
+def _options(requests: int) -> SearchOptions:
     return SearchOptions(_cores(), None, Effort(requests))
 
 
@@ -169,8 +169,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figure", action="append", choices=FIGURES, help="only these (may be repeated)")
     parser.add_argument("--traces", type=Path, help="a folder with slices of Mooncake's conversation trace (*.jsonl)")
-    parser.add_argument("--million", type=int, default=None, help="so many requests instead of a million")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    parser.add_argument("--million", type=int, default=None, help="number of requests instead of a million")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: checks only that it runs")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1"}
     sizes = QUICK if options.quick else Sizes(million=options.million or 1_000_000)

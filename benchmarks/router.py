@@ -1,11 +1,11 @@
-"""What the router costs, and what it finds.
+"""The cost of the router, and its share of prefix cache hits.
 
     make bench-router
     python -m benchmarks.router --figure index
     python -m benchmarks.router --trace mooncake_conversation.jsonl
 
 Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. `reference` is the same work done by
-a peer in the same run, where one is installed. Medians, one thread. docs/performance.md explains each.
+a peer in the same run, if one is installed. Medians, one thread. docs/performance.md explains each figure.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ FIGURES: dict[str, Callable[[bool], Iterator[Figure]]] = {  # called with: wheth
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.router", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figure", action="append", choices=FIGURES, help="only these (may be repeated)")
-    parser.add_argument("--trace", type=Path, help="in Mooncake's format: the share of cache hits, and only that")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    parser.add_argument(
+        "--trace", type=Path, help="trace in Mooncake's format: measures the share of cache hits, and only that"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: checks only that it runs")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if options.trace is not None:

@@ -1,4 +1,4 @@
-"""Clients that cost little: streams over bare sockets and bare gRPC messages, nothing parsed but where tokens begin."""
+"""Clients that need little CPU: streams over bare sockets and gRPC, parsed only for where tokens begin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REQUEST_ID = b"x-request-id: "
 
 @dataclass(slots=True)
 class TokenTimes:
-    """One answer as it came: for each of its tokens when, by the host's monotonic clock."""
+    """The arrival time of each token of one answer, on the host's monotonic clock."""
 
     sent_s: float
     request_id: str = ""
@@ -30,14 +30,14 @@ class TokenTimes:
 
 class BenchClient(Protocol):
     async def ask(self, prompt: str) -> TokenTimes:
-        """Raises RuntimeError for anything but a whole answer."""
+        """Sends one request. Raises RuntimeError unless the answer is complete."""
         ...
 
     async def close(self) -> None: ...
 
 
 class RawHttpClient:
-    """Streamed chat completions; connections are kept and used again."""
+    """Streamed chat completions over kept-alive connections."""
 
     def __init__(self, port: int, model: str, answer_tokens: int) -> None:
         self._port = port
@@ -73,23 +73,23 @@ class RawHttpClient:
 
 
 class _HttpConnection(asyncio.Protocol):
-    """One answer at a time. Of its events the first says the role and the last two the end; the rest are tokens."""
+    """One answer at a time. Its first event is the role, its last two are the end; the others are tokens."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[TokenTimes] | None = None
-        self._heard = TokenTimes(0.0)
+        self._times = TokenTimes(0.0)
         self._head = b""
         self._in_head = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
 
     def ask(self, raw: bytes) -> asyncio.Future[TokenTimes]:
         if self._transport is None:
             raise RuntimeError("the connection is closed")
         self._done = asyncio.get_running_loop().create_future()
-        self._heard, self._head, self._in_head = TokenTimes(time.monotonic()), b"", True
+        self._times, self._head, self._in_head = TokenTimes(time.monotonic()), b"", True
         self._transport.write(raw)
         return self._done
 
@@ -104,12 +104,12 @@ class _HttpConnection(asyncio.Protocol):
             if not head.startswith(b"HTTP/1.1 200"):
                 self._fail(self._head[:300].decode(errors="replace"))
                 return
-            self._heard.request_id = head.partition(_REQUEST_ID)[2].partition(b"\r\n")[0].decode()
+            self._times.request_id = head.partition(_REQUEST_ID)[2].partition(b"\r\n")[0].decode()
         events = data.count(_EVENT)
-        self._heard.tokens_s += [now_s] * events
+        self._times.tokens_s += [now_s] * events
         if data.endswith(_LAST_CHUNK) and self._done is not None:
-            del self._heard.tokens_s[0], self._heard.tokens_s[-2:]
-            self._done.set_result(self._heard)
+            del self._times.tokens_s[0], self._times.tokens_s[-2:]
+            self._done.set_result(self._times)
             self._done = None
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -126,7 +126,7 @@ class _HttpConnection(asyncio.Protocol):
 
 
 class RawGrpcClient:
-    """Streams of Generate over a few channels; messages stay bytes but for the first."""
+    """Generate streams over a few channels. Only the first message is parsed."""
 
     CHANNELS = 4
 
@@ -168,7 +168,7 @@ def _as_bytes(message: bytes) -> bytes:
 
 
 async def open_loop(client: BenchClient, prompt: Callable[[], str], rate: float, seconds: float) -> list[TokenTimes]:
-    """Asks `rate` times a second, whether or not answers come."""
+    """Sends `rate` requests per second, independent of the answers."""
     tasks = []
     began_s = time.monotonic()
     for number in range(round(rate * seconds)):
@@ -178,7 +178,7 @@ async def open_loop(client: BenchClient, prompt: Callable[[], str], rate: float,
 
 
 async def closed_loop(client: BenchClient, prompt: Callable[[], str], streams: int, seconds: float) -> list[TokenTimes]:
-    """Keeps so many answers on their way."""
+    """Keeps `streams` requests in flight."""
     times: list[TokenTimes] = []
     until_s = time.monotonic() + seconds
 

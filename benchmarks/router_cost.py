@@ -1,4 +1,4 @@
-"""What a request costs the router: chats of 256 tokens whose answers of 64 tokens are streamed, through a handoff."""
+"""The router's cost per request: chats of 256 tokens with streamed answers of 64 tokens, through a handoff."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sizes:
     decode_workers: int = 4
     step_ms: float = 20.0
     prefill_ms: float = 5.0
-    http_streams: int = 600  # at a time: more than the router can serve in time
+    http_streams: int = 600  # concurrent; more than the router can serve without delay
     grpc_streams: int = 200
     seconds: float = 6.0
     rounds: int = 5
@@ -52,9 +52,9 @@ QUICK = Sizes(
 )
 
 ROUTER = RouterSpec(
-    disaggregation=Disaggregation.ALWAYS,  # the same way for every request
+    disaggregation=Disaggregation.ALWAYS,  # the same path for every request
     max_queued_requests=4096,
-    max_prefill_tokens_in_flight=1 << 17,  # the router is measured, not the pace of the stubs
+    max_prefill_tokens_in_flight=1 << 17,  # the stubs' pace must not limit the router
 )
 
 
@@ -62,8 +62,8 @@ ROUTER = RouterSpec(
 class Round:
     cpu_ms: float  # of the router, per request
     rps: float
-    first_ms: list[float]  # of each request: time to first token beyond the prefill worker's own
-    token_ms: list[float]  # of each later token: from its leaving the worker to the client
+    first_ms: list[float]  # per request: time to first token, minus the prefill worker's time
+    token_ms: list[float]  # per later token: from the worker to the client
 
 
 def figures(sizes: Sizes) -> Iterator[Figure]:
@@ -72,7 +72,7 @@ def figures(sizes: Sizes) -> Iterator[Figure]:
 
 
 def bench_model(folder: Path, *, demo: bool) -> Path:
-    """The demo model where it is at hand, else a tiny one: only its tokenizer and template are used."""
+    """The demo model if it is available, else a tiny one: only the tokenizer and the template are used."""
     if demo:
         with suppress(ConfigError):
             return resolve(DEMO_MODEL)
@@ -122,7 +122,7 @@ async def _measure(
     http: BenchClient,
     grpc: BenchClient,
 ) -> list[Figure]:
-    for client in (http, grpc):  # warms up, not counted
+    for client in (http, grpc):  # warm-up, not counted
         await closed_loop(client, prompts, 8, min(2.0, sizes.seconds))
     full, half, over_grpc, peers = [], [], [], []
     for _ in range(sizes.rounds):
@@ -152,8 +152,8 @@ async def _measure(
 
 
 async def measured(bench: RouterBench | ProxyPeer, load: Awaitable[Sequence[TokenTimes]], seconds: float) -> Round:
-    """`seconds`: for so long the load asks. CPU and rate are those of the last two thirds of it: at its start, and when
-    it asks no more, the router is not yet or no longer busy with all of it."""
+    """`seconds`: how long the load sends requests. CPU and rate are measured over the last two thirds of it, when the
+    router has the full load."""
     bench.sent()
     asking = asyncio.ensure_future(load)
     await asyncio.sleep(seconds / 3)
@@ -164,9 +164,9 @@ async def measured(bench: RouterBench | ProxyPeer, load: Awaitable[Sequence[Toke
     served = sum(began_s <= each.tokens_s[-1] < until_s for each in times)
     sent = bench.sent()
     first_ms, token_ms = [], []
-    for each in times if sent else ():  # of a peer's requests no worker tells
-        told = sent[each.request_id]
-        worker_s = told["tokens_s"][0] - told["taken_s"]
+    for each in times if sent else ():  # no worker reports a peer's requests
+        report = sent[each.request_id]
+        worker_s = report["tokens_s"][0] - report["taken_s"]
         first_ms.append(1000 * (each.tokens_s[0] - each.sent_s - worker_s))
-        token_ms += [1000 * (came - left) for came, left in zip(each.tokens_s, told["tokens_s"], strict=True)][1:]
+        token_ms += [1000 * (came - left) for came, left in zip(each.tokens_s, report["tokens_s"], strict=True)][1:]
     return Round(1000 * cpu_s / served, served / (until_s - began_s), first_ms, token_ms)

@@ -1,4 +1,4 @@
-"""One decision about a very long prompt, in this process: its hashing, the dispatcher's look-up and policy."""
+"""One placement of a very long prompt, in this process: hashing, the dispatcher's look-up, and the policy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODEL = "bench"
 BLOCK_TOKENS = 16
 VOCAB = 512
 TOTAL_BLOCKS = 1 << 20
-FILLER_BLOCKS = 20_000  # of each worker, of other prompts
+FILLER_BLOCKS = 20_000  # per worker, of other prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class _Stub(StubWorker):
         info.total_blocks = TOTAL_BLOCKS
         return info
 
-    def _load(self) -> None:  # type: ignore[override]  # says nothing of it: the directory's word holds
+    def _load(self) -> None:  # type: ignore[override]  # reports no load, so the directory's values are used
         return None
 
 
@@ -73,7 +73,7 @@ def _hash_ms(prompt: list[int]) -> float:
 
 
 async def _decisions(prompt: list[int], sizes: Sizes) -> list[float]:
-    """Every worker holds another share of the prompt, so every one of them has to be looked at to the end of its."""
+    """Every worker holds a prefix of a different length, so the look-up must follow each one to its end."""
     controller = StubController()
     await controller.start()
     roles = [Role.PREFILL] * sizes.prefill_workers + [Role.DECODE] * sizes.decode_workers
@@ -115,7 +115,7 @@ def _launch(folder: Path, controller: str) -> RouterLaunch:
 
 
 def _decide_ms(app: RouterApp, prompt: list[int], hashes: list[BlockHash]) -> float:
-    fresh = tuple(bytes(bytearray(each)) for each in hashes)  # as they are when a request asks: just made
+    fresh = tuple(bytes(bytearray(each)) for each in hashes)  # new objects, as in a real request
     request = ValidRequest(
         request_id="bench",
         model=MODEL,

@@ -1,7 +1,7 @@
-"""What hostile clients cost the others: the p99 of healthy chats beside them, and beside nobody.
+"""The effect of hostile clients on others: the p99 of healthy chats with and without attackers.
 
-The router has a core of its own. Workers, healthy clients and attackers share the other, where attackers go last: in
-earnest they have machines of their own.
+The router has its own core. Workers, healthy clients and attackers share the other cores. Attackers have the lowest
+priority there, because real ones run on other machines.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from benchmarks.serving import percentile
 from router.testing.hostile import Attack
 from tandem.text.tokenizer import Tokenizer
 
-LAST = 19  # the niceness of attackers
+ATTACKER_NICENESS = 19
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`beside`: clients that ask for the same and mean no harm, whose work is in the reference too. Without them it is
-    the router alone."""
+    """`beside`: well-behaved clients with the same requests, which run in the reference instead of the attack. Empty:
+    the reference has healthy chats only."""
 
     attack: str
     count: int
@@ -40,10 +40,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    rate: float = 40.0  # healthy requests a second
+    rate: float = 40.0  # healthy requests per second
     prompt_tokens: int = 64
     answer_tokens: int = 16
-    seconds: float = 10.0  # of an attack, again and again where it is over sooner
+    seconds: float = 10.0  # of an attack, repeated if it ends earlier
     rounds: int = 3
     cases: tuple[Case, ...] = (
         Case("cancel_storm", 5000),
@@ -72,7 +72,7 @@ async def _measure(sizes: Sizes, case: Case, model_dir: Path) -> Figure:
     under: list[TokenTimes] = []
     async with running(RouterSetup(model_dir, ROUTER, stubs)) as bench:
         client = RawHttpClient(bench.http_port, MODEL, sizes.answer_tokens)
-        await open_loop(client, prompts, sizes.rate, min(2.0, sizes.seconds))  # warms up, not counted
+        await open_loop(client, prompts, sizes.rate, min(2.0, sizes.seconds))  # warm-up, not counted
         for _ in range(sizes.rounds):
             for times, attack in ((calm, replace(case, attack=case.beside)), (under, case)):
                 async with attacked(bench, attack):
@@ -97,7 +97,7 @@ def whole_ms(times: list[TokenTimes], share: float) -> float:
 
 @asynccontextmanager
 async def attacked(bench: RouterBench, case: Case) -> AsyncIterator[None]:
-    """Meanwhile attacks are made, one after the other; one that holds connections open is made once."""
+    """Within the context attacks run one after the other. An attack that holds connections open runs once."""
     if not case.attack:
         yield
         return
@@ -112,7 +112,9 @@ async def attacked(bench: RouterBench, case: Case) -> AsyncIterator[None]:
 
 async def _attack(bench: RouterBench, case: Case, over: asyncio.Event) -> None:
     while not over.is_set():
-        attack = await Attack.begin(case.attack, (bench.http_port, bench.grpc_port), MODEL, case.count, LAST)
+        attack = await Attack.begin(
+            case.attack, (bench.http_port, bench.grpc_port), MODEL, case.count, ATTACKER_NICENESS
+        )
         if await attack.made():
             await over.wait()
         await attack.drop()

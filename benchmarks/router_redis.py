@@ -1,7 +1,7 @@
-"""What a request's first token costs when Redis is gone: killed, frozen in mid-conversation, or emptied over and over.
+"""Time to first token while Redis is killed, frozen, or emptied repeatedly.
 
-A real router and stub workers that cache and publish prefixes, and a real server. Healthy phases lie between those with
-a fault. Of each request the time to its first token beyond what its prefill worker took.
+A real router, stub workers that cache and publish prefixes, and a real Redis server. Healthy phases alternate with
+faults. Each request counts with its time to first token, minus the prefill worker's time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ async def killed(server: Server) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def frozen(server: Server) -> AsyncIterator[None]:
-    """It takes connections and never answers."""
+    """The server accepts connections and never answers."""
     server.freeze()
     try:
         yield
@@ -87,8 +87,8 @@ FAULTS: dict[str, Callable[[Server], AbstractAsyncContextManager[None]]] = {
 
 
 def figures(sizes: Sizes) -> Iterator[Figure]:
-    """What each fault adds to the 99th percentile of the healthy phase before it: medians over the rounds, for what
-    else the machine does meanwhile may weigh more. The reference is the healthy phases' median."""
+    """The time that each fault adds to the p99 of the healthy phase before it. Medians over the rounds, because other
+    load on the machine may matter more. The reference is the median of the healthy phases."""
     with tempfile.TemporaryDirectory() as folder, on_cores(OTHER_CORES):
         pairs = uvloop.run(_measure(sizes, Path(folder)))
     reference_ms = median(pair.healthy_ms for rounds in pairs.values() for pair in rounds)
@@ -99,14 +99,14 @@ def figures(sizes: Sizes) -> Iterator[Figure]:
 
 
 class PhaseP99(NamedTuple):
-    """The 99th percentiles of a healthy phase and of one with a fault."""
+    """The p99 of a healthy phase and of the faulty one after it."""
 
     healthy_ms: float
     faulty_ms: float
 
 
 async def _measure(sizes: Sizes, folder: Path) -> dict[str, list[PhaseP99]]:
-    """By fault, the rounds."""
+    """Returns the rounds by fault."""
     model_dir = write_tiny_llama(folder / "model", vocab=4096, max_positions=4096)
     prompts = ChatPrompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
     server = Server(folder)
@@ -116,7 +116,7 @@ async def _measure(sizes: Sizes, folder: Path) -> dict[str, list[PhaseP99]]:
         async with running(RouterSetup(model_dir, ROUTER, (*WORKERS, "--redis", server.url), server.url)) as bench:
             client = RawHttpClient(bench.http_port, MODEL, sizes.answer_tokens)
 
-            await closed_loop(client, prompts, 4, 2 * sizes.seconds)  # warms up, not counted
+            await closed_loop(client, prompts, 4, 2 * sizes.seconds)  # warm-up, not counted
             for _ in range(sizes.rounds):
                 for fault, broken in FAULTS.items():
                     healthy_ms = await _p99_ms(sizes, bench, client, prompts)
@@ -130,6 +130,6 @@ async def _measure(sizes: Sizes, folder: Path) -> dict[str, list[PhaseP99]]:
 
 
 async def _p99_ms(sizes: Sizes, bench: RouterBench, client: RawHttpClient, prompts: Callable[[], str]) -> float:
-    """Of the requests of one phase."""
+    """The p99 of one phase."""
     load = open_loop(client, prompts, sizes.requests_per_s, sizes.seconds)
     return percentile((await measured(bench, load, sizes.seconds)).first_ms, 0.99)

@@ -1,7 +1,8 @@
-"""How much of what could have been cached was found: a slice of a public trace of conversations through a real router,
-with its index in a real Redis-compatible server, to eight stub workers that cache prefixes and never forget.
+"""The share of possible prefix cache hits that the router achieves.
 
-Prefix hits of other policies and their times to first token stand beside it.
+Plays a slice of a public trace of conversations through a real router, with its index in a real Redis-compatible
+server, to eight stub workers that cache prefixes without eviction. Compares hits and times to first token of other
+policies.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ WORKERS = 8
 @dataclass(frozen=True, slots=True)
 class Sizes:
     requests: int = 2000
-    speed: float = 10.0  # times the trace's own
-    prefill_tokens_per_s: float = 60_000.0  # of a worker, at that speed
-    # None: as configured by default
+    speed: float = 10.0  # times the trace's rate
+    prefill_tokens_per_s: float = 60_000.0  # per worker, at that speed
+    # None: the default policy
     policies: tuple[PolicyName | None, ...] = (None, PolicyName.RANDOM, PolicyName.LEAST_LOADED, PolicyName.CACHE_ONLY)
 
 
@@ -63,7 +64,7 @@ class ReplayResult:
 
 
 def read_trace(path: Path, requests: int) -> list[TracedRequest]:
-    """Tokens that are equal exactly where the trace's blocks are. Times count from the first request."""
+    """Reads requests whose tokens agree exactly where the trace's blocks do. Times start at the first request."""
     with path.open(encoding="utf-8") as lines:
         rows = [json.loads(line) for line, _ in zip(lines, range(requests), strict=False)]
     first_ms = rows[0]["timestamp"]
@@ -81,7 +82,7 @@ def _tokens(row: dict[str, list[int]]) -> list[int]:
 
 
 def golden_tokens(requests: Sequence[TracedRequest]) -> int:
-    """What one cache for all, without limit and without delay, would have had."""
+    """Tokens that one shared cache without limit or delay would hit."""
     held: set[tuple[int, int]] = set()
     found = 0
     for request in requests:
@@ -110,7 +111,7 @@ def _replay(sizes: Sizes, requests: Sequence[TracedRequest], policy: PolicyName 
     spec = RouterSpec(
         disaggregation=Disaggregation.NEVER,
         max_queued_requests=4096,
-        max_prefill_tokens_in_flight=1 << 30,  # no request waits: what is compared is where they go
+        max_prefill_tokens_in_flight=1 << 30,  # no request waits: only placement is compared
         policy=RouterSpec().policy if policy is None else policy,
     )
     with tempfile.TemporaryDirectory() as name, _redis(Path(name)) as url:
@@ -123,7 +124,7 @@ def _replay(sizes: Sizes, requests: Sequence[TracedRequest], policy: PolicyName 
 async def _outcome(setup: RouterSetup, requests: Sequence[TracedRequest], speed: float) -> ReplayResult:
     async with running(setup) as bench:
         ttft_ms = await _ask_all(f"127.0.0.1:{bench.grpc_port}", requests, speed)
-        cached = sum(told["cached_tokens"] for told in bench.sent().values())
+        cached = sum(report["cached_tokens"] for report in bench.sent().values())
     return ReplayResult(cached, ttft_ms)
 
 

@@ -1,9 +1,9 @@
-"""Workers without an engine that speak the worker protocol at a given pace, with their directory: a process of its own.
+"""Workers without an engine that serve the Worker protocol at a given pace, and their directory, in a separate process.
 
     python -m benchmarks.router_stubs --model NAME --answer FILE --prefill 2 --decode 4 --step-ms 20 --prefill-ms 5
 
-Prints {"controller": ADDRESS} and then, for every line it reads, what it has sent since the last: for each request when
-its prompt was taken up and when each of its tokens left, by the host's monotonic clock. Ends with its standard input.
+Prints {"controller": ADDRESS}. For every line of input it prints what it sent since the last line: for each request
+when its prompt was taken up and when each token left, on the host's monotonic clock. Exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ TOTAL_BLOCKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StubPace:
-    step_s: float  # a decode worker's step: one token for each of its requests
+    step_s: float  # a decode step: one token for each request
     prefill_s: float  # from a prompt's arrival to its first token
-    prefill_tokens_per_s: float | None = None  # instead: prompts one after the other, and what is cached is spared
+    prefill_tokens_per_s: float | None = None  # replaces prefill_s: prompts one after the other, cached tokens free
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class _Running:
 
     session: _RouterSession
     work: worker_pb2.Work
-    given: int  # tokens of its answer
+    given: int  # tokens sent
     kept: int  # tokens with KV
 
 
@@ -61,12 +61,12 @@ class _Running:
 class _RouterSession:
     out: asyncio.Queue[worker_pb2.WorkerFrame] = field(default_factory=asyncio.Queue)
     reserved: dict[str, worker_pb2.Work] = field(default_factory=dict)
-    frames_seen: int = 0  # hello not counted
+    frames_seen: int = 0  # without hello
 
 
 @dataclass(slots=True)
 class SentTokens:
-    """Of one request, on this worker."""
+    """Times of one request on this worker."""
 
     taken_s: float
     cached_tokens: int = 0
@@ -74,14 +74,14 @@ class SentTokens:
 
 
 class PrefixCache:
-    """Of a worker that has memory enough for ever."""
+    """The prefix cache of a worker, without eviction."""
 
     def __init__(self, publisher: EventPublisher) -> None:
         self._publisher = publisher
         self._held: set[BlockHash] = set()
 
     def take(self, prompt: Sequence[int]) -> tuple[int, list[BlockHash]]:
-        """Cached tokens of a prompt, and the blocks that will be there when it is computed."""
+        """Returns the cached tokens of a prompt, and the blocks to publish when it is computed."""
         hashes = hash_blocks(prompt, BLOCK_TOKENS, HashKey(FINGERPRINT))
         known = next((at for at, each in enumerate(hashes) if each not in self._held), len(hashes))
         self._held.update(hashes)
@@ -93,8 +93,8 @@ class PrefixCache:
 
 
 class PacedWorker(WorkerServicer):
-    """Answers with `answer`, over and over, until the request's limit. Says its load whenever it changed, as real
-    workers do; between steps it answers at once."""
+    """Answers with the tokens of `answer`, repeated up to the request's limit. Reports its load when it changed, like
+    real workers, and replies to frames between steps at once."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class PacedWorker(WorkerServicer):
         self._running: dict[str, _Running] = {}
         self._prefilling: dict[str, asyncio.TimerHandle] = {}
         self._sessions: set[_RouterSession] = set()
-        self._told: worker_pb2.WorkerLoad | None = None
+        self._sent_load: worker_pb2.WorkerLoad | None = None
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._port = 0
 
@@ -161,7 +161,7 @@ class PacedWorker(WorkerServicer):
                 del self._running[wire_id]
 
     async def steps(self, offset_s: float) -> None:
-        """Forever. Steps come at fixed times, however long one takes."""
+        """Runs decode steps at fixed times, independent of how long each takes. Never returns."""
         due_s = time.monotonic() + offset_s
         while True:
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
@@ -275,10 +275,10 @@ class PacedWorker(WorkerServicer):
         return done
 
     def _flush(self, frames: dict[_RouterSession, worker_pb2.WorkerFrame]) -> None:
-        """Sends them; the load goes to every session, if it changed."""
+        """Sends the frames, and the load to every session if it changed."""
         load = self._load()
-        if load != self._told:
-            self._told = load
+        if load != self._sent_load:
+            self._sent_load = load
             for session in self._sessions:
                 if (frame := frames.get(session)) is None:
                     frame = frames[session] = worker_pb2.WorkerFrame()
@@ -311,7 +311,7 @@ async def serve(options: argparse.Namespace) -> None:
     decoders = [worker for worker in workers if worker.role is Role.DECODE]
     for worker in workers:
         await worker.start()
-    # Their steps fall apart, as those of workers that know nothing of each other.
+    # Staggers the steps, which are not synchronized between real workers.
     steps = [asyncio.create_task(each.steps(at * pace.step_s / len(decoders))) for at, each in enumerate(decoders)]
     steps += [asyncio.create_task(publisher.run()) for publisher in publishers.values()]
     await controller.set_infos([worker.info() for worker in workers])
@@ -327,7 +327,7 @@ def _publisher(worker_id: str, redis_url: str) -> EventPublisher:
 
 
 def _log(workers: Sequence[PacedWorker]) -> dict[str, dict[str, Any]]:
-    """By request (not attempt): when its prompt was taken up, and its tokens' times in order."""
+    """By request, all attempts together: when its prompt was taken up, and its tokens' times in order."""
     log: dict[str, dict[str, Any]] = {}
     for worker in workers:  # prefill workers first
         for wire_id, sent in worker.sent.items():
@@ -346,8 +346,8 @@ def main() -> int:
     parser.add_argument("--decode", type=int, default=4)
     parser.add_argument("--step-ms", type=float, default=20)
     parser.add_argument("--prefill-ms", type=float, default=5)
-    parser.add_argument("--prefill-tokens-per-s", type=float, help="with --redis: prompts are computed at this pace")
-    parser.add_argument("--redis", help="URL; workers cache prefixes, and publish what they cache")
+    parser.add_argument("--prefill-tokens-per-s", type=float, help="prefill rate of a worker; needs --redis")
+    parser.add_argument("--redis", help="URL of a Redis to which workers publish the prefixes that they cache")
     uvloop.run(serve(parser.parse_args()))
     return 0
 
