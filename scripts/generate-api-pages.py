@@ -1,6 +1,6 @@
 """Writes docs/grpc-api.md from proto/ and docs/http-api.md from the router's OpenAPI document.
 
-generate-api-pages.py [--check]     with --check nothing is written; exits 1 when a page is stale
+generate-api-pages.py [--check]     --check: writes nothing; exits 1 if a page is stale
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ GRPC_INTRODUCTION = f"""\
 
 {NOTE}
 
-From [`proto/`](../proto). `tandem.v1.Inference` and the [Open Inference Protocol](api.md) are what clients call, on the
-router's gRPC port; `tandem.v1.Traces` is there for the controller alone. `tandem.v1.Cluster` is the controller's, and
-`tandem.v1.Worker` is what routers speak to workers. Fields are added, never renumbered.
+Generated from [`proto/`](../proto). Clients call `tandem.v1.Inference` and the [Open Inference Protocol](api.md) on the
+router's gRPC port; only the controller calls `tandem.v1.Traces` there. The controller serves `tandem.v1.Cluster`, and
+workers serve `tandem.v1.Worker` to routers. Fields are added, never renumbered.
 """
 
 HTTP_INTRODUCTION = f"""\
@@ -41,7 +41,7 @@ HTTP_INTRODUCTION = f"""\
 
 {NOTE}
 
-What `GET /openapi.json` says, as a page. [The APIs](api.md) says what it means; every error has the same shape,
+The content of `GET /openapi.json` as a page. [The APIs](api.md) explains it. Every error has the same shape,
 [`Error`](#error).
 """
 
@@ -50,7 +50,7 @@ What `GET /openapi.json` says, as a page. [The APIs](api.md) says what it means;
 
 
 def descriptors() -> list[pb.FileDescriptorProto]:
-    """Of every file below proto/tandem, with its comments."""
+    """Descriptors of every file below proto/tandem, with comments."""
     files = sorted(str(path.relative_to(ROOT / "proto")) for path in (ROOT / "proto" / "tandem").rglob("*.proto"))
     with tempfile.NamedTemporaryFile() as out:
         arguments = ["-Iproto", "--include_source_info", f"--descriptor_set_out={out.name}", *files]
@@ -59,7 +59,7 @@ def descriptors() -> list[pb.FileDescriptorProto]:
 
 
 class Comments:
-    """What is written above a declaration, or behind it, by the declaration's place in its file."""
+    """The comments before or behind declarations, by the declaration's path in its file."""
 
     def __init__(self, file: pb.FileDescriptorProto) -> None:
         self._at = {tuple(place.path): place for place in file.source_code_info.location}
@@ -86,7 +86,7 @@ def _anchor(name: str) -> str:
 
 
 def _link(full_name: str) -> str:
-    """A type by its name of one word; only ours have a place on the page."""
+    """A link to a type, shown by its last name."""
     shown = full_name.rsplit(".", 1)[1]
     return f"[`{shown}`](#{_anchor(full_name)})"
 
@@ -129,11 +129,11 @@ def _enum(enum: pb.EnumDescriptorProto, full_name: str, comments: Comments, path
 
 def _service(service: pb.ServiceDescriptorProto, package: str, comments: Comments, path: Path_) -> Iterator[str]:
     yield f"### Service `{package}.{service.name}`\n\n{_cell(comments.of(*path))}\n"
-    yield "| method | request | answer | |\n|---|---|---|---|"
+    yield "| method | request | response | |\n|---|---|---|---|"
     for index, method in enumerate(service.method):
-        asked = ("stream of " if method.client_streaming else "") + _link(method.input_type)
-        answered = ("stream of " if method.server_streaming else "") + _link(method.output_type)
-        yield f"| `{method.name}` | {asked} | {answered} | {_cell(comments.of(*path, _METHODS, index))} |"
+        request = ("stream of " if method.client_streaming else "") + _link(method.input_type)
+        reply = ("stream of " if method.server_streaming else "") + _link(method.output_type)
+        yield f"| `{method.name}` | {request} | {reply} | {_cell(comments.of(*path, _METHODS, index))} |"
     yield ""
 
 
@@ -155,7 +155,7 @@ def grpc_page() -> str:
 
 
 def _kind(schema: Schema) -> str:
-    """How a reader would say it."""
+    """The type of a value in words."""
     if "$ref" in schema:
         name = schema["$ref"].rsplit("/", 1)[1]
         return f"[`{name}`](#{name.lower()})"
@@ -182,21 +182,21 @@ def _properties(schema: Schema) -> Iterator[str]:
     yield "| field | type | |\n|---|---|---|"
     required = schema.get("required", [])
     for name, each in schema["properties"].items():
-        told = "required" if name in required else _cell(each.get("description", ""))
-        yield f"| `{name}` | {_cell(_kind(each))} | {told} |"
+        note = "required" if name in required else _cell(each.get("description", ""))
+        yield f"| `{name}` | {_cell(_kind(each))} | {note} |"
     yield ""
 
 
 def _operation(method: str, path: str, operation: Schema) -> Iterator[str]:
     yield f"### `{method.upper()} {path}`\n\n{operation['summary']}.\n"
     if headers := [f"`{each['name']}` ({each['in']})" for each in operation.get("parameters", [])]:
-        yield f"Takes {', '.join(headers)}.\n"
+        yield f"Parameters: {', '.join(headers)}.\n"
     if body := operation.get("requestBody"):
         yield f"Body: {', '.join(_kind(each['schema']) for each in body['content'].values())}.\n"
     for status, reply in operation["responses"].items():
         if status == "200":
             answers = [f"{_kind(each['schema'])} (`{kind}`)" for kind, each in reply["content"].items()]
-            yield f"Answers {', or '.join(answers)}.\n"
+            yield f"Returns {', or '.join(answers)}.\n"
     others = sorted(status for status in operation["responses"] if status != "200")
     if others:
         yield f"Other statuses: {', '.join(others)}.\n"
