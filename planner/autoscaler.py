@@ -1,8 +1,8 @@
 """The autoscaling policy: how many workers each role should have. Pure: the caller passes the time and acts.
 
-The pressure of given pool sizes is the largest of three shares: predicted TTFT and TPOT of their objectives, and the
-places on decode workers that are needed. Above `headroom` the policy first changes roles, which costs almost nothing,
-then starts workers. It stops a worker when the others could long have served much more load.
+The pressure of given pool sizes is the largest of three ratios: predicted TTFT over its objective, predicted TPOT over
+its objective, and needed over available places on decode workers. Above `headroom` the policy first changes roles,
+which costs almost nothing, then starts workers. It stops a worker if the others could have served far more load for a while.
 
 Four rules prevent oscillation. A change must lower the pressure clearly, so a chain of role changes under one load
 ends. A worker is started again only at a much higher load than the one at which it was stopped. Several consecutive
@@ -57,7 +57,7 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """Minimum and maximum numbers of workers, in all and per role. `same_width`: workers can change their role."""
+    """Minimum and maximum numbers of workers, in total and per role. `same_width`: workers can change their role."""
 
     workers: tuple[int, int]
     prefill: tuple[int, int]
@@ -90,7 +90,7 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRequests:
-    """Measurements of requests that are not batch, of no time before SETTLE_S after the last change."""
+    """Measurements of requests that are not batch, none from before the last change plus SETTLE_S."""
 
     requests: int = 0  # with a first token in that time
     ttft_s: float | None = None  # mean

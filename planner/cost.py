@@ -149,7 +149,7 @@ class RooflineCostModel:
         return self.step_s((), batch, context_tokens) if batch else 0.0
 
     def step_s(self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int) -> float:
-        """The larger of both kinds of work in sum; the weights are read once."""
+        """Adds up the work of prefill and decode; the weights are read once."""
         model = self.model
         attention = 2.0 * model.layers * model.heads * model.head_dim
         flops = 2.0 * (model.block_params + model.head_params) * batch + 2.0 * attention * context_tokens

@@ -19,7 +19,7 @@ from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
 HORIZON_S = 10.0  # how far ahead a growing or shrinking backlog is projected
 TAIL = math.log(10)  # 90 % of exponentially distributed waits are shorter than this many means
 MAX_UTILISATION = 0.95  # above it the backlog term describes the delay
-MAX_FILL = 4.0  # a larger share of a decode worker's places is no more informative
+MAX_FILL = 4.0  # upper bound on the share of a decode worker's places
 _SHARES = 5  # shares of locally prefilled prompts to compare
 _MAX_ITERATIONS = 40
 
@@ -179,7 +179,7 @@ def _waiting_s(utilisation: float, servers: int) -> float:
 
 
 def _decode(sizes: PoolSizes, load: ModelLoad, capability: Capability, prefill_share: float) -> tuple[float, float]:
-    """TPOT, and the share of places that is needed. `prefill_share`: of its time that a decode worker prefills."""
+    """TPOT, and the share of places that is needed. `prefill_share`: share of a decode worker's time for prefill."""
     places, batch = capability.places(load), _batch(sizes, load, capability, prefill_share)
     tpot_s = _stretch(prefill_share) * capability.decode.tpot_at_s(max(1, round(min(batch, places))))
     return tpot_s, min(MAX_FILL, batch / places)

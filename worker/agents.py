@@ -103,7 +103,7 @@ class Agents:
                 self._links[key] = message
 
     def unresponsive(self) -> list[tuple[int, int]]:
-        """Probes agents that owe an answer. Returns ranks and process ids of those that the caller must kill: the
+        """Probes agents whose answer is overdue. Returns ranks and process ids of those that the caller must kill: the
         connection then reports their loss. Called about once a second."""
         for rank in self._probes.due():
             self._connections[rank].send(TakeCensus())

@@ -51,7 +51,7 @@ class Registration:
         self._changed.set()
 
     async def run(self) -> None:
-        """Never returns. Raises TandemError when the controller refuses this worker for good."""
+        """Never returns. Raises TandemError when the controller refuses this worker permanently."""
         while True:
             try:
                 address = self._launch.controller_address

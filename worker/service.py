@@ -138,7 +138,7 @@ class WorkerService:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 router_id = await self._read_hello(frames)
         except TimeoutError:
-            await abort(context, DeadlineExceeded(f"frame: expected a hello within {HELLO_TIMEOUT_S:g} s"))
+            await abort(context, DeadlineExceeded(f"frame: expected a hello within {HELLO_TIMEOUT_S:g} s, got none"))
         except DecodeError as error:
             await abort(context, InputError(f"frame: expected a RouterFrame: {error}", field="frame"))
         except TandemError as error:
@@ -159,8 +159,9 @@ class WorkerService:
     async def _read_hello(self, frames: AsyncIterator[bytes]) -> str:
         async for raw in frames:
             frame = worker_pb2.RouterFrame.FromString(raw)
-            if frame.WhichOneof("frame") != "hello" or not frame.hello.router_id:
-                raise InputError("frame: expected a hello with a router_id first", field="frame")
+            kind = frame.WhichOneof("frame")
+            if kind != "hello" or not frame.hello.router_id:
+                raise InputError(f"frame: expected a hello with a router_id first, got {kind or 'none'}", field="frame")
             if frame.hello.protocol != PROTOCOL_VERSION:
                 raise InputError(
                     f"protocol: expected {PROTOCOL_VERSION}, got {frame.hello.protocol}: update the older side",

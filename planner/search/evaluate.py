@@ -151,7 +151,7 @@ def _evaluation(job: Job, result: SimResult) -> Evaluation:
     )
 
 
-def lost_worker(job: Job, *, prefill: bool) -> Job | None:
+def without_worker(job: Job, *, prefill: bool) -> Job | None:
     """The same job with one worker fewer; None if that pool would be empty."""
     layout = job.layout
     if prefill:

@@ -16,8 +16,12 @@ from planner.search.layout import ClusterLayout
 RUNGS = (1 / 12, 1 / 4, 1.0)
 MIN_REQUESTS = 150
 KEEP = 1 / 2
-DEARER = 1.25  # layouts dearer than this multiple of the cheapest of their kind that meets the goal are set aside
-HOPELESS = 2.0  # multiple of the allowed misses at which an early round gives up: certain even on little traffic
+MAX_PRICE_RATIO = (
+    1.25  # layouts dearer than this multiple of the cheapest of their kind that meets the goal are set aside
+)
+GIVE_UP_MISS_RATIO = (
+    2.0  # multiple of the allowed misses at which an early round gives up: certain even on little traffic
+)
 
 Run = Callable[[Sequence[Job]], list[Evaluation]]
 
@@ -51,7 +55,7 @@ def halve(layouts: Sequence[ClusterLayout], effort: Effort, attainment: float, r
     for share in RUNGS:
         requests = min(effort.requests, max(MIN_REQUESTS, round(effort.requests * share)))
         is_last = share == RUNGS[-1]
-        most_misses = None if is_last else min(1.0, HOPELESS * (1 - attainment) + 0.1)
+        most_misses = None if is_last else min(1.0, GIVE_UP_MISS_RATIO * (1 - attainment) + 0.1)
         found = run([Job(layout, requests, most_misses=most_misses) for layout in left])
         if not is_last:
             worth, dearer = _split_by_price(found, attainment)
@@ -60,7 +64,7 @@ def halve(layouts: Sequence[ClusterLayout], effort: Effort, attainment: float, r
     for is_aggregated in (False, True):
         kind = [each for each in dear if each.layout.is_aggregated is is_aggregated]
         if not any(_meets(each, attainment) for each in found if each.layout.is_aggregated is is_aggregated):
-            found += _second_look(kind, effort, attainment, run)
+            found += _retry_dearer(kind, effort, attainment, run)
     return found
 
 
@@ -72,7 +76,7 @@ def _split_by_price(found: Sequence[Evaluation], attainment: float) -> tuple[lis
         kind = [each for each in found if each.layout.is_aggregated is is_aggregated]
         cheapest = min((each.layout.devices for each in kind if _meets(each, attainment)), default=None)
         for each in kind:
-            is_dear = cheapest is not None and each.layout.devices > DEARER * cheapest
+            is_dear = cheapest is not None and each.layout.devices > MAX_PRICE_RATIO * cheapest
             (dear if is_dear else worth).append(each)
     return worth, dear
 
@@ -86,7 +90,7 @@ def _survivors(found: Sequence[Evaluation], effort: Effort) -> list[ClusterLayou
     return kept
 
 
-def _second_look(dear: Sequence[Evaluation], effort: Effort, attainment: float, run: Run) -> list[Evaluation]:
+def _retry_dearer(dear: Sequence[Evaluation], effort: Effort, attainment: float, run: Run) -> list[Evaluation]:
     """The cheaper layouts failed with all of the traffic: tries the dearer ones up to the first price that meets it."""
     found: list[Evaluation] = []
     for _, mine in sorted(_by_price(dear).items()):

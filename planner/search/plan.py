@@ -10,7 +10,7 @@ from typing import Any
 
 from planner.hardware import Hardware
 from planner.search.analytic import MEANING, Analysis, Bounds
-from planner.search.evaluate import Evaluation, Evaluator, Job, lost_worker
+from planner.search.evaluate import Evaluation, Evaluator, Job, without_worker
 from planner.search.halving import Effort, halve, rank, select
 from planner.search.layout import ClusterLayout, layouts
 from planner.search.simulation_pool import Journal, SimulationPool
@@ -199,8 +199,8 @@ class _Search:
             "load +25 %": replace(base, load=1.25),
             "prompts +25 %": replace(base, prompts=1.25),
             "answers +25 %": replace(base, outputs=1.25),
-            "one prefill worker lost": lost_worker(base, prefill=True),
-            "one decode worker lost": lost_worker(base, prefill=False),
+            "one prefill worker lost": without_worker(base, prefill=True),
+            "one decode worker lost": without_worker(base, prefill=False),
         }
         if chosen.layout.is_aggregated:
             del jobs["one prefill worker lost"]

@@ -142,7 +142,9 @@ def _read_lengths(dataset: Path) -> tuple[tuple[float, LengthDistribution, Lengt
             if prompt is not None and output is not None:
                 found.append((float(start), prompt, output))
     except OSError as error:
-        raise InputError(f"{dataset.name}: {error.strerror}: expected it beside the trace", field="trace") from None
+        raise InputError(
+            f"{dataset.name}: expected this file beside the trace: {error.strerror}", field="trace"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError, SyntaxError) as error:
         expected = 'expected {"WINDOW START": {"input_tokens": {tokens: chance}, "output_tokens": {...}}}'
         raise InputError(f"{dataset.name}: {expected}: {error}", field="trace") from None
@@ -163,7 +165,7 @@ def _lengths(text: str) -> LengthDistribution | None:
 
 
 def _draw(window: Window, random: np.random.Generator) -> NDArray[np.float64]:
-    """Draws the arrivals of one window. The file's rate gives the mean interval, its parameters the form."""
+    """Draws the arrivals of one window. The file's rate gives the mean interval, its parameters the shape."""
     mean = int((window.end_s - window.start_s) * window.requests_per_s)
     count = mean + 10 * math.isqrt(mean + 1) + 10
     shape = window.shape if window.shape > 0 else 1.0
