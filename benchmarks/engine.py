@@ -57,7 +57,7 @@ TEXT = Path(__file__).with_name("perplexity.txt")
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class EngineSizes:
     context: int = 256
     decode_steps: int = 12
     rounds: int = 5
@@ -68,14 +68,14 @@ class Sizes:
     served_tokens: int = 64
 
 
-QUICK = Sizes(16, 2, 1, (1, 3), (24,), 64, 3, 24)
+QUICK = EngineSizes(16, 2, 1, (1, 3), (24,), 64, 3, 24)
 
 
 @dataclass(slots=True)
 class EngineBench:
     """The engines to compare, each built at its first use, and the machine they share."""
 
-    sizes: Sizes
+    sizes: EngineSizes
     folder: Path
     scratch: Path
     threads: int
@@ -366,12 +366,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figure", action="append", choices=FIGURES, help="only these (may be repeated)")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=Sizes().rounds)
+    parser.add_argument("--rounds", type=int, default=EngineSizes().rounds)
     parser.add_argument("--batch", type=int, action="append", help="decode: only these batch sizes (may be repeated)")
     parser.add_argument("--quick", action="store_true", help="a tiny model and no peers: checks only that it runs")
     options = parser.parse_args()
-    options.batch = options.batch or Sizes().batches
-    sizes = QUICK if options.quick else Sizes(rounds=options.rounds, batches=tuple(options.batch))
+    options.batch = options.batch or EngineSizes().batches
+    sizes = QUICK if options.quick else EngineSizes(rounds=options.rounds, batches=tuple(options.batch))
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder = write_tiny_llama(scratch / "tiny", vocab=300) if options.quick else pull(DEMO_MODEL)

@@ -40,8 +40,8 @@ ELEMENT_BYTES = 2  # bfloat16
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes of the model, then of the measurements."""
+class DeviceSizes:
+    """DeviceSizes of the model, then of the measurements."""
 
     layers: int = 32
     hidden: int = 4096
@@ -87,12 +87,12 @@ class Sizes:
         return of_layers + attention + 2.0 * self.vocab * self.hidden
 
 
-QUICK = Sizes(2, 64, 128, 4, 2, 16, 300, (1, 3), 24, 96, 6, 1, 1 << 16, 64)
+QUICK = DeviceSizes(2, 64, 128, 4, 2, 16, 300, (1, 3), 24, 96, 6, 1, 1 << 16, 64)
 
 
 @dataclass(slots=True)
 class DeviceBench:
-    sizes: Sizes
+    sizes: DeviceSizes
     device: torch.device
     folder: Path
     rank: Rank = field(init=False)
@@ -264,7 +264,7 @@ def _figure(name: str, value: float, unit: str, reference: float) -> Figure:
     return Figure(name, round(value, 6), unit, round(reference, 6), round(value / reference, 6))
 
 
-def write_weights(folder: Path, sizes: Sizes, device: torch.device) -> None:
+def write_weights(folder: Path, sizes: DeviceSizes, device: torch.device) -> None:
     """Writes a checkpoint with one file per layer, generated on the device."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "dtype": "bfloat16",
@@ -319,7 +319,7 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU: checks only that it runs")
     options = parser.parse_args()
-    sizes = QUICK if options.quick else Sizes()
+    sizes = QUICK if options.quick else DeviceSizes()
     device = torch.device("cpu" if options.quick else "cuda:0")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

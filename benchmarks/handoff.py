@@ -18,9 +18,9 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from benchmarks import handoff_bulk, handoff_device, handoff_workers
-from benchmarks.handoff_figures import QUICK, Figure, Sizes
+from benchmarks.handoff_figures import QUICK, Figure, HandoffSizes
 
-FIGURES: dict[str, Callable[[Sizes], Awaitable[list[Figure]]]] = {
+FIGURES: dict[str, Callable[[HandoffSizes], Awaitable[list[Figure]]]] = {
     "mapped": handoff_bulk.mapped,
     "mapped_digest": handoff_bulk.mapped_digest,
     "gloo": handoff_bulk.gloo,
@@ -33,7 +33,7 @@ FIGURES: dict[str, Callable[[Sizes], Awaitable[list[Figure]]]] = {
 }
 
 
-async def run(names: list[str], sizes: Sizes) -> None:
+async def run(names: list[str], sizes: HandoffSizes) -> None:
     for name in names:
         for figure in await FIGURES[name](sizes):
             print(figure.line(), flush=True)
@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: checks only that it runs")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    asyncio.run(run(options.figure or list(FIGURES), QUICK if options.quick else Sizes()))
+    asyncio.run(run(options.figure or list(FIGURES), QUICK if options.quick else HandoffSizes()))
     return 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.handoff_figures import Figure, Sizes, against_limit
+from benchmarks.handoff_figures import Figure, HandoffSizes, against_limit
 from benchmarks.handoff_limits import BareGloo, RawSocket, memcpy_s
 from kvtransfer.agent.control import BeginStep, Received, Sent
 from kvtransfer.session.piece import MAX_PIECE_BYTES
@@ -84,7 +84,7 @@ class Bulk:
 
 
 @asynccontextmanager
-async def bulk(sizes: Sizes, transport: str, *, digests: bool = True, device: str = "") -> AsyncIterator[Bulk]:
+async def bulk(sizes: HandoffSizes, transport: str, *, digests: bool = True, device: str = "") -> AsyncIterator[Bulk]:
     """`device`: as in FakeWorker."""
     model = FakeModel(sizes.layers, sizes.kv_heads, sizes.block_tokens, sizes.head_dim, sizes.dtype)
     num_blocks = 2 * RUN_BLOCKS + sizes.bulk_tokens // sizes.block_tokens
@@ -118,18 +118,18 @@ async def bulk(sizes: Sizes, transport: str, *, digests: bool = True, device: st
                 worker.stop()
 
 
-async def mapped(sizes: Sizes) -> list[Figure]:
+async def mapped(sizes: HandoffSizes) -> list[Figure]:
     async with bulk(sizes, "mapped", digests=False) as pair:
         return [await against_limit("handoff.mapped", pair.size_bytes, sizes.bulk_runs, pair.seconds, pair.memcpy_s)]
 
 
-async def mapped_digest(sizes: Sizes) -> list[Figure]:
+async def mapped_digest(sizes: HandoffSizes) -> list[Figure]:
     name = "handoff.mapped_digest"
     async with bulk(sizes, "mapped") as pair:
         return [await against_limit(name, pair.size_bytes, sizes.bulk_runs, pair.seconds, pair.memcpy_s)]
 
 
-async def gloo(sizes: Sizes) -> list[Figure]:
+async def gloo(sizes: HandoffSizes) -> list[Figure]:
     async with bulk(sizes, "process_group") as pair:
         with await asyncio.to_thread(BareGloo, MAX_PIECE_BYTES, pair.size_bytes) as limit:
 
@@ -139,7 +139,7 @@ async def gloo(sizes: Sizes) -> list[Figure]:
             return [await against_limit("handoff.gloo", pair.size_bytes, sizes.bulk_runs, pair.seconds, bare_s)]
 
 
-async def tcp(sizes: Sizes) -> list[Figure]:
+async def tcp(sizes: HandoffSizes) -> list[Figure]:
     """No figure if the transport does not exist."""
     if not _has_tcp():
         return []
@@ -152,7 +152,7 @@ async def tcp(sizes: Sizes) -> list[Figure]:
             return [await against_limit("handoff.tcp", pair.size_bytes, sizes.bulk_runs, pair.seconds, raw_s)]
 
 
-async def agent_rss(sizes: Sizes) -> list[Figure]:
+async def agent_rss(sizes: HandoffSizes) -> list[Figure]:
     """The largest memory of all agents with torch-free transports, after a few handoffs."""
     found: list[float] = []
     for transport in ("mapped", "tcp") if _has_tcp() else ("mapped",):

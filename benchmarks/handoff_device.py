@@ -8,10 +8,10 @@ import time
 import torch
 
 from benchmarks.handoff_bulk import bulk
-from benchmarks.handoff_figures import Figure, Sizes, against_limit
+from benchmarks.handoff_figures import Figure, HandoffSizes, against_limit
 
 
-async def gpu_mapped(sizes: Sizes) -> list[Figure]:
+async def gpu_mapped(sizes: HandoffSizes) -> list[Figure]:
     """`gpu_mapped` without digests, and the share of a handoff's time that digests add."""
     name = sizes.device or ("cuda:0" if torch.cuda.is_available() else None)
     if name is None:

@@ -23,7 +23,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class HandoffSizes:
     """Bulk figures: KV of Llama-3-8B's shape. Other figures: prompt lengths and repetitions."""
 
     layers: int = 32
@@ -43,7 +43,7 @@ class Sizes:
     device: str | None = None  # for the GPU figures; None: the GPU, if there is one
 
 
-QUICK = Sizes(
+QUICK = HandoffSizes(
     layers=2,
     kv_heads=2,
     head_dim=16,

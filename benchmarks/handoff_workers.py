@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.handoff_figures import Figure, Sizes
+from benchmarks.handoff_figures import Figure, HandoffSizes
 from benchmarks.serving import FIRST_ORDINARY_TOKEN, percentile
 from tandem.checkpoint.model_store import resolve
 from tandem.config.spec import DEMO_MODEL, EngineSpec
@@ -43,7 +43,7 @@ class HandoffTimes:
 
 
 @asynccontextmanager
-async def _workers(sizes: Sizes, prompt_tokens: int, *, demo_model: bool) -> AsyncIterator[LivePair]:
+async def _workers(sizes: HandoffSizes, prompt_tokens: int, *, demo_model: bool) -> AsyncIterator[LivePair]:
     engine = EngineSpec(kv_blocks=64 + 2 * blocks_for(prompt_tokens, 16))
     with tempfile.TemporaryDirectory(prefix="tandem-") as name:
         folder = Path(name)
@@ -95,7 +95,7 @@ async def _alone_s(pair: LivePair, hand: ManualRouter, prompt: Sequence[int]) ->
     return ttft_s
 
 
-async def small(sizes: Sizes) -> list[Figure]:
+async def small(sizes: HandoffSizes) -> list[Figure]:
     """Uses a tiny model, so the handoff dominates. The figure includes the prefill of 16 tokens."""
     draw, hand = random.Random(0), ManualRouter()
     times_ms: list[float] = []
@@ -110,7 +110,7 @@ async def small(sizes: Sizes) -> list[Figure]:
     ]
 
 
-async def ttft_extra(sizes: Sizes) -> list[Figure]:
+async def ttft_extra(sizes: HandoffSizes) -> list[Figure]:
     """TTFT at the client, one request at a time, alternating between handoff and local prefill; a tiny model."""
     draw, hand = random.Random(0), ManualRouter()
     through_s: list[float] = []
@@ -127,7 +127,7 @@ async def ttft_extra(sizes: Sizes) -> list[Figure]:
     return [Figure("handoff.ttft_extra_ms", round(through_ms - alone_ms, 3), "ms", round(alone_ms, 3), ratio)]
 
 
-async def exposed_share(sizes: Sizes) -> list[Figure]:
+async def exposed_share(sizes: HandoffSizes) -> list[Figure]:
     """(last layer computed → joined) / (prefill began → last layer computed). Reference: push after prefill, that is
     the same prompt with all KV in the prefill worker's cache, measured from the start of the push."""
     draw, hand = random.Random(0), ManualRouter()

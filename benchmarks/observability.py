@@ -17,8 +17,7 @@ from benchmarks.handoff_figures import Figure
 from benchmarks.router_bench import MODEL, OTHER_CORES, ChatPrompts, on_cores, running
 from benchmarks.router_clients import RawHttpClient, closed_loop
 from benchmarks.router_cost import QUICK as COST_QUICK
-from benchmarks.router_cost import Sizes as CostSizes
-from benchmarks.router_cost import bench_model, measured, setup
+from benchmarks.router_cost import CostSizes, bench_model, measured, setup
 from router.testing.otlp import OtlpReceiver, otlp_receiver
 from tandem.config.observability import MetricsSpec, ObservabilitySpec, TracingSpec
 from tandem.text.tokenizer import Tokenizer

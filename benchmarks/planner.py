@@ -42,7 +42,7 @@ HOUR_TARGET_S, MILLION_TARGET_MIN, MILLION_TARGET_GB, SEARCH_TARGET_S, REGRET_TA
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class PlannerSizes:
     hour_requests: int = 11_500
     million: int = 1_000_000
     million_workers: int = 2_000
@@ -52,10 +52,10 @@ class Sizes:
     regret_devices: int = 6
 
 
-QUICK = Sizes(100, 500, 80, 60, 2, 60, 2)
+QUICK = PlannerSizes(100, 500, 80, 60, 2, 60, 2)
 
 
-def golden_hits(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
+def golden_hits(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
     for path in traces:
         trace = read_trace(path)
         golden = GOLDEN.get(len(trace))
@@ -64,7 +64,7 @@ def golden_hits(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
             yield Figure(f"sim.golden_hits_{len(trace)}", value, "share", golden, value / golden)
 
 
-def hour(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
+def hour(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
     """CPU time to simulate an hour of traffic on 64 workers, 32 of each role."""
     trace = max((read_trace(path) for path in traces), key=len, default=None)
     if trace is None:
@@ -77,7 +77,7 @@ def hour(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
     yield Figure("sim.hour_64_s", round(seconds, 2), "s", HOUR_TARGET_S, round(seconds / HOUR_TARGET_S, 3))
 
 
-def million(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
+def million(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
     """A million requests. Half of the workers have each role; half of the prompts share one of 1000 prefixes."""
     half = sizes.million_workers // 2
     trace = synthetic_trace(
@@ -101,7 +101,7 @@ def million(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
     yield Figure(f"sim.million_rss_gb{name}", round(gigabytes, 2), "GiB", MILLION_TARGET_GB, round(ratio, 3))
 
 
-def search(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
+def search(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
     """Wall-clock time of a plan for 16 H100, on all cores."""
     goal = Goal(Slo(0.5, 0.02), 0.95, sizes.search_devices)
     hardware = Hardware(find_model("llama-3-8b"), find_device("h100"))
@@ -111,7 +111,7 @@ def search(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
     yield Figure("plan.search_s", round(seconds, 1), "s", SEARCH_TARGET_S, round(seconds / SEARCH_TARGET_S, 3))
 
 
-def regret(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
+def regret(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
     """The extra cost of the plan over the cheapest layout, which is found by simulating all of them."""
     trace, requests = _chat(sizes.regret_requests, 20.0), sizes.regret_requests
     hardware = Hardware(find_model("llama-3-8b"), find_device("h100"))
@@ -129,7 +129,7 @@ def regret(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
     yield Figure("plan.regret", round(value, 4), "share", REGRET_TARGET, round(value / REGRET_TARGET, 3))
 
 
-FIGURES: dict[str, Callable[[Sizes, list[Path]], Iterator[Figure]]] = {
+FIGURES: dict[str, Callable[[PlannerSizes, list[Path]], Iterator[Figure]]] = {
     "golden_hits": golden_hits,
     "hour": hour,
     "million": million,
@@ -173,7 +173,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: checks only that it runs")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1"}
-    sizes = QUICK if options.quick else Sizes(million=options.million or 1_000_000)
+    sizes = QUICK if options.quick else PlannerSizes(million=options.million or 1_000_000)
     traces = [] if options.traces is None else sorted(options.traces.glob("*.jsonl"))
     for name in options.figure or FIGURES:
         for figure in FIGURES[name](sizes, traces):

@@ -39,7 +39,7 @@ ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_D
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class PoolChangeSizes:
     role_changes: int = 6
     moved: int = 16
     moved_prompt: int = 32
@@ -49,7 +49,7 @@ class Sizes:
     load: float = 0.7  # share of the capacity of a phase's best static split
 
 
-def role_change(sizes: Sizes) -> Iterator[Figure]:
+def role_change(sizes: PoolChangeSizes) -> Iterator[Figure]:
     """The slowest of several role changes of an idle worker, back and forth: from the command until it is ready."""
     seconds = asyncio.run(_role_changes(sizes.role_changes))
     worst, target = max(seconds), ROLE_CHANGE_TARGET_S
@@ -80,7 +80,7 @@ async def _until_served(controller: Controller, prefill: int, decode: int) -> No
         await asyncio.sleep(0.02)
 
 
-def moved_gap(sizes: Sizes) -> Iterator[Figure]:
+def moved_gap(sizes: PoolChangeSizes) -> Iterator[Figure]:
     """The longest pause between two tokens of one answer after one of two decoding workers is drained. `reference` is
     the target."""
     usual_ms, gap_ms = asyncio.run(_moved(sizes))
@@ -89,7 +89,7 @@ def moved_gap(sizes: Sizes) -> Iterator[Figure]:
     yield Figure("pools.moved_gap_ms", round(gap_ms, 1), "ms", MOVED_GAP_TARGET_MS, ratio)
 
 
-async def _moved(sizes: Sizes) -> tuple[float, float]:
+async def _moved(sizes: PoolChangeSizes) -> tuple[float, float]:
     """Returns the median pause before the drain and the longest one after it, in ms."""
     async with live(spec_of(0, 2)) as controller:
         client = GrpcClient(controller.grpc_address, None, tls=False, model="", api_key=None, ignore_eos=True)
@@ -136,7 +136,7 @@ def capacity(trace: TrafficTrace, setup: Setup) -> float:
     return low
 
 
-def shifting(hardware: Hardware, sizes: Sizes) -> TrafficTrace:
+def shifting(hardware: Hardware, sizes: PoolChangeSizes) -> TrafficTrace:
     """Long prompts, then long answers, then both; each phase at `load` times its best static split's capacity."""
     kinds = ((LengthSpec(320, 0.3, 600), LengthSpec(4)), (LengthSpec(24), LengthSpec(96, 0.3, 160)),
              (LengthSpec(200, 0.3, 400), LengthSpec(48, 0.3, 96)))  # fmt: skip
@@ -157,7 +157,7 @@ def shifting(hardware: Hardware, sizes: Sizes) -> TrafficTrace:
     )
 
 
-def ratios(cost: Path, sizes: Sizes) -> Iterator[Figure]:
+def ratios(cost: Path, sizes: PoolChangeSizes) -> Iterator[Figure]:
     """Goodput with the autoscaler over the goodput of the worst and the best static split of three workers."""
     hardware = load_measured_hardware(cost)
     trace = shifting(hardware, sizes)

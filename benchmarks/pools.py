@@ -23,8 +23,8 @@ from benchmarks.live_cluster import say
 from cluster.profiling.profiler import Grid
 from tandem.errors import TandemError
 
-QUICK_CHANGES = pool_changes.Sizes(2, 4, 16, 24, 3.0, 40)
-QUICK_PREDICTION = prediction.Sizes(3.0, 3.0, 4, 8, 40, Grid((16, 64), (1, 4), (32, 64)))
+QUICK_CHANGES = pool_changes.PoolChangeSizes(2, 4, 16, 24, 3.0, 40)
+QUICK_PREDICTION = prediction.PredictionSizes(3.0, 3.0, 4, 8, 40, Grid((16, 64), (1, 4), (32, 64)))
 
 
 def main() -> int:
@@ -57,8 +57,8 @@ NAMES = ("role_change", "moved_gap", "prediction", "static_ratios")
 
 
 def _figures(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Figure]]]:
-    changes = QUICK_CHANGES if options.quick else pool_changes.Sizes()
-    sizes = QUICK_PREDICTION if options.quick else prediction.Sizes()
+    changes = QUICK_CHANGES if options.quick else pool_changes.PoolChangeSizes()
+    sizes = QUICK_PREDICTION if options.quick else prediction.PredictionSizes()
     found: dict[str, Callable[[], Iterator[Figure]]] = {
         "role_change": lambda: pool_changes.role_change(changes),
         "moved_gap": lambda: pool_changes.moved_gap(changes),

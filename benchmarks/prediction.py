@@ -42,7 +42,7 @@ Cell = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class PredictionSizes:
     """`seconds`: approximate time of a run. `at_once_s`: of the run in which all requests arrive at once."""
 
     seconds: float = 36.0
@@ -71,7 +71,7 @@ def setup_for(hardware: Hardware, prefill: int, decode: int, trace: TrafficTrace
     return setup_of_spec(spec_of(prefill, decode), hardware, mean_prompt_tokens=mean, trace_block=block)
 
 
-def at_once(trace: TrafficTrace, setup: Setup, sizes: Sizes) -> TrafficTrace:
+def at_once(trace: TrafficTrace, setup: Setup, sizes: PredictionSizes) -> TrafficTrace:
     """As many requests, all arriving together, as the simulation answers in `at_once_s`."""
     count = round(sizes.at_once_s * answered_per_s(simulate(_together(trace), setup)))
     return _together(trace.head(min(sizes.max_requests, max(sizes.min_requests, count))))
@@ -89,7 +89,7 @@ def answered_per_s(outcome: Outcome) -> float:
     return 0.9 * outcome.finished / outcome.e2e_s.p90
 
 
-def at_share(trace: TrafficTrace, rate: float, sizes: Sizes) -> TrafficTrace:
+def at_share(trace: TrafficTrace, rate: float, sizes: PredictionSizes) -> TrafficTrace:
     """The trace at `rate` requests per second, with as many requests as fit into a run."""
     count = min(sizes.max_requests, max(sizes.min_requests, round(rate * sizes.seconds)))
     return trace.at_rate(rate / trace.requests_per_s).head(count)
@@ -116,7 +116,7 @@ def load_measured_hardware(cost: Path) -> Hardware:
 class CellJournal:
     """Measurements by shape and trace, in a file if one is given, from which a later run resumes."""
 
-    def __init__(self, path: Path | None, cost: Path, sizes: Sizes) -> None:
+    def __init__(self, path: Path | None, cost: Path, sizes: PredictionSizes) -> None:
         """Skips lines of other profiles and sizes."""
         self._path = path
         self._about = hashlib.blake2b(cost.read_bytes() + repr(sizes).encode(), digest_size=8).hexdigest()
@@ -136,7 +136,11 @@ class CellJournal:
 
 
 def prediction(
-    cost: Path, shapes: Sequence[tuple[int, int]], names: Sequence[str], sizes: Sizes, results: Path | None = None
+    cost: Path,
+    shapes: Sequence[tuple[int, int]],
+    names: Sequence[str],
+    sizes: PredictionSizes,
+    results: Path | None = None,
 ) -> Iterator[Figure]:
     """Yields figures for each shape and trace, then the worst of all."""
     hardware, cells = load_measured_hardware(profiled(cost, sizes.grid)), CellJournal(results, cost, sizes)
@@ -154,7 +158,7 @@ def prediction(
     yield from worst(found)
 
 
-async def _measured(hardware: Hardware, shape: tuple[int, int], drawn: TrafficTrace, sizes: Sizes) -> Cell:
+async def _measured(hardware: Hardware, shape: tuple[int, int], drawn: TrafficTrace, sizes: PredictionSizes) -> Cell:
     """`capacity`: simulated and measured, requests per second. `runs`: both outcomes for each share of it."""
     setup = setup_for(hardware, *shape, drawn)
     together = at_once(drawn, setup, sizes)

@@ -29,13 +29,15 @@ from benchmarks import (
 from benchmarks.handoff_figures import Figure
 
 FIGURES: dict[str, Callable[[bool], Iterator[Figure]]] = {  # called with: whether to be quick
-    "cost": lambda quick: router_cost.figures(router_cost.QUICK if quick else router_cost.Sizes()),
-    "decide": lambda quick: router_decide.figures(router_decide.QUICK if quick else router_decide.Sizes()),
-    "hostile": lambda quick: router_hostile.figures(router_hostile.QUICK if quick else router_hostile.Sizes()),
-    "index": lambda quick: router_index.figures(router_index.QUICK if quick else router_index.Sizes()),
+    "cost": lambda quick: router_cost.figures(router_cost.QUICK if quick else router_cost.CostSizes()),
+    "decide": lambda quick: router_decide.figures(router_decide.QUICK if quick else router_decide.DecideSizes()),
+    "hostile": lambda quick: router_hostile.figures(router_hostile.QUICK if quick else router_hostile.HostileSizes()),
+    "index": lambda quick: router_index.figures(router_index.QUICK if quick else router_index.IndexSizes()),
     "observability": lambda quick: observability.figures(observability.QUICK if quick else observability.SIZES),
-    "overload": lambda quick: router_overload.figures(router_overload.QUICK if quick else router_overload.Sizes()),
-    "redis": lambda quick: router_redis.figures(router_redis.QUICK if quick else router_redis.Sizes()),
+    "overload": lambda quick: router_overload.figures(
+        router_overload.QUICK if quick else router_overload.OverloadSizes()
+    ),
+    "redis": lambda quick: router_redis.figures(router_redis.QUICK if quick else router_redis.RedisSizes()),
 }
 
 
@@ -49,7 +51,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if options.trace is not None:
-        sizes = router_share.QUICK if options.quick else router_share.Sizes()
+        sizes = router_share.QUICK if options.quick else router_share.ShareSizes()
         figures = router_share.figures(sizes, options.trace)
     else:
         figures = (figure for name in options.figure or FIGURES for figure in FIGURES[name](options.quick))

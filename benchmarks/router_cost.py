@@ -26,7 +26,7 @@ from tandem.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class CostSizes:
     prompt_tokens: int = 256
     answer_tokens: int = 64
     prefill_workers: int = 2
@@ -40,7 +40,7 @@ class Sizes:
     demo_model: bool = True
 
 
-QUICK = Sizes(
+QUICK = CostSizes(
     prompt_tokens=32,
     answer_tokens=4,
     step_ms=2,
@@ -66,7 +66,7 @@ class Round:
     token_ms: list[float]  # per later token: from the worker to the client
 
 
-def figures(sizes: Sizes) -> Iterator[Figure]:
+def figures(sizes: CostSizes) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as folder, on_cores(OTHER_CORES):
         yield from uvloop.run(_figures(sizes, bench_model(Path(folder), demo=sizes.demo_model)))
 
@@ -79,13 +79,13 @@ def bench_model(folder: Path, *, demo: bool) -> Path:
     return write_tiny_llama(folder / "model", vocab=4096, max_positions=4096)
 
 
-def setup(sizes: Sizes, model_dir: Path) -> RouterSetup:
+def setup(sizes: CostSizes, model_dir: Path) -> RouterSetup:
     workers = ("--prefill", str(sizes.prefill_workers), "--decode", str(sizes.decode_workers))
     pace = ("--step-ms", str(sizes.step_ms), "--prefill-ms", str(sizes.prefill_ms))
     return RouterSetup(model_dir, ROUTER, (*workers, *pace))
 
 
-async def _figures(sizes: Sizes, model_dir: Path) -> list[Figure]:
+async def _figures(sizes: CostSizes, model_dir: Path) -> list[Figure]:
     prompts = ChatPrompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
     async with (
         running(setup(sizes, model_dir)) as bench,
@@ -102,7 +102,7 @@ async def _figures(sizes: Sizes, model_dir: Path) -> list[Figure]:
     return [*figures, await _without_handoff(replace(sizes, prefill_workers=0), model_dir, prompts)]
 
 
-async def _without_handoff(sizes: Sizes, model_dir: Path, prompts: Callable[[], str]) -> Figure:
+async def _without_handoff(sizes: CostSizes, model_dir: Path, prompts: Callable[[], str]) -> Figure:
     async with running(setup(sizes, model_dir)) as bench:
         http = RawHttpClient(bench.http_port, MODEL, sizes.answer_tokens)
         await closed_loop(http, prompts, 8, min(2.0, sizes.seconds))
@@ -115,7 +115,7 @@ async def _without_handoff(sizes: Sizes, model_dir: Path, prompts: Callable[[], 
 
 
 async def _measure(
-    sizes: Sizes,
+    sizes: CostSizes,
     bench: RouterBench,
     peer: ProxyPeer | None,
     prompts: Callable[[], str],

@@ -38,14 +38,14 @@ FILLER_BLOCKS = 20_000  # per worker, of other prompts
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class DecideSizes:
     prompt_tokens: int = 100_000
     prefill_workers: int = 32
     decode_workers: int = 32
     runs: int = 51
 
 
-QUICK = Sizes(prompt_tokens=2_000, prefill_workers=2, decode_workers=2, runs=3)
+QUICK = DecideSizes(prompt_tokens=2_000, prefill_workers=2, decode_workers=2, runs=3)
 
 
 class _Stub(StubWorker):
@@ -58,7 +58,7 @@ class _Stub(StubWorker):
         return None
 
 
-def figures(sizes: Sizes) -> Iterator[Figure]:
+def figures(sizes: DecideSizes) -> Iterator[Figure]:
     prompt = random_prompt(sizes.prompt_tokens, VOCAB)
     hash_ms = [_hash_ms(prompt) for _ in range(sizes.runs)]
     decide_ms = asyncio.run(_decisions(prompt, sizes))
@@ -72,7 +72,7 @@ def _hash_ms(prompt: list[int]) -> float:
     return 1000 * (time.perf_counter() - began_s)
 
 
-async def _decisions(prompt: list[int], sizes: Sizes) -> list[float]:
+async def _decisions(prompt: list[int], sizes: DecideSizes) -> list[float]:
     """Every worker holds a prefix of a different length, so the look-up must follow each one to its end."""
     controller = StubController()
     await controller.start()

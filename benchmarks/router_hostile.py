@@ -39,7 +39,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class HostileSizes:
     rate: float = 40.0  # healthy requests per second
     prompt_tokens: int = 64
     answer_tokens: int = 16
@@ -55,17 +55,17 @@ class Sizes:
     demo_model: bool = True
 
 
-QUICK = Sizes(20, 16, 4, 0.5, 1, (Case("idle", 50), Case("slow_readers", 8, "readers")), demo_model=False)
+QUICK = HostileSizes(20, 16, 4, 0.5, 1, (Case("idle", 50), Case("slow_readers", 8, "readers")), demo_model=False)
 
 
-def figures(sizes: Sizes) -> Iterator[Figure]:
+def figures(sizes: HostileSizes) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as folder, on_cores(OTHER_CORES):
         model_dir = bench_model(Path(folder), demo=sizes.demo_model)
         for case in sizes.cases:
             yield uvloop.run(_measure(sizes, case, model_dir))
 
 
-async def _measure(sizes: Sizes, case: Case, model_dir: Path) -> Figure:
+async def _measure(sizes: HostileSizes, case: Case, model_dir: Path) -> Figure:
     stubs = ("--prefill", "2", "--decode", "4", "--step-ms", str(case.step_ms))
     prompts = ChatPrompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
     calm: list[TokenTimes] = []

@@ -22,13 +22,13 @@ BYTES_PER_BLOCK = 20  # the value that the documentation recommends
 TURN = 64  # look-ups before the other side's turn, so a slow phase of the machine affects both
 READ_EVENTS = 512  # per read of a stream
 
-Query = TypeVar("Query")
+LookupQuery = TypeVar("LookupQuery")
 Prompt = tuple[BlockHash, ...]
 StreamEntry = tuple[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class IndexSizes:
     """Each block is held by one worker only, which needs the most memory."""
 
     blocks: int = 10_000_000
@@ -39,10 +39,10 @@ class Sizes:
     peer_blocks: int = 1_000_000
 
 
-QUICK = Sizes(blocks=20_000, workers=4, prompt_blocks=32, prompts=16, events=2_000, peer_blocks=2_000)
+QUICK = IndexSizes(blocks=20_000, workers=4, prompt_blocks=32, prompts=16, events=2_000, peer_blocks=2_000)
 
 
-def figures(sizes: Sizes) -> Iterator[Figure]:
+def figures(sizes: IndexSizes) -> Iterator[Figure]:
     dice = np.random.default_rng(1)
     gc.collect()
     before_bytes = psutil.Process().memory_info().rss
@@ -63,7 +63,7 @@ def figures(sizes: Sizes) -> Iterator[Figure]:
         yield from _beside(peer, dice, sizes)
 
 
-def _fill(mirror: PrefixMirror, dice: np.random.Generator, blocks: int, sizes: Sizes) -> list[bytes]:
+def _fill(mirror: PrefixMirror, dice: np.random.Generator, blocks: int, sizes: IndexSizes) -> list[bytes]:
     """Gives every worker its share of blocks. Returns the chains from which the prompts are cut."""
     kept = []
     for number in range(sizes.workers):
@@ -73,7 +73,7 @@ def _fill(mirror: PrefixMirror, dice: np.random.Generator, blocks: int, sizes: S
     return kept
 
 
-def _prompts(chains: Sequence[bytes], sizes: Sizes) -> list[bytes]:
+def _prompts(chains: Sequence[bytes], sizes: IndexSizes) -> list[bytes]:
     step = HASH_BYTES * sizes.prompt_blocks
     return [each[at : at + step] for each in chains for at in range(0, len(each), step)]
 
@@ -87,13 +87,13 @@ def _median_us(lookup: Callable[[Prompt], object], prompts: Sequence[bytes]) -> 
     return 1e6 * statistics.median(_timed_s(lookup, _fresh(prompt)) for prompt in prompts)
 
 
-def _timed_s(lookup: Callable[[Query], object], query: Query) -> float:
+def _timed_s(lookup: Callable[[LookupQuery], object], query: LookupQuery) -> float:
     started_s = time.perf_counter()
     lookup(query)
     return time.perf_counter() - started_s
 
 
-def _events(mirror: PrefixMirror, dice: np.random.Generator, sizes: Sizes) -> Figure:
+def _events(mirror: PrefixMirror, dice: np.random.Generator, sizes: IndexSizes) -> Figure:
     """Events of a worker with a full cache, alternating stored and removed. Includes decoding the entries."""
     reads: list[tuple[WorkerKey, list[StreamEntry]]] = []
     for number in range(sizes.workers):
@@ -115,7 +115,7 @@ def _events(mirror: PrefixMirror, dice: np.random.Generator, sizes: Sizes) -> Fi
     return Figure("index.events_per_s", round(sum(len(part) for _, part in reads) / took_s), "events/s")
 
 
-def _beside(peer: PeerTree, dice: np.random.Generator, sizes: Sizes) -> Iterator[Figure]:
+def _beside(peer: PeerTree, dice: np.random.Generator, sizes: IndexSizes) -> Iterator[Figure]:
     """Single look-ups of the same prompts, alternating between two indexes of the same size."""
     mirror = PrefixMirror(max(BYTES_PER_BLOCK * sizes.peer_blocks, 1 << 20))
     chains = _fill(mirror, dice, sizes.peer_blocks, sizes)

@@ -35,7 +35,7 @@ OVERLOAD = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class OverloadSizes:
     prefill_workers: int = 2
     prefill_tokens_per_s: int = 500  # of each worker
     prompt_tokens: int = 64
@@ -52,7 +52,7 @@ class Sizes:
         return self.prefill_workers * self.prefill_tokens_per_s / self.prompt_tokens
 
 
-QUICK = Sizes(ttft_slo_s=1.0, peak_s=2.0, overload_s=4.0)
+QUICK = OverloadSizes(ttft_slo_s=1.0, peak_s=2.0, overload_s=4.0)
 
 
 class SerialPrefillWorker(StubWorker):
@@ -82,7 +82,7 @@ class LoadSample(NamedTuple):
 class LoadGenerator:
     """Sends streaming completions, each over its own connection, and records the results."""
 
-    def __init__(self, port: int, sizes: Sizes) -> None:
+    def __init__(self, port: int, sizes: OverloadSizes) -> None:
         self._port = port
         self._sizes = sizes
         self._number = 0
@@ -126,12 +126,12 @@ class LoadGenerator:
             writer.close()
 
 
-def goodput(outcomes: list[LoadSample], seconds: float, sizes: Sizes) -> float:
+def goodput(outcomes: list[LoadSample], seconds: float, sizes: OverloadSizes) -> float:
     """Goodput of the requests that ended within `seconds`: a queue that drains later is not a sustained rate."""
     return sum(_is_good(each, sizes) for each in outcomes if each.sent_s + each.total_s <= seconds) / seconds
 
 
-def _is_good(outcome: LoadSample, sizes: Sizes) -> bool:
+def _is_good(outcome: LoadSample, sizes: OverloadSizes) -> bool:
     if outcome.ttft_s is None:
         return False
     tpot_s = (outcome.total_s - outcome.ttft_s) / (sizes.answer_tokens - 1)
@@ -139,7 +139,7 @@ def _is_good(outcome: LoadSample, sizes: Sizes) -> bool:
 
 
 @asynccontextmanager
-async def _router(sizes: Sizes) -> AsyncIterator[RouterApp]:
+async def _router(sizes: OverloadSizes) -> AsyncIterator[RouterApp]:
     """A router with its workers, ready to serve."""
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_tiny_llama(Path(folder), max_positions=2048, eos_token_id=2)
@@ -189,7 +189,7 @@ async def _router(sizes: Sizes) -> AsyncIterator[RouterApp]:
             await controller.stop()
 
 
-async def _measure(sizes: Sizes) -> tuple[float, float, list[LoadSample]]:
+async def _measure(sizes: OverloadSizes) -> tuple[float, float, list[LoadSample]]:
     """Returns peak goodput, goodput under overload, and the samples under overload."""
     async with _router(sizes) as app:
         load = LoadGenerator(app.http_port, sizes)
@@ -201,7 +201,7 @@ async def _measure(sizes: Sizes) -> tuple[float, float, list[LoadSample]]:
         return peak, goodput(outcomes, sizes.overload_s, sizes), outcomes
 
 
-def figures(sizes: Sizes) -> Iterator[Figure]:
+def figures(sizes: OverloadSizes) -> Iterator[Figure]:
     peak, kept, outcomes = uvloop.run(_measure(sizes))
     refusals_ms = sorted(1000 * each.total_s for each in outcomes if each.status == 429)
     others = {each.status for each in outcomes} - {200, 429}

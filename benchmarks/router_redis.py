@@ -31,7 +31,7 @@ EMPTIED_EVERY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class RedisSizes:
     prompt_tokens: int = 256
     answer_tokens: int = 8
     requests_per_s: float = 40.0
@@ -39,7 +39,7 @@ class Sizes:
     rounds: int = 7
 
 
-QUICK = Sizes(prompt_tokens=32, answer_tokens=2, requests_per_s=10.0, seconds=0.5, rounds=1)
+QUICK = RedisSizes(prompt_tokens=32, answer_tokens=2, requests_per_s=10.0, seconds=0.5, rounds=1)
 
 WORKERS = ("--prefill", "2", "--decode", "4", "--step-ms", "20", "--prefill-tokens-per-s", "100000")
 
@@ -86,7 +86,7 @@ FAULTS: dict[str, Callable[[Server], AbstractAsyncContextManager[None]]] = {
 }
 
 
-def figures(sizes: Sizes) -> Iterator[Figure]:
+def figures(sizes: RedisSizes) -> Iterator[Figure]:
     """The time that each fault adds to the p99 of the healthy phase before it. Medians over the rounds, because other
     load on the machine may matter more. The reference is the median of the healthy phases."""
     with tempfile.TemporaryDirectory() as folder, on_cores(OTHER_CORES):
@@ -105,7 +105,7 @@ class PhaseP99(NamedTuple):
     faulty_ms: float
 
 
-async def _measure(sizes: Sizes, folder: Path) -> dict[str, list[PhaseP99]]:
+async def _measure(sizes: RedisSizes, folder: Path) -> dict[str, list[PhaseP99]]:
     """Returns the rounds by fault."""
     model_dir = write_tiny_llama(folder / "model", vocab=4096, max_positions=4096)
     prompts = ChatPrompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
@@ -129,7 +129,7 @@ async def _measure(sizes: Sizes, folder: Path) -> dict[str, list[PhaseP99]]:
     return pairs
 
 
-async def _p99_ms(sizes: Sizes, bench: RouterBench, client: RawHttpClient, prompts: Callable[[], str]) -> float:
+async def _p99_ms(sizes: RedisSizes, bench: RouterBench, client: RawHttpClient, prompts: Callable[[], str]) -> float:
     """The p99 of one phase."""
     load = open_loop(client, prompts, sizes.requests_per_s, sizes.seconds)
     return percentile((await measured(bench, load, sizes.seconds)).first_ms, 0.99)

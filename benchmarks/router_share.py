@@ -40,7 +40,7 @@ WORKERS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ShareSizes:
     requests: int = 2000
     speed: float = 10.0  # times the trace's rate
     prefill_tokens_per_s: float = 60_000.0  # per worker, at that speed
@@ -48,7 +48,7 @@ class Sizes:
     policies: tuple[PolicyName | None, ...] = (None, PolicyName.RANDOM, PolicyName.LEAST_LOADED, PolicyName.CACHE_ONLY)
 
 
-QUICK = Sizes(requests=40, speed=50.0, prefill_tokens_per_s=2_000_000.0, policies=(None,))
+QUICK = ShareSizes(requests=40, speed=50.0, prefill_tokens_per_s=2_000_000.0, policies=(None,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def golden_tokens(requests: Sequence[TracedRequest]) -> int:
     return found
 
 
-def figures(sizes: Sizes, trace: Path) -> Iterator[Figure]:
+def figures(sizes: ShareSizes, trace: Path) -> Iterator[Figure]:
     requests = read_trace(trace, sizes.requests)
     golden = golden_tokens(requests)
     for policy in sizes.policies:
@@ -107,7 +107,7 @@ def figures(sizes: Sizes, trace: Path) -> Iterator[Figure]:
         yield Figure(f"{name}.ttft_mean_ms", round(statistics.fmean(outcome.ttft_ms), 1), "ms")
 
 
-def _replay(sizes: Sizes, requests: Sequence[TracedRequest], policy: PolicyName | None) -> ReplayResult:
+def _replay(sizes: ShareSizes, requests: Sequence[TracedRequest], policy: PolicyName | None) -> ReplayResult:
     spec = RouterSpec(
         disaggregation=Disaggregation.NEVER,
         max_queued_requests=4096,

@@ -2,7 +2,8 @@
 
 The pressure of given pool sizes is the largest of three ratios: predicted TTFT over its objective, predicted TPOT over
 its objective, and needed over available places on decode workers. Above `headroom` the policy first changes roles,
-which costs almost nothing, then starts workers. It stops a worker if the others could have served far more load for a while.
+which costs almost nothing, then starts workers. It stops a worker that the others could have replaced for a long time,
+even at a much higher load.
 
 Four rules prevent oscillation. A change must lower the pressure clearly, so a chain of role changes under one load
 ends. A worker is started again only at a much higher load than the one at which it was stopped. Several consecutive
@@ -56,7 +57,7 @@ class Objectives:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolLimits:
+class ScalingLimits:
     """Minimum and maximum numbers of workers, in total and per role. `same_width`: workers can change their role."""
 
     workers: tuple[int, int]
@@ -65,7 +66,7 @@ class PoolLimits:
     same_width: bool = True
 
     @classmethod
-    def of(cls, spec: AutoscalerSpec, model: ModelSpec) -> PoolLimits:
+    def of(cls, spec: AutoscalerSpec, model: ModelSpec) -> ScalingLimits:
         pools = model.prefill, model.decode
         present = sum(pool.workers for pool in pools)
         most = present if spec.max_workers is None else spec.max_workers
@@ -144,7 +145,7 @@ class Autoscaler:
     """The policy of one model. Call `decide` with every observation, `changed` after carrying out a decision (or where
     a dry run would have), and `refused` if it could not be carried out."""
 
-    def __init__(self, spec: AutoscalerSpec, limits: PoolLimits, objectives: Objectives) -> None:
+    def __init__(self, spec: AutoscalerSpec, limits: ScalingLimits, objectives: Objectives) -> None:
         self._spec, self._limits, self._objectives = spec, limits, objectives
         self._ttft_correction = 1.0
         self._wanted: tuple[ScalingAction, int, int] | None = None  # with the direction of each role

@@ -16,10 +16,10 @@ from planner.autoscaler import (
     SETTLE_S,
     Autoscaler,
     Objectives,
-    PoolLimits,
     PoolObservation,
     ScalingAction,
     ScalingDecision,
+    ScalingLimits,
 )
 from planner.pool_forecast import LocalPrompts, PoolSizes
 from tandem.config.spec import ClusterSpec, ModelSpec, Role
@@ -42,7 +42,7 @@ class _Model:
         """`pools`: the model's, as the spec asks for them now."""
         self.resolved = model
         self.policy = Autoscaler(
-            spec.autoscaler, PoolLimits.of(spec.autoscaler, pools), Objectives.of(spec.router.classes)
+            spec.autoscaler, ScalingLimits.of(spec.autoscaler, pools), Objectives.of(spec.router.classes)
         )
         self.load = ObservedLoad(now_s)
         self.local = LocalPrompts.of(spec.router)

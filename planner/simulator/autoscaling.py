@@ -15,9 +15,9 @@ from planner.autoscaler import (
     Autoscaler,
     MeasuredRequests,
     Objectives,
-    PoolLimits,
     PoolObservation,
     ScalingAction,
+    ScalingLimits,
 )
 from planner.pool_forecast import Capability, LocalPrompts, ModelLoad, PoolSizes
 from planner.simulator.events import EventLoop
@@ -47,7 +47,7 @@ class SimAutoscaler:
     ) -> None:
         spec, there_are = setup.autoscaler, sum(pool.workers for _, pool in setup.pools())
         prefill = spec.prefill.min if spec.prefill.min is not None else min(1, there_are - 1)
-        limits = PoolLimits(
+        limits = ScalingLimits(
             (there_are, there_are),
             (prefill, there_are if spec.prefill.max is None else spec.prefill.max),
             (spec.decode.min or 1, there_are if spec.decode.max is None else spec.decode.max),

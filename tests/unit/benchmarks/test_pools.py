@@ -10,10 +10,11 @@ import pytest
 
 from benchmarks import prediction
 from benchmarks.live_cluster import spec_of
-from benchmarks.pool_changes import OVERLOADED, Sizes, capacity, shifting
+from benchmarks.pool_changes import OVERLOADED, PoolChangeSizes, capacity, shifting
 from benchmarks.prediction import (
     GRID,
     CellJournal,
+    PredictionSizes,
     answered_per_s,
     at_once,
     at_share,
@@ -22,7 +23,6 @@ from benchmarks.prediction import (
     setup_for,
     traces,
 )
-from benchmarks.prediction import Sizes as PredictionSizes
 from planner.devices import find_device
 from planner.hardware import Hardware
 from planner.models import find_model
@@ -102,7 +102,7 @@ def test_errors_are_those_of_capacity_and_of_each_share_and_the_worst_of_all_com
 
 
 def test_the_shifting_workload_has_long_prompts_then_long_answers_then_both(hardware: Hardware) -> None:
-    trace = shifting(hardware, Sizes(phase_s=4.0, draws=16))
+    trace = shifting(hardware, PoolChangeSizes(phase_s=4.0, draws=16))
     phases = [trace.between(start_s, start_s + 4.0) for start_s in (0.0, 4.0, 8.0)]
     prompts = [float(each.prompt_tokens.mean()) for each in phases]
     answers = [float(each.output_tokens.mean()) for each in phases]

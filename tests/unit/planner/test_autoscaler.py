@@ -13,10 +13,10 @@ from planner.autoscaler import (
     Autoscaler,
     MeasuredRequests,
     Objectives,
-    PoolLimits,
     PoolObservation,
     ScalingAction,
     ScalingDecision,
+    ScalingLimits,
 )
 from planner.pool_forecast import Capability, LocalPrompts, ModelLoad, PoolSizes, forecast, forecasts
 from router.policies.pace import BATCH_SIZES, Pace
@@ -33,11 +33,11 @@ LIGHT = ModelLoad(requests_per_s=1, uncached_tokens=200, context_tokens=300, ans
 SPEC = AutoscalerSpec(enabled=True)
 
 
-def limits(least: int, most: int, *, same_width: bool = True) -> PoolLimits:
-    return PoolLimits((least, most), (1, most), (1, most), same_width)
+def limits(least: int, most: int, *, same_width: bool = True) -> ScalingLimits:
+    return ScalingLimits((least, most), (1, most), (1, most), same_width)
 
 
-def autoscaler(limit: PoolLimits, objectives: Objectives = OBJECTIVES, spec: AutoscalerSpec = SPEC) -> Autoscaler:
+def autoscaler(limit: ScalingLimits, objectives: Objectives = OBJECTIVES, spec: AutoscalerSpec = SPEC) -> Autoscaler:
     return Autoscaler(spec, limit, objectives)
 
 
@@ -69,7 +69,7 @@ def settled(
     ],
 )
 def test_what_is_chosen(
-    here: tuple[int, int], load: ModelLoad, limit: PoolLimits, action: ScalingAction, layout: tuple[int, int]
+    here: tuple[int, int], load: ModelLoad, limit: ScalingLimits, action: ScalingAction, layout: tuple[int, int]
 ) -> None:
     view = PoolObservation(PoolSizes(*here), load, CAN)
     decision = settled(autoscaler(limit), view, looks=200)
@@ -177,9 +177,9 @@ def test_the_objectives_are_the_strictest_of_those_that_somebody_waits_for() -> 
 
 def test_without_limits_of_its_own_nothing_is_started_or_stopped() -> None:
     model = ModelSpec.model_validate({"prefill": {"workers": 2}, "decode": {"workers": 3}})
-    assert PoolLimits.of(SPEC, model) == PoolLimits((5, 5), (1, 5), (1, 5))
+    assert ScalingLimits.of(SPEC, model) == ScalingLimits((5, 5), (1, 5), (1, 5))
     aggregated = ModelSpec.model_validate({"prefill": {"workers": 0}, "decode": {"workers": 3}})
-    assert PoolLimits.of(AutoscalerSpec(max_workers=4), aggregated) == PoolLimits((3, 4), (0, 4), (1, 4))
+    assert ScalingLimits.of(AutoscalerSpec(max_workers=4), aggregated) == ScalingLimits((3, 4), (0, 4), (1, 4))
 
 
 loads = st.builds(

@@ -187,7 +187,7 @@ class TestBounds:
         assert setup.decode.kv_tokens == pytest.approx(4 * setup.prefill.kv_tokens, rel=0.01)
 
 
-class TestWorkforce:
+class TestSimulationPool:
     def jobs(self) -> list[Job]:
         return [Job(ClusterLayout(0, 1, count, 1, 2048), 60) for count in (1, 2, 3)]
 
