@@ -10,9 +10,10 @@ from router.auth.call import Call
 from router.auth.calls import Calls
 from router.observe.metrics.requests import RouterMetrics
 from router.probes.readiness import Readiness
+from router.request_ids import new_request_id
 from router.requests.answers import Answers, Submitted
 from router.requests.dispatcher import Dispatcher
-from router.requests.request import Message, RawRequest, ServingModel, ValidRequest, new_request_id
+from router.requests.request import Message, RawRequest, ServingModel, ValidRequest
 from router.terms import PRIORITY, RequestTerms, TermsParser
 from tandem.errors import InputError, ModelNotFound, RateLimited, TandemError
 

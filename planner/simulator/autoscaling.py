@@ -5,8 +5,6 @@ Roles change; a worker is neither started nor stopped, so a simulation has as ma
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,15 +18,13 @@ from planner.autoscaler import (
     ScalingLimits,
 )
 from planner.pool_forecast import Capability, LocalPrompts, ModelLoad, PoolSizes
+from planner.simulator.cluster import SimCluster
 from planner.simulator.events import EventLoop
 from planner.simulator.recorder import Recorder
 from planner.simulator.requests import MODEL
 from planner.simulator.setup import Setup
+from planner.traces.trace import TrafficTrace
 from tandem.config.spec import Role
-
-if TYPE_CHECKING:
-    from planner.simulator.cluster import SimCluster
-    from planner.traces.trace import TrafficTrace
 
 WINDOW_S = 10.0
 

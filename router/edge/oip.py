@@ -11,8 +11,8 @@ from router.edge.call_terms import call_terms
 from router.edge.limits.calls import CallLimit
 from router.edge.oip_tensors import INPUTS, OUTPUTS, VERSION, Ask, parse_infer, response
 from router.edge.openai.format import text_of, tokens_of
+from router.request_ids import new_request_id
 from router.requests.output import Piece
-from router.requests.request import new_request_id
 from router.service import RouterService
 from router.terms import RequestTerms
 from tandem.errors import InputError, NotFound, TandemError

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
-from typing import Any, Protocol
+from typing import Any
 
 from kvtransfer.session.causes import HandoffFault
 from router.policies.types import WaitReason
@@ -21,96 +21,21 @@ from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.move import Move, MovePhase
-from router.requests.output import Piece
+from router.requests.ports import Assembler, Request
+from router.requests.retries import BLAMED, HANDOFF_FAULTS, REFUSALS, RETRIED
 from router.requests.timeline import PaceMeter, RunTimeline
 from router.terms import RequestTerms
-from tandem.errors import DeadlineExceeded, ErrorCode, InternalError, RequestCancelled, TandemError
-from tandem.kvcache.blockhash import BlockHash
-from tandem.request import FinishReason, Lifecycle, RequestState, SamplingParams
+from tandem.errors import DeadlineExceeded, InternalError, RequestCancelled, TandemError
+from tandem.request import FinishReason, Lifecycle, RequestState
 
 GAPS_AT_ONCE = 8  # tokens between two TokenGaps facts
 DEADLINE_SLACK_S = 0.05  # a client that leaves this shortly before its deadline left because of it
 
-# The worker is well but cannot take the request now (no KV blocks, a transfer agent being replaced).
-REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
-HANDOFF_FAULTS = frozenset({ErrorCode.HANDOFF_FAILED, ErrorCode.DEADLINE_EXCEEDED})
-BLAMED = HANDOFF_FAULTS | {ErrorCode.INTERNAL}  # a lost worker is known as such
 _UNSTARTED = (RequestState.RECEIVED, RequestState.ADMITTED, RequestState.QUEUED)
-RETRIED = HANDOFF_FAULTS | REFUSALS | {ErrorCode.WORKER_LOST}
-
-
-class Request(Protocol):
-    """What the core reads of a valid request. `prompt` is read only if its logprobs were asked for."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def prompt(self) -> Sequence[int]: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def sampling(self) -> SamplingParams: ...
-    @property
-    def block_hashes(self) -> Sequence[BlockHash]: ...
-    @property
-    def block_tokens(self) -> int: ...
-    @property
-    def session(self) -> bytes | None: ...
-
-
-class Assembler(Protocol):
-    """Tokens to pieces of text."""
-
-    @property
-    def stopped(self) -> bool:
-        """A stop string is complete."""
-        ...
-
-    def push(self, token: Any) -> Piece: ...
-
-    def flush(self) -> Piece | None:
-        """The text held back, at an end that is no stop string."""
-        ...
 
 
 class RequestRun:
     """Reads `decode` and `prefill` (None: local prefill) as the workers of the current attempt."""
-
-    __slots__ = (
-        "__weakref__",
-        "_actions",
-        "_answer",
-        "_assembler",
-        "_attempt_dispatched_s",
-        "_attempt_first_token_s",
-        "_attempt_joined_s",
-        "_attempts",
-        "_gaps",
-        "_meter",
-        "_migrations",
-        "_move",
-        "_now_s",
-        "_on",
-        "_prefill_sent_s",
-        "_prompt_scores",
-        "_resumed_at",
-        "_timeline",
-        "_wire_id",
-        "credited_tokens",
-        "decode",
-        "excluded",
-        "is_performing",
-        "lifecycle",
-        "max_migrations",
-        "prefill",
-        "request",
-        "terms",
-        "tokens_ahead",
-        "waiting_for",
-        "waiting_since_s",
-    )
 
     def __init__(
         self, request: Request, assembler: Assembler, terms: RequestTerms, now_s: float, max_migrations: int
