@@ -12,7 +12,7 @@ Every way out takes the request off each worker that may still have it, and ends
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvtransfer.session.causes import HandoffFault
@@ -21,6 +21,7 @@ from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.move import Move, MovePhase
+from router.requests.output import Piece
 from router.requests.ports import Assembler, Request
 from router.requests.retries import BLAMED, HANDOFF_FAULTS, REFUSALS, RETRIED
 from router.requests.timeline import PaceMeter, RunTimeline
@@ -104,8 +105,8 @@ class RequestRun:
         return self._attempts
 
     @property
-    def actions(self) -> Sized:
-        """Those that were not carried out yet."""
+    def actions(self) -> deque[act.Action]:
+        """Those that were not carried out yet, in order."""
         return self._actions
 
     @property
@@ -135,8 +136,9 @@ class RequestRun:
         _HANDLERS[type(event)](self, event)
         return self._actions
 
-    def on_token(self, worker: WorkerKey, token: ev.Token, now_s: float) -> deque[act.Action]:
-        """As `on(TokenSampled(worker, token))`: the hot path, of which a decoding request makes one action, a Piece."""
+    def on_token(self, worker: WorkerKey, token: ev.Token, now_s: float) -> Piece | None:
+        """As `on(TokenSampled(worker, token))`, for the hot path. Returns the piece if that is all there is to do, which
+        it nearly always is; None: see `actions`."""
         self._now_s = now_s
         answer, timeline = self._answer, self._timeline
         if answer:
@@ -145,7 +147,7 @@ class RequestRun:
                 self._flush_gaps()
         elif not self._emit_prompt_scores():
             self._fail_or_retry(InternalError(f"worker {worker.worker_id} left out logprobs of the prompt"))
-            return self._actions
+            return None
         timeline.last_token_s = now_s
         decodes = self.lifecycle.state is RequestState.DECODING
         if not decodes:
@@ -153,12 +155,15 @@ class RequestRun:
         elif (seconds := self._meter.token(now_s)) is not None:
             self._actions.append(act.DecodePaced(seconds))
         answer.append(token.token_id)
-        self._actions.append(self._assembler.push(token))
+        piece = self._assembler.push(token)
+        if decodes and not self._actions and not self._assembler.stopped:
+            return piece
+        self._actions.append(piece)
         if self._assembler.stopped:
             self._finish(FinishReason.STOP)
         elif not decodes and self.lifecycle.state is RequestState.PREFILLING:
             self._after_first_token(token.token_id)
-        return self._actions
+        return None
 
     def _on_submitted(self, event: ev.Submitted) -> None:
         self.lifecycle.admit()
@@ -229,7 +234,8 @@ class RequestRun:
         return [each.token_id for each in self._prompt_scores] == [*self.request.prompt[1:]]
 
     def _on_token_sampled(self, event: ev.TokenSampled) -> None:
-        self.on_token(event.worker, event.token, self._now_s)
+        if (piece := self.on_token(event.worker, event.token, self._now_s)) is not None:
+            self._actions.append(piece)
 
     def _on_tokens_sampled(self, event: ev.TokensSampled) -> None:
         if self.lifecycle.state is RequestState.HANDOFF and event.worker == self.decode:
