@@ -137,8 +137,8 @@ class RequestRun:
         return self._actions
 
     def on_token(self, worker: WorkerKey, token: ev.Token, now_s: float) -> Piece | None:
-        """As `on(TokenSampled(worker, token))`, for the hot path. Returns the piece if that is all there is to do, which
-        it nearly always is; None: see `actions`."""
+        """As `on(TokenSampled(worker, token))`, for the hot path. Returns the piece if there is nothing else to do,
+        as nearly always; None: see `actions`."""
         self._now_s = now_s
         answer, timeline = self._answer, self._timeline
         if answer:
