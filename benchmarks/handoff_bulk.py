@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.handoff_figures import Figure, Sizes, against_limit
 from benchmarks.handoff_limits import BareGloo, RawSocket, memcpy_s
-from kvtransfer.agent.control import BeginStep, Received, Sent
+from kvtransfer.control import BeginStep, Received, Sent
 from kvtransfer.session.piece import MAX_PIECE_BYTES
 from kvtransfer.session.ticket import Ticket
 from kvtransfer.testing.handoff import FakeKv, FakeModel, FakeWorker, Handoff

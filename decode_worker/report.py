@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decode_worker.incoming import Incoming
-from kvtransfer.session.stages import earliest, latest
+from kvtransfer.stages import earliest, latest
 from tandem.v1 import worker_pb2
 
 

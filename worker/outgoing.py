@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvtransfer.agent.control import Sent
-from kvtransfer.session.stages import SendStages
+from kvtransfer.control import Sent
+from kvtransfer.stages import SendStages
 
 
 class Phase(StrEnum):

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvtransfer.agent.control import FromAgent
+from kvtransfer.control import FromAgent
 from tandem.engine.api import RequestEnd
 from tandem.errors import TandemError
 from tandem.v1 import worker_pb2

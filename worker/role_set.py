@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvtransfer.agent.control import FromAgent
+from kvtransfer.control import FromAgent
 from tandem.engine.api import RequestEnd
 from tandem.errors import InputError, RequestCancelled
 from tandem.v1 import worker_pb2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtransfer.session.stages import earliest, latest
+from kvtransfer.stages import earliest, latest
 from tandem.v1 import worker_pb2
 from worker.outgoing import Outgoing
 

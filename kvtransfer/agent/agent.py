@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import logging
 import os
 import signal
@@ -19,7 +20,12 @@ from pathlib import Path
 
 import msgspec
 
-from kvtransfer.agent.control import (
+from kvtransfer.agent.handoff_receiver import HandoffReceiver
+from kvtransfer.agent.handoff_sender import HandoffSender
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.connection.handshake import LocalRank, pool_layout
+from kvtransfer.connection.sockets import listen_tcp, listen_unix, peer_is_same_user, receive_first, serve, tcp_address
+from kvtransfer.control import (
     Attached,
     AttachPool,
     BeginStep,
@@ -38,22 +44,16 @@ from kvtransfer.agent.control import (
     SetPeers,
     TakeCensus,
 )
-from kvtransfer.agent.host import host_id
-from kvtransfer.agent.incoming import Incoming
-from kvtransfer.agent.outgoing import Outgoing
-from kvtransfer.link.handshake import Own, pool_layout
 from kvtransfer.link.in_link import LinkAcceptor
-from kvtransfer.link.sockets import listen_tcp, listen_unix, peer_is_same_user, receive_first, serve, tcp_address
 from kvtransfer.pool import digest
 from kvtransfer.pool.pools import open_pool
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.session.ticket import KEY_BYTES
 from kvtransfer.transports.factory import MAPPED, Transports, offered
 from tandem.clock import Clock, SystemClock
+from tandem.config.log_format import LogFormat
 from tandem.errors import ConfigError
 from tandem.rpc.channel import Channel, ChannelError
 from tandem.rpc.tls import RenewedTls
-from tandem.telemetry.log_format import LogFormat
 from tandem.telemetry.logs import setup_logging
 
 log = logging.getLogger(__name__)
@@ -69,22 +69,24 @@ FromLeader = SetPeers | OpenReceive | CloseReceive | OpenSend | CloseSend | Take
 class Attachment:
     """What there is once the rank's pool is attached: both sides and the listeners that peers reach."""
 
-    def __init__(self, own: Own, transports: Transports, clock: Clock, report: Callable[[FromAgent], None]) -> None:
-        self.own = own
-        self.outgoing = Outgoing(own, transports, clock, report)
-        self.incoming = Incoming(own, clock, report, self.outgoing.has_link)
-        attach = own.attach
-        self._acceptor = LinkAcceptor(own, transports, self.incoming, report)
+    def __init__(
+        self, local: LocalRank, transports: Transports, clock: Clock, report: Callable[[FromAgent], None]
+    ) -> None:
+        self.local = local
+        self.outgoing = HandoffSender(local, transports, clock, report)
+        self.incoming = HandoffReceiver(local, clock, report, self.outgoing.has_link)
+        attach = local.attach
+        self._acceptor = LinkAcceptor(local, transports, self.incoming, report)
         self._tasks: list[asyncio.Task[None]] = []
         mapped_path = tcp = ""
-        if MAPPED in offered(own):
+        if MAPPED in offered(local):
             mapped_path = attach.link_socket
             self._listen(listen_unix(mapped_path))
-        if any(kind != MAPPED for kind in offered(own)):
+        if any(kind != MAPPED for kind in offered(local)):
             listener = listen_tcp(attach.bind_host)
             tcp = tcp_address(listener)
             self._listen(listener)
-        self.where = Attached(own.host_id, mapped_path, tcp, own.device)
+        self.attached = Attached(local.host_id, mapped_path, tcp, local.device)
 
     def _listen(self, listener: socket.socket) -> None:
         self._tasks.append(asyncio.create_task(serve(listener, self._acceptor.accept)))
@@ -178,8 +180,8 @@ class Agent:
             if self._attachment is not None:
                 raise protocol_fault("attach: expected one rank, and it has attached already")
             attachment = self._attach(attach, fds)
-            channel.send(attachment.where)
-            self._report(attachment.where)
+            channel.send(attachment.attached)
+            self._report(attachment.attached)
             if self._peers is not None:
                 attachment.set_peers(self._peers)
             try:
@@ -204,26 +206,26 @@ class Agent:
             tls = RenewedTls(attach.tls, peer=attach.tls.peer) if attach.tls is not None else None
         except ConfigError as error:
             raise HandoffFault(HandoffCause.TRANSPORT, f"attach: {error.message}") from error
-        own = Own(attach, pool, os.dup(fds[0]) if fds else None, host_id(), tls)
-        self._attachment = Attachment(own, self._transports, self._clock, self._report)
+        local = LocalRank(attach, pool, os.dup(fds[0]) if fds else None, host_id(), tls)
+        self._attachment = Attachment(local, self._transports, self._clock, self._report)
         log.info("attached rank %d of %s, %d blocks", attach.rank, attach.worker_id, attach.layout.num_blocks)
         return self._attachment
 
     async def _serve_leader(self, channel: Channel[FromLeader]) -> None:
         self._leaders.append(channel)
         if self._attachment is not None:
-            channel.send(self._attachment.where)
+            channel.send(self._attachment.attached)
             self._attachment.report_links()
         try:
             async for message in channel:
-                self._obey(message)
+                self._handle(message)
         finally:
             self._leaders.remove(channel)
             channel.close()
             if not self._leaders and self._attachment is not None:
                 self._attachment.fail_all("the leader's connection ended")
 
-    def _obey(self, message: FromLeader) -> None:
+    def _handle(self, message: FromLeader) -> None:
         if isinstance(message, SetPeers):
             self._peers = message
         attachment = self._attachment
@@ -271,6 +273,16 @@ class Agent:
             await asyncio.sleep(MAX_TICK_S)
             if self._attachment is not None:
                 self._attachment.tick()
+
+
+def host_id() -> str:
+    """16 hex digits. Processes with equal ids can share memory and unix sockets, so they can use `mapped`.
+
+    The digest of the boot id, the user id, and the network and mount namespaces.
+    """
+    parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(os.getuid())]
+    parts += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "mnt")]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _end_hung(thread: str) -> None:

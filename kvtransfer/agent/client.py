@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvtransfer.agent.control import Attached, AttachPool, BeginStep, FromAgent, LayerDone, Lead, Range
-from kvtransfer.link.sockets import connect_unix, peer_pid, send_first
+from kvtransfer.connection.sockets import connect_unix, peer_pid, send_first
+from kvtransfer.control import Attached, AttachPool, BeginStep, FromAgent, LayerDone, Lead, Range
 from tandem.engine.api import ExportRange
 from tandem.rpc.channel import Channel, ChannelError, ThreadSender, encode
 

@@ -15,16 +15,16 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvtransfer.agent.control import LinkReport
-from kvtransfer.link.handshake import Hello, Own, Refused, Welcome, check_hello, parse_hello
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.connection.handshake import Hello, LocalRank, Refused, Welcome, check_hello, parse_hello
+from kvtransfer.connection.sockets import peer_is_same_user, receive_first, send_first
+from kvtransfer.connection.stream import FrameStream
+from kvtransfer.connection.tls import TlsConnection, Wire
+from kvtransfer.control import LinkReport
 from kvtransfer.link.liveness import LinkWatch
-from kvtransfer.link.sockets import peer_is_same_user, receive_first, send_first
-from kvtransfer.link.stream import FrameStream
-from kvtransfer.link.tls import TlsConnection, Wire
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.session.piece import FrameType, Header, Piece, as_in_pool, check_size, failure_body
 from kvtransfer.session.receive import ReceiveSession
-from kvtransfer.session.reshard import Link
+from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.transports.factory import MAPPED, Transports, max_piece_bytes
 from kvtransfer.transports.protocol import INLINE_BYTES, KvReceiver, LinkThread
 from tandem.errors import IncompatiblePools
@@ -62,9 +62,9 @@ class InLinkEvents(Protocol):
 class InLink:
     """One that shook hands and was probed."""
 
-    own: Own
+    local: LocalRank
     hello: Hello
-    link: Link
+    link: PlannedLink
     stream: FrameStream
     receiver: KvReceiver
     thread: LinkThread
@@ -134,7 +134,7 @@ class InLink:
             await self._placing.popleft()
 
     async def _take(self, events: InLinkEvents, header: Header, body: bytes) -> None:
-        if header.type not in (FrameType.PIECE, FrameType.DIGEST, FrameType.BEAT):
+        if header.type not in (FrameType.PIECE, FrameType.DIGEST, FrameType.HEARTBEAT):
             await self._settle()  # an answer to an abort says that nothing is read any more
         match header.type:
             case FrameType.PIECE if header.piece is not None:
@@ -153,7 +153,7 @@ class InLink:
             case FrameType.ABORT:
                 events.link_abort(self, header.ticket_id)
                 self.reply(FrameType.ABORTED, header.ticket_id)
-            case FrameType.BEAT:
+            case FrameType.HEARTBEAT:
                 pass  # the watch has heard
             case FrameType.PROBE:  # the first was answered before the link was up; these measure
                 await self.probed()
@@ -166,14 +166,14 @@ class InLink:
     async def _take_piece(self, events: InLinkEvents, ticket_id: str, piece: Piece, body: bytes) -> None:
         hello = self.hello
         limit = max_piece_bytes(hello.transport, hello.protocol)
-        check_size(piece, self.own.layout, self.link.head_count, int8=hello.int8, max_bytes=limit)
+        check_size(piece, self.local.layout, self.link.head_count, int8=hello.int8, max_bytes=limit)
         if piece.head_start < self.link.head_start or (
             piece.head_start + piece.head_count > self.link.head_start + self.link.head_count
         ):
             raise protocol_fault(f"piece {piece.seq} has heads that are not this link's")
         arrival = await self.receiver.fetch(piece, body)
         followed = self._digest_of(ticket_id, piece) if arrival.digest_follows else None
-        wire_bytes, piece = piece.payload_bytes, as_in_pool(piece, self.own.layout)
+        wire_bytes, piece = piece.payload_bytes, as_in_pool(piece, self.local.layout)
         session = events.link_session(self, ticket_id)
         if session is None:
             if not events.link_knows(ticket_id):
@@ -258,9 +258,9 @@ class LinkAcceptor:
     """What the agent's two listeners do with a connection."""
 
     def __init__(
-        self, own: Own, transports: Transports, events: InLinkEvents, report: Callable[[LinkReport], None]
+        self, local: LocalRank, transports: Transports, events: InLinkEvents, report: Callable[[LinkReport], None]
     ) -> None:
-        self._own = own
+        self._local = local
         self._transports = transports
         self._events = events
         self._report = report
@@ -276,8 +276,8 @@ class LinkAcceptor:
                     return
                 if raw.family != socket.AF_UNIX:
                     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    if self._own.tls is not None:
-                        wire = await TlsConnection.accept(raw.dup(), self._own.tls)
+                    if self._local.tls is not None:
+                        wire = await TlsConnection.accept(raw.dup(), self._local.tls)
                 async with asyncio.timeout(HELLO_TIMEOUT_S):
                     body, fds = await receive_first(wire)
                 hello = parse_hello(body)
@@ -297,13 +297,13 @@ class LinkAcceptor:
 
     async def _welcome(self, raw: Wire, hello: Hello, fds: list[int], thread: LinkThread) -> InLink | None:
         """The link after its handshake; None when it was refused for good."""
-        own, attach = self._own, self._own.attach
+        local, attach = self._local, self._local.attach
         digests = attach.digests or hello.digests
         try:
-            link = check_hello(hello, own)
+            link = check_hello(hello, local)
             if (hello.transport == MAPPED) != (raw.family == socket.AF_UNIX):
                 raise protocol_fault(f"transport: {hello.transport} does not go over this kind of socket")
-            receiver = await self._transports.receiver(own, hello, link, thread, digests=digests)
+            receiver = await self._transports.receiver(local, hello, link, thread, digests=digests)
             terms = await receiver.prepare(fds)
         except (HandoffFault, IncompatiblePools) as error:
             if isinstance(error, HandoffFault) and error.cause is HandoffCause.TRANSPORT:
@@ -321,7 +321,7 @@ class LinkAcceptor:
         except BaseException:
             receiver.close()
             raise
-        return InLink(own, hello, link, stream, receiver, thread)
+        return InLink(local, hello, link, stream, receiver, thread)
 
     async def _run(self, link: InLink) -> None:
         try:

@@ -10,14 +10,14 @@ import asyncio
 from collections.abc import Callable
 from typing import NoReturn
 
-from kvtransfer.link.stream import FrameStream
-from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.causes import HandoffCause, HandoffFault
+from kvtransfer.connection.stream import FrameStream
 from kvtransfer.session.piece import FrameType, Header
-from kvtransfer.session.versions import beats
+from kvtransfer.transports.protocol import STALL_S as STALL_S
+from kvtransfer.versions import has_heartbeats
 from tandem.clock import Clock, SystemClock
 
-BEAT_S = 0.5
-STALL_S = 2.0  # nothing ordinary takes so long; a slow prefill is its ticket's business, not its link's
+HEARTBEAT_S = 0.5
 
 
 class LinkWatch:
@@ -49,17 +49,17 @@ class LinkWatch:
         """
         self.moved()
         while True:
-            if beats(stream.version):
-                stream.send(Header(FrameType.BEAT))
+            if has_heartbeats(stream.version):
+                stream.send(Header(FrameType.HEARTBEAT))
             else:
                 self.heard()  # an older peer is silent when it has nothing to say
             began_s = self._clock.now_s()
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
             self.check(self._clock.now_s() - began_s)
 
     def check(self, slept_s: float) -> None:
         """Raises HandoffFault (peer_lost): the link has stalled. `slept_s`: since the check before."""
-        if slept_s > 2 * BEAT_S:
+        if slept_s > 2 * HEARTBEAT_S:
             self._last_s += slept_s  # it was us who did not run: what came meanwhile is not read yet
         if self._clock.now_s() - self._last_s > STALL_S:
             what = "no piece moved" if self._is_moving() else "no sign of life"

@@ -16,21 +16,21 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from kvtransfer.agent.control import LinkReport, Peer
-from kvtransfer.link.fair_queue import FairQueue
-from kvtransfer.link.handshake import LinkRefused, Own, make_hello, receive_answer
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.connection.handshake import LinkRefused, LocalRank, make_hello, receive_answer
+from kvtransfer.connection.sockets import connect_tcp, connect_unix, send_first
+from kvtransfer.connection.stream import FrameStream
+from kvtransfer.connection.tls import TlsConnection, Wire
+from kvtransfer.control import LinkReport, Peer
 from kvtransfer.link.liveness import LinkWatch
 from kvtransfer.link.meter import LinkMeter
-from kvtransfer.link.sockets import connect_tcp, connect_unix, send_first
-from kvtransfer.link.stream import FrameStream
-from kvtransfer.link.tls import TlsConnection, Wire
-from kvtransfer.pool.pool import Span
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.link.ticket_queue import TicketQueue
+from kvtransfer.pool.pool import PoolSpan
 from kvtransfer.session.piece import MAX_PIECE_BYTES, FrameType, Header, Piece
-from kvtransfer.session.reshard import Link
-from kvtransfer.session.versions import many_probes
+from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.transports.factory import MAPPED, Transports, carries_int8, choose_transport, max_piece_bytes
 from kvtransfer.transports.protocol import KvSender
+from kvtransfer.versions import has_many_probes
 from tandem.clock import SystemClock
 from tandem.errors import IncompatiblePools
 from tandem.rpc.channel import encode
@@ -75,15 +75,15 @@ class _Push:
     wanted: Callable[[], bool]
     ticket_id: str
     piece: Piece
-    span: Span
+    span: PoolSpan
 
 
 class OutLink:
     def __init__(
         self,
-        own: Own,
+        local: LocalRank,
         peer: Peer,
-        link: Link,
+        link: PlannedLink,
         transports: Transports,
         events: OutLinkEvents,
         report: Callable[[LinkReport], None],
@@ -95,13 +95,13 @@ class OutLink:
         self.is_wanted = True
         self.max_piece_bytes = MAX_PIECE_BYTES
         self._meter = LinkMeter(SystemClock())
-        self._own = own
+        self._local = local
         self._link = link
         self._transports = transports
         self._events = events
         self._report = report
         self._kind = ""
-        self._jobs = FairQueue(self._may_go)
+        self._jobs = TicketQueue(self._may_go)
         self._watch = LinkWatch(self._is_moving)
         self._backoff_s = FIRST_BACKOFF_S
 
@@ -117,7 +117,7 @@ class OutLink:
         """Queues a frame behind the pieces of its ticket."""
         self._jobs.put(header.ticket_id, _Frame(header, body))
 
-    def push(self, wanted: Callable[[], bool], ticket_id: str, piece: Piece, span: Span) -> None:
+    def push(self, wanted: Callable[[], bool], ticket_id: str, piece: Piece, span: PoolSpan) -> None:
         """Queues a piece; it is dropped when `wanted` says no by the time it is its turn."""
         self._jobs.put(ticket_id, _Push(wanted, ticket_id, piece, span))
 
@@ -168,19 +168,19 @@ class OutLink:
         """Returns or raises when the connection ended."""
         peer = self.peer
         self._enter(LinkState.CONNECTING, self.reason)
-        self._kind, reason = choose_transport(self._own, peer)
+        self._kind, reason = choose_transport(self._local, peer)
         thread = self._transports.thread(f"link-{peer.worker_id}-{peer.rank}")
         sender: KvSender | None = None
         stream: FrameStream | None = None
         try:
-            sender = await self._transports.sender(self._kind, self._own, peer, thread)
+            sender = await self._transports.sender(self._kind, self._local, peer, thread)
             stream = await self._shake_hands(sender)
             self._meter.reconnected()
             self.max_piece_bytes = max_piece_bytes(self._kind, stream.version)
-            for _ in range(PROBES if many_probes(stream.version) else 1):
+            for _ in range(PROBES if has_many_probes(stream.version) else 1):
                 async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                     await self._probe(sender, stream)
-            self._jobs = FairQueue(self._may_go)
+            self._jobs = TicketQueue(self._may_go)
             self._watch = LinkWatch(self._is_moving)
             thread.moves_pieces = True
             self._backoff_s = FIRST_BACKOFF_S
@@ -201,7 +201,9 @@ class OutLink:
         fds: list[int] = []
         try:
             fds = sender.hello_fds()
-            hello = make_hello(self._own, peer, self._link, self._kind, int8=carries_int8(self._kind, self._own, peer))
+            hello = make_hello(
+                self._local, peer, self._link, self._kind, int8=carries_int8(self._kind, self._local, peer)
+            )
             await send_first(raw, encode(hello), fds)
             welcome = await receive_answer(raw, HANDSHAKE_TIMEOUT_S)
             if (welcome.worker_id, welcome.epoch, welcome.rank) != (peer.worker_id, peer.epoch, peer.rank):
@@ -221,13 +223,13 @@ class OutLink:
         if self._kind == MAPPED:
             return await connect_unix(self.peer.mapped_path)
         raw = await connect_tcp(self.peer.tcp_address)
-        return raw if self._own.tls is None else await TlsConnection.connect(raw, self._own.tls)
+        return raw if self._local.tls is None else await TlsConnection.connect(raw, self._local.tls)
 
     async def _probe(self, sender: KvSender, stream: FrameStream) -> None:
         started_s = time.monotonic()
         digest = await sender.send_probe(stream)
-        header = Header(FrameType.BEAT)
-        while header.type is FrameType.BEAT:  # the receiving end is up since the first probe
+        header = Header(FrameType.HEARTBEAT)
+        while header.type is FrameType.HEARTBEAT:  # the receiving end is up since the first probe
             answer = await stream.receive()
             if answer is None:
                 raise protocol_fault("the connection ended during the probe")
@@ -267,7 +269,7 @@ class OutLink:
 
     async def _read(self, stream: FrameStream) -> None:
         async for header, body in stream.frames():
-            if header.type is FrameType.BEAT:
+            if header.type is FrameType.HEARTBEAT:
                 self._watch.heard()
                 continue
             self._answered(header)
@@ -290,7 +292,7 @@ class OutLink:
             self._watch.heard()
             return
         self._watch.moved()
-        self._jobs.look_again()
+        self._jobs.wake()
 
     def _is_moving(self) -> bool:
         return self._meter.in_flight_bytes > 0

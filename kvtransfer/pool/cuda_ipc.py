@@ -23,8 +23,8 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from kvtransfer.agent.control import IPC_HANDLE_BYTES, DeviceMemory
-from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.causes import HandoffCause, HandoffFault
+from kvtransfer.control import IPC_HANDLE_BYTES, DeviceMemory
 from tandem.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -184,11 +184,11 @@ def open_memory(memory: DeviceMemory) -> Tensor:
         raise HandoffFault(HandoffCause.TRANSPORT, f"pool: cannot open it on cuda:{index}: {error}") from error
 
 
-def reaches(own: str, peer: str) -> bool:
-    """Whether kernels on GPU `own` can read memory of GPU `peer`."""
-    if own == peer:
+def reaches(local: str, peer: str) -> bool:
+    """Whether kernels on GPU `local` can read memory of GPU `peer`."""
+    if local == peer:
         return True
-    here, there = gpu_index(own), gpu_index(peer)
+    here, there = gpu_index(local), gpu_index(peer)
     return here is not None and there is not None and torch.cuda.can_device_access_peer(here, there)
 
 

@@ -38,10 +38,10 @@ class DigestKeys:
     def digest(self, parts: Iterable[Tensor]) -> int:
         """Of int32 views [..., tokens, words of a token], in canonical order."""
         rows = torch.cat([self._row_sums(part).reshape(-1) for part in parts])
-        halves = rows.view(torch.int32)
-        while len(self._rows) < len(halves):
+        entries = rows.view(torch.int32)
+        while len(self._rows) < len(entries):
             self._rows = self._stream(_ROWS, 2 * len(self._rows))
-        return int((halves * self._rows[: len(halves)]).sum().item()) & _MASK
+        return int((entries * self._rows[: len(entries)]).sum().item()) & _MASK
 
     def _row_sums(self, part: Tensor) -> Tensor:
         tokens, words = part.shape[-2:]

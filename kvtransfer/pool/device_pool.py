@@ -13,11 +13,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvtransfer.agent.control import HOST_DEVICE, IPC_HANDLE_BYTES, DeviceMemory
+from kvtransfer.causes import DeviceLost, HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.control import HOST_DEVICE, IPC_HANDLE_BYTES, DeviceMemory
 from kvtransfer.pool import cuda_ipc
 from kvtransfer.pool.device_digest import DigestKeys
-from kvtransfer.pool.pool import PoolMap, Span, check_span, full_blocks, runs
-from kvtransfer.session.causes import DeviceLost, HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.pool.pool import PoolMap, PoolSpan, check_span, full_blocks, runs
 from tandem.kvcache.layout import KvPoolLayout
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class DevicePool:
         """Whether `reader` can read a pool on `device`, both named as in DeviceMemory."""
         return reader == device if HOST_DEVICE in (reader, device) else cuda_ipc.reaches(reader, device)
 
-    def check(self, span: Span) -> None:
+    def check(self, span: PoolSpan) -> None:
         """Raises HandoffFault (protocol) unless all of `span` lies in this pool."""
         check_span(self.layout, span)
 
@@ -88,10 +88,10 @@ class DevicePool:
 
     # --- operations --------------------------------------------------------------------------------------------
 
-    def digest(self, span: Span, keys: DigestKeys) -> int:
+    def digest(self, span: PoolSpan, keys: DigestKeys) -> int:
         return self.run(lambda: self._digest(span, keys))
 
-    def copy_from(self, source: DevicePool, read: Span, write: Span, keys: DigestKeys | None) -> int:
+    def copy_from(self, source: DevicePool, read: PoolSpan, write: PoolSpan, keys: DigestKeys | None) -> int:
         """Copies a piece out of another pool; `read` and `write` have the same shape.
 
         Returns:
@@ -105,7 +105,7 @@ class DevicePool:
         return self.run(work)
 
     @contextmanager
-    def on_host(self, span: Span, *, write: bool) -> Iterator[tuple[PoolMap, Span]]:
+    def on_host(self, span: PoolSpan, *, write: bool) -> Iterator[tuple[PoolMap, PoolSpan]]:
         """The span in host memory, for transports that move bytes; `write`: nothing is read, and it is written back."""
         blocks = len(span.block_ids)
         layout = KvPoolLayout(
@@ -113,7 +113,7 @@ class DevicePool:
         )
         buffer = bytearray(layout.pool_bytes)
         staged = DevicePool(layout, torch.frombuffer(buffer, dtype=torch.uint8))
-        inner = Span(tuple(range(blocks)), span.last_block_tokens, 0, span.layer_count, 0, span.head_count)
+        inner = PoolSpan(tuple(range(blocks)), span.last_block_tokens, 0, span.layer_count, 0, span.head_count)
         if not write:
             self.run(lambda: staged._copy_from(self, span, inner))
         yield PoolMap(layout, buffer), inner
@@ -133,12 +133,12 @@ class DevicePool:
         except RuntimeError as error:  # CUDA's other errors stay with their context, and with it the process
             raise DeviceLost(str(error).splitlines()[0]) from error
 
-    def _digest(self, span: Span, keys: DigestKeys) -> int:
+    def _digest(self, span: PoolSpan, keys: DigestKeys) -> int:
         return keys.digest(part.view(torch.int32) for part in self._parts(span))
 
     # --- views -------------------------------------------------------------------------------------------------
 
-    def _copy_from(self, source: DevicePool, read: Span, write: Span) -> None:
+    def _copy_from(self, source: DevicePool, read: PoolSpan, write: PoolSpan) -> None:
         full = full_blocks(self.layout, write)
         found = list(runs(write.block_ids[:full], read.block_ids[:full]))
         if len(found) <= MAX_RUN_COPIES and source.device == self.device:
@@ -149,7 +149,7 @@ class DevicePool:
         if full < len(write.block_ids):
             self._tail(write).copy_(source._tail(read).contiguous().to(self.device))
 
-    def _parts(self, span: Span) -> Iterator[Tensor]:
+    def _parts(self, span: PoolSpan) -> Iterator[Tensor]:
         """The span in canonical order: its full blocks, then the valid tokens of a last one that is not."""
         full = full_blocks(self.layout, span)
         if full and len(list(runs(span.block_ids[:full]))) == 1:
@@ -159,20 +159,20 @@ class DevicePool:
         if full < len(span.block_ids):
             yield self._tail(span)
 
-    def _rectangle(self, span: Span) -> Tensor:
+    def _rectangle(self, span: PoolSpan) -> Tensor:
         layers = slice(span.layer_start, span.layer_start + span.layer_count)
         heads = slice(span.head_start, span.head_start + span.head_count)
         return self.words[:, layers, :, heads]
 
-    def _run(self, span: Span, start: int, end: int) -> Tensor:
+    def _run(self, span: PoolSpan, start: int, end: int) -> Tensor:
         first = span.block_ids[start]
         return self._rectangle(span)[first : first + end - start]
 
-    def _tail(self, span: Span) -> Tensor:
+    def _tail(self, span: PoolSpan) -> Tensor:
         return self._rectangle(span)[span.block_ids[-1], ..., : span.last_block_tokens, :]
 
-    def _gather(self, span: Span, count: int) -> Tensor:
+    def _gather(self, span: PoolSpan, count: int) -> Tensor:
         return self._rectangle(span).index_select(0, self._ids(span, count))
 
-    def _ids(self, span: Span, count: int) -> Tensor:
+    def _ids(self, span: PoolSpan, count: int) -> Tensor:
         return torch.tensor(span.block_ids[:count], dtype=torch.int64, device=self.device)

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from kvtransfer.pool.pool import Bytes, Copier, PoolMap, Span
-from kvtransfer.session.piece import payload_bytes
+from kvtransfer.pool.pool import Bytes, Copier, PoolMap, PoolSpan, payload_bytes
 from tandem.errors import ConfigError
 from tandem.native.digest import SHORTEST_BYTES, STRIPE_BYTES, NativeDigest, checked_library
 
@@ -55,7 +54,7 @@ def native() -> Any | None:
         return None
 
 
-def digest_of(pool: PoolMap, span: Span) -> int:
+def digest_of(pool: PoolMap, span: PoolSpan) -> int:
     """The 64-bit digest of a span of a pool."""
     digest = _of_span(pool, span)
     for part in pool.slices(span):
@@ -63,7 +62,7 @@ def digest_of(pool: PoolMap, span: Span) -> int:
     return digest.value()
 
 
-def copy_and_digest(target: PoolMap, source: PoolMap, read: Span, write: Span) -> int:
+def copy_and_digest(target: PoolMap, source: PoolMap, read: PoolSpan, write: PoolSpan) -> int:
     """Copies a piece between pools; returns the digest of its source.
 
     The source may change under us until its owner has proved that it did not (FINISH). Whatever it changes to, early
@@ -79,7 +78,7 @@ def digest_of_bytes(data: bytes | memoryview) -> int:
     return int(xxhash.xxh3_64_intdigest(data))
 
 
-def _of_span(pool: PoolMap, span: Span) -> Digest:
+def _of_span(pool: PoolMap, span: PoolSpan) -> Digest:
     layout = pool.layout
     size = payload_bytes(layout, len(span.block_ids), span.last_block_tokens, span.layer_count, span.head_count)
     return start_digest(size, layout.token_bytes)

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from tandem.kvcache.layout import KvPoolLayout
 
 Bytes = npt.NDArray[np.uint8]
@@ -32,7 +32,7 @@ class Copier(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PoolSpan:
     """Where a piece lies in one pool: physical blocks, layers, and the rank's own heads."""
 
     block_ids: tuple[int, ...]
@@ -74,19 +74,19 @@ class PoolMap:
         except (OSError, ValueError) as error:
             raise HandoffFault(HandoffCause.TRANSPORT, f"pool: cannot map it: {error}") from error
 
-    def check(self, span: Span) -> None:
+    def check(self, span: PoolSpan) -> None:
         """Raises HandoffFault (protocol) unless all of `span` lies in this pool."""
         check_span(self.layout, span)
 
     @contextmanager
-    def on_host(self, span: Span, *, write: bool) -> Iterator[tuple[PoolMap, Span]]:
+    def on_host(self, span: PoolSpan, *, write: bool) -> Iterator[tuple[PoolMap, PoolSpan]]:
         """As of pools that are not in host memory (DevicePool)."""
         yield self, span
 
-    def cursor(self, span: Span) -> Cursor:
+    def cursor(self, span: PoolSpan) -> Cursor:
         return Cursor(self.slices(span))
 
-    def slices(self, span: Span) -> Iterator[Bytes]:
+    def slices(self, span: PoolSpan) -> Iterator[Bytes]:
         """The span's bytes in canonical order: one slice for each run of neighbouring blocks."""
         full = full_blocks(self.layout, span)
         for start, end in runs(span.block_ids[:full]):
@@ -94,17 +94,17 @@ class PoolMap:
         if full < len(span.block_ids):
             yield self._tail(span)
 
-    def pack(self, span: Span, payload_bytes: int) -> Bytes:
+    def pack(self, span: PoolSpan, payload_bytes: int) -> Bytes:
         """A copy of the span's bytes, contiguous and in canonical order."""
         out = np.empty(payload_bytes, np.uint8)
         self.cursor(span).read(out)
         return out
 
-    def unpack(self, data: Bytes, span: Span) -> None:
+    def unpack(self, data: Bytes, span: PoolSpan) -> None:
         """Writes what `pack` made into the span."""
         self.cursor(span).write(data)
 
-    def copy_from(self, source: PoolMap, read: Span, write: Span, copier: Copier | None = None) -> None:
+    def copy_from(self, source: PoolMap, read: PoolSpan, write: PoolSpan, copier: Copier | None = None) -> None:
         """Copies the same piece out of another pool; `read` and `write` have the same shape."""
         full = full_blocks(self.layout, write)
         for start, end in runs(write.block_ids[:full], read.block_ids[:full]):
@@ -112,7 +112,7 @@ class PoolMap:
         if full < len(write.block_ids):
             _copy(self._tail(write), source._tail(read), copier, past_cache=True)
 
-    def _run(self, span: Span, start: int, end: int) -> Bytes:
+    def _run(self, span: PoolSpan, start: int, end: int) -> Bytes:
         first = span.block_ids[start]
         return self.blocks[
             first : first + end - start,
@@ -121,7 +121,7 @@ class PoolMap:
             span.head_start : span.head_start + span.head_count,
         ]
 
-    def _tail(self, span: Span) -> Bytes:
+    def _tail(self, span: PoolSpan) -> Bytes:
         return self.blocks[
             span.block_ids[-1],
             span.layer_start : span.layer_start + span.layer_count,
@@ -182,7 +182,7 @@ def _copy(target: Bytes, source: Bytes, copier: Copier | None, *, past_cache: bo
         copier.copy(target, source, past_cache=past_cache)
 
 
-def check_span(layout: KvPoolLayout, span: Span) -> None:
+def check_span(layout: KvPoolLayout, span: PoolSpan) -> None:
     """Raises HandoffFault (protocol) unless all of `span` lies in such a pool. Ids from a peer go through here."""
     inside = (
         bool(span.block_ids)
@@ -196,7 +196,13 @@ def check_span(layout: KvPoolLayout, span: Span) -> None:
         raise protocol_fault("piece: expected physical blocks, layers, heads and tokens within the pool")
 
 
-def full_blocks(layout: KvPoolLayout, span: Span) -> int:
+def payload_bytes(layout: KvPoolLayout, blocks: int, last_block_tokens: int, layers: int, heads: int) -> int:
+    """Bytes of a piece: all blocks full but the last."""
+    tokens = (blocks - 1) * layout.block_tokens + last_block_tokens
+    return tokens * layers * heads * 2 * layout.token_bytes
+
+
+def full_blocks(layout: KvPoolLayout, span: PoolSpan) -> int:
     """All of the span's blocks, or all but the last."""
     return len(span.block_ids) - (span.last_block_tokens < layout.block_tokens)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvtransfer.agent.control import HOST_DEVICE, DeviceMemory
+from kvtransfer.causes import protocol_fault
+from kvtransfer.control import HOST_DEVICE, DeviceMemory
 from kvtransfer.pool.pool import PoolMap
-from kvtransfer.session.causes import protocol_fault
 from tandem.kvcache.layout import KvPoolLayout
 
 if TYPE_CHECKING:

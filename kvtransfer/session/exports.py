@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvtransfer.agent.control import Range
+from kvtransfer.control import Range
 from tandem.clock import Clock
 
 MAX_HELD_EXPORTS = 1024

@@ -19,9 +19,10 @@ from enum import IntEnum
 
 import xxhash
 
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.pool.pool import payload_bytes
 from kvtransfer.pool.quantise import INT8, quantised_bytes
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
-from kvtransfer.session.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, binds_address
+from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, binds_address
 from tandem.kvcache.layout import KvPoolLayout
 
 MAX_BODY_BYTES = 1 << 20
@@ -53,7 +54,7 @@ class FrameType(IntEnum):
     ABORTED = 19
     PROBED = 20
     # either way
-    BEAT = 32  # still here
+    HEARTBEAT = 32  # still here
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +159,6 @@ def _address_digest(raw: bytes | bytearray) -> int:
 
 
 _NO_PIECE = Piece(0, 0, 0, 0, 0, 0, 0, _DTYPES[0], 0, 0)
-
-
-def payload_bytes(layout: KvPoolLayout, blocks: int, last_block_tokens: int, layers: int, heads: int) -> int:
-    """Bytes of a piece: all blocks full but the last."""
-    tokens = (blocks - 1) * layout.block_tokens + last_block_tokens
-    return tokens * layers * heads * 2 * layout.token_bytes
 
 
 def check_size(

@@ -15,13 +15,13 @@ from enum import StrEnum
 
 import numpy as np
 
-from kvtransfer.agent.control import FromAgent, OpenReceive, ReceiveClosed, Received, ReceiveFailed
-from kvtransfer.pool.pool import Span
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
-from kvtransfer.session.piece import Piece, payload_bytes
-from kvtransfer.session.reshard import Link, reshard_plan
-from kvtransfer.session.stages import ReceiveStages
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.control import FromAgent, OpenReceive, ReceiveClosed, Received, ReceiveFailed
+from kvtransfer.pool.pool import PoolSpan, payload_bytes
+from kvtransfer.session.piece import Piece
+from kvtransfer.session.reshard import PlannedLink, reshard_plan
 from kvtransfer.session.ticket import Ticket
+from kvtransfer.stages import ReceiveStages
 from tandem.clock import Clock
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 
@@ -61,7 +61,7 @@ ReceiveAction = Refuse | Acknowledge | ReportReceive
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRank:
+class ReceivingRank:
     """The receiving rank, as the reshard plan sees it."""
 
     rank: int
@@ -73,7 +73,7 @@ class OwnRank:
 class _Source:
     """One link of the plan that ends here."""
 
-    link: Link
+    link: PlannedLink
     is_open: bool = False
     next_seq: int = 0
     finished: bool = False
@@ -89,7 +89,7 @@ class ReceiveSession:
     def __init__(
         self,
         lease: OpenReceive,
-        own: OwnRank,
+        local: ReceivingRank,
         layout: KvPoolLayout,
         clock: Clock,
         *,
@@ -99,7 +99,7 @@ class ReceiveSession:
         _check_lease(lease, layout)
         self.lease = lease
         self.state = ReceiveState.EXPECTING
-        self._own = own
+        self._local = local
         self._layout = layout
         self._clock = clock
         self._ttl_s = ttl_s
@@ -148,8 +148,8 @@ class ReceiveSession:
         if self._prefill_tp not in (None, prefill_tp):
             raise protocol_fault(f"expected all links from a worker of tp {self._prefill_tp}, got tp {prefill_tp}")
         if self._prefill_tp is None:
-            plan = reshard_plan(prefill_tp, self._own.tp, self._own.model_kv_heads)
-            self._sources = {link.prefill_rank: _Source(link) for link in plan if link.decode_rank == self._own.rank}
+            plan = reshard_plan(prefill_tp, self._local.tp, self._local.model_kv_heads)
+            self._sources = {link.prefill_rank: _Source(link) for link in plan if link.decode_rank == self._local.rank}
             self._prefill_tp = prefill_tp
         source = self._sources.get(prefill_rank)
         if source is None or source.is_open:
@@ -159,7 +159,7 @@ class ReceiveSession:
         self.state = ReceiveState.RECEIVING
         self._renew()
 
-    def begin_piece(self, prefill_rank: int, piece: Piece) -> Span:
+    def begin_piece(self, prefill_rank: int, piece: Piece) -> PoolSpan:
         """Where the piece is to be written. Each successful call must be followed by `end_piece` or `drop_piece`.
 
         Raises:
@@ -180,7 +180,7 @@ class ReceiveSession:
         self._missing -= cells.size
         self._writes += 1
         offset = piece.first_block - self.lease.first_block
-        return Span(
+        return PoolSpan(
             self.lease.block_ids[offset : offset + piece.block_count],
             piece.last_block_tokens,
             piece.layer_start,
@@ -289,7 +289,7 @@ class ReceiveSession:
             return [ReportReceive(ReceiveClosed(self.lease.ticket_id))]
         return []
 
-    def _cells(self, link: Link, piece: Piece) -> tuple[slice, slice, slice]:
+    def _cells(self, link: PlannedLink, piece: Piece) -> tuple[slice, slice, slice]:
         block = piece.first_block - self.lease.first_block
         head = link.dst_head + piece.head_start - link.head_start
         return (

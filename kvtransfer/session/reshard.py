@@ -10,12 +10,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtransfer.session.versions import common_version
+from kvtransfer.versions import common_version
 from tandem.errors import IncompatiblePools
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class PlannedLink:
     """Heads [head_start, head_start + head_count) of the model go from one prefill rank to one decode rank.
 
     `src_head` and `dst_head` are where they start in the two ranks' own pools.
@@ -72,7 +72,7 @@ def heads_of_rank(tp: int, kv_heads: int, rank: int) -> range:
     return range(rank * count, (rank + 1) * count)
 
 
-def reshard_plan(prefill_tp: int, decode_tp: int, kv_heads: int) -> tuple[Link, ...]:
+def reshard_plan(prefill_tp: int, decode_tp: int, kv_heads: int) -> tuple[PlannedLink, ...]:
     """All links of a pair of workers: at most one for each pair of ranks.
 
     Raises:
@@ -85,7 +85,7 @@ def reshard_plan(prefill_tp: int, decode_tp: int, kv_heads: int) -> tuple[Link, 
         starts.append(owned.start)
         for head in owned:
             owners[head].append(prefill_rank)
-    links: list[Link] = []
+    links: list[PlannedLink] = []
     needed: defaultdict[int, int] = defaultdict(int)  # how many decode ranks asked for this head so far
     for decode_rank in range(decode_tp):
         wanted = heads_of_rank(decode_tp, kv_heads, decode_rank)
@@ -96,7 +96,9 @@ def reshard_plan(prefill_tp: int, decode_tp: int, kv_heads: int) -> tuple[Link, 
             needed[head] += 1
         for source, heads in sorted(heads_from.items()):
             links.append(
-                Link(source, decode_rank, heads[0], len(heads), heads[0] - starts[source], heads[0] - wanted.start)
+                PlannedLink(
+                    source, decode_rank, heads[0], len(heads), heads[0] - starts[source], heads[0] - wanted.start
+                )
             )
     return tuple(links)
 

@@ -16,14 +16,14 @@ from enum import StrEnum
 
 import numpy as np
 
-from kvtransfer.agent.control import FromAgent, SendClosed, SendFailed, Sent
-from kvtransfer.pool.pool import Span
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.control import FromAgent, SendClosed, SendFailed, Sent
+from kvtransfer.pool.pool import PoolSpan, payload_bytes
 from kvtransfer.session.exports import Ready
-from kvtransfer.session.piece import MAX_PIECE_BLOCKS, MAX_PIECE_BYTES, MIN_PIECE_BYTES, Piece, payload_bytes
-from kvtransfer.session.reshard import Link
-from kvtransfer.session.stages import SendStages
+from kvtransfer.session.piece import MAX_PIECE_BLOCKS, MAX_PIECE_BYTES, MIN_PIECE_BYTES, Piece
+from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.session.ticket import Ticket
+from kvtransfer.stages import SendStages
 from tandem.clock import Clock
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 
@@ -56,7 +56,7 @@ class Open:
 class Push:
     decode_rank: int
     piece: Piece
-    span: Span
+    span: PoolSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ SendAction = Open | Push | Finish | Abort | Report
 
 @dataclass(slots=True)
 class _LinkState:
-    link: Link
+    link: PlannedLink
     phase: LinkPhase = LinkPhase.WAITING
     queued: list[Push] = field(default_factory=list)
     unacknowledged: dict[int, int] = field(default_factory=dict)  # seq → bytes
@@ -97,7 +97,7 @@ class SendSession:
         links: this rank's links of the reshard plan to the ticket's decode worker; may be none (replicated heads).
     """
 
-    def __init__(self, ticket: Ticket, links: tuple[Link, ...], layout: KvPoolLayout, clock: Clock) -> None:
+    def __init__(self, ticket: Ticket, links: tuple[PlannedLink, ...], layout: KvPoolLayout, clock: Clock) -> None:
         self.ticket = ticket
         self.state = SendState.SENDING
         self.stages = SendStages(clock.now_s())
@@ -350,7 +350,7 @@ class SendSession:
             )
             state.next_seq += 1
             state.unacknowledged[piece.seq] = size
-            span = Span(ids, tokens, piece.layer_start, piece.layer_count, link.src_head, link.head_count)
+            span = PoolSpan(ids, tokens, piece.layer_start, piece.layer_count, link.src_head, link.head_count)
             start += len(ids)
             yield Push(link.decode_rank, piece, span)
 

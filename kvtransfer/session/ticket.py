@@ -13,7 +13,7 @@ import re
 import struct
 from dataclasses import dataclass
 
-from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.causes import HandoffCause, HandoffFault
 from tandem.errors import InputError
 
 KEY_BYTES = 32

@@ -3,7 +3,8 @@
 JSON is a `tandem.testing.models.FaultSettings`. Works with any transport: what is broken is the link's frames and the
 halves that `Transports` makes. Points, each an operation that a plan counts:
 
-    frames, where they leave     open piece finish abort probe · accept ack fail aborted probed · beat (only if named)
+    frames, where they leave     open piece finish abort probe · accept ack fail aborted probed ·
+                                 heartbeat (only if named)
     a piece before it leaves     digest (its digest changes), memory (mapped: its blocks change after it was taken),
                                  blocks (mapped: it names blocks that the pool does not have)
     the sender's operations      hello connect send_probe push
@@ -24,18 +25,18 @@ from typing import Any, Final, cast
 import numpy as np
 
 from kvtransfer.agent.agent import main
-from kvtransfer.agent.control import Peer
-from kvtransfer.link.handshake import Hello, Own, Welcome
-from kvtransfer.link.stream import FrameStream
-from kvtransfer.link.tls import Wire
+from kvtransfer.causes import HandoffCause, HandoffFault
+from kvtransfer.connection.handshake import Hello, LocalRank, Welcome
+from kvtransfer.connection.stream import FrameStream
+from kvtransfer.connection.tls import Wire
+from kvtransfer.control import Peer
 from kvtransfer.pool.digest import digest_of
-from kvtransfer.pool.pool import PoolMap, Span
+from kvtransfer.pool.pool import PoolMap, PoolSpan
 from kvtransfer.pool.pools import Pool
-from kvtransfer.session.causes import HandoffCause, HandoffFault
 from kvtransfer.session.piece import FrameType, Header, Piece
-from kvtransfer.session.reshard import Link
+from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.transports.factory import Transports
-from kvtransfer.transports.protocol import INLINE_BYTES, Arrival, KvReceiver, KvSender, LinkThread, Terms
+from kvtransfer.transports.protocol import INLINE_BYTES, KvReceiver, KvSender, LinkThread, PieceArrival, WelcomeTerms
 from tandem.testing.models import Fault, FaultKind, FaultPlan, FaultSettings
 
 HANG_S: Final = 3600.0
@@ -117,7 +118,7 @@ class FaultyStream(FrameStream):
         self._faulty = FaultyWriter(writer)
         super().__init__(reader, cast("asyncio.StreamWriter", self._faulty))
         self._plan = plan
-        self.memory: tuple[Pool, Span] | None = None
+        self.memory: tuple[Pool, PoolSpan] | None = None
 
     @classmethod
     def around(cls, stream: FrameStream, plan: FaultPlan) -> FaultyStream:
@@ -128,7 +129,7 @@ class FaultyStream(FrameStream):
             header, body = self._before_piece(header, header.piece, body)
         point = header.type.name.lower()
         fault = None
-        if header.type is not FrameType.BEAT or self._plan.is_at("beat"):
+        if header.type is not FrameType.HEARTBEAT or self._plan.is_at("heartbeat"):
             fault = self._plan.next(point, _ANY_FRAME)
         if fault is not None and fault.kind is FaultKind.MISADDRESS:
             header, body = misaddress(header, body, fault.number)
@@ -167,7 +168,7 @@ def misaddress(header: Header, body: bytes, number: int) -> tuple[Header, bytes]
     return replace(header, piece=changes[choice]()), body
 
 
-def flip_in_pool(pool: Pool, span: Span, number: int) -> None:
+def flip_in_pool(pool: Pool, span: PoolSpan, number: int) -> None:
     """One bit of the first valid token of some block and layer of the span."""
     block = span.block_ids[number % len(span.block_ids)]
     layer = span.layer_start + number % span.layer_count
@@ -178,15 +179,15 @@ def flip_in_pool(pool: Pool, span: Span, number: int) -> None:
         pool.words[where] ^= 1 << number % 8
 
 
-def host_digest(pool: Pool, span: Span) -> int:
+def host_digest(pool: Pool, span: PoolSpan) -> int:
     with pool.on_host(span, write=False) as (host, inner):
         return digest_of(host, inner)
 
 
 class FaultySender:
-    def __init__(self, inner: KvSender, own: Own, thread: LinkThread, plan: FaultPlan) -> None:
+    def __init__(self, inner: KvSender, local: LocalRank, thread: LinkThread, plan: FaultPlan) -> None:
         self._inner = inner
-        self._own = own
+        self._local = local
         self._thread = thread
         self._plan = plan
 
@@ -196,19 +197,19 @@ class FaultySender:
         return self._inner.hello_fds()
 
     async def establish(self, welcome: Welcome) -> None:
-        await obey(self._plan.next("connect", _SETUP), "connect", self._thread)
+        await apply_fault(self._plan.next("connect", _SETUP), "connect", self._thread)
         await self._inner.establish(welcome)
 
     async def send_probe(self, stream: FrameStream) -> int:
         fault = self._plan.next("send_probe", (*_SETUP, FaultKind.FLIP))
-        await obey(fault, "send_probe", self._thread)
+        await apply_fault(fault, "send_probe", self._thread)
         digest = await self._inner.send_probe(stream)
         return digest ^ 1 if fault is not None and fault.kind is FaultKind.FLIP else digest
 
-    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
-        await obey(self._plan.next("push", _OPERATION), "push", self._thread)
+    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
+        await apply_fault(self._plan.next("push", _OPERATION), "push", self._thread)
         if isinstance(stream, FaultyStream):
-            stream.memory = (self._own.pool, span)
+            stream.memory = (self._local.pool, span)
         await self._inner.push(stream, ticket_id, piece, span)
 
     async def settle(self) -> None:
@@ -219,36 +220,36 @@ class FaultySender:
 
 
 class FaultyReceiver:
-    def __init__(self, inner: KvReceiver, own: Own, thread: LinkThread, plan: FaultPlan) -> None:
+    def __init__(self, inner: KvReceiver, local: LocalRank, thread: LinkThread, plan: FaultPlan) -> None:
         self.places_ahead = inner.places_ahead
         self._inner = inner
-        self._own = own
+        self._local = local
         self._thread = thread
         self._plan = plan
 
-    async def prepare(self, fds: list[int]) -> Terms:
-        await obey(self._plan.next("prepare", _SETUP), "prepare", self._thread)
+    async def prepare(self, fds: list[int]) -> WelcomeTerms:
+        await apply_fault(self._plan.next("prepare", _SETUP), "prepare", self._thread)
         return await self._inner.prepare(fds)
 
     async def establish(self) -> None:
-        await obey(self._plan.next("join", _SETUP), "join", self._thread)
+        await apply_fault(self._plan.next("join", _SETUP), "join", self._thread)
         await self._inner.establish()
 
     async def receive_probe(self) -> int:
         return await self._inner.receive_probe()
 
-    async def fetch(self, piece: Piece, body: bytes) -> Arrival:
-        await obey(self._plan.next("fetch", _OPERATION), "fetch", self._thread)
-        return FaultyArrival(await self._inner.fetch(piece, body), self._own, self._thread, self._plan)
+    async def fetch(self, piece: Piece, body: bytes) -> PieceArrival:
+        await apply_fault(self._plan.next("fetch", _OPERATION), "fetch", self._thread)
+        return FaultyArrival(await self._inner.fetch(piece, body), self._local, self._thread, self._plan)
 
     def close(self) -> None:
         self._inner.close()
 
 
 class FaultyArrival:
-    def __init__(self, inner: Arrival, own: Own, thread: LinkThread, plan: FaultPlan) -> None:
+    def __init__(self, inner: PieceArrival, local: LocalRank, thread: LinkThread, plan: FaultPlan) -> None:
         self._inner = inner
-        self._own = own
+        self._local = local
         self._thread = thread
         self._plan = plan
 
@@ -256,24 +257,24 @@ class FaultyArrival:
     def digest_follows(self) -> bool:
         return self._inner.digest_follows
 
-    async def place(self, span: Span) -> int:
+    async def place(self, span: PoolSpan) -> int:
         fault = self._plan.next("place", (*_OPERATION, FaultKind.DROP, FaultKind.FLIP))
-        await obey(fault, "place", self._thread)
+        await apply_fault(fault, "place", self._thread)
         if fault is None or fault.kind is FaultKind.DELAY:
             return await self._inner.place(span)
         if fault.kind is FaultKind.FLIP:
             placed = await self._inner.place(span)
-            before = host_digest(self._own.pool, span)
-            flip_in_pool(self._own.pool, span, fault.number)
-            return placed ^ before ^ host_digest(self._own.pool, span)
+            before = host_digest(self._local.pool, span)
+            flip_in_pool(self._local.pool, span, fault.number)
+            return placed ^ before ^ host_digest(self._local.pool, span)
         await self._inner.discard()
-        return host_digest(self._own.pool, span)  # of what was there before
+        return host_digest(self._local.pool, span)  # of what was there before
 
     async def discard(self) -> None:
         await self._inner.discard()
 
 
-async def obey(fault: Fault | None, point: str, thread: LinkThread) -> None:
+async def apply_fault(fault: Fault | None, point: str, thread: LinkThread) -> None:
     """Fails, takes its time or hangs, the latter two in the link's thread, as a collective operation would."""
     if fault is None:
         return
@@ -293,12 +294,14 @@ class FaultyTransports(Transports):
         super().__init__()
         self._plan = plan
 
-    async def sender(self, kind: str, own: Own, peer: Peer, thread: LinkThread) -> KvSender:
-        return FaultySender(await super().sender(kind, own, peer, thread), own, thread, self._plan)
+    async def sender(self, kind: str, local: LocalRank, peer: Peer, thread: LinkThread) -> KvSender:
+        return FaultySender(await super().sender(kind, local, peer, thread), local, thread, self._plan)
 
-    async def receiver(self, own: Own, hello: Hello, link: Link, thread: LinkThread, *, digests: bool) -> KvReceiver:
-        inner = await super().receiver(own, hello, link, thread, digests=digests)
-        return FaultyReceiver(inner, own, thread, self._plan)
+    async def receiver(
+        self, local: LocalRank, hello: Hello, link: PlannedLink, thread: LinkThread, *, digests: bool
+    ) -> KvReceiver:
+        inner = await super().receiver(local, hello, link, thread, digests=digests)
+        return FaultyReceiver(inner, local, thread, self._plan)
 
     async def frames(self, raw: Wire) -> FrameStream:
         return FaultyStream.around(await super().frames(raw), self._plan)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtransfer.session.causes import HandoffCause
+from kvtransfer.causes import HandoffCause
 from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
-from kvtransfer.testing.member import Half, Member, Side
+from kvtransfer.testing.leader import FakeLeader, LeaderTicket, TransferSide
 
 RESTART_DELAY_S = 0.2  # as the supervisor
 
@@ -40,21 +40,21 @@ class FakeCluster:
     def __init__(self, folder: Path, *, model: FakeModel | None = None, seed: int = 0) -> None:
         self.model = model or FakeModel()
         self.tally = Tally()
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, FakeLeader] = {}
         self.random = random.Random(seed)
         self._folder = folder
         self._seed = seed
         self._tasks: set[asyncio.Task[None]] = set()
         self._supervisor = asyncio.create_task(self._supervise())
 
-    async def start(self, worker_id: str, *, num_blocks: int = 64, **options: Any) -> Member:
+    async def start(self, worker_id: str, *, num_blocks: int = 64, **options: Any) -> FakeLeader:
         """A worker, or its next life on the same sockets."""
         if worker_id in self.members:
             old = self.members.pop(worker_id)
             old.die()
             old.worker.stop()
         worker = FakeWorker(self._folder, worker_id, self.model, num_blocks=num_blocks, **options)
-        member = self.members[worker_id] = Member(worker)
+        member = self.members[worker_id] = FakeLeader(worker)
         member.on_attached = self.introduce
         for rank in worker.ranks:
             rank.connect()
@@ -64,9 +64,9 @@ class FakeCluster:
 
     def introduce(self) -> None:
         """Everybody hears of everybody who is attached."""
-        there = [member.worker for member in self.members.values() if len(member.worker.where) == member.worker.tp]
+        there = [member.worker for member in self.members.values() if len(member.worker.attached) == member.worker.tp]
         for worker in there:
-            worker.meet(*(other for other in there if other is not worker))
+            worker.set_peers_of(*(other for other in there if other is not worker))
 
     async def stop(self) -> None:
         self._supervisor.cancel()
@@ -110,8 +110,8 @@ class FakeCluster:
         for member in sorted((sender, receiver), key=lambda each: each.worker.worker_id):  # in one order: no deadlock
             leases[member.worker.worker_id] = await member.lease(act.kv.blocks)
         act.source_ids, act.target_ids = leases[source], leases[target]
-        receiving = receiver.open(Side.RECEIVE, act.ticket_id)
-        sending = sender.open(Side.SEND, act.ticket_id)
+        receiving = receiver.open(TransferSide.RECEIVE, act.ticket_id)
+        sending = sender.open(TransferSide.SEND, act.ticket_id)
         if receiving.cause is None and sending.cause is None:  # else an agent is being replaced
             act.open_receive()
             act.open_send()
@@ -131,7 +131,7 @@ class FakeCluster:
             self.tally.failed[cause] = self.tally.failed.get(cause, 0) + 1
         return cause
 
-    async def _drive(self, act: Handoff, sending: Half, cancel_after_s: float | None) -> None:
+    async def _drive(self, act: Handoff, sending: LeaderTicket, cancel_after_s: float | None) -> None:
         """As the engine: some blocks were there, the rest comes in steps. Then waits, if it is to be cancelled."""
         choose = random.Random(act.ticket.request_id)
         first = choose.choice((0, 0, 1, 3))
@@ -149,7 +149,7 @@ class FakeCluster:
             await asyncio.sleep(max(0.0, began_s + cancel_after_s - asyncio.get_running_loop().time()))
 
     async def _complete(
-        self, act: Handoff, sender: Member, receiver: Member, sending: Half, receiving: Half
+        self, act: Handoff, sender: FakeLeader, receiver: FakeLeader, sending: LeaderTicket, receiving: LeaderTicket
     ) -> str | None:
         """Every rank verified every piece: then the bytes are right, or it is the worst of bugs."""
         if not act.arrived():
@@ -165,9 +165,9 @@ class FakeCluster:
         self.tally.right += 1
         return None
 
-    async def _give_back(self, member: Member, half: Half, block_ids: tuple[int, ...]) -> None:
-        await half.close()
-        member.forget(half)
+    async def _give_back(self, member: FakeLeader, entry: LeaderTicket, block_ids: tuple[int, ...]) -> None:
+        await entry.close()
+        member.forget(entry)
         member.free(block_ids)
 
     # --- what goes wrong -----------------------------------------------------------------------------------------
@@ -183,12 +183,12 @@ class FakeCluster:
         """Nothing is open on any agent, nothing is leased, every free block is as it was left, every end came once."""
         for member in self.members.values():
             await member.settle()
-            assert not member.halves
+            assert not member.entries
             member.check_all_free()
             assert not member.violations, member.violations[:5]
 
 
-async def _first_of(receiving: Half, sending: Half, cancelled: asyncio.Task[None] | None) -> None:
+async def _first_of(receiving: LeaderTicket, sending: LeaderTicket, cancelled: asyncio.Task[None] | None) -> None:
     """Until the receiver is complete, either failed, or the cancellation is due."""
     waits = [
         asyncio.create_task(receiving.until(lambda: receiving.is_complete or receiving.cause is not None)),

@@ -16,13 +16,13 @@ import msgspec
 import numpy as np
 
 from kvtransfer.agent.client import AgentClient
-from kvtransfer.agent.control import (
+from kvtransfer.agent.env import AGENT_ENV
+from kvtransfer.control import (
     Attached,
     AttachPool,
     BeginStep,
     FromAgent,
     LayerDone,
-    Layout,
     Lead,
     LinkReport,
     OpenReceive,
@@ -31,13 +31,13 @@ from kvtransfer.agent.control import (
     Range,
     SetPeers,
     TlsFiles,
+    WireLayout,
 )
-from kvtransfer.agent.env import AGENT_ENV
 from kvtransfer.pool.pool import Bytes
 from kvtransfer.session.reshard import heads_of_rank
 from kvtransfer.session.ticket import Ticket
-from kvtransfer.session.versions import PROTOCOL_VERSION
 from kvtransfer.testing.pool import FakePool
+from kvtransfer.versions import PROTOCOL_VERSION
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -88,7 +88,7 @@ class FakeRank:
         self.is_gone = False  # it died, and its agent with it
         self.listener: Callable[[FromAgent | None], None] | None = None  # takes what comes; None: the agent is lost
         self._news = asyncio.Condition()
-        self._own = AgentClient(asyncio.get_running_loop())
+        self._local = AgentClient(asyncio.get_running_loop())
         self._lead = AgentClient(asyncio.get_running_loop())
         self._tasks: set[asyncio.Task[None]] = set()
         self.process = self.start_agent()
@@ -101,7 +101,7 @@ class FakeRank:
         return self.process
 
     def connect(self) -> None:
-        self._own.connect(self.socket_path, self.attach_message(), self.fd, lambda message: None, lambda: None)
+        self._local.connect(self.socket_path, self.attach_message(), self.fd, lambda message: None, lambda: None)
         self._lead.connect(self.socket_path, Lead(), None, self._on_message, self._on_lost)
 
     def attach_message(self) -> AttachPool:
@@ -113,7 +113,7 @@ class FakeRank:
             tp=worker.tp,
             model_kv_heads=worker.model.kv_heads,
             model_fingerprint=worker.model.fingerprint,
-            layout=Layout(
+            layout=WireLayout(
                 layout.num_blocks, layout.layers, layout.kv_heads, layout.block_tokens, layout.head_dim, layout.dtype
             ),
             ticket_key=worker.key,
@@ -152,19 +152,19 @@ class FakeRank:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def tell(self, message: msgspec.Struct) -> None:
+    def send_as_leader(self, message: msgspec.Struct) -> None:
         """As the leader."""
         self._lead.send(message)
 
-    def tell_as_rank(self, message: msgspec.Struct) -> None:
-        self._own.send(message)
+    def send_as_rank(self, message: msgspec.Struct) -> None:
+        self._local.send(message)
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """The rank dies."""
         self.is_gone = True
-        self._own.close()
+        self._local.close()
 
-    def hang_up_lead(self) -> None:
+    def disconnect_leader(self) -> None:
         """The leader dies."""
         self._lead.close()
 
@@ -204,7 +204,7 @@ class FakeRank:
         if self.is_stopped:
             return
         self.is_gone = self.is_stopped = True
-        self._own.close()
+        self._local.close()
         self._lead.close()
         if self.process.poll() is None:
             self.process.terminate()
@@ -250,14 +250,14 @@ class FakeWorker:
         self.protocol = protocol  # the newest it speaks
         self.int8 = int8
         self.key = secrets.token_bytes(32)
-        self.where: dict[int, Attached] = {}
+        self.attached: dict[int, Attached] = {}
         self.ranks = [FakeRank(self, rank) for rank in range(tp)]
 
     async def attach(self) -> None:
         for rank in self.ranks:
             rank.connect()
         for rank in self.ranks:
-            self.where[rank.rank] = await rank.expect(Attached, timeout_s=30.0)
+            self.attached[rank.rank] = await rank.expect(Attached, timeout_s=30.0)
 
     def peers(self) -> tuple[Peer, ...]:
         return tuple(
@@ -272,14 +272,14 @@ class FakeWorker:
                 self.protocol,
                 device=it.device,
             )
-            for rank, it in sorted(self.where.items())
+            for rank, it in sorted(self.attached.items())
         )
 
-    def meet(self, *others: FakeWorker) -> None:
+    def set_peers_of(self, *others: FakeWorker) -> None:
         peers = (peer for other in others for peer in other.peers())
         message = SetPeers(tuple(msgspec.structs.replace(peer, connect=self.connects) for peer in peers))
         for rank in self.ranks:
-            rank.tell(message)
+            rank.send_as_leader(message)
 
     async def linked(self, *, timeout_s: float = 30.0) -> None:
         """Every rank has at least one link that was probed."""
@@ -346,7 +346,7 @@ class Handoff:
             ticket.prompt_tokens,
         )
         for rank in self.decode.ranks:
-            rank.tell(message)
+            rank.send_as_leader(message)
 
     def open_send(self, *, key: bytes | None = None) -> None:
         ticket = self.ticket
@@ -360,7 +360,7 @@ class Handoff:
             prompt_tokens=ticket.prompt_tokens,
         )
         for rank in self.prefill.ranks:
-            rank.tell(message)
+            rank.send_as_leader(message)
 
     def range(self, first: int, end: int, *, in_cache: bool) -> Range:
         tokens = min(end * self.decode.model.block_tokens, self.kv.tokens)
@@ -377,16 +377,16 @@ class Handoff:
         """Blocks that the prefill worker had before."""
         for rank in self.prefill.ranks:
             rank.write(self.kv, self.source_ids[first:end], first)
-            rank.tell_as_rank(BeginStep((self.range(first, end, in_cache=True),)))
+            rank.send_as_rank(BeginStep((self.range(first, end, in_cache=True),)))
 
     def compute(self, first: int, end: int, *, layers: int | None = None) -> None:
         """One engine step over these blocks, layer by layer; `layers`: it stops after so many."""
         message = BeginStep((self.range(first, end, in_cache=False),))
         for rank in self.prefill.ranks:
-            rank.tell_as_rank(message)
+            rank.send_as_rank(message)
             for layer in range(self.prefill.model.layers if layers is None else layers):
                 rank.write(self.kv, self.source_ids[first:end], first, slice(layer, layer + 1))
-                rank.tell_as_rank(LayerDone(layer))
+                rank.send_as_rank(LayerDone(layer))
 
     def arrived(self) -> bool:
         first = self.ticket.first_block

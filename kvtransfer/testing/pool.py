@@ -6,7 +6,7 @@ import fcntl
 import os
 from typing import TYPE_CHECKING
 
-from kvtransfer.agent.control import HOST_DEVICE, DeviceMemory
+from kvtransfer.control import HOST_DEVICE, DeviceMemory
 from kvtransfer.pool.pool import PoolMap
 from tandem.kvcache.layout import KvPoolLayout
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvtransfer.pool.pool import Bytes, PoolMap, Span, make_staging
+from kvtransfer.pool.pool import Bytes, PoolMap, PoolSpan, make_staging
 
 BATCH_BYTES = 2 << 20  # hashed while it is in the CPU's last cache; smaller ones cost more wakings than they save
 _DIRECT_BYTES = 16 << 10
@@ -67,7 +67,7 @@ def batches_of(data: Bytes) -> Iterator[Batch]:
         yield batch
 
 
-def batches(pool: PoolMap, span: Span, scratch: Bytes) -> Iterator[Batch]:
+def batches(pool: PoolMap, span: PoolSpan, scratch: Bytes) -> Iterator[Batch]:
     """All of a span; each batch must be done with before the next is asked for: they share the scratch."""
     batch = Batch()
     for part in pool.slices(span):

@@ -23,16 +23,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from kvtransfer.link.handshake import MULTILINEAR, XXH3, Hello, Own, Welcome, pool_layout
-from kvtransfer.link.stream import FrameStream
+from kvtransfer.causes import protocol_fault
+from kvtransfer.connection.handshake import MULTILINEAR, XXH3, Hello, LocalRank, Welcome, pool_layout
+from kvtransfer.connection.stream import FrameStream
 from kvtransfer.pool.digest import copy_and_digest, digest_of, digest_of_bytes
-from kvtransfer.pool.pool import PoolMap, Span, check_span
+from kvtransfer.pool.pool import PoolMap, PoolSpan, check_span
 from kvtransfer.pool.pools import Pool, open_pool
-from kvtransfer.session.causes import protocol_fault
 from kvtransfer.session.piece import FrameType, Header, Piece
-from kvtransfer.session.reshard import Link
-from kvtransfer.session.versions import mapped_digests_follow
-from kvtransfer.transports.protocol import INLINE_BYTES, PROBE_BYTES, LinkThread, Terms
+from kvtransfer.session.reshard import PlannedLink
+from kvtransfer.transports.protocol import INLINE_BYTES, PROBE_BYTES, LinkThread, WelcomeTerms
+from kvtransfer.versions import mapped_digests_follow
 
 if TYPE_CHECKING:
     from kvtransfer.pool.device_digest import DigestKeys
@@ -45,16 +45,16 @@ _ID_BYTES = 4
 _KEY_BITS = 63
 
 
-class Access(Protocol):
+class PoolAccess(Protocol):
     """One link's way to the pools at its ends, in whatever memory they are. In the link's thread."""
 
     is_quick: bool  # small pieces are done at once, on the agent's loop
 
-    def digest(self, span: Span) -> int:
+    def digest(self, span: PoolSpan) -> int:
         """Of a span of our own pool."""
         ...
 
-    def copy(self, read: Span, write: Span, *, digests: bool) -> int:
+    def copy(self, read: PoolSpan, write: PoolSpan, *, digests: bool) -> int:
         """Copies a piece from the peer's pool into ours; returns its digest, if asked to."""
         ...
 
@@ -62,77 +62,77 @@ class Access(Protocol):
 class HostAccess:
     is_quick = True
 
-    def __init__(self, own: PoolMap, source: PoolMap | None = None) -> None:
-        self._own = own
+    def __init__(self, local: PoolMap, source: PoolMap | None = None) -> None:
+        self._local = local
         self._source = source
 
-    def digest(self, span: Span) -> int:
-        return digest_of(self._own, span)
+    def digest(self, span: PoolSpan) -> int:
+        return digest_of(self._local, span)
 
-    def copy(self, read: Span, write: Span, *, digests: bool) -> int:
+    def copy(self, read: PoolSpan, write: PoolSpan, *, digests: bool) -> int:
         source = _required(self._source)
         if digests:
-            return copy_and_digest(self._own, source, read, write)
-        self._own.copy_from(source, read, write)
+            return copy_and_digest(self._local, source, read, write)
+        self._local.copy_from(source, read, write)
         return 0
 
 
 class DeviceAccess:
     is_quick = False  # a device that hangs hangs the link's thread, not the agent
 
-    def __init__(self, own: DevicePool, keys: DigestKeys, source: DevicePool | None = None) -> None:
-        self._own = own
+    def __init__(self, local: DevicePool, keys: DigestKeys, source: DevicePool | None = None) -> None:
+        self._local = local
         self._keys = keys
         self._source = source
 
-    def digest(self, span: Span) -> int:
-        return self._own.digest(span, self._keys)
+    def digest(self, span: PoolSpan) -> int:
+        return self._local.digest(span, self._keys)
 
-    def copy(self, read: Span, write: Span, *, digests: bool) -> int:
-        return self._own.copy_from(_required(self._source), read, write, self._keys if digests else None)
+    def copy(self, read: PoolSpan, write: PoolSpan, *, digests: bool) -> int:
+        return self._local.copy_from(_required(self._source), read, write, self._keys if digests else None)
 
 
-def make_access(own: Pool, source: Pool | None, kind: str, key: int) -> Access:
+def make_access(local: Pool, source: Pool | None, kind: str, key: int) -> PoolAccess:
     """In the link's thread. Raises HandoffFault (protocol): no such digests are made where our pool is."""
-    if isinstance(own, PoolMap):
+    if isinstance(local, PoolMap):
         if kind != XXH3 or not (source is None or isinstance(source, PoolMap)):
             raise protocol_fault(f"mapped: expected a pool in host memory with {XXH3} digests, got {kind}")
-        return HostAccess(own, source)
+        return HostAccess(local, source)
     if kind != MULTILINEAR or isinstance(source, PoolMap) or not 0 <= key < 1 << _KEY_BITS:
         raise protocol_fault(f"mapped: expected a pool in device memory with {MULTILINEAR} digests, got {kind}")
     if source is not None:
-        own.try_reading(source)
-    return DeviceAccess(own, own.make_keys(key), source)
+        local.try_reading(source)
+    return DeviceAccess(local, local.make_keys(key), source)
 
 
 class MappedSender:
     digests_follow = True  # where they are large and the receiver's version knows it
 
-    def __init__(self, own: Own, thread: LinkThread) -> None:
-        self._own = own
+    def __init__(self, local: LocalRank, thread: LinkThread) -> None:
+        self._local = local
         self._thread = thread
         self._probe = secrets.token_bytes(PROBE_BYTES)
         self._digests = True
         self._following: deque[asyncio.Task[None]] = deque()
-        self._access: Access | None = None
+        self._access: PoolAccess | None = None
 
     def hello_fds(self) -> list[int]:
         probe = os.memfd_create("tandem-probe", os.MFD_CLOEXEC)
         os.write(probe, self._probe)
-        if self._own.pool_fd is None:
+        if self._local.pool_fd is None:
             return [probe]
-        return [os.open(f"/proc/self/fd/{self._own.pool_fd}", os.O_RDONLY | os.O_CLOEXEC), probe]
+        return [os.open(f"/proc/self/fd/{self._local.pool_fd}", os.O_RDONLY | os.O_CLOEXEC), probe]
 
     async def establish(self, welcome: Welcome) -> None:
         self._digests = welcome.digests
         kind, key = welcome.digest_kind, welcome.digest_key
-        self._access = await self._thread.run(make_access, self._own.pool, None, kind, key)
+        self._access = await self._thread.run(make_access, self._local.pool, None, kind, key)
 
     async def send_probe(self, stream: FrameStream) -> int:
         stream.send(Header(FrameType.PROBE))
         return digest_of_bytes(self._probe)
 
-    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
+    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
         """The digest of a large piece may still be on its way afterwards."""
         follows = self._digests and self.digests_follow and _digest_follows(stream.version, piece)
         if follows:
@@ -151,11 +151,11 @@ class MappedSender:
         while len(self._following) > left:
             await self._following.popleft()
 
-    async def _follow(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
+    async def _follow(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
         value = await self._digest(piece, span) ^ _required(piece.digest)
         stream.send(Header(FrameType.DIGEST, ticket_id, piece.seq, digest=value))
 
-    async def _digest(self, piece: Piece, span: Span) -> int:
+    async def _digest(self, piece: Piece, span: PoolSpan) -> int:
         access = _required(self._access)
         return await _run(self._thread, access, piece.payload_bytes, access.digest, span)
 
@@ -166,32 +166,32 @@ class MappedSender:
 class MappedReceiver:
     places_ahead = True
 
-    def __init__(self, own: Own, thread: LinkThread, hello: Hello, link: Link, *, digests: bool) -> None:
-        self._own = own
+    def __init__(self, local: LocalRank, thread: LinkThread, hello: Hello, link: PlannedLink, *, digests: bool) -> None:
+        self._local = local
         self._thread = thread
         self._hello = hello
         self._layout = pool_layout(hello.layout)
         self._link = link
         self._digests = digests
-        self._access: Access | None = None
+        self._access: PoolAccess | None = None
         self._probe = b""
 
-    async def prepare(self, fds: list[int]) -> Terms:
+    async def prepare(self, fds: list[int]) -> WelcomeTerms:
         if not fds:
             raise protocol_fault("mapped: expected the probe beside the hello, got no files")
         *pool_fds, probe_fd = fds
         memory, kinds = self._hello.memory, self._hello.digest_kinds
-        kind, key = (MULTILINEAR, secrets.randbits(_KEY_BITS)) if self._own.device else (XXH3, 0)
+        kind, key = (MULTILINEAR, secrets.randbits(_KEY_BITS)) if self._local.device else (XXH3, 0)
         if kind not in kinds:
             raise protocol_fault(f"mapped: expected digests of kind {kind}, as our pool's memory has, got {kinds}")
 
-        def access() -> Access:
+        def access() -> PoolAccess:
             source = open_pool(self._layout, memory, pool_fds, writable=False)
-            return make_access(self._own.pool, source, kind, key)
+            return make_access(self._local.pool, source, kind, key)
 
         self._access = await self._thread.run(access)
         self._probe = os.pread(probe_fd, PROBE_BYTES, 0)
-        return Terms(digest_kind=kind, digest_key=key)
+        return WelcomeTerms(digest_kind=kind, digest_key=key)
 
     async def establish(self) -> None:
         """The mapping is the data path."""
@@ -200,7 +200,7 @@ class MappedReceiver:
         return digest_of_bytes(self._probe)
 
     async def fetch(self, piece: Piece, body: bytes) -> MappedArrival:
-        read = Span(
+        read = PoolSpan(
             unpack_ids(body, piece.block_count),
             piece.last_block_tokens,
             piece.layer_start,
@@ -218,24 +218,26 @@ class MappedReceiver:
 
 @dataclass(frozen=True, slots=True)
 class MappedArrival:
-    access: Access
-    read: Span
+    access: PoolAccess
+    read: PoolSpan
     size_bytes: int
     thread: LinkThread
     digests: bool
     digest_follows: bool
 
-    async def place(self, span: Span) -> int:
+    async def place(self, span: PoolSpan) -> int:
         return await _run(self.thread, self.access, self.size_bytes, self._copy, span)
 
     async def discard(self) -> None:
         """Nothing was read yet."""
 
-    def _copy(self, span: Span) -> int:
+    def _copy(self, span: PoolSpan) -> int:
         return self.access.copy(self.read, span, digests=self.digests)
 
 
-async def _run(thread: LinkThread, access: Access, size: int, function: Callable[[Span], int], span: Span) -> int:
+async def _run(
+    thread: LinkThread, access: PoolAccess, size: int, function: Callable[[PoolSpan], int], span: PoolSpan
+) -> int:
     return await (thread.run_on(size, function, span) if access.is_quick else thread.run(function, span))
 
 

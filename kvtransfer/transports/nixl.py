@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.link.data_socket import TOKEN_BYTES, DataDoor, DataSocket, connect_data
-from kvtransfer.link.handshake import Hello, Own, Welcome, pool_layout
-from kvtransfer.link.sockets import join_address, split_address
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.connection.data_socket import TOKEN_BYTES, DataListener, DataSocket, connect_data
+from kvtransfer.connection.handshake import Hello, LocalRank, Welcome, pool_layout
+from kvtransfer.connection.sockets import join_address, split_address
 from kvtransfer.pool.digest import digest_of_bytes
-from kvtransfer.pool.pool import Bytes, PoolMap, Span, check_span, make_staging
+from kvtransfer.pool.pool import Bytes, PoolMap, PoolSpan, check_span, make_staging
 from kvtransfer.pool.pools import Pool
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.session.piece import MAX_PIECE_BYTES, Piece
-from kvtransfer.session.reshard import Link
+from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.transports.mapped import MappedSender, unpack_ids
-from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, Terms
+from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, WelcomeTerms
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
 
@@ -54,7 +54,7 @@ def check_nixl() -> None:
         )
 
 
-class Endpoint:
+class NixlEndpoint:
     """One NIXL agent, for one half of one link, with the memory it registered. Used in the link's thread; `close` from
     anywhere."""
 
@@ -75,7 +75,7 @@ class Endpoint:
     def metadata(self) -> bytes:
         return bytes(self._agent.get_agent_metadata())
 
-    def meet(self, metadata: bytes) -> None:
+    def add_peer(self, metadata: bytes) -> None:
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:  # the library's errors have no common type
@@ -155,10 +155,10 @@ class NixlSender(MappedSender):
 
     digests_follow = False
 
-    def __init__(self, own: Own, thread: LinkThread, peer_address: str) -> None:
-        super().__init__(own, thread)
+    def __init__(self, local: LocalRank, thread: LinkThread, peer_address: str) -> None:
+        super().__init__(local, thread)
         self._host, _ = split_address(peer_address)
-        self._endpoint: Endpoint | None = None
+        self._endpoint: NixlEndpoint | None = None
         self._data: DataSocket | None = None
 
     def hello_fds(self) -> list[int]:
@@ -169,15 +169,15 @@ class NixlSender(MappedSender):
         if welcome.data_port is None or len(welcome.data_token) != TOKEN_BYTES:
             raise protocol_fault(f"nixl: expected the data port and its token of {TOKEN_BYTES} bytes in the welcome")
         address = join_address(self._host, welcome.data_port)
-        self._data = await connect_data(address, welcome.data_token, self._own.tls, MAX_IDLE_S)
+        self._data = await connect_data(address, welcome.data_token, self._local.tls, MAX_IDLE_S)
         await self._thread.run(self._introduce, self._data)
 
     def _introduce(self, data: DataSocket) -> None:
-        if not isinstance(self._own.pool, PoolMap):
+        if not isinstance(self._local.pool, PoolMap):
             raise protocol_fault("nixl: expected a pool in host memory; one in device memory cannot be registered yet")
-        pool = self._own.pool.blocks.reshape(-1)
+        pool = self._local.pool.blocks.reshape(-1)
         probe = np.frombuffer(self._probe, np.uint8)
-        self._endpoint = Endpoint(pool, probe)
+        self._endpoint = NixlEndpoint(pool, probe)
         metadata = self._endpoint.metadata()
         head = _HEAD.pack(pool.ctypes.data, probe.ctypes.data, len(metadata))
         data.send([memoryview(head), memoryview(metadata)])
@@ -192,29 +192,29 @@ class NixlSender(MappedSender):
 class NixlReceiver:
     places_ahead = False
 
-    def __init__(self, own: Own, thread: LinkThread, hello: Hello, link: Link, *, digests: bool) -> None:
-        self._own = own
+    def __init__(self, local: LocalRank, thread: LinkThread, hello: Hello, link: PlannedLink, *, digests: bool) -> None:
+        self._local = local
         self._thread = thread
         self._layout = pool_layout(hello.layout)
         self._link = link
         self._digests = digests
-        self._idle_s = min(own.attach.ticket_ttl_s, MAX_IDLE_S)
-        self._door: DataDoor | None = None
+        self._idle_s = min(local.attach.ticket_ttl_s, MAX_IDLE_S)
+        self._listener: DataListener | None = None
         self._data: DataSocket | None = None
-        self._endpoint: Endpoint | None = None
-        self._staging = make_staging(max(MAX_PIECE_BYTES, own.layout.block_bytes))
+        self._endpoint: NixlEndpoint | None = None
+        self._staging = make_staging(max(MAX_PIECE_BYTES, local.layout.block_bytes))
         self._pool_address = self._probe_address = 0
 
-    async def prepare(self, fds: list[int]) -> Terms:
+    async def prepare(self, fds: list[int]) -> WelcomeTerms:
         if fds:
             raise protocol_fault("nixl: expected no descriptors beside the hello")
-        self._door = DataDoor(self._own.attach.bind_host, self._own.tls)
-        return Terms(self._door.port, self._door.token)
+        self._listener = DataListener(self._local.attach.bind_host, self._local.tls)
+        return WelcomeTerms(self._listener.port, self._listener.token)
 
     async def establish(self) -> None:
-        if self._door is None:
+        if self._listener is None:
             raise protocol_fault("nixl: no data port was prepared")
-        self._data = await self._door.admit(MAX_IDLE_S)
+        self._data = await self._listener.admit(MAX_IDLE_S)
         await self._thread.run(self._meet, self._data)
 
     def _meet(self, data: DataSocket) -> None:
@@ -225,8 +225,8 @@ class NixlReceiver:
             raise protocol_fault(f"nixl: expected at most {MAX_METADATA_BYTES} bytes of metadata, got {size}")
         metadata = bytearray(size)
         data.receive([memoryview(metadata)])
-        self._endpoint = Endpoint(self._staging)
-        self._endpoint.meet(bytes(metadata))
+        self._endpoint = NixlEndpoint(self._staging)
+        self._endpoint.add_peer(bytes(metadata))
 
     async def receive_probe(self) -> int:
         runs = _descriptors(np.array([self._probe_address], np.uint64), np.array([PROBE_BYTES], np.uint64))
@@ -234,7 +234,7 @@ class NixlReceiver:
         return digest_of_bytes(probe.data)
 
     async def fetch(self, piece: Piece, body: bytes) -> NixlArrival:
-        read = Span(
+        read = PoolSpan(
             unpack_ids(body, piece.block_count),
             piece.last_block_tokens,
             piece.layer_start,
@@ -246,7 +246,7 @@ class NixlReceiver:
         runs = runs_of(self._layout, read)
         runs[:, 0] += np.uint64(self._pool_address)
         data = await self._thread.run(self._read, runs, piece.payload_bytes)
-        return NixlArrival(self._own.pool, data, self._thread, self._digests)
+        return NixlArrival(self._local.pool, data, self._thread, self._digests)
 
     def _read(self, runs: Runs, size: int) -> Bytes:
         if self._endpoint is None:
@@ -256,8 +256,8 @@ class NixlReceiver:
         return data
 
     def close(self) -> None:
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
         if self._data is not None:
             self._data.close()
         if self._endpoint is not None:
@@ -273,19 +273,19 @@ class NixlArrival:
     thread: LinkThread
     digests: bool
 
-    async def place(self, span: Span) -> int:
+    async def place(self, span: PoolSpan) -> int:
         return await self.thread.run_on(self.data.nbytes, self._write, span)
 
     async def discard(self) -> None:
         """All of it has arrived."""
 
-    def _write(self, span: Span) -> int:
+    def _write(self, span: PoolSpan) -> int:
         with self.pool.on_host(span, write=True) as (pool, written):
             pool.unpack(self.data, written)
         return digest_of_bytes(self.data.data) if self.digests else 0
 
 
-def runs_of(layout: KvPoolLayout, span: Span) -> Runs:
+def runs_of(layout: KvPoolLayout, span: PoolSpan) -> Runs:
     """(offset, bytes) in a pool of this layout, in canonical order: what `PoolMap.slices` is made of."""
     partial = span.last_block_tokens < layout.block_tokens
     full = np.array(span.block_ids[: len(span.block_ids) - partial], np.uint64)
@@ -299,7 +299,7 @@ def runs_of(layout: KvPoolLayout, span: Span) -> Runs:
     return np.concatenate(parts)
 
 
-def _within(layout: KvPoolLayout, span: Span, depth: int) -> npt.NDArray[np.uint64]:
+def _within(layout: KvPoolLayout, span: PoolSpan, depth: int) -> npt.NDArray[np.uint64]:
     """Offsets in a block of runs of all layers (0), of the heads of each layer, K and V (1), or of each head (2)."""
     first = span.layer_start * layout.layer_bytes
     if depth == 0:

@@ -27,18 +27,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from kvtransfer.link.handshake import Own, Welcome
-from kvtransfer.link.liveness import STALL_S
-from kvtransfer.link.sockets import listen_tcp, split_address
-from kvtransfer.link.stream import FrameStream
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.connection.handshake import LocalRank, Welcome
+from kvtransfer.connection.sockets import listen_tcp, split_address
+from kvtransfer.connection.stream import FrameStream
 from kvtransfer.pool.digest import Digest, digest_of, digest_of_bytes, start_digest
-from kvtransfer.pool.pool import Bytes, Cursor, PoolMap, Span, make_staging
+from kvtransfer.pool.pool import Bytes, Cursor, PoolMap, PoolSpan, make_staging
 from kvtransfer.pool.pools import Pool
 from kvtransfer.pool.quantise import dequantise, quantise
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.session.piece import FrameType, Header, Piece, as_int8
-from kvtransfer.session.versions import stripes_groups
-from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, Terms
+from kvtransfer.transports.protocol import PROBE_BYTES, STALL_S, LinkThread, WelcomeTerms
+from kvtransfer.versions import stripes_groups
 
 TIMEOUT = datetime.timedelta(seconds=20)  # to meet
 MESSAGE_BYTES = 4 << 20
@@ -149,13 +148,13 @@ class Buffers:
 
 
 class GroupSender:
-    def __init__(self, own: Own, thread: LinkThread, peer_address: str, device: str, *, int8: bool) -> None:
-        self._own = own
+    def __init__(self, local: LocalRank, thread: LinkThread, peer_address: str, device: str, *, int8: bool) -> None:
+        self._local = local
         self._thread = thread
         self._host, _ = split_address(peer_address)
         self._device = torch.device(device)
         self._int8 = int8
-        self._grain_bytes = _grain_bytes(own, int8=int8)
+        self._grain_bytes = _grain_bytes(local, int8=int8)
         self._group: Group | None = None
         self._digests = True
         self._buffers = Buffers()
@@ -172,7 +171,7 @@ class GroupSender:
     def _join(self, port: int) -> Group:
         try:
             store = TCPStore(self._host, port, None, False, TIMEOUT, False)
-            return Group(store, _SENDER, self._own.attach.bind_host, self._device)
+            return Group(store, _SENDER, self._local.attach.bind_host, self._device)
         except (RuntimeError, ValueError) as error:
             raise _broken(error) from error
 
@@ -185,9 +184,9 @@ class GroupSender:
     def _send_probe(self, group: Group, data: Bytes) -> None:
         group.send(data).wait()
 
-    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
+    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
         """The last messages may still be on their way afterwards, out of our buffers."""
-        wire = as_int8(piece, self._own.layout) if self._int8 else piece
+        wire = as_int8(piece, self._local.layout) if self._int8 else piece
         form = Format.of(wire.payload_bytes, stream.version, digests=self._digests)
         number: int | None = None
         if form.follows:
@@ -197,13 +196,13 @@ class GroupSender:
         stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(wire, digest=number)))
         await self._thread.run(self._send, _joined(self._group), piece.payload_bytes, span, form, number)
 
-    def _digest(self, span: Span) -> int:
-        with self._own.pool.on_host(span, write=False) as (pool, read):
+    def _digest(self, span: PoolSpan) -> int:
+        with self._local.pool.on_host(span, write=False) as (pool, read):
             return digest_of(pool, read)
 
-    def _send(self, group: Group, size_in_pool: int, span: Span, form: Format, number: int | None) -> None:
+    def _send(self, group: Group, size_in_pool: int, span: PoolSpan, form: Format, number: int | None) -> None:
         digest = start_digest(form.payload_bytes, self._grain_bytes) if form.follows else None
-        with self._own.pool.on_host(span, write=False) as (pool, read):
+        with self._local.pool.on_host(span, write=False) as (pool, read):
             cursor = Cursor([quantise(pool.pack(read, size_in_pool), pool.layout)]) if self._int8 else pool.cursor(read)
             for payload, size in form.messages():
                 message = self._buffers.next(size)[:size]
@@ -226,8 +225,10 @@ class GroupReceiver:
 
     places_ahead = False
 
-    def __init__(self, own: Own, thread: LinkThread, device: str, *, digests: bool, int8: bool, version: int) -> None:
-        self._own = own
+    def __init__(
+        self, local: LocalRank, thread: LinkThread, device: str, *, digests: bool, int8: bool, version: int
+    ) -> None:
+        self._local = local
         self._thread = thread
         self._int8 = int8
         self._version = version
@@ -237,16 +238,16 @@ class GroupReceiver:
         self._store: TCPStore | None = None
         self._group: Group | None = None
 
-    async def prepare(self, fds: list[int]) -> Terms:
+    async def prepare(self, fds: list[int]) -> WelcomeTerms:
         if fds:
             raise protocol_fault("process_group: expected no descriptors beside the hello")
-        listener = listen_tcp(self._own.attach.bind_host)
+        listener = listen_tcp(self._local.attach.bind_host)
         port = int(listener.getsockname()[1])
         self._store = await self._thread.run(self._make_store, listener, port)
-        return Terms(port)
+        return WelcomeTerms(port)
 
     def _make_store(self, listener: socket.socket, port: int) -> TCPStore:
-        host = self._own.attach.bind_host
+        host = self._local.attach.bind_host
         try:
             return TCPStore(host, port, None, True, TIMEOUT, False, master_listen_fd=listener.detach())
         except (RuntimeError, ValueError) as error:
@@ -259,7 +260,7 @@ class GroupReceiver:
         if self._store is None:
             raise protocol_fault("process_group: no store was prepared")
         try:
-            return Group(self._store, _RECEIVER, self._own.attach.bind_host, self._device)
+            return Group(self._store, _RECEIVER, self._local.attach.bind_host, self._device)
         except RuntimeError as error:
             raise _broken(error) from error
 
@@ -275,8 +276,8 @@ class GroupReceiver:
         if (piece.digest is not None) != self._digests:
             raise protocol_fault("process_group: expected pieces with digests as the welcome said")
         form = Format.of(piece.payload_bytes, self._version, digests=self._digests)
-        digest = start_digest(form.payload_bytes, _grain_bytes(self._own, int8=self._int8)) if self._digests else None
-        arriving = _Arriving(_joined(self._group), self._own.pool, self._buffers, form, digest, self._int8)
+        digest = start_digest(form.payload_bytes, _grain_bytes(self._local, int8=self._int8)) if self._digests else None
+        arriving = _Arriving(_joined(self._group), self._local.pool, self._buffers, form, digest, self._int8)
         return GroupArrival(arriving, self._thread)
 
     def close(self) -> None:
@@ -295,7 +296,7 @@ class GroupArrival:
     arriving: _Arriving
     thread: LinkThread
 
-    async def place(self, span: Span) -> int:
+    async def place(self, span: PoolSpan) -> int:
         return await self.thread.run(self.arriving.write, span)
 
     async def discard(self) -> None:
@@ -313,11 +314,11 @@ class _Arriving:
     digest: Digest | None
     int8: bool
 
-    def write(self, span: Span) -> int:
+    def write(self, span: PoolSpan) -> int:
         with self.pool.on_host(span, write=True) as (pool, written):
             return self._write(pool, written)
 
-    def _write(self, pool: PoolMap, span: Span) -> int:
+    def _write(self, pool: PoolMap, span: PoolSpan) -> int:
         wire = np.empty(self.form.payload_bytes if self.int8 else 0, np.uint8)
         cursor = Cursor([wire]) if self.int8 else pool.cursor(span)
         followed = 0
@@ -345,9 +346,9 @@ class _Arriving:
             yield before[0].wait(), before[1]
 
 
-def _grain_bytes(own: Own, *, int8: bool) -> int:
+def _grain_bytes(local: LocalRank, *, int8: bool) -> int:
     """What all contiguous parts of a piece are multiples of; of quantised ones nothing is known."""
-    return 1 if int8 else own.layout.token_bytes
+    return 1 if int8 else local.layout.token_bytes
 
 
 def _as_array(data: bytearray) -> Bytes:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
-from kvtransfer.link.handshake import XXH3, Welcome
-from kvtransfer.link.stream import FrameStream
-from kvtransfer.pool.pool import Span
-from kvtransfer.session.causes import DeviceLost
+from kvtransfer.causes import DeviceLost
+from kvtransfer.connection.handshake import XXH3, Welcome
+from kvtransfer.connection.stream import FrameStream
+from kvtransfer.pool.pool import PoolSpan
 from kvtransfer.session.piece import Piece
 
 log = logging.getLogger(__name__)
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 PROBE_BYTES = 4096
+STALL_S = 2.0  # a link whose pieces do not move for this long is closed; a slow prefill counts against its ticket
 INLINE_BYTES = 256 << 10  # about 50 µs of copying and hashing
 HANG_GRACE_S = 0.25  # for an operation to notice that its link was closed
 
@@ -76,7 +77,7 @@ class LinkThread:
             self._on_hung(self._name)
 
 
-class Terms(NamedTuple):
+class WelcomeTerms(NamedTuple):
     """What the receiver's transport adds to the welcome: where it takes its data path, what a connection there must
     show, and how digests are made."""
 
@@ -101,7 +102,7 @@ class KvSender(Protocol):
         """Sends a small payload the way pieces go; returns its digest, which the receiver must find too."""
         ...
 
-    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
+    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
         """Announces a piece and sends it where the transport does; our blocks are read until it is acknowledged. Its
         digest goes with the announcement; or it follows, xor a number that is announced in its place. Raises
         HandoffFault (transport) when the data path broke: then the link must end."""
@@ -114,7 +115,7 @@ class KvSender(Protocol):
     def close(self) -> None: ...
 
 
-class Arrival(Protocol):
+class PieceArrival(Protocol):
     """A piece that is ready to be written. Nothing was written to our pool yet."""
 
     @property
@@ -122,7 +123,7 @@ class Arrival(Protocol):
         """In a DIGEST frame, xor the number that was announced."""
         ...
 
-    async def place(self, span: Span) -> int:
+    async def place(self, span: PoolSpan) -> int:
         """Writes the piece into our blocks; returns the digest of the bytes that were written. Raises HandoffFault
         (transport) when the data path broke: then the link must end."""
         ...
@@ -140,7 +141,7 @@ class KvReceiver(Protocol):
         """Pieces do not hang together: the next may be fetched and placed while one is being placed."""
         ...
 
-    async def prepare(self, fds: list[int]) -> Terms:
+    async def prepare(self, fds: list[int]) -> WelcomeTerms:
         """Before the welcome: takes what came with the hello (and closes none of it). Raises HandoffFault."""
         ...
 
@@ -152,7 +153,7 @@ class KvReceiver(Protocol):
         """The digest of the probe's payload, as it arrived."""
         ...
 
-    async def fetch(self, piece: Piece, body: bytes) -> Arrival:
+    async def fetch(self, piece: Piece, body: bytes) -> PieceArrival:
         """Brings the announced piece within reach. Its size was checked.
 
         Raises:

@@ -17,26 +17,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 import xxhash
 
-from kvtransfer.link.data_socket import TOKEN_BYTES, DataDoor, DataSocket, connect_data
-from kvtransfer.link.handshake import Own, Welcome
-from kvtransfer.link.sockets import join_address, split_address
-from kvtransfer.link.stream import FrameStream
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.connection.data_socket import TOKEN_BYTES, DataListener, DataSocket, connect_data
+from kvtransfer.connection.handshake import LocalRank, Welcome
+from kvtransfer.connection.sockets import join_address, split_address
+from kvtransfer.connection.stream import FrameStream
 from kvtransfer.pool.digest import digest_of_bytes
-from kvtransfer.pool.pool import Bytes, Span
+from kvtransfer.pool.pool import Bytes, PoolSpan
 from kvtransfer.pool.pools import Pool
 from kvtransfer.pool.quantise import dequantise, quantise
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.session.piece import FrameType, Header, Piece, as_int8
 from kvtransfer.transports.batches import BATCH_BYTES, Batch, batches, batches_of, make_scratch
-from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, Terms
+from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, WelcomeTerms
 
 MAX_IDLE_S = 20.0
 _TRAILER = struct.Struct("<Q")
 
 
 class TcpSender:
-    def __init__(self, own: Own, thread: LinkThread, peer_address: str, *, int8: bool) -> None:
-        self._own = own
+    def __init__(self, local: LocalRank, thread: LinkThread, peer_address: str, *, int8: bool) -> None:
+        self._local = local
         self._thread = thread
         self._host, _ = split_address(peer_address)
         self._int8 = int8
@@ -52,7 +52,7 @@ class TcpSender:
             raise protocol_fault(f"tcp: expected the data port and its token of {TOKEN_BYTES} bytes in the welcome")
         self._digests = welcome.digests
         address = join_address(self._host, welcome.data_port)
-        self._data = await connect_data(address, welcome.data_token, self._own.tls, _idle_s(self._own))
+        self._data = await connect_data(address, welcome.data_token, self._local.tls, _idle_s(self._local))
 
     async def send_probe(self, stream: FrameStream) -> int:
         probe = secrets.token_bytes(PROBE_BYTES)
@@ -60,16 +60,16 @@ class TcpSender:
         await self._thread.run(_open(self._data).send, [memoryview(probe)])
         return digest_of_bytes(probe)
 
-    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
+    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
         number = secrets.randbits(64) if self._digests else None
-        size, layout = piece.payload_bytes, self._own.layout
+        size, layout = piece.payload_bytes, self._local.layout
         wire = as_int8(piece, layout) if self._int8 else piece
         stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(wire, digest=number)))
         await self._thread.run(self._send, _open(self._data), span, size, number)
 
-    def _send(self, data: DataSocket, span: Span, size: int, number: int | None) -> None:
+    def _send(self, data: DataSocket, span: PoolSpan, size: int, number: int | None) -> None:
         hasher = xxhash.xxh3_64()
-        with self._own.pool.on_host(span, write=False) as (pool, read):
+        with self._local.pool.on_host(span, write=False) as (pool, read):
             source = batches_of(quantise(pool.pack(read, size), pool.layout)) if self._int8 else None
             for batch in source or batches(pool, read, self._scratch):
                 batch.gather()
@@ -93,29 +93,29 @@ class TcpSender:
 class TcpReceiver:
     places_ahead = False
 
-    def __init__(self, own: Own, thread: LinkThread, *, digests: bool, int8: bool) -> None:
-        self._own = own
+    def __init__(self, local: LocalRank, thread: LinkThread, *, digests: bool, int8: bool) -> None:
+        self._local = local
         self._thread = thread
         self._digests = digests
         self._int8 = int8
-        self._door: DataDoor | None = None
+        self._listener: DataListener | None = None
         self._data: DataSocket | None = None
         self._scratch = make_scratch()
 
-    async def prepare(self, fds: list[int]) -> Terms:
+    async def prepare(self, fds: list[int]) -> WelcomeTerms:
         if fds:
             raise protocol_fault("tcp: expected no descriptors beside the hello")
         try:
-            self._door = DataDoor(self._own.attach.bind_host, self._own.tls)
+            self._listener = DataListener(self._local.attach.bind_host, self._local.tls)
         except OSError as error:
-            what = f"tcp: cannot listen on {self._own.attach.bind_host}: {error}"
+            what = f"tcp: cannot listen on {self._local.attach.bind_host}: {error}"
             raise HandoffFault(HandoffCause.TRANSPORT, what) from error
-        return Terms(self._door.port, self._door.token)
+        return WelcomeTerms(self._listener.port, self._listener.token)
 
     async def establish(self) -> None:
-        if self._door is None:
+        if self._listener is None:
             raise protocol_fault("tcp: no data port was prepared")
-        self._data = await self._door.admit(_idle_s(self._own))
+        self._data = await self._listener.admit(_idle_s(self._local))
 
     async def receive_probe(self) -> int:
         probe = bytearray(PROBE_BYTES)
@@ -128,14 +128,14 @@ class TcpReceiver:
         if (piece.digest is not None) != self._digests:
             raise protocol_fault("tcp: expected pieces with digests as the welcome said")
         int8_bytes = piece.payload_bytes if self._int8 else None
-        arriving = _Arriving(_open(self._data), self._own.pool, self._scratch, self._digests, int8_bytes)
+        arriving = _Arriving(_open(self._data), self._local.pool, self._scratch, self._digests, int8_bytes)
         return TcpArrival(arriving, self._thread, piece.payload_bytes)
 
     def close(self) -> None:
         """Ends what the thread is at: no byte is written afterwards."""
-        if self._door is not None:
-            self._door.close()
-            self._door = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         if self._data is not None:
             self._data.close()
             self._data = None
@@ -151,7 +151,7 @@ class TcpArrival:
     thread: LinkThread
     size_bytes: int
 
-    async def place(self, span: Span) -> int:
+    async def place(self, span: PoolSpan) -> int:
         return await self.thread.run(self.arriving.write, span)
 
     async def discard(self) -> None:
@@ -168,7 +168,7 @@ class _Arriving:
     digests: bool
     int8_bytes: int | None  # the piece's size on a link that carries int8
 
-    def write(self, span: Span) -> int:
+    def write(self, span: PoolSpan) -> int:
         with self.pool.on_host(span, write=True) as (pool, written):
             if self.int8_bytes is None:
                 return self._receive(batches(pool, written, self.scratch))
@@ -201,8 +201,8 @@ class _Arriving:
         return int(_TRAILER.unpack(raw)[0])
 
 
-def _idle_s(own: Own) -> float:
-    return min(own.attach.ticket_ttl_s, MAX_IDLE_S)
+def _idle_s(local: LocalRank) -> float:
+    return min(local.attach.ticket_ttl_s, MAX_IDLE_S)
 
 
 def _open(data: DataSocket | None) -> DataSocket:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvtransfer.session.causes import HandoffFault
+from kvtransfer.causes import HandoffFault
 from router.dashboard.events import EventKind, EventLog, FleetWatch, Severity
 from router.dashboard.flows import Flows
 from router.dashboard.slices import Count, Latency, Slices, bucket_of

@@ -16,7 +16,7 @@ from itertools import islice
 
 import msgspec
 
-from kvtransfer.session.causes import HandoffFault
+from kvtransfer.causes import HandoffFault
 from router.requests.output import Usage
 from router.requests.request import ValidRequest
 from router.terms import Terms

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
-from kvtransfer.session.causes import HandoffFault
+from kvtransfer.causes import HandoffFault
 from router.observe.trace import Attempt
 from router.requests.output import OutputAssembler
 from router.requests.request import ValidRequest

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
-from kvtransfer.session.causes import HandoffFault
+from kvtransfer.causes import HandoffFault
 from router.admission.admission import Admission
 from router.dashboard.feed import Feed
 from router.observe.demand import DemandMeter

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtransfer.session.causes import HandoffFault
+from kvtransfer.causes import HandoffFault
 from router.observe.paces import PaceMeter
 from router.observe.trace import Trace
 from router.policies.types import WaitReason

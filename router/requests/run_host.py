@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from kvtransfer.session.causes import HandoffFault
+from kvtransfer.causes import HandoffFault
 from router.observe.trace import Attempt
 from tandem.errors import TandemError
 from tandem.v1 import worker_pb2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvtransfer.session.causes import HandoffCause
+from kvtransfer.causes import HandoffCause
 from router.admission.admission import Admission
 from router.observe.metrics.requests import RouterMetrics
 from router.observe.trace import Attempt, Trace

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvtransfer.session.causes import HandoffCause
+from kvtransfer.causes import HandoffCause
 from router.admission.admission import Admission
 from router.observe.metrics.admission import AdmissionCollector
 from router.observe.metrics.index import IndexCollector

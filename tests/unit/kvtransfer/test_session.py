@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.agent.control import OpenReceive, ReceiveClosed, Received, ReceiveFailed, SendClosed, SendFailed, Sent
-from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.causes import HandoffCause, HandoffFault
+from kvtransfer.control import OpenReceive, ReceiveClosed, Received, ReceiveFailed, SendClosed, SendFailed, Sent
 from kvtransfer.session.exports import Ready
 from kvtransfer.session.piece import MAX_MAPPED_PIECE_BYTES, MAX_PIECE_BYTES, Piece
 from kvtransfer.session.receive import (
     Acknowledge,
-    OwnRank,
     ReceiveAction,
     ReceiveSession,
     ReceiveState,
+    ReceivingRank,
     Refuse,
     ReportReceive,
 )
@@ -54,8 +54,8 @@ def make_sender(ticket: Ticket, rank: int = 0, tp: int = 1, decode_tp: int = 1) 
 def make_receiver(ticket: Ticket, rank: int = 0, tp: int = 1, clock: HandClock | None = None) -> ReceiveSession:
     ids = tuple(range(10, 10 + ticket.block_count))
     lease = OpenReceive(ticket.ticket_id, "prefill-0", 1, ticket.first_block, ids, ticket.prompt_tokens)
-    own = OwnRank(rank, tp, HEADS)
-    return ReceiveSession(lease, own, layout(tp), clock or HandClock(), ttl_s=10.0, digests=True)
+    local = ReceivingRank(rank, tp, HEADS)
+    return ReceiveSession(lease, local, layout(tp), clock or HandClock(), ttl_s=10.0, digests=True)
 
 
 def ready(first: int, count: int, tokens: int, layer: int = 0, layers: int = LAYERS) -> Ready:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvtransfer.agent.control import CloseSend, LinkReport, TakeCensus
+from kvtransfer.control import CloseSend, LinkReport, TakeCensus
 from worker.agent_watch import ASK_AFTER_S, SILENT_S
 from worker.agents import Agents
 

@@ -26,7 +26,7 @@ _LARGE_PIECES = 2
 _MAPPED_DIGESTS_FOLLOW = 2
 
 
-class Speaks(Protocol):
+class ProtocolRange(Protocol):
     """The versions one side speaks, both ends included."""
 
     @property
@@ -35,7 +35,7 @@ class Speaks(Protocol):
     def oldest_protocol(self) -> int: ...
 
 
-def common_version(a: Speaks, b: Speaks) -> int:
+def common_version(a: ProtocolRange, b: ProtocolRange) -> int:
     """Raises IncompatiblePools: no version is spoken by both."""
     newest = min(a.protocol, b.protocol)
     if newest < max(a.oldest_protocol, b.oldest_protocol):
@@ -51,11 +51,11 @@ def binds_address(version: int) -> bool:
     return version >= _ADDRESS_IN_DIGEST
 
 
-def beats(version: int) -> bool:
+def has_heartbeats(version: int) -> bool:
     return version >= _BEATS
 
 
-def many_probes(version: int) -> bool:
+def has_many_probes(version: int) -> bool:
     return version >= _MANY_PROBES
 
 
@@ -63,11 +63,11 @@ def stripes_groups(version: int) -> bool:
     return version >= _STRIPED_GROUPS
 
 
-def knows_int8(version: int) -> bool:
+def supports_int8(version: int) -> bool:
     return version >= _INT8
 
 
-def takes_large_pieces(version: int) -> bool:
+def supports_large_pieces(version: int) -> bool:
     return version >= _LARGE_PIECES
 
 

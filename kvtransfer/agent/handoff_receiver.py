@@ -8,12 +8,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 
-from kvtransfer.agent.control import CloseReceive, FromAgent, OpenReceive, Peer, ReceiveClosed, ReceiveFailed
-from kvtransfer.link.handshake import Own
+from kvtransfer.causes import HandoffCause, HandoffFault
+from kvtransfer.connection.handshake import LocalRank
+from kvtransfer.control import CloseReceive, FromAgent, OpenReceive, Peer, ReceiveClosed, ReceiveFailed
 from kvtransfer.link.in_link import InLink
-from kvtransfer.session.causes import HandoffCause, HandoffFault
 from kvtransfer.session.piece import FrameType, Piece
-from kvtransfer.session.receive import Acknowledge, OwnRank, ReceiveAction, ReceiveSession, Refuse, ReportReceive
+from kvtransfer.session.receive import Acknowledge, ReceiveAction, ReceiveSession, ReceivingRank, Refuse, ReportReceive
 from kvtransfer.session.ticket import Ticket
 from tandem.clock import Clock
 from tandem.errors import TandemError
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 LEASE_GRACE_S = 2.0  # how long a good ticket may be ahead of its OpenReceive
 _REMEMBERED = 4096
-Life = tuple[str, int]
+WorkerEpoch = tuple[str, int]
 
 
 @dataclass(slots=True)
@@ -31,25 +31,25 @@ class _Receiving:
     links: dict[int, InLink] = field(default_factory=dict)  # by prefill rank, once accepted
 
 
-class Incoming:
+class HandoffReceiver:
     def __init__(
         self,
-        own: Own,
+        local: LocalRank,
         clock: Clock,
         report: Callable[[FromAgent], None],
         sends_to: Callable[[tuple[str, int, int]], bool] = lambda _: False,
     ) -> None:
         """`sends_to`: whether there is also a link to that (worker, epoch, rank), which is then the one reported."""
-        attach = own.attach
+        attach = local.attach
         self._sends_to = sends_to
-        self._own = own
-        self._rank = OwnRank(attach.rank, attach.tp, attach.model_kv_heads)
+        self._local = local
+        self._rank = ReceivingRank(attach.rank, attach.tp, attach.model_kv_heads)
         self._clock = clock
         self._report = report
         self._tickets: dict[str, _Receiving] = {}
         self._over: OrderedDict[str, None] = OrderedDict()
         self._links: list[InLink] = []
-        self._lives: frozenset[Life] = frozenset()
+        self._epochs: frozenset[WorkerEpoch] = frozenset()
         self._opened = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -57,27 +57,27 @@ class Incoming:
 
     def set_peers(self, peers: Iterable[Peer]) -> None:
         """Links from lives that were known and are gone end."""
-        lives = frozenset((peer.worker_id, peer.epoch) for peer in peers)
-        names = {name for name, _ in lives}
+        epochs = frozenset((peer.worker_id, peer.epoch) for peer in peers)
+        names = {name for name, _ in epochs}
         for link in self._links:
-            life = (link.hello.worker_id, link.hello.epoch)
-            if life not in lives and (life in self._lives or life[0] in names):
+            worker_epoch = (link.hello.worker_id, link.hello.epoch)
+            if worker_epoch not in epochs and (worker_epoch in self._epochs or worker_epoch[0] in names):
                 link.close()
-        self._lives = lives
+        self._epochs = epochs
 
     def report_links(self) -> None:
         for link in self._links:
             self._report_link(link, "ready", "")
 
     def open_receive(self, message: OpenReceive) -> None:
-        attach = self._own.attach
+        attach = self._local.attach
         try:
             if message.ticket_id in self._tickets:
                 raise HandoffFault(HandoffCause.PROTOCOL, "this ticket is open already")
             session = ReceiveSession(
                 message,
                 self._rank,
-                self._own.layout,
+                self._local.layout,
                 self._clock,
                 ttl_s=attach.ticket_ttl_s,
                 digests=attach.digests,
@@ -119,7 +119,7 @@ class Incoming:
 
     async def _admit(self, link: InLink, ticket_id: str, signed: bytes) -> None:
         try:
-            ticket = Ticket.verify(self._own.attach.ticket_key, signed)
+            ticket = Ticket.verify(self._local.attach.ticket_key, signed)
             self._check(link, ticket_id, ticket)
             entry = await self._lease(ticket_id)
             entry.session.open_link(ticket, link.hello.rank, link.hello.tp)
@@ -134,7 +134,7 @@ class Incoming:
         link.reply(FrameType.ACCEPT, ticket_id)
 
     def _check(self, link: InLink, ticket_id: str, ticket: Ticket) -> None:
-        attach, hello = self._own.attach, link.hello
+        attach, hello = self._local.attach, link.hello
         if ticket.ticket_id != ticket_id:
             raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket is not the one that was announced")
         if (ticket.decode_worker, ticket.decode_epoch) != (attach.worker_id, attach.epoch):

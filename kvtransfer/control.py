@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import msgspec
 
-from kvtransfer.session.stages import ReceiveStages, SendStages
-from kvtransfer.session.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from kvtransfer.stages import ReceiveStages, SendStages
+from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 
 HOST_DEVICE = "cpu"
 IPC_HANDLE_BYTES = 64
 
 
-class Layout(msgspec.Struct, frozen=True):
+class WireLayout(msgspec.Struct, frozen=True):
     """KvPoolLayout on the wire, with what the handshake must also compare."""
 
     num_blocks: int
@@ -59,7 +59,7 @@ class AttachPool(msgspec.Struct, frozen=True, tag=True):
     tp: int
     model_kv_heads: int
     model_fingerprint: str
-    layout: Layout
+    layout: WireLayout
     ticket_key: bytes
     digests: bool
     transport: str

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvtransfer.agent.control import AttachPool, DeviceMemory, Layout, Peer
-from kvtransfer.link.sockets import receive_first
-from kvtransfer.link.tls import Wire
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.connection.sockets import receive_first
+from kvtransfer.connection.tls import Wire
+from kvtransfer.control import AttachPool, DeviceMemory, Peer, WireLayout
 from kvtransfer.pool.pools import Pool
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
-from kvtransfer.session.reshard import Link, check_compatible, reshard_plan
-from kvtransfer.session.versions import common_version
+from kvtransfer.session.reshard import PlannedLink, check_compatible, reshard_plan
+from kvtransfer.versions import common_version
 from tandem.errors import IncompatiblePools
 from tandem.kvcache.layout import DTYPE_BYTES, KvPoolLayout
 from tandem.rpc.tls import RenewedTls, TlsContexts
@@ -43,7 +43,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     to_rank: int
     model_kv_heads: int
     model_fingerprint: str
-    layout: Layout
+    layout: WireLayout
     link: tuple[int, int, int, int]
     digests: bool
     int8: bool = False
@@ -80,7 +80,7 @@ _HELLO = msgspec.msgpack.Decoder(Hello)
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class LocalRank:
     """What this agent is: what its rank attached."""
 
     attach: AttachPool
@@ -120,7 +120,7 @@ class Shape:
     oldest_protocol: int
 
 
-def pool_layout(wire: Layout) -> KvPoolLayout:
+def pool_layout(wire: WireLayout) -> KvPoolLayout:
     """Raises HandoffFault (protocol) when the layout is none."""
     sizes = (wire.num_blocks, wire.layers, wire.kv_heads, wire.block_tokens, wire.head_dim)
     if wire.dtype not in DTYPE_BYTES or not all(0 < size < 1 << 31 for size in sizes):
@@ -128,10 +128,10 @@ def pool_layout(wire: Layout) -> KvPoolLayout:
     return KvPoolLayout(wire.num_blocks, wire.layers, wire.kv_heads, wire.block_tokens, wire.head_dim, wire.dtype)
 
 
-def make_hello(own: Own, peer: Peer, link: Link, transport: str, *, int8: bool) -> Hello:
+def make_hello(local: LocalRank, peer: Peer, link: PlannedLink, transport: str, *, int8: bool) -> Hello:
     """Raises IncompatiblePools: we have no protocol version in common."""
-    attach = own.attach
-    maps_device = transport == MAPPED and bool(own.device)
+    attach = local.attach
+    maps_device = transport == MAPPED and bool(local.device)
     return Hello(
         protocol=common_version(attach, peer),
         transport=transport,
@@ -161,14 +161,14 @@ def parse_hello(body: bytes) -> Hello:
         raise protocol_fault(f"expected a hello: {error}") from error
 
 
-def check_hello(hello: Hello, own: Own) -> Link:
+def check_hello(hello: Hello, local: LocalRank) -> PlannedLink:
     """The link that this hello is for.
 
     Raises:
         HandoffFault: (stale_epoch) it is meant for another life of ours; (protocol) versions or plans differ.
         IncompatiblePools: the two pools cannot exchange blocks.
     """
-    attach = own.attach
+    attach = local.attach
     if not attach.oldest_protocol <= hello.protocol <= attach.protocol:
         spoken = f"{attach.oldest_protocol} to {attach.protocol}"
         raise protocol_fault(f"protocol: expected a version from {spoken}, got {hello.protocol}")

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from kvtransfer.link.sockets import connect_tcp, listen_tcp, readable, serve, writable
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.connection.sockets import connect_tcp, listen_tcp, readable, serve, writable
 from tandem.rpc.tls import TlsContexts
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ TOKEN_BYTES = 32
 TOKEN_TIMEOUT_S = 5.0
 ESTABLISH_TIMEOUT_S = 10.0
 BUFFER_BYTES = 4 << 20
-MAX_VISITORS = 64
+MAX_PENDING = 64
 _TIMEVAL = struct.Struct("@ll")
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ class DataSocket:
                     self._sock.close()
 
 
-class DataDoor:
+class DataListener:
     """Where one link's data connection comes in.
 
     Args:
@@ -152,7 +152,7 @@ class DataDoor:
             else:
                 found.set_result(sock)
 
-        serving = asyncio.create_task(serve(self._listener, visit, MAX_VISITORS))
+        serving = asyncio.create_task(serve(self._listener, visit, MAX_PENDING))
         try:
             async with asyncio.timeout(ESTABLISH_TIMEOUT_S):
                 return DataSocket(await found, idle_s)

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from kvtransfer.agent.control import (
+from kvtransfer.causes import HandoffCause, HandoffFault
+from kvtransfer.connection.handshake import LocalRank
+from kvtransfer.control import (
     BeginStep,
     CloseSend,
     FromAgent,
@@ -19,12 +21,10 @@ from kvtransfer.agent.control import (
     SendClosed,
     SendFailed,
 )
-from kvtransfer.link.handshake import Own
 from kvtransfer.link.out_link import OutLink
-from kvtransfer.session.causes import HandoffCause, HandoffFault
 from kvtransfer.session.exports import Exports, Ready
 from kvtransfer.session.piece import FrameType, Header, parse_failure
-from kvtransfer.session.reshard import Link, reshard_plan
+from kvtransfer.session.reshard import PlannedLink, reshard_plan
 from kvtransfer.session.send import Abort, Finish, Open, Push, Report, SendAction, SendSession
 from kvtransfer.session.ticket import Ticket
 from kvtransfer.transports.factory import Transports
@@ -33,7 +33,7 @@ from tandem.errors import IncompatiblePools, InputError
 
 log = logging.getLogger(__name__)
 
-Life = tuple[str, int]
+WorkerEpoch = tuple[str, int]
 PeerKey = tuple[str, int, int]
 
 
@@ -55,15 +55,17 @@ class _Sending:
         return (self.message.decode_worker, self.message.decode_epoch, decode_rank)
 
 
-class Outgoing:
-    def __init__(self, own: Own, transports: Transports, clock: Clock, report: Callable[[FromAgent], None]) -> None:
-        self._own = own
+class HandoffSender:
+    def __init__(
+        self, local: LocalRank, transports: Transports, clock: Clock, report: Callable[[FromAgent], None]
+    ) -> None:
+        self._local = local
         self._transports = transports
         self._clock = clock
         self._report = report
-        self._exports = Exports(own.layout.layers, clock, own.attach.ticket_ttl_s)
-        self._peers: dict[Life, dict[int, Peer]] = {}
-        self._gone: set[Life] = set()
+        self._exports = Exports(local.layout.layers, clock, local.attach.ticket_ttl_s)
+        self._peers: dict[WorkerEpoch, dict[int, Peer]] = {}
+        self._gone: set[WorkerEpoch] = set()
         self._links: dict[PeerKey, OutLink] = {}
         self._tasks: dict[PeerKey, asyncio.Task[None]] = {}
         self._waiting: dict[str, _Waiting] = {}
@@ -73,7 +75,7 @@ class Outgoing:
     # --- the directory -----------------------------------------------------------------------------------------
 
     def set_peers(self, peers: Iterable[Peer]) -> None:
-        known: dict[Life, dict[int, Peer]] = {}
+        known: dict[WorkerEpoch, dict[int, Peer]] = {}
         for peer in peers:
             known.setdefault((peer.worker_id, peer.epoch), {})[peer.rank] = peer
         self._gone = (self._gone | (self._peers.keys() - known.keys())) - known.keys()
@@ -85,9 +87,9 @@ class Outgoing:
                 self.link_down(link, HandoffCause.PEER_LOST, "the peer is gone", final=found is None)
             elif not found.connect and not self._over(link):
                 self._drop_link(key)
-        for life, ranks in known.items():
+        for worker_epoch, ranks in known.items():
             if all(peer.connect for peer in ranks.values()):
-                self._make_links(life)
+                self._make_links(worker_epoch)
         for waiting in list(self._waiting.values()):
             self._try_start(waiting)
 
@@ -104,25 +106,25 @@ class Outgoing:
         for link in self._links.values():
             link.report()
 
-    def _plan(self, life: Life) -> tuple[Link, ...]:
+    def _plan(self, worker_epoch: WorkerEpoch) -> tuple[PlannedLink, ...]:
         """This rank's links to a worker. Raises IncompatiblePools."""
-        attach = self._own.attach
-        tp = next(iter(self._peers[life].values())).tp
+        attach = self._local.attach
+        tp = next(iter(self._peers[worker_epoch].values())).tp
         plan = reshard_plan(attach.tp, tp, attach.model_kv_heads)
         return tuple(link for link in plan if link.prefill_rank == attach.rank)
 
-    def _make_links(self, life: Life) -> None:
+    def _make_links(self, worker_epoch: WorkerEpoch) -> None:
         try:
-            plan = self._plan(life)
+            plan = self._plan(worker_epoch)
         except IncompatiblePools as error:
-            log.warning("no links to %s: %s", life[0], error)
+            log.warning("no links to %s: %s", worker_epoch[0], error)
             return
         for link in plan:
-            peer = self._peers[life].get(link.decode_rank)
-            key = (*life, link.decode_rank)
+            peer = self._peers[worker_epoch].get(link.decode_rank)
+            key = (*worker_epoch, link.decode_rank)
             if peer is None or key in self._links:
                 continue
-            out = OutLink(self._own, peer, link, self._transports, self, self._report)
+            out = OutLink(self._local, peer, link, self._transports, self, self._report)
             self._links[key] = out
             self._tasks[key] = asyncio.create_task(out.run())
 
@@ -176,7 +178,7 @@ class Outgoing:
 
     def _check(self, message: OpenSend) -> Ticket:
         ticket = Ticket.parse(message.signed_ticket)
-        attach = self._own.attach
+        attach = self._local.attach
         if message.ticket_id in self._waiting or message.ticket_id in self._sending:
             raise HandoffFault(HandoffCause.PROTOCOL, "this ticket is being sent for already")
         if (ticket.prefill_worker, ticket.prefill_epoch) != (attach.worker_id, attach.epoch):
@@ -187,21 +189,21 @@ class Outgoing:
         return ticket
 
     def _try_start(self, waiting: _Waiting) -> None:
-        life = (waiting.message.decode_worker, waiting.message.decode_epoch)
-        if life not in self._peers:
-            if life in self._gone:
-                self._give_up(waiting, HandoffCause.STALE_EPOCH, f"that life of {life[0]} is over")
+        worker_epoch = (waiting.message.decode_worker, waiting.message.decode_epoch)
+        if worker_epoch not in self._peers:
+            if worker_epoch in self._gone:
+                self._give_up(waiting, HandoffCause.STALE_EPOCH, f"that life of {worker_epoch[0]} is over")
             return
-        self._make_links(life)
+        self._make_links(worker_epoch)
         try:
-            links = self._plan(life)
+            links = self._plan(worker_epoch)
         except IncompatiblePools as error:
             self._give_up(waiting, HandoffCause.TRANSPORT, error.message)
             return
-        if any((*life, link.decode_rank) not in self._links for link in links):
+        if any((*worker_epoch, link.decode_rank) not in self._links for link in links):
             return  # a rank of the worker is missing in the directory
         del self._waiting[waiting.message.ticket_id]
-        session = SendSession(waiting.ticket, links, self._own.layout, self._clock)
+        session = SendSession(waiting.ticket, links, self._local.layout, self._clock)
         entry = _Sending(waiting.message, session)
         self._sending[waiting.ticket.ticket_id] = entry
         self._export_tickets[waiting.message.export_id] = waiting.ticket.ticket_id

@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable
 from enum import StrEnum
 
-from kvtransfer.agent.control import (
+from kvtransfer.causes import HandoffCause
+from kvtransfer.control import (
     Attached,
     Census,
     CloseReceive,
@@ -21,16 +22,15 @@ from kvtransfer.agent.control import (
     Sent,
     TakeCensus,
 )
-from kvtransfer.session.causes import HandoffCause
 from kvtransfer.testing.handoff import FakeRank, FakeWorker
 
 PATTERN = 0xEE
 SETTLE_S = 15.0
 LINK_S = 30.0
-End = Sent | SendFailed | SendClosed | Received | ReceiveFailed | ReceiveClosed
+TicketEnd = Sent | SendFailed | SendClosed | Received | ReceiveFailed | ReceiveClosed
 
 
-class Side(StrEnum):
+class TransferSide(StrEnum):
     SEND = "send"
     RECEIVE = "receive"
 
@@ -39,10 +39,10 @@ class Violation(AssertionError):
     """What must never happen did."""
 
 
-class Half:
+class LeaderTicket:
     """One ticket on one worker, as its leader sees it."""
 
-    def __init__(self, side: Side, ticket_id: str, ranks: list[FakeRank]) -> None:
+    def __init__(self, side: TransferSide, ticket_id: str, ranks: list[FakeRank]) -> None:
         self.side = side
         self.ticket_id = ticket_id
         self.cause: str | None = None
@@ -103,23 +103,23 @@ class Half:
         """Returns when nobody reads or writes its blocks any more."""
         if not self._closing:
             self._closing = True
-            message = CloseSend(self.ticket_id) if self.side is Side.SEND else CloseReceive(self.ticket_id)
+            message = CloseSend(self.ticket_id) if self.side is TransferSide.SEND else CloseReceive(self.ticket_id)
             for rank in self._ranks:
                 if rank.rank in self._closed:
                     continue
                 if rank.is_connected:
-                    rank.tell(message)
+                    rank.send_as_leader(message)
                 else:
                     self.lost(rank.rank)
         await self.until(lambda: self.is_closed)
 
 
-class Member:
+class FakeLeader:
     """One worker: its leader's account of blocks and tickets."""
 
     def __init__(self, worker: FakeWorker) -> None:
         self.worker = worker
-        self.halves: dict[str, Half] = {}
+        self.entries: dict[str, LeaderTicket] = {}
         self.violations: list[str] = []
         self._census: dict[int, Census] = {}
         self._counted = asyncio.Event()
@@ -164,41 +164,41 @@ class Member:
 
     # --- tickets -------------------------------------------------------------------------------------------------
 
-    def open(self, side: Side, ticket_id: str) -> Half:
-        half = self.halves[ticket_id] = Half(side, ticket_id, self.worker.ranks)
+    def open(self, side: TransferSide, ticket_id: str) -> LeaderTicket:
+        entry = self.entries[ticket_id] = LeaderTicket(side, ticket_id, self.worker.ranks)
         for rank in self.worker.ranks:
             if not rank.is_connected:
-                half.lost(rank.rank)
-        return half
+                entry.lost(rank.rank)
+        return entry
 
-    def forget(self, half: Half) -> None:
-        del self.halves[half.ticket_id]
-        self._over.add(half.ticket_id)
+    def forget(self, entry: LeaderTicket) -> None:
+        del self.entries[entry.ticket_id]
+        self._over.add(entry.ticket_id)
 
     def _listener(self, rank: FakeRank) -> Callable[[FromAgent | None], None]:
         def listen(message: FromAgent | None) -> None:
             if message is None:
                 self.attached.clear()
-                for half in list(self.halves.values()):
-                    half.lost(rank.rank)
+                for entry in list(self.entries.values()):
+                    entry.lost(rank.rank)
             elif isinstance(message, Attached):
-                self.worker.where[rank.rank] = message
-                if len(self.worker.where) == self.worker.tp:
+                self.worker.attached[rank.rank] = message
+                if len(self.worker.attached) == self.worker.tp:
                     self.attached.set()
                     self.on_attached()
             elif isinstance(message, Census):
                 self._census[rank.rank] = message
                 self._counted.set()
-            elif isinstance(message, End):
+            elif isinstance(message, TicketEnd):
                 self._take(rank, message)
 
         return listen
 
-    def _take(self, rank: FakeRank, message: End) -> None:
-        half = self.halves.get(message.ticket_id)
+    def _take(self, rank: FakeRank, message: TicketEnd) -> None:
+        entry = self.entries.get(message.ticket_id)
         try:
-            if half is not None:
-                half.report(rank.rank, message)
+            if entry is not None:
+                entry.report(rank.rank, message)
             elif message.ticket_id in self._over:
                 raise Violation(f"{self.worker.worker_id} rank {rank.rank}: {message} after the end")
         except Violation as violation:
@@ -207,7 +207,7 @@ class Member:
     async def take_census(self) -> list[Census]:
         self._census.clear()
         for rank in self.worker.ranks:
-            rank.tell(TakeCensus())
+            rank.send_as_leader(TakeCensus())
         while len(self._census) < len(self.worker.ranks):
             self._counted.clear()
             await self._counted.wait()
@@ -232,7 +232,7 @@ class Member:
         """Its ranks and its leader are gone at once; agents must follow by themselves."""
         for rank in self.worker.ranks:
             rank.listener = None
-            rank.hang_up()
-            rank.hang_up_lead()
-            for half in list(self.halves.values()):
-                half.lost(rank.rank)
+            rank.disconnect()
+            rank.disconnect_leader()
+            for entry in list(self.entries.values()):
+                entry.lost(rank.rank)

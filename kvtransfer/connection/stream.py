@@ -8,10 +8,10 @@ import ssl
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from kvtransfer.link.tls import TlsConnection, Wire
-from kvtransfer.session.causes import protocol_fault
+from kvtransfer.causes import protocol_fault
+from kvtransfer.connection.tls import TlsConnection, Wire
 from kvtransfer.session.piece import HEADER_BYTES, Header
-from kvtransfer.session.versions import PROTOCOL_VERSION
+from kvtransfer.versions import PROTOCOL_VERSION
 
 FLUSH_S = 1.0
 

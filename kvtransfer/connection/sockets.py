@@ -14,8 +14,8 @@ import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from kvtransfer.link.tls import TlsConnection, Wire
-from kvtransfer.session.causes import protocol_fault
+from kvtransfer.causes import protocol_fault
+from kvtransfer.connection.tls import TlsConnection, Wire
 
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")

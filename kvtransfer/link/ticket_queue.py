@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class FairQueue(Generic[T]):
+class TicketQueue(Generic[T]):
     """A long prompt's pieces do not hold up a short one's. For one event loop.
 
     Args:
@@ -26,7 +26,7 @@ class FairQueue(Generic[T]):
         self._lines.setdefault(ticket_id, deque()).append(item)
         self._news.set()
 
-    def look_again(self) -> None:
+    def wake(self) -> None:
         """Something changed that `may_go` looks at."""
         self._news.set()
 
