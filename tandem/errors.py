@@ -15,7 +15,7 @@
     │   ├── WorkerLost
     │   ├── NoWorker
     │   └── KvExhausted
-    ├── HandoffError          the KV blocks did not arrive whole (its cause: kvtransfer.session.causes.HandoffFault)
+    ├── HandoffError          the KV blocks did not arrive whole (its cause: kvtransfer.causes.HandoffFault)
     ├── DeadlineExceeded
     ├── RequestCancelled
     ├── ConfigError           configuration, checkpoint or machine: names the field and the remedy

@@ -17,8 +17,14 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.checkpoint.tokenizer_json import (
+    BYTE_LEVEL,
+    DIGITS_THEN_BYTE_LEVEL,
+    BytePairTokenizer,
+    Json,
+    split_then_bytes,
+)
 from tandem.errors import CheckpointError
-from tandem.text.tokenizer_json import BYTE_LEVEL, DIGITS_THEN_BYTE_LEVEL, BytePairTokenizer, Json, split_then_bytes
 
 _Array = NDArray[Any]
 _T = TypeVar("_T")

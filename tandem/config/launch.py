@@ -5,17 +5,21 @@ The file names under `run_dir` are derived here and nowhere else, so no process 
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from functools import cached_property
 from pathlib import Path
 
 from pydantic import Field
 
-from tandem.config.addresses import AUTO_HOST, address_towards
 from tandem.config.auth import AuthSpec
 from tandem.config.frozen import Frozen
+from tandem.config.log_format import LogFormat
 from tandem.config.observability import ObservabilitySpec
 from tandem.config.spec import ModelSpec, Role, RouterSpec, TlsSpec, TransferSpec
-from tandem.telemetry.log_format import LogFormat
+from tandem.errors import ConfigError
+
+AUTO_HOST = "auto"
 
 
 class WorkerLaunch(Frozen):
@@ -96,3 +100,21 @@ class RouterLaunch(Frozen):
     @classmethod
     def load(cls, path: Path) -> RouterLaunch:
         return cls.model_validate_json(path.read_bytes())
+
+
+def address_towards(peer: str) -> str:
+    """The local IP address that a connection to `peer` (host:port) would come from. Sends nothing.
+
+    Raises ConfigError when there is no way to it.
+    """
+    host, _, port = peer.rpartition(":")
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of a datagram socket: only a look at the routing table
+            return str(ipaddress.ip_address(probe.getsockname()[0]))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"transfer.bind_host: auto needs a route to {peer}, and there is none ({error}): name an address instead",
+            field="transfer.bind_host",
+        ) from None

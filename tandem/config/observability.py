@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tandem.config.frozen import Frozen
-from tandem.telemetry.log_format import LogFormat
+from tandem.config.log_format import LogFormat
 
 
 class OtlpTls(Frozen):

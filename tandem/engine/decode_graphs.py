@@ -8,51 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.engine.attention.varlen_attention import PagedBatch, PagedKernel, VarlenAttention
+from tandem.engine.graph_recorder import GraphRecorder
 from tandem.engine.output import best_of
 from tandem.engine.step import SequenceStep, StepInput
 from tandem.kvcache.layout import blocks_for
 from tandem.model.decoder import Decoder
-
-
-class Recorder(Protocol):
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What does `work` again, on the same tensors. `work` may run any number of times for that, also none."""
-        ...
-
-
-class Again:
-    """Records nothing: the work is done again. For devices without graphs."""
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        return work
-
-
-class CudaRecorder:
-    """CUDA graphs, all with one pool of memory: no two of them run at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._memory = torch.cuda.graph_pool_handle()
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        with torch.cuda.device(self._device):
-            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                work()  # libraries allocate and choose when first used, which cannot be recorded
-            torch.cuda.current_stream().wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads (NCCL's watchdog) may ask the device for things meanwhile.
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                work()
-        return graph.replay
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -69,7 +35,7 @@ class DecodeGraphs:
         model: Decoder,
         pool: Tensor,
         kernel: PagedKernel,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         *,
         most_requests: int,
         most_tokens: int,

@@ -16,7 +16,7 @@ from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.host_pool import HostPool
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.output import Launched, best_of_any, launched
-from tandem.engine.scores import score
+from tandem.engine.prompt_logprobs import score
 from tandem.engine.step import SequenceStep, StepInput
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import Attend, Decoder

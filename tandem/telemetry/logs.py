@@ -12,8 +12,8 @@ import logging
 import sys
 from datetime import UTC, datetime
 
+from tandem.config.log_format import LogFormat
 from tandem.telemetry.log_context import log_names
-from tandem.telemetry.log_format import LogFormat
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 

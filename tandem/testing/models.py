@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from tandem.text.tokenizer_json import BytePairTokenizer
+from tandem.checkpoint.tokenizer_json import BytePairTokenizer
 
 SPECIAL_TOKENS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE: Final = (

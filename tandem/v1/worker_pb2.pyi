@@ -976,7 +976,7 @@ class WorkerError(_message.Message):
     message: _builtins.str
     field: _builtins.str
     cause: _builtins.str
-    """of a failed handoff: a member of kvtransfer.session.causes.HandoffCause"""
+    """of a failed handoff: a member of kvtransfer.causes.HandoffCause"""
     def __init__(
         self,
         *,

@@ -11,8 +11,8 @@ import torch
 
 from tandem.engine.attention.paged_check import fault, plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath, kernels_there
-from tandem.engine.decode_graphs import CudaRecorder
 from tandem.engine.factory import Rank
+from tandem.engine.graph_recorder import CudaGraphRecorder
 from tandem.engine.kv_pool import DTYPES
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
@@ -92,14 +92,16 @@ def test_recorded_steps_give_the_tokens_of_launched_ones_and_of_gathered_blocks(
     gathered = single_rank(model_dir, tmp_path / "g", **FLOAT32)
     assert gathered.runner.graphs is None
     launched = single_rank(model_dir, tmp_path / "l", paged=PagedPath(plain_attention, None), **FLOAT32)
-    recorded = single_rank(model_dir, tmp_path / "r", paged=PagedPath(plain_attention, CudaRecorder(CUDA)), **FLOAT32)
+    recorded = single_rank(
+        model_dir, tmp_path / "r", paged=PagedPath(plain_attention, CudaGraphRecorder(CUDA)), **FLOAT32
+    )
     expected = answers(gathered, count)
     assert answers(launched, count) == expected
     assert answers(recorded, count) == expected
 
 
 def test_a_recorded_step_survives_preemption(model_dir: Path, tmp_path: Path) -> None:
-    paged = PagedPath(plain_attention, CudaRecorder(CUDA))
+    paged = PagedPath(plain_attention, CudaGraphRecorder(CUDA))
     small = single_rank(model_dir, tmp_path / "s", paged=paged, kv_blocks=20, max_step_tokens=64, **FLOAT32)
     large = single_rank(model_dir, tmp_path / "l", **FLOAT32)
     drivers = EngineDriver(small.engine), EngineDriver(large.engine)

@@ -12,9 +12,9 @@ from tandem.engine.kv_pool import DTYPES
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.device_matrices import QuantiseRows, checked_rows, quantised_rows
+from tandem.model.kernel_check import checked_kernels
 from tandem.model.matrices import MatrixMaker, Weights
 from tandem.model.ops import is_native
-from tandem.native.check import checked_kernels
 from tandem.native.library import Kernels
 
 # A ring adds each element's parts in an order that hangs on the batch; the sum of two has but one.

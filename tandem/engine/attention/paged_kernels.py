@@ -19,7 +19,7 @@ from torch.nn import attention
 
 from tandem.engine.attention.paged_check import fault
 from tandem.engine.attention.varlen_attention import PagedKernel
-from tandem.engine.decode_graphs import CudaRecorder, Recorder
+from tandem.engine.graph_recorder import CudaGraphRecorder, GraphRecorder
 from tandem.engine.kv_pool import DTYPES
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import Decoder
@@ -40,7 +40,7 @@ class PagedPath:
     """`recorder` None: a decode step is launched operation by operation, as every other."""
 
     kernel: PagedKernel
-    recorder: Recorder | None
+    recorder: GraphRecorder | None
 
 
 def choose_paged_path(
@@ -56,7 +56,7 @@ def choose_paged_path(
     if any(isinstance(layer.mlp, SparseMlp) for layer in model.layers):
         logger.warning("decode steps are not recorded: the model has experts")
         return PagedPath(kernel, None)
-    return PagedPath(kernel, CudaRecorder(device))
+    return PagedPath(kernel, CudaGraphRecorder(device))
 
 
 def _checked_kernel(

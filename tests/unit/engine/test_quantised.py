@@ -25,10 +25,10 @@ from tandem.engine.factory import Rank
 from tandem.engine.step import SequenceStep
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
+from tandem.model.kernel_check import checked_kernels
 from tandem.model.matrices import MatrixMaker, Weights, quantised_int4, quantised_int8
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
-from tandem.native.check import checked_kernels
 from tandem.native.library import GROUP
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, make_request, single_rank
