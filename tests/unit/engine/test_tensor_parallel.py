@@ -34,9 +34,9 @@ SEEDED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=8)
 FOLLOW = """
 import sys
 from pathlib import Path
-from tandem.config import EngineSpec
+from tandem.config.spec import EngineSpec
 from tandem.engine.factory import build_rank
-from tandem.engine.testing import NoExport
+from tandem.testing.engine import NoExport
 
 model_dir, rendezvous, rank, size, spec = sys.argv[1:]
 build_rank(
