@@ -1,12 +1,14 @@
-"""The KV plane's protocol versions. A release speaks its own and the one before, so that a cluster can be upgraded
-worker by worker; a pair of workers uses the newest that both speak.
+"""Protocol versions of the KV plane.
+
+A release supports its own version and the one before, so that a cluster can be upgraded worker by worker. A pair of
+workers uses the newest version that both support.
 
     1  the digest of a piece covers its bytes
-    2  links may carry int8; the digest covers the header too, so that a piece that names the wrong blocks, layers or
-       ticket is found out; both ends beat, and a receiver answers any number of probes; `process_group` sends a
-       piece as several messages; pieces of `mapped` may be larger, and digests of large ones follow them
+    2  links may carry int8; the digest covers the header too, so that wrong blocks, layers or tickets are detected;
+       both ends send heartbeats, and a receiver answers any number of probes; `process_group` sends a piece as
+       several messages; pieces of `mapped` may be larger, and digests of large ones follow them
 
-Fields that came later have defaults that mean what was meant before: digests are xxh3, pools are in host memory.
+Fields added later default to the previous behaviour: digests are xxh3, pools are in host memory.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _MAPPED_DIGESTS_FOLLOW = 2
 
 
 class ProtocolRange(Protocol):
-    """The versions one side speaks, both ends included."""
+    """The versions one side supports, both ends included."""
 
     @property
     def protocol(self) -> int: ...
@@ -36,12 +38,12 @@ class ProtocolRange(Protocol):
 
 
 def common_version(a: ProtocolRange, b: ProtocolRange) -> int:
-    """Raises IncompatiblePools: no version is spoken by both."""
+    """Raises IncompatiblePools if no version is supported by both."""
     newest = min(a.protocol, b.protocol)
     if newest < max(a.oldest_protocol, b.oldest_protocol):
         raise IncompatiblePools(
-            f"protocol: one side speaks versions {a.oldest_protocol} to {a.protocol}, the other {b.oldest_protocol} to "
-            f"{b.protocol}; upgrade the older workers first",
+            f"protocol: one side supports versions {a.oldest_protocol} to {a.protocol}, the other {b.oldest_protocol} "
+            f"to {b.protocol}; upgrade the older workers first",
             field="protocol",
         )
     return newest

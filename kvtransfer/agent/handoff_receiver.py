@@ -1,4 +1,4 @@
-"""The agent's receiving side: executes what receive sessions decide. Only this side writes to the rank's pool."""
+"""The agent's receiving side: executes the decisions of receive sessions. Only this side writes to the rank's pool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tandem.errors import TandemError
 
 log = logging.getLogger(__name__)
 
-LEASE_GRACE_S = 2.0  # how long a good ticket may be ahead of its OpenReceive
+LEASE_GRACE_S = 2.0  # a valid ticket may arrive this long before its OpenReceive
 _REMEMBERED = 4096
 WorkerEpoch = tuple[str, int]
 
@@ -39,7 +39,8 @@ class HandoffReceiver:
         report: Callable[[FromAgent], None],
         sends_to: Callable[[tuple[str, int, int]], bool] = lambda _: False,
     ) -> None:
-        """`sends_to`: whether there is also a link to that (worker, epoch, rank), which is then the one reported."""
+        """`sends_to` tells whether there is also a link to that (worker, epoch, rank), which is then reported
+        instead."""
         attach = local.attach
         self._sends_to = sends_to
         self._local = local
@@ -56,7 +57,7 @@ class HandoffReceiver:
     # --- the directory and the leader --------------------------------------------------------------------------
 
     def set_peers(self, peers: Iterable[Peer]) -> None:
-        """Links from lives that were known and are gone end."""
+        """Closes links from epochs that left the directory."""
         epochs = frozenset((peer.worker_id, peer.epoch) for peer in peers)
         names = {name for name, _ in epochs}
         for link in self._links:
@@ -73,7 +74,7 @@ class HandoffReceiver:
         attach = self._local.attach
         try:
             if message.ticket_id in self._tickets:
-                raise HandoffFault(HandoffCause.PROTOCOL, "this ticket is open already")
+                raise HandoffFault(HandoffCause.PROTOCOL, "this ticket is already open")
             session = ReceiveSession(
                 message,
                 self._rank,
@@ -99,7 +100,7 @@ class HandoffReceiver:
             self._do(entry, entry.session.close())
 
     def fail_all(self, cause: HandoffCause, reason: str) -> None:
-        """Nobody is left to report to, or the agent stops."""
+        """Fails all sessions: the leader is gone, or the agent is stopping."""
         for entry in list(self._tickets.values()):
             self._do(entry, entry.session.fail(cause, reason))
 
@@ -114,7 +115,7 @@ class HandoffReceiver:
         self._report_link(link, "ready", "")
 
     def link_open(self, link: InLink, ticket_id: str, signed: bytes) -> None:
-        """Answers when the lease is known; the link goes on with other tickets meanwhile."""
+        """Answers once the lease is known. Meanwhile the link serves other tickets."""
         self._spawn(self._admit(link, ticket_id, signed))
 
     async def _admit(self, link: InLink, ticket_id: str, signed: bytes) -> None:
@@ -128,7 +129,7 @@ class HandoffReceiver:
             link.fail(ticket_id, cause, error.message)
             return
         if link not in self._links:
-            self._do(entry, entry.session.link_down(link.hello.rank, HandoffCause.PEER_LOST, "the sender was lost"))
+            self._do(entry, entry.session.link_down(link.hello.rank, HandoffCause.PEER_LOST, "the sender disconnected"))
             return
         entry.links[link.hello.rank] = link
         link.reply(FrameType.ACCEPT, ticket_id)
@@ -136,14 +137,14 @@ class HandoffReceiver:
     def _check(self, link: InLink, ticket_id: str, ticket: Ticket) -> None:
         attach, hello = self._local.attach, link.hello
         if ticket.ticket_id != ticket_id:
-            raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket is not the one that was announced")
+            raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket's id differs from the announced one")
         if (ticket.decode_worker, ticket.decode_epoch) != (attach.worker_id, attach.epoch):
-            raise HandoffFault(HandoffCause.STALE_EPOCH, "the ticket is for another life of a decode worker")
+            raise HandoffFault(HandoffCause.STALE_EPOCH, "the ticket is for another epoch of the decode worker")
         if (ticket.prefill_worker, ticket.prefill_epoch) != (hello.worker_id, hello.epoch):
-            raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket is not this sender's")
+            raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket is for another sender")
 
     async def _lease(self, ticket_id: str) -> _Receiving:
-        """Waits a little: the ticket may have overtaken its OpenReceive."""
+        """Waits up to LEASE_GRACE_S, because the ticket may arrive before its OpenReceive."""
         try:
             async with asyncio.timeout(LEASE_GRACE_S), self._opened:
                 await self._opened.wait_for(lambda: ticket_id in self._tickets or ticket_id in self._over)
@@ -161,7 +162,7 @@ class HandoffReceiver:
         entry = self._entry(link, ticket_id)
         return entry.session if entry else None
 
-    def link_knows(self, ticket_id: str) -> bool:
+    def has_ticket(self, ticket_id: str) -> bool:
         return ticket_id in self._tickets or ticket_id in self._over
 
     def link_written(self, link: InLink, ticket_id: str, piece: Piece, digest: int, verify_s: float) -> None:
@@ -194,7 +195,7 @@ class HandoffReceiver:
             is_expected = (lease.prefill_worker, lease.prefill_epoch) == sender[:2] and hello.rank not in entry.links
             if entry.links.get(hello.rank) is link:
                 self._do(entry, entry.session.link_down(hello.rank, cause, reason))
-            elif is_expected and is_last:  # blocks are not kept for a sender that may never come back
+            elif is_expected and is_last:  # do not hold blocks for a sender that may never reconnect
                 self._do(entry, entry.session.fail(cause, reason))
         self._report_link(link, "down", reason)
 
@@ -231,7 +232,7 @@ class HandoffReceiver:
                 self._report_link(link, "ready", "")
 
     def _remember(self, ticket_id: str) -> None:
-        """A ticket is used once: a late sender is refused without waiting for a lease."""
+        """Remembers a used ticket, so that a late sender is refused without waiting for a lease."""
         self._over[ticket_id] = None
         while len(self._over) > _REMEMBERED:
             self._over.popitem(last=False)

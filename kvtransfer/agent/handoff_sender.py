@@ -1,4 +1,4 @@
-"""The agent's sending side: executes what send sessions decide, over the links to the decode workers' ranks."""
+"""The agent's sending side: executes the decisions of send sessions over the links to the decode workers' ranks."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ class HandoffSender:
         self._peers = known
         for key, link in list(self._links.items()):
             found = known.get(key[:2], {}).get(key[2])
-            if found is None or not found.is_at(link.peer):  # gone; or its agent was restarted and listens elsewhere
+            if found is None or not found.is_at(link.peer):  # gone, or its agent restarted at another address
                 self._drop_link(key)
-                self.link_down(link, HandoffCause.PEER_LOST, "the peer is gone", final=found is None)
+                self.link_down(link, HandoffCause.PEER_LOST, "the peer left the directory", final=found is None)
             elif not found.connect and not self._over(link):
                 self._drop_link(key)
         for worker_epoch, ranks in known.items():
@@ -94,7 +94,7 @@ class HandoffSender:
             self._try_start(waiting)
 
     def _drop_link(self, key: PeerKey) -> None:
-        """Whoever is gone, or only not wanted any more, is forgotten: this is no link that is down."""
+        """Forgets a link that is no longer wanted, and reports it as closed rather than down."""
         self._tasks.pop(key).cancel()
         self._links.pop(key).is_wanted = False
         self._report(LinkReport(*key, transport="", state="closed", reason="", bytes=0))
@@ -107,7 +107,7 @@ class HandoffSender:
             link.report()
 
     def _plan(self, worker_epoch: WorkerEpoch) -> tuple[PlannedLink, ...]:
-        """This rank's links to a worker. Raises IncompatiblePools."""
+        """This rank's links to a worker, by the reshard plan. Raises IncompatiblePools."""
         attach = self._local.attach
         tp = next(iter(self._peers[worker_epoch].values())).tp
         plan = reshard_plan(attach.tp, tp, attach.model_kv_heads)
@@ -162,7 +162,7 @@ class HandoffSender:
         self._export(self._exports.layer_done(message.layer))
 
     def fail_all(self, cause: HandoffCause, reason: str) -> None:
-        """Nobody is left to report to, or the agent stops."""
+        """Fails all sessions: the leader is gone, or the agent is stopping."""
         for ticket_id in list(self._waiting):
             self._exports.close(self._waiting.pop(ticket_id).message.export_id)
         for entry in list(self._sending.values()):
@@ -172,7 +172,11 @@ class HandoffSender:
         self._exports.tick()
         now_s = self._clock.now_s()
         for waiting in [each for each in self._waiting.values() if each.expires_s <= now_s]:
-            self._give_up(waiting, HandoffCause.DEADLINE, f"{waiting.message.decode_worker} never came into reach")
+            self._give_up(
+                waiting,
+                HandoffCause.DEADLINE,
+                f"{waiting.message.decode_worker} did not appear in the directory in time",
+            )
         for entry in list(self._sending.values()):
             self._do(entry, entry.session.tick())
 
@@ -180,19 +184,19 @@ class HandoffSender:
         ticket = Ticket.parse(message.signed_ticket)
         attach = self._local.attach
         if message.ticket_id in self._waiting or message.ticket_id in self._sending:
-            raise HandoffFault(HandoffCause.PROTOCOL, "this ticket is being sent for already")
+            raise HandoffFault(HandoffCause.PROTOCOL, "this ticket is already open")
         if (ticket.prefill_worker, ticket.prefill_epoch) != (attach.worker_id, attach.epoch):
-            raise HandoffFault(HandoffCause.STALE_EPOCH, "the ticket is for another life of a prefill worker")
+            raise HandoffFault(HandoffCause.STALE_EPOCH, "the ticket is for another epoch of the prefill worker")
         named = (message.ticket_id, message.decode_worker, message.decode_epoch, message.prompt_tokens)
         if named != (ticket.ticket_id, ticket.decode_worker, ticket.decode_epoch, ticket.prompt_tokens):
-            raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket says something else than the request")
+            raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket and the request differ")
         return ticket
 
     def _try_start(self, waiting: _Waiting) -> None:
         worker_epoch = (waiting.message.decode_worker, waiting.message.decode_epoch)
         if worker_epoch not in self._peers:
             if worker_epoch in self._gone:
-                self._give_up(waiting, HandoffCause.STALE_EPOCH, f"that life of {worker_epoch[0]} is over")
+                self._give_up(waiting, HandoffCause.STALE_EPOCH, f"that epoch of {worker_epoch[0]} has ended")
             return
         self._make_links(worker_epoch)
         try:
@@ -201,7 +205,7 @@ class HandoffSender:
             self._give_up(waiting, HandoffCause.TRANSPORT, error.message)
             return
         if any((*worker_epoch, link.decode_rank) not in self._links for link in links):
-            return  # a rank of the worker is missing in the directory
+            return  # a rank of the worker is missing from the directory
         del self._waiting[waiting.message.ticket_id]
         session = SendSession(waiting.ticket, links, self._local.layout, self._clock)
         entry = _Sending(waiting.message, session)
@@ -242,7 +246,7 @@ class HandoffSender:
         entry = self._sending.get(header.ticket_id)
         rank = link.peer.rank
         if entry is None or entry.peer(rank) != (link.peer.worker_id, link.peer.epoch, rank):
-            return  # it is over here; the receiver will hear, or has heard
+            return  # the session is over; the receiver learns of it separately
         if rank not in entry.session.decode_ranks:
             return
         match header.type:

@@ -1,4 +1,4 @@
-"""The first messages of a link: who sends, to whom, with what layout and plan; accepted or refused for good.
+"""The first messages of a link: a hello with identities, layout and plan, and its acceptance or permanent refusal.
 
 Msgspec structs, framed like `tandem.rpc.channel`, at most 64 KiB. Over a unix socket the hello carries the sender's
 pool.
@@ -29,8 +29,8 @@ MULTILINEAR = "multilinear"  # kvtransfer.pool.device_digest
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """From the sending agent. `protocol`: the version this link will use; `link`: the plan's entry as the sender
-    computed it."""
+    """From the sending agent. `protocol` is the version of this link; `link` is the plan's entry as the sender computed
+    it."""
 
     protocol: int
     transport: str
@@ -47,29 +47,30 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     link: tuple[int, int, int, int]
     digests: bool
     int8: bool = False
-    memory: DeviceMemory | None = None  # `mapped`: where the sender's pool is, if not in the file beside the hello
-    digest_kinds: tuple[str, ...] = (XXH3,)  # that the sender can make on this link
+    memory: DeviceMemory | None = None  # `mapped`: the sender's pool; None: the file sent with the hello
+    digest_kinds: tuple[str, ...] = (XXH3,)  # kinds that the sender can compute on this link
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """From the receiving agent. `digests`: every piece must have one; `data_port`: where a transport that needs one
-    takes its data path (`process_group`: its store), `data_token`: what a connection there has to show first.
+    """From the receiving agent.
 
-    A side that does not name the digest's kind makes and expects xxh3, as all did when version 2 was new.
+    `digests`: every piece must have one. `data_port`: port of the data path, for transports with one (`process_group`:
+    its store). `data_token`: token that the data connection must present first. Without `digest_kind`, as in early
+    version 2, digests are xxh3.
     """
 
     worker_id: str
     epoch: int
     rank: int
     digests: bool
-    data_port: int | None = msgspec.field(default=None, name="store_port")  # as it was called in version 1
+    data_port: int | None = msgspec.field(default=None, name="store_port")  # its name in version 1
     data_token: bytes = b""
-    digest_kind: str = XXH3  # one of the hello's
-    digest_key: int = 0  # of MULTILINEAR, for this connection only
+    digest_kind: str = XXH3  # one of the hello's kinds
+    digest_key: int = 0  # key of MULTILINEAR, for this connection only
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """This link will never work between these two lives."""
+    """Permanent refusal: this link will never work between these two epochs."""
 
     cause: str
     reason: str
@@ -81,7 +82,7 @@ _HELLO = msgspec.msgpack.Decoder(Hello)
 
 @dataclass(frozen=True, slots=True)
 class LocalRank:
-    """What this agent is: what its rank attached."""
+    """The local rank as it attached to this agent."""
 
     attach: AttachPool
     pool: Pool
@@ -91,7 +92,7 @@ class LocalRank:
 
     @property
     def tls(self) -> TlsContexts | None:
-        """For the next connection."""
+        """TLS contexts for the next connection."""
         return None if self.renewed_tls is None else self.renewed_tls.current()
 
     @property
@@ -106,7 +107,7 @@ class LocalRank:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A `reshard.KvShape`."""
+    """Implements `reshard.KvShape`."""
 
     model_fingerprint: str
     dtype: str
@@ -121,7 +122,7 @@ class Shape:
 
 
 def pool_layout(wire: WireLayout) -> KvPoolLayout:
-    """Raises HandoffFault (protocol) when the layout is none."""
+    """Raises HandoffFault (protocol) if the layout is invalid."""
     sizes = (wire.num_blocks, wire.layers, wire.kv_heads, wire.block_tokens, wire.head_dim)
     if wire.dtype not in DTYPE_BYTES or not all(0 < size < 1 << 31 for size in sizes):
         raise protocol_fault(f"layout: expected positive sizes and a known dtype, got {wire}")
@@ -129,7 +130,7 @@ def pool_layout(wire: WireLayout) -> KvPoolLayout:
 
 
 def make_hello(local: LocalRank, peer: Peer, link: PlannedLink, transport: str, *, int8: bool) -> Hello:
-    """Raises IncompatiblePools: we have no protocol version in common."""
+    """Raises IncompatiblePools if both have no protocol version in common."""
     attach = local.attach
     maps_device = transport == MAPPED and bool(local.device)
     return Hello(
@@ -165,16 +166,16 @@ def check_hello(hello: Hello, local: LocalRank) -> PlannedLink:
     """The link that this hello is for.
 
     Raises:
-        HandoffFault: (stale_epoch) it is meant for another life of ours; (protocol) versions or plans differ.
+        HandoffFault: (stale_epoch) it is for another epoch of this worker; (protocol) versions or plans differ.
         IncompatiblePools: the two pools cannot exchange blocks.
     """
     attach = local.attach
     if not attach.oldest_protocol <= hello.protocol <= attach.protocol:
-        spoken = f"{attach.oldest_protocol} to {attach.protocol}"
-        raise protocol_fault(f"protocol: expected a version from {spoken}, got {hello.protocol}")
+        supported = f"{attach.oldest_protocol} to {attach.protocol}"
+        raise protocol_fault(f"protocol: expected a version from {supported}, got {hello.protocol}")
     meant, ours = (hello.to_worker, hello.to_epoch, hello.to_rank), (attach.worker_id, attach.epoch, attach.rank)
     if meant != ours:
-        raise HandoffFault(HandoffCause.STALE_EPOCH, f"the link is meant for {meant}, this is {ours}")
+        raise HandoffFault(HandoffCause.STALE_EPOCH, f"the link is for {meant}, but this is {ours}")
     if not 0 < hello.tp <= MAX_TP or not 0 <= hello.rank < hello.tp:
         raise protocol_fault(f"rank: expected 0 <= rank < tp <= {MAX_TP}, got rank {hello.rank} of {hello.tp}")
     pool_layout(hello.layout)
@@ -184,7 +185,7 @@ def check_hello(hello: Hello, local: LocalRank) -> PlannedLink:
     )
     if hello.int8 and not attach.int8:
         raise IncompatiblePools(
-            "wire_dtype: expected the pool's dtype, got int8; set transfer.wire_dtype the same on both",
+            "wire_dtype: expected the pool's dtype, got int8; set the same transfer.wire_dtype on both workers",
             field="wire_dtype",
         )
     for link in reshard_plan(hello.tp, attach.tp, attach.model_kv_heads):
@@ -192,7 +193,7 @@ def check_hello(hello: Hello, local: LocalRank) -> PlannedLink:
             if (link.head_start, link.head_count, link.src_head, link.dst_head) != hello.link:
                 raise protocol_fault(f"plan: expected {link}, the sender has {hello.link}")
             if link.src_head + link.head_count > hello.layout.kv_heads:
-                raise protocol_fault("plan: the sender's pool has fewer heads than its rank owns")
+                raise protocol_fault("plan: the sender's pool lacks heads of its rank")
             return link
     raise IncompatiblePools(f"plan: prefill rank {hello.rank} sends nothing to decode rank {attach.rank}")
 
@@ -201,9 +202,9 @@ async def receive_answer(raw: Wire, timeout_s: float) -> Welcome:
     """The receiver's answer to our hello.
 
     Raises:
-        LinkRefused: for good.
-        HandoffFault: (protocol) it is no answer.
-        OSError, TimeoutError: the connection broke, or no answer came.
+        LinkRefused: permanently.
+        HandoffFault: (protocol) it is not a valid answer.
+        OSError, TimeoutError: the connection failed, or no answer arrived.
     """
     async with asyncio.timeout(timeout_s):
         body, _ = await receive_first(raw)
@@ -217,7 +218,7 @@ async def receive_answer(raw: Wire, timeout_s: float) -> Welcome:
 
 
 class LinkRefused(IncompatiblePools):
-    """The peer will not take this link, for as long as both live."""
+    """The peer refuses this link for as long as both epochs last."""
 
 
 def _shape(side: Hello | AttachPool, oldest_protocol: int) -> Shape:

@@ -87,7 +87,7 @@ class FakeRank:
         self.is_stopped = False
         self.is_gone = False  # it died, and its agent with it
         self.listener: Callable[[FromAgent | None], None] | None = None  # takes what comes; None: the agent is lost
-        self._news = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self._local = AgentClient(asyncio.get_running_loop())
         self._lead = AgentClient(asyncio.get_running_loop())
         self._tasks: set[asyncio.Task[None]] = set()
@@ -145,8 +145,8 @@ class FakeRank:
 
     def _notify(self) -> None:
         async def notify() -> None:
-            async with self._news:
-                self._news.notify_all()
+            async with self._changed:
+                self._changed.notify_all()
 
         task = asyncio.get_running_loop().create_task(notify())
         self._tasks.add(task)
@@ -178,9 +178,9 @@ class FakeRank:
                     return message
             return None
 
-        async with asyncio.timeout(timeout_s), self._news:
+        async with asyncio.timeout(timeout_s), self._changed:
             while (message := found()) is None:
-                await self._news.wait()
+                await self._changed.wait()
         return message
 
     def write(self, kv: FakeKv, block_ids: Sequence[int], first: int = 0, layers: slice = slice(None)) -> None:

@@ -52,7 +52,7 @@ class LeaderTicket:
         self._closed: set[int] = set()
         self._ended: set[int] = set()
         self._closing = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
     def is_complete(self) -> bool:
@@ -80,7 +80,7 @@ class LeaderTicket:
                 self._fail(HandoffCause(message.cause).value)
             else:
                 self._done.add(rank)
-        self._news.set()
+        self._changed.set()
 
     def lost(self, rank: int) -> None:
         """Its agent is gone: it neither reads nor writes any more."""
@@ -88,7 +88,7 @@ class LeaderTicket:
             self._fail(HandoffCause.PEER_LOST.value)
         self._ended.add(rank)
         self._closed.add(rank)
-        self._news.set()
+        self._changed.set()
 
     def _fail(self, cause: str) -> None:
         if self.cause is None:
@@ -96,8 +96,8 @@ class LeaderTicket:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
     async def close(self) -> None:
         """Returns when nobody reads or writes its blocks any more."""

@@ -113,7 +113,7 @@ class MappedSender:
         self._thread = thread
         self._probe = secrets.token_bytes(PROBE_BYTES)
         self._digests = True
-        self._following: deque[asyncio.Task[None]] = deque()
+        self._pending_digests: deque[asyncio.Task[None]] = deque()
         self._access: PoolAccess | None = None
 
     def hello_fds(self) -> list[int]:
@@ -143,13 +143,13 @@ class MappedSender:
         if follows:
             task = asyncio.create_task(self._follow(stream, ticket_id, piece, span))
             task.add_done_callback(lambda task: _followed(task, stream))
-            self._following.append(task)
+            self._pending_digests.append(task)
         await stream.drain()
         await self.settle(left=DIGESTS_AHEAD)
 
     async def settle(self, left: int = 0) -> None:
-        while len(self._following) > left:
-            await self._following.popleft()
+        while len(self._pending_digests) > left:
+            await self._pending_digests.popleft()
 
     async def _follow(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
         value = await self._digest(piece, span) ^ _required(piece.digest)

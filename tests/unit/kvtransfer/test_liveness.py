@@ -32,7 +32,7 @@ def test_an_idle_link_whose_peer_beats_lives_for_ever() -> None:
 
 
 def test_a_silent_peer_ends_the_link() -> None:
-    with pytest.raises(HandoffFault, match="no sign of life") as raised:
+    with pytest.raises(HandoffFault, match="no heartbeat") as raised:
         Watched().pass_time(STALL_S + HEARTBEAT_S, has_heartbeats=False)
     assert raised.value.cause is HandoffCause.PEER_LOST
 
