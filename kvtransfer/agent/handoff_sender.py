@@ -25,7 +25,7 @@ from kvtransfer.link.out_link import OutLink
 from kvtransfer.session.exports import Exports, Ready
 from kvtransfer.session.piece import FrameType, Header, parse_failure
 from kvtransfer.session.reshard import PlannedLink, reshard_plan
-from kvtransfer.session.send import Abort, Finish, Open, Push, Report, SendAction, SendSession
+from kvtransfer.session.send import Abort, Finish, Open, Push, ReportSend, SendAction, SendSession
 from kvtransfer.session.ticket import Ticket
 from kvtransfer.transports.factory import Transports
 from tandem.clock import Clock
@@ -290,7 +290,7 @@ class HandoffSender:
         ticket_id = entry.session.ticket.ticket_id
         for action in actions:
             match action:
-                case Report(message):
+                case ReportSend(message):
                     self._report(message)
                 case Open(rank):
                     self._send(entry, rank, Header(FrameType.OPEN, ticket_id), entry.message.signed_ticket)

@@ -1,11 +1,12 @@
-"""The receiving half of a handoff on one rank: pieces in, a bitmap of what is there, final. Pure.
+"""The receiving half of a handoff on one rank: tracks which blocks have arrived. Pure.
 
-    EXPECTING ──first link opened──▶ RECEIVING ──every link finished, all there, digests good──▶ RECEIVED
-        ├── failed ──▶ FAILING ──no write under way──▶ FAILED
-        └── close ───▶ CLOSING ──no write under way──▶ CLOSED
+    EXPECTING ──first link opened──▶ RECEIVING ──every link finished, all blocks verified──▶ RECEIVED
+        ├── failed ──▶ FAILING ──no write in progress──▶ FAILED
+        └── close ───▶ CLOSING ──no write in progress──▶ CLOSED
 
-A write is under way between `begin_piece` and `end_piece`. None begins once the session has left RECEIVING, and
-ReceiveFailed and ReceiveClosed are reported only when none is under way: then the blocks may have another owner.
+A write is in progress between `begin_piece` and `end_piece`. None begins once the session has left RECEIVING.
+ReceiveFailed and ReceiveClosed are reported only without a write in progress, so the blocks may then have another
+owner.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class ReceiveState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Tell the senders on all open links that nothing more is taken for this ticket."""
+    """Tells the senders on all open links that this ticket takes no more pieces."""
 
     cause: HandoffCause
     message: str
@@ -52,7 +53,7 @@ class Acknowledge:
 
 @dataclass(frozen=True, slots=True)
 class ReportReceive:
-    """Tell the leader."""
+    """Reports to the leader."""
 
     message: FromAgent
 
@@ -62,7 +63,7 @@ ReceiveAction = Refuse | Acknowledge | ReportReceive
 
 @dataclass(frozen=True, slots=True)
 class ReceivingRank:
-    """The receiving rank, as the reshard plan sees it."""
+    """The receiving rank's place in the reshard plan."""
 
     rank: int
     tp: int
@@ -71,7 +72,7 @@ class ReceivingRank:
 
 @dataclass(slots=True)
 class _Source:
-    """One link of the plan that ends here."""
+    """A link of the plan that ends at this rank."""
 
     link: PlannedLink
     is_open: bool = False
@@ -83,7 +84,7 @@ class ReceiveSession:
     """One ticket on one decode rank.
 
     Raises:
-        HandoffFault: (protocol) the lease makes no sense: blocks beyond the pool or the prompt, or named twice.
+        HandoffFault: (protocol) the lease is invalid: blocks outside the pool or the prompt, or duplicate blocks.
     """
 
     def __init__(
@@ -122,29 +123,29 @@ class ReceiveSession:
     # --- events ------------------------------------------------------------------------------------------------
 
     def start(self) -> list[ReceiveAction]:
-        """Reports Received at once when there is nothing to receive."""
+        """Reports Received at once if there is nothing to receive."""
         if self._missing:
             return []
         self.state = ReceiveState.RECEIVED
         return [ReportReceive(Received(self.lease.ticket_id, 0, 0, 0, 0.0))]
 
     def open_link(self, ticket: Ticket, prefill_rank: int, prefill_tp: int) -> None:
-        """A sender showed the (verified) ticket.
+        """Opens a link whose sender presented the verified ticket.
 
         Raises:
-            HandoffFault: it is not the ticket of this lease, not a rank that sends to us, or too late.
+            HandoffFault: the ticket is not of this lease, the rank does not send to this one, or it is too late.
         """
         lease = self.lease
         if self.state not in (ReceiveState.EXPECTING, ReceiveState.RECEIVING):
             raise HandoffFault(HandoffCause.REFUSED_TICKET, f"this ticket is {self.state} here")
         if (ticket.prefill_worker, ticket.prefill_epoch) != (lease.prefill_worker, lease.prefill_epoch):
-            raise HandoffFault(HandoffCause.STALE_EPOCH, "the ticket is for another life of a prefill worker")
+            raise HandoffFault(HandoffCause.STALE_EPOCH, "the ticket is for another epoch of the prefill worker")
         if (ticket.first_block, ticket.block_count, ticket.prompt_tokens) != (
             lease.first_block,
             len(lease.block_ids),
             lease.prompt_tokens,
         ):
-            raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket names other blocks than were leased")
+            raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket's blocks differ from the leased ones")
         if self._prefill_tp not in (None, prefill_tp):
             raise protocol_fault(f"expected all links from a worker of tp {self._prefill_tp}, got tp {prefill_tp}")
         if self._prefill_tp is None:
@@ -160,10 +161,10 @@ class ReceiveSession:
         self._renew()
 
     def begin_piece(self, prefill_rank: int, piece: Piece) -> PoolSpan:
-        """Where the piece is to be written. Each successful call must be followed by `end_piece` or `drop_piece`.
+        """The place of the piece in the pool. Each successful call must be followed by `end_piece` or `drop_piece`.
 
         Raises:
-            HandoffFault: the piece is not one that this link may bring now; the session must fail with its cause.
+            HandoffFault: this link may not send the piece now. The session must fail with this cause.
         """
         if self.state is not ReceiveState.RECEIVING:
             raise HandoffFault(HandoffCause.REFUSED_TICKET, f"this ticket is {self.state} here")
@@ -173,7 +174,7 @@ class ReceiveSession:
         self._check_piece(source, piece)
         cells = self._there[self._cells(source.link, piece)]
         if cells.any():
-            raise protocol_fault(f"piece {piece.seq} brings blocks that are already there")
+            raise protocol_fault(f"piece {piece.seq} repeats blocks that have arrived")
         self._stages.piece_begins(self._clock.now_s())
         cells[:] = True
         source.next_seq += 1
@@ -190,13 +191,14 @@ class ReceiveSession:
         )
 
     def end_piece(self, prefill_rank: int, piece: Piece, digest: int, verify_s: float) -> list[ReceiveAction]:
-        """The piece's bytes are in our blocks; `digest` is of the bytes that were written."""
+        """The piece is written. `digest` is of the bytes written."""
         self._writes -= 1
         if self.state is not ReceiveState.RECEIVING:
             return self._over_if_drained()
         if piece.digest is not None and piece.digest != digest:
             return self.fail(
-                HandoffCause.DIGEST_MISMATCH, f"piece {piece.seq} of prefill rank {prefill_rank} arrived corrupted"
+                HandoffCause.DIGEST_MISMATCH,
+                f"piece {piece.seq} of prefill rank {prefill_rank} was corrupted in transit",
             )
         self._renew()
         self._stages.last_piece_at_s = self._clock.now_s()
@@ -206,12 +208,12 @@ class ReceiveSession:
         return [Acknowledge(prefill_rank, piece.seq)]
 
     def drop_piece(self, cause: HandoffCause, message: str) -> list[ReceiveAction]:
-        """The write that `begin_piece` announced ended without the piece."""
+        """The write started by `begin_piece` ended without the piece."""
         self._writes -= 1
         return [*self.fail(cause, message), *self._over_if_drained()]
 
     def finish(self, prefill_rank: int, pieces: int) -> list[ReceiveAction]:
-        """The sender says that these were all, and that the blocks still were its own after our last copy."""
+        """The sender sent all pieces, and still owned its blocks after our last copy."""
         source = self._sources.get(prefill_rank)
         if self.state is not ReceiveState.RECEIVING or source is None or not source.is_open:
             return []
@@ -243,7 +245,7 @@ class ReceiveSession:
         return [Refuse(cause, message), *self._over_if_drained()]
 
     def close(self) -> list[ReceiveAction]:
-        """Leads to ReceiveClosed, once; a failure that was not reported yet is not reported any more."""
+        """Leads to one ReceiveClosed. A failure not yet reported is no longer reported."""
         match self.state:
             case ReceiveState.EXPECTING | ReceiveState.RECEIVING:
                 refuse = Refuse(HandoffCause.CANCELLED, "the decode worker closed the handoff")
@@ -264,12 +266,12 @@ class ReceiveSession:
 
     @property
     def is_over(self) -> bool:
-        """Nothing more happens here: it may be forgotten. (A close that comes later is answered at once.)"""
+        """Whether the session has ended and may be forgotten. A later close is answered at once."""
         return self.state in (ReceiveState.RECEIVED, ReceiveState.FAILED, ReceiveState.CLOSED)
 
     @property
     def missing_cells(self) -> int:
-        """(block, layer, head) cells that no piece has brought yet."""
+        """Number of (block, layer, head) cells that have not arrived."""
         return self._missing
 
     # --- inside ------------------------------------------------------------------------------------------------
@@ -299,7 +301,7 @@ class ReceiveSession:
         )
 
     def _check_piece(self, source: _Source, piece: Piece) -> None:
-        """Everything that came over the wire, against the lease and the plan."""
+        """Checks a piece from the wire against the lease and the plan."""
         layout, link = self._layout, source.link
         if piece.seq != source.next_seq:
             raise protocol_fault(f"expected piece {source.next_seq}, got {piece.seq}")
@@ -315,7 +317,7 @@ class ReceiveSession:
             and piece.head_start + piece.head_count <= link.head_start + link.head_count
         )
         if not inside:
-            raise protocol_fault(f"piece {piece.seq} lies outside what was leased and planned")
+            raise protocol_fault(f"piece {piece.seq} lies outside the lease or the plan")
         tokens = layout.block_tokens
         if piece.end_block == self._prompt_blocks:
             tokens = self.lease.prompt_tokens - (piece.end_block - 1) * layout.block_tokens
@@ -330,6 +332,6 @@ class ReceiveSession:
 def _check_lease(lease: OpenReceive, layout: KvPoolLayout) -> None:
     ids = lease.block_ids
     if any(not 0 <= block < layout.num_blocks for block in ids) or len(set(ids)) != len(ids):
-        raise protocol_fault("lease: expected different physical blocks of this pool")
+        raise protocol_fault("lease: expected distinct physical blocks of this pool")
     if lease.first_block < 0 or lease.first_block + len(ids) > blocks_for(lease.prompt_tokens, layout.block_tokens):
         raise protocol_fault("lease: expected blocks within the prompt")
