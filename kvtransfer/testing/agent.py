@@ -1,12 +1,12 @@
-"""A transfer agent that breaks as planned, for tests: `python -m kvtransfer.testing.agent --faults JSON --socket PATH`.
+"""A transfer agent with planned faults, for tests: `python -m kvtransfer.testing.agent --faults JSON --socket PATH`.
 
-JSON is a `tandem.testing.models.FaultSettings`. Works with any transport: what is broken is the link's frames and the
-halves that `Transports` makes. Points, each an operation that a plan counts:
+JSON is a `tandem.testing.models.FaultSettings`. Works with any transport, because the faults are in the link's frames
+and in the ends that `Transports` creates. Fault points, each an operation that a plan counts:
 
-    frames, where they leave     open piece finish abort probe · accept ack fail aborted probed ·
+    frames, when sent            open piece finish abort probe · accept ack fail aborted probed ·
                                  heartbeat (only if named)
-    a piece before it leaves     digest (its digest changes), memory (mapped: its blocks change after it was taken),
-                                 blocks (mapped: it names blocks that the pool does not have)
+    a piece, before it is sent   digest (its digest changes), memory (mapped: its blocks change after the digest),
+                                 blocks (mapped: its block ids are outside the pool)
     the sender's operations      hello connect send_probe push
     the receiver's operations    prepare join fetch place
 """
@@ -50,7 +50,8 @@ def broken(point: str) -> HandoffFault:
 
 
 class FaultyWriter:
-    """A stream's writer that does to the next frame what `fault` says. Keeps the order of frames unless told not to."""
+    """A stream writer that applies `fault` to the next frame. It keeps the order of frames unless the fault changes
+    it."""
 
     def __init__(self, inner: asyncio.StreamWriter) -> None:
         self.fault: Fault | None = None
@@ -87,7 +88,7 @@ class FaultyWriter:
                 pass  # dropped
 
     def _pass(self, data: bytes) -> None:
-        if self._held and self._held[0] == b"":  # a delay: all that follows waits too
+        if self._held and self._held[0] == b"":  # a delay, so all later frames wait too
             self._held.append(data)
             return
         self._inner.write(data)
@@ -140,7 +141,7 @@ class FaultyStream(FrameStream):
     def _before_piece(self, header: Header, piece: Piece, body: bytes) -> tuple[Header, bytes]:
         if piece.digest is not None and (fault := self._plan.next("digest", (FaultKind.FLIP,))):
             header = replace(header, piece=replace(piece, digest=piece.digest ^ 1 << fault.number % 64))
-        copied_first = piece.payload_bytes > INLINE_BYTES  # both ends would find the same wrong bytes
+        copied_first = piece.payload_bytes > INLINE_BYTES  # otherwise both ends would compute the same wrong digest
         if body and self.memory and not copied_first and (fault := self._plan.next("memory", (FaultKind.FLIP,))):
             flip_in_pool(*self.memory, fault.number)
         if body and self._plan.next("blocks", (FaultKind.MISADDRESS,)):
@@ -149,7 +150,7 @@ class FaultyStream(FrameStream):
 
 
 def misaddress(header: Header, body: bytes, number: int) -> tuple[Header, bytes]:
-    """A well-formed frame for somewhere else."""
+    """A well-formed frame with a wrong destination."""
     piece = header.piece
     if piece is None:
         if header.type in (FrameType.FINISH, FrameType.ACK) and number % 2:
@@ -169,7 +170,7 @@ def misaddress(header: Header, body: bytes, number: int) -> tuple[Header, bytes]
 
 
 def flip_in_pool(pool: Pool, span: PoolSpan, number: int) -> None:
-    """One bit of the first valid token of some block and layer of the span."""
+    """Flips a bit of the first valid token of some block and layer of the span."""
     block = span.block_ids[number % len(span.block_ids)]
     layer = span.layer_start + number % span.layer_count
     where = (block, layer, number % 2, span.head_start, 0, 0)
@@ -268,14 +269,14 @@ class FaultyArrival:
             flip_in_pool(self._local.pool, span, fault.number)
             return placed ^ before ^ host_digest(self._local.pool, span)
         await self._inner.discard()
-        return host_digest(self._local.pool, span)  # of what was there before
+        return host_digest(self._local.pool, span)  # the digest of the previous content
 
     async def discard(self) -> None:
         await self._inner.discard()
 
 
 async def apply_fault(fault: Fault | None, point: str, thread: LinkThread) -> None:
-    """Fails, takes its time or hangs, the latter two in the link's thread, as a collective operation would."""
+    """Fails, delays or hangs. Delays and hangs run in the link's thread, like a collective operation."""
     if fault is None:
         return
     match fault.kind:
@@ -286,7 +287,7 @@ async def apply_fault(fault: Fault | None, point: str, thread: LinkThread) -> No
         case FaultKind.HANG:
             await thread.run(time.sleep, HANG_S)
         case _:
-            pass  # the operation itself does it
+            pass  # the operation applies it
 
 
 class FaultyTransports(Transports):
@@ -308,12 +309,12 @@ class FaultyTransports(Transports):
 
 
 def faults_of(socket_path: Path) -> Path:
-    """Where the agent at `socket_path` notes each fault: a line of its point and kind."""
+    """The file in which the agent at `socket_path` logs each fault: a line with point and kind."""
     return socket_path.with_suffix(".faults")
 
 
 def stepping_wall_clock(real: Callable[[], float]) -> Callable[[], float]:
-    """An hour ahead, right, an hour behind, and so on at each look."""
+    """A wall clock that alternates between an hour ahead, correct, and an hour behind."""
     steps = itertools.cycle((3600.0, 0.0, -3600.0))
     return lambda: real() + next(steps)
 
@@ -321,7 +322,9 @@ def stepping_wall_clock(real: Callable[[], float]) -> Callable[[], float]:
 def run() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvtransfer.testing.agent", add_help=False)
     parser.add_argument("--faults", type=FaultSettings.from_json, default=FaultSettings(every=1, limit=0))
-    parser.add_argument("--wall-clock-steps", action="store_true", help="the wall clock jumps by an hour all the time")
+    parser.add_argument(
+        "--wall-clock-steps", action="store_true", help="make the wall clock jump by an hour at every call"
+    )
     parser.add_argument("--socket", type=Path, required=True)
     options, others = parser.parse_known_args()
 

@@ -1,4 +1,4 @@
-"""Fakes for tests: workers without an engine. Real agent processes, numpy pools in memfds, made-up KV."""
+"""Fakes for tests: workers without an engine, with real agent processes, numpy pools in memfds, and random KV."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class FakeRank:
         self.process = self.start_agent()
 
     def start_agent(self, *launcher: str) -> subprocess.Popen[bytes]:
-        """Starts (or replaces) the agent; `launcher` instead of the real module breaks things on purpose."""
+        """Starts or restarts the agent. `launcher` replaces the module, to inject faults."""
         command = [sys.executable, *(launcher or self.worker.launcher), "--socket", str(self.socket_path)]
         environment = os.environ | AGENT_ENV | {"PYTHONPATH": os.pathsep.join(sys.path)}
         self.process = subprocess.Popen(command, env=environment)
@@ -153,23 +153,23 @@ class FakeRank:
         task.add_done_callback(self._tasks.discard)
 
     def send_as_leader(self, message: msgspec.Struct) -> None:
-        """As the leader."""
+        """Sends a message as the leader."""
         self._lead.send(message)
 
     def send_as_rank(self, message: msgspec.Struct) -> None:
         self._local.send(message)
 
     def disconnect(self) -> None:
-        """The rank dies."""
+        """Simulates the rank's death."""
         self.is_gone = True
         self._local.close()
 
     def disconnect_leader(self) -> None:
-        """The leader dies."""
+        """Simulates the leader's death."""
         self._lead.close()
 
     async def expect(self, kind: type[M], *, timeout_s: float = WAIT_S, **fields: object) -> M:
-        """The first report of this type with these fields, arrived or to come. It is taken out."""
+        """Waits for the first report of this type with these fields, and removes it."""
 
         def found() -> M | None:
             for message in self.messages:
@@ -184,7 +184,7 @@ class FakeRank:
         return message
 
     def write(self, kv: FakeKv, block_ids: Sequence[int], first: int = 0, layers: slice = slice(None)) -> None:
-        """As the engine: this rank's heads of the prompt's blocks from `first` on."""
+        """Writes, as the engine, this rank's heads of the prompt's blocks from `first` on."""
         heads = slice(self.heads.start, self.heads.stop)
         self.pool.blocks[list(block_ids), layers] = kv.data[first : first + len(block_ids), layers, :, heads]
         self.memory.upload()
@@ -213,7 +213,7 @@ class FakeRank:
 
 
 class FakeWorker:
-    """All ranks of one life of a worker."""
+    """All ranks of one epoch of a worker."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class FakeWorker:
         device: str = "",
     ) -> None:
         self.folder = folder / worker_id
-        self.folder.mkdir(mode=0o700, exist_ok=True)  # an earlier life was here
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # an earlier epoch may have created it
         self.worker_id = worker_id
         self.epoch = secrets.randbits(62) + 1
         self.model = model
@@ -246,8 +246,8 @@ class FakeWorker:
         self.ttl_s = ttl_s
         self.launcher = launcher
         self.tls = tls
-        self.device = device  # as of FakePool
-        self.protocol = protocol  # the newest it speaks
+        self.device = device  # as in FakePool
+        self.protocol = protocol  # the newest supported version
         self.int8 = int8
         self.key = secrets.token_bytes(32)
         self.attached: dict[int, Attached] = {}
@@ -282,7 +282,7 @@ class FakeWorker:
             rank.send_as_leader(message)
 
     async def linked(self, *, timeout_s: float = 30.0) -> None:
-        """Every rank has at least one link that was probed."""
+        """Waits until every rank has at least one ready link."""
         for rank in self.ranks:
             await rank.expect(LinkReport, state="ready", timeout_s=timeout_s)
 
@@ -293,7 +293,7 @@ class FakeWorker:
 
 @dataclass(slots=True)
 class Handoff:
-    """One prompt on its way between two fake workers."""
+    """One prompt in transit between two fake workers."""
 
     prefill: FakeWorker
     decode: FakeWorker
@@ -374,13 +374,13 @@ class Handoff:
         )
 
     def export_cached(self, first: int, end: int) -> None:
-        """Blocks that the prefill worker had before."""
+        """Exports blocks that the prefill worker had cached."""
         for rank in self.prefill.ranks:
             rank.write(self.kv, self.source_ids[first:end], first)
             rank.send_as_rank(BeginStep((self.range(first, end, in_cache=True),)))
 
     def compute(self, first: int, end: int, *, layers: int | None = None) -> None:
-        """One engine step over these blocks, layer by layer; `layers`: it stops after so many."""
+        """One engine step over these blocks, layer by layer; stops after `layers` layers."""
         message = BeginStep((self.range(first, end, in_cache=False),))
         for rank in self.prefill.ranks:
             rank.send_as_rank(message)

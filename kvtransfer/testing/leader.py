@@ -1,4 +1,4 @@
-"""A worker without an engine, for tests: its leader's account of blocks and tickets over real agents."""
+"""A worker without an engine, for tests: its leader's accounting of blocks and tickets over real agents."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TransferSide(StrEnum):
 
 
 class Violation(AssertionError):
-    """What must never happen did."""
+    """An invariant was violated."""
 
 
 class LeaderTicket:
@@ -67,14 +67,14 @@ class LeaderTicket:
         return self.is_complete or self.is_closed or self.cause is not None
 
     def report(self, rank: int, message: FromAgent) -> None:
-        """Raises Violation: a second end."""
+        """Records a report. Raises Violation on a second end."""
         if isinstance(message, (SendClosed, ReceiveClosed)):
             if not self._closing or rank in self._closed:
-                raise Violation(f"{self.side} {self.ticket_id}: rank {rank} closed what it was not asked to")
+                raise Violation(f"{self.side} {self.ticket_id}: rank {rank} closed without a request")
             self._closed.add(rank)
         else:
             if rank in self._ended or rank in self._closed:
-                raise Violation(f"{self.side} {self.ticket_id}: a second end from rank {rank}: {message}")
+                raise Violation(f"{self.side} {self.ticket_id}: a second end at rank {rank}: {message}")
             self._ended.add(rank)
             if isinstance(message, (SendFailed, ReceiveFailed)):
                 self._fail(HandoffCause(message.cause).value)
@@ -83,7 +83,7 @@ class LeaderTicket:
         self._changed.set()
 
     def lost(self, rank: int) -> None:
-        """Its agent is gone: it neither reads nor writes any more."""
+        """The rank's agent is gone, so it no longer reads or writes."""
         if rank not in self._done:
             self._fail(HandoffCause.PEER_LOST.value)
         self._ended.add(rank)
@@ -100,7 +100,7 @@ class LeaderTicket:
             await self._changed.wait()
 
     async def close(self) -> None:
-        """Returns when nobody reads or writes its blocks any more."""
+        """Returns when no agent reads or writes the ticket's blocks any more."""
         if not self._closing:
             self._closing = True
             message = CloseSend(self.ticket_id) if self.side is TransferSide.SEND else CloseReceive(self.ticket_id)
@@ -115,7 +115,7 @@ class LeaderTicket:
 
 
 class FakeLeader:
-    """One worker: its leader's account of blocks and tickets."""
+    """One worker, with its leader's accounting of blocks and tickets."""
 
     def __init__(self, worker: FakeWorker) -> None:
         self.worker = worker
@@ -214,22 +214,23 @@ class FakeLeader:
         return list(self._census.values())
 
     async def linked(self) -> None:
-        """Until its agents have links out: the first waits for a process that loads torch. Raises TimeoutError."""
+        """Waits until its agents have outgoing links; the first may need a process that loads torch. Raises
+        TimeoutError."""
         async with asyncio.timeout(LINK_S):
             while not all(each.links_out for each in await self.take_census()):  # noqa: ASYNC110 - in other processes
                 await asyncio.sleep(0.02)
 
     async def settle(self) -> None:
-        """Until nothing is open on its agents. Raises TimeoutError."""
+        """Waits until no ticket is open on its agents. Raises TimeoutError."""
         async with asyncio.timeout(SETTLE_S):
-            while await self._open_tickets():  # noqa: ASYNC110 - what ends them happens in other processes
+            while await self._open_tickets():  # noqa: ASYNC110 - tickets end in other processes
                 await asyncio.sleep(0.05)
 
     async def _open_tickets(self) -> int:
         return sum(each.sending + each.receiving + each.waiting for each in await self.take_census())
 
     def die(self) -> None:
-        """Its ranks and its leader are gone at once; agents must follow by themselves."""
+        """Disconnects its ranks and its leader at once. The agents must end by themselves."""
         for rank in self.worker.ranks:
             rank.listener = None
             rank.disconnect()

@@ -1,4 +1,4 @@
-"""Which transport a link uses, and its halves. The only place that knows all transports."""
+"""Chooses a link's transport and creates its sender and receiver. Only this module imports all transports."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ AUTO = "auto"
 
 
 class Transports:
-    """Makes the halves of links; tests subclass it to break things.
+    """Creates senders and receivers of links. Tests subclass it to inject faults.
 
     Args:
-        device: where `process_group` tensors live ("cpu" means gloo, "cuda:N" means nccl).
+        device: device of `process_group` tensors ("cpu" means gloo, "cuda:N" means nccl).
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -42,7 +42,7 @@ class Transports:
         self.on_hung: Callable[[str], None] | None = None
 
     def thread(self, name: str) -> LinkThread:
-        """A link's thread; `on_hung` hears of one that does not come back."""
+        """A link's thread. `on_hung` is called if an operation in it hangs."""
         return LinkThread(name, self.on_hung)
 
     async def sender(self, kind: str, local: LocalRank, peer: Peer, thread: LinkThread) -> KvSender:
@@ -58,13 +58,13 @@ class Transports:
         return sender
 
     async def frames(self, raw: Wire) -> FrameStream:
-        """The link's connection after its handshake; takes it over."""
+        """Takes over the link's connection after its handshake."""
         return await FrameStream.over(raw)
 
     async def receiver(
         self, local: LocalRank, hello: Hello, link: PlannedLink, thread: LinkThread, *, digests: bool
     ) -> KvReceiver:
-        """Raises HandoffFault (protocol) or LinkRefused: we do not take links of this kind."""
+        """Raises HandoffFault (protocol) or LinkRefused if this agent does not accept the link's transport."""
         if hello.transport not in offered(local):
             raise protocol_fault(f"transport: expected one of {offered(local)}, got {hello.transport}")
         if hello.transport == MAPPED:
@@ -82,7 +82,7 @@ class Transports:
 
 
 def check_available(transport: str) -> None:
-    """Raises ConfigError when this transport is forced and its library is not installed."""
+    """Raises ConfigError if this transport is configured and its library is not installed."""
     if transport == NIXL:
         check_nixl()
 
@@ -95,39 +95,38 @@ def _require(transport: str) -> None:
 
 
 def offered(local: LocalRank) -> tuple[str, ...]:
-    """The transports that this agent's configuration allows, those for one host first. With TLS, none that is not
-    encrypted crosses hosts."""
+    """The transports that the configuration allows, `mapped` first. With TLS, only encrypted ones cross hosts."""
     allowed = (MAPPED, TCP) if local.tls is not None else (MAPPED, PROCESS_GROUP, TCP, NIXL)
     wanted = local.attach.transport
     return tuple(kind for kind in allowed if wanted == kind or (wanted == AUTO and kind != NIXL))
 
 
 def max_piece_bytes(kind: str, version: int) -> int:
-    """Of a link's pieces, on both its ends. Where no bytes are carried a piece costs its link no time but the copy."""
+    """The largest piece of a link, at both ends. `mapped` carries no bytes, so a piece costs its link only the copy."""
     return MAX_MAPPED_PIECE_BYTES if kind == MAPPED and supports_large_pieces(version) else MAX_PIECE_BYTES
 
 
 def carries_int8(kind: str, local: LocalRank, peer: Peer) -> bool:
-    """Whether a link to this peer sends int8. Raises IncompatiblePools: no protocol version in common."""
+    """Whether a link to this peer sends int8. Raises IncompatiblePools if both have no protocol version in common."""
     return local.attach.int8 and kind in (PROCESS_GROUP, TCP) and supports_int8(common_version(local.attach, peer))
 
 
 class TransportChoice(NamedTuple):
-    """A transport, and why it is not the one for one host, where it might have been."""
+    """A transport, and the reason why `mapped` was not possible on the same host, if so."""
 
     kind: str
     reason: str = ""
 
 
 def choose_transport(local: LocalRank, peer: Peer) -> TransportChoice:
-    """`mapped` on one host, else `process_group`, or `tcp` where TLS is asked for; or what the configuration forces.
+    """The configured transport. auto: `mapped` within a host, else `process_group`, or `tcp` with TLS.
 
     Raises:
-        LinkRefused: what is forced cannot work with this peer.
+        LinkRefused: the configured transport cannot work with this peer.
     """
     _require(local.attach.transport)
     if local.attach.transport == NIXL and local.device:
-        raise LinkRefused("transport: nixl cannot register pools in device memory yet; set another or auto")
+        raise LinkRefused("transport: nixl cannot register pools in device memory; set another transport or auto")
     reason = ""
     for kind in offered(local):
         if kind == MAPPED and peer.mapped_path and peer.host_id == local.host_id:
@@ -147,7 +146,7 @@ def choose_transport(local: LocalRank, peer: Peer) -> TransportChoice:
 
 
 def _why_not_mapped(local: LocalRank, peer: Peer) -> str:
-    """Empty: the peer, on the same host, can map our pool."""
+    """Empty if the peer, on the same host, can map our pool."""
     if not local.device and not peer.device:
         return ""
     if not local.device or not peer.device:
@@ -155,10 +154,10 @@ def _why_not_mapped(local: LocalRank, peer: Peer) -> str:
         return f"mapped: our pool is in {ours}, the peer's in {theirs}"
     if not isinstance(local.pool, PoolMap) and local.pool.reaches(peer.device, local.device):
         return ""
-    return f"mapped: GPU {peer.device} cannot read the memory of GPU {local.device}, or one of them is hidden from us"
+    return f"mapped: GPU {peer.device} cannot read the memory of GPU {local.device}, or this process cannot see one of them"
 
 
 def _process_group() -> ModuleType:
-    from kvtransfer.transports import process_group  # noqa: PLC0415 - torch, only where a link needs it
+    from kvtransfer.transports import process_group  # noqa: PLC0415 - imports torch
 
     return process_group

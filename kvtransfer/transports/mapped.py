@@ -1,15 +1,14 @@
-"""Same host, memory that both can map: the receiver maps the sender's pool and copies announced pieces itself.
+"""Within a host: the receiver maps the sender's pool and copies announced pieces itself.
 
-Host memory: the sender passes a read-only descriptor of its pool with the hello. GPU memory: the hello names it by its
-CUDA IPC handle, the copy is the device's own work, and so are the digests, with a key that the receiver made for this
-link. Nothing late can land in the receiver's pool, because nobody but the receiver writes there.
+In host memory, the sender passes a read-only descriptor of its pool with the hello. In GPU memory, the hello contains
+the pool's CUDA IPC handle, and the device computes copies and digests, with a key that the receiver chose for this
+link. Only the receiver writes to its pool, so no late write can occur.
 
-A large piece is announced at once, with a random number in the place of its digest, and copied while its sender makes
-that: the digest xor that number follows in a frame of its own, as over `tcp` behind the bytes.
+A large piece is announced at once, with a random number in place of its digest, and copied while the sender computes
+the digest. The digest xor that number follows in a separate frame.
 
-No event crosses processes with a piece. The engine waits for its stream before it says that a layer is done
-(ModelRunner), so what a piece names is in memory when its announcement is sent; the receiver waits for its own stream
-before it acknowledges.
+Pieces need no event between processes. The engine waits for its stream before it reports a layer (ModelRunner), so a
+piece is in memory when it is announced. The receiver waits for its own stream before it acknowledges.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ if TYPE_CHECKING:
     from kvtransfer.pool.device_pool import DevicePool
 
 T = TypeVar("T")
-DIGESTS_AHEAD = 2  # that wait for the link's thread behind the one it makes: it never idles
+DIGESTS_AHEAD = 2  # digests queued for the link's thread, to keep it busy
 _DIGEST_BITS = 64
 _ID_BYTES = 4
 _KEY_BITS = 63
 
 
 class PoolAccess(Protocol):
-    """One link's way to the pools at its ends, in whatever memory they are. In the link's thread."""
+    """Access of one link to the pools at both ends, in host or device memory. Used in the link's thread."""
 
-    is_quick: bool  # small pieces are done at once, on the agent's loop
+    is_quick: bool  # small pieces run on the agent's loop
 
     def digest(self, span: PoolSpan) -> int:
-        """Of a span of our own pool."""
+        """The digest of a span of the local pool."""
         ...
 
     def copy(self, read: PoolSpan, write: PoolSpan, *, digests: bool) -> int:
-        """Copies a piece from the peer's pool into ours; returns its digest, if asked to."""
+        """Copies a piece from the peer's pool to the local one. Returns its digest if `digests`."""
         ...
 
 
@@ -78,7 +77,7 @@ class HostAccess:
 
 
 class DeviceAccess:
-    is_quick = False  # a device that hangs hangs the link's thread, not the agent
+    is_quick = False  # a hung device blocks only the link's thread, not the agent
 
     def __init__(self, local: DevicePool, keys: DigestKeys, source: DevicePool | None = None) -> None:
         self._local = local
@@ -93,7 +92,7 @@ class DeviceAccess:
 
 
 def make_access(local: Pool, source: Pool | None, kind: str, key: int) -> PoolAccess:
-    """In the link's thread. Raises HandoffFault (protocol): no such digests are made where our pool is."""
+    """Call it in the link's thread. Raises HandoffFault (protocol) if the local pool cannot have such digests."""
     if isinstance(local, PoolMap):
         if kind != XXH3 or not (source is None or isinstance(source, PoolMap)):
             raise protocol_fault(f"mapped: expected a pool in host memory with {XXH3} digests, got {kind}")
@@ -106,7 +105,7 @@ def make_access(local: Pool, source: Pool | None, kind: str, key: int) -> PoolAc
 
 
 class MappedSender:
-    digests_follow = True  # where they are large and the receiver's version knows it
+    digests_follow = True  # of large pieces, if the receiver's version supports it
 
     def __init__(self, local: LocalRank, thread: LinkThread) -> None:
         self._local = local
@@ -133,7 +132,7 @@ class MappedSender:
         return digest_of_bytes(self._probe)
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
-        """The digest of a large piece may still be on its way afterwards."""
+        """The digest of a large piece may follow later."""
         follows = self._digests and self.digests_follow and _digest_follows(stream.version, piece)
         if follows:
             piece = replace(piece, digest=secrets.randbits(_DIGEST_BITS))
@@ -160,7 +159,7 @@ class MappedSender:
         return await _run(self._thread, access, piece.payload_bytes, access.digest, span)
 
     def close(self) -> None:
-        """The receiver's mapping ends with its link."""
+        """Does nothing: the receiver's mapping ends with its link."""
 
 
 class MappedReceiver:
@@ -178,12 +177,12 @@ class MappedReceiver:
 
     async def prepare(self, fds: list[int]) -> WelcomeTerms:
         if not fds:
-            raise protocol_fault("mapped: expected the probe beside the hello, got no files")
+            raise protocol_fault("mapped: expected the probe's descriptor with the hello, got none")
         *pool_fds, probe_fd = fds
         memory, kinds = self._hello.memory, self._hello.digest_kinds
         kind, key = (MULTILINEAR, secrets.randbits(_KEY_BITS)) if self._local.device else (XXH3, 0)
         if kind not in kinds:
-            raise protocol_fault(f"mapped: expected digests of kind {kind}, as our pool's memory has, got {kinds}")
+            raise protocol_fault(f"mapped: expected digests of kind {kind} for the pool's memory, got {kinds}")
 
         def access() -> PoolAccess:
             source = open_pool(self._layout, memory, pool_fds, writable=False)
@@ -194,7 +193,7 @@ class MappedReceiver:
         return WelcomeTerms(digest_kind=kind, digest_key=key)
 
     async def establish(self) -> None:
-        """The mapping is the data path."""
+        """Does nothing: the mapping is the data path."""
 
     async def receive_probe(self) -> int:
         return digest_of_bytes(self._probe)
@@ -229,7 +228,7 @@ class MappedArrival:
         return await _run(self.thread, self.access, self.size_bytes, self._copy, span)
 
     async def discard(self) -> None:
-        """Nothing was read yet."""
+        """Does nothing: no byte was read."""
 
     def _copy(self, span: PoolSpan) -> int:
         return self.access.copy(self.read, span, digests=self.digests)
@@ -243,7 +242,7 @@ async def _run(
 
 def _required(part: T | None) -> T:
     if part is None:
-        raise protocol_fault("mapped: a piece came before the peer's pool")
+        raise protocol_fault("mapped: a piece arrived before the peer's pool was mapped")
     return part
 
 
@@ -253,7 +252,7 @@ def _digest_follows(version: int, piece: Piece) -> bool:
 
 def _followed(task: asyncio.Task[None], stream: FrameStream) -> None:
     if not task.cancelled() and task.exception() is not None:
-        stream.close()  # the link must hear of it, even when nothing else is pushed
+        stream.close()  # ends the link even if nothing else is pushed
 
 
 def _pack_ids(block_ids: tuple[int, ...]) -> bytes:

@@ -1,8 +1,9 @@
-"""RDMA fabrics, by the NIXL library (an optional extra): the receiver reads announced pieces out of the sender's pool.
+"""RDMA fabrics through the NIXL library (an optional extra): the receiver reads announced pieces from the sender's
+pool.
 
-Like `mapped` over a network: one-sided reads into a staging buffer of the receiver, copied into its blocks once the
-session allows it. So nothing late can land there, and nobody can write to a pool from outside. The sender's NIXL
-metadata travels over a connection that shows the welcome's token; which network it uses is UCX's own configuration
+It works like `mapped` over a network: one-sided reads into a staging buffer of the receiver, which copies them into its
+blocks once the session allows it. So no late write can occur, and no other host can write to a pool. The sender's NIXL
+metadata is sent over a connection that presents the welcome's token. UCX's own configuration selects the network
 (`UCX_NET_DEVICES`, `UCX_TLS`).
 """
 
@@ -37,15 +38,15 @@ from tandem.kvcache.layout import KvPoolLayout
 PACKAGE = "nixl"
 MAX_IDLE_S = 20.0
 MAX_METADATA_BYTES = 64 << 10
-POLL_S = 20e-6  # the library has nothing to wait on
+POLL_S = 20e-6  # the library has no event to wait for
 _MEMORY = "DRAM"
-_HEAD = struct.Struct("<QQI")  # where pool and probe are in the sender's memory; bytes of metadata that follow
+_HEAD = struct.Struct("<QQI")  # addresses of pool and probe at the sender; bytes of the metadata that follows
 
 Runs = npt.NDArray[np.uint64]
 
 
 def check_nixl() -> None:
-    """Raises ConfigError naming the missing package and how to get it."""
+    """Raises ConfigError that names the missing package and how to install it."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(
             f"transfer.transport: nixl needs the package {PACKAGE}, which is not installed: pip install "
@@ -55,8 +56,8 @@ def check_nixl() -> None:
 
 
 class NixlEndpoint:
-    """One NIXL agent, for one half of one link, with the memory it registered. Used in the link's thread; `close` from
-    anywhere."""
+    """A NIXL agent for one end of one link, with its registered memory. Used in the link's thread; `close` from any
+    thread."""
 
     def __init__(self, *memory: Bytes) -> None:
         api = importlib.import_module(f"{PACKAGE}._api")
@@ -79,14 +80,14 @@ class NixlEndpoint:
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:  # the library's errors have no common type
-            raise _broken("took no metadata", error) from error
+            raise _broken("rejected the metadata", error) from error
         self._peer = name.decode() if isinstance(name, bytes) else name
 
     def read(self, runs: Runs, into: Bytes, idle_s: float) -> None:
-        """Reads the peer's `runs` (address, bytes) one behind the other.
+        """Reads the peer's `runs` (address, bytes) consecutively into `into`.
 
         Raises:
-            HandoffFault: (transport) it failed, took too long or the link was closed.
+            HandoffFault: (transport) failure, timeout, or the link was closed.
         """
         with self._lock:
             if self._closed or self._peer is None:
@@ -117,15 +118,17 @@ class NixlEndpoint:
             state = agent.check_xfer_state(handle)
         if state == "PROC":
             self._abandon(handle)
-            raise HandoffFault(HandoffCause.TRANSPORT, "nixl: a read was given up: the link was closed, or it hung")
+            raise HandoffFault(
+                HandoffCause.TRANSPORT, "nixl: a read was abandoned: the link was closed, or the read timed out"
+            )
         agent.release_xfer_handle(handle)
         if state != "DONE":
-            raise HandoffFault(HandoffCause.PEER_LOST, f"nixl: a read ended as {state}")
+            raise HandoffFault(HandoffCause.PEER_LOST, f"nixl: a read ended in state {state}")
 
     def _abandon(self, handle: Any) -> None:
         try:
             self._agent.release_xfer_handle(handle)
-        except Exception:  # it cannot be cancelled: its memory must outlive it, so it lasts as long as this process
+        except Exception:  # a transfer that cannot be cancelled needs its memory until the process ends
             _abandoned.append((self._agent, self._memory, self._registered, handle))
 
     def close(self) -> None:
@@ -143,7 +146,7 @@ class NixlEndpoint:
             if self._peer is not None:
                 self._agent.remove_remote_agent(self._peer)
             self._agent.deregister_memory(self._registered)
-        except Exception:  # the peer may have gone already; the library frees the rest with the agent
+        except Exception:  # the peer may be gone; the library frees the rest with the agent
             pass
 
 
@@ -151,7 +154,7 @@ _abandoned: list[tuple[Any, ...]] = []
 
 
 class NixlSender(MappedSender):
-    """Announces like `mapped`, with our physical blocks; all digests are there before."""
+    """Announces pieces like `mapped`, with our physical blocks. Their digests are always in the announcement."""
 
     digests_follow = False
 
@@ -174,7 +177,7 @@ class NixlSender(MappedSender):
 
     def _introduce(self, data: DataSocket) -> None:
         if not isinstance(self._local.pool, PoolMap):
-            raise protocol_fault("nixl: expected a pool in host memory; one in device memory cannot be registered yet")
+            raise protocol_fault("nixl: expected a pool in host memory; device memory cannot be registered")
         pool = self._local.pool.blocks.reshape(-1)
         probe = np.frombuffer(self._probe, np.uint8)
         self._endpoint = NixlEndpoint(pool, probe)
@@ -207,7 +210,7 @@ class NixlReceiver:
 
     async def prepare(self, fds: list[int]) -> WelcomeTerms:
         if fds:
-            raise protocol_fault("nixl: expected no descriptors beside the hello")
+            raise protocol_fault("nixl: expected no descriptors with the hello")
         self._listener = DataListener(self._local.attach.bind_host, self._local.tls)
         return WelcomeTerms(self._listener.port, self._listener.token)
 
@@ -277,7 +280,7 @@ class NixlArrival:
         return await self.thread.run_on(self.data.nbytes, self._write, span)
 
     async def discard(self) -> None:
-        """All of it has arrived."""
+        """Does nothing: all bytes have arrived."""
 
     def _write(self, span: PoolSpan) -> int:
         with self.pool.on_host(span, write=True) as (pool, written):
@@ -286,7 +289,7 @@ class NixlArrival:
 
 
 def runs_of(layout: KvPoolLayout, span: PoolSpan) -> Runs:
-    """(offset, bytes) in a pool of this layout, in canonical order: what `PoolMap.slices` is made of."""
+    """(offset, bytes) in a pool of this layout, in canonical order, as in `PoolMap.slices`."""
     partial = span.last_block_tokens < layout.block_tokens
     full = np.array(span.block_ids[: len(span.block_ids) - partial], np.uint64)
     whole_layers = span.head_count == layout.kv_heads
@@ -300,7 +303,7 @@ def runs_of(layout: KvPoolLayout, span: PoolSpan) -> Runs:
 
 
 def _within(layout: KvPoolLayout, span: PoolSpan, depth: int) -> npt.NDArray[np.uint64]:
-    """Offsets in a block of runs of all layers (0), of the heads of each layer, K and V (1), or of each head (2)."""
+    """Offsets in a block, by depth: of all layers (0), of each layer's heads, K and V (1), or of each head (2)."""
     first = span.layer_start * layout.layer_bytes
     if depth == 0:
         return np.array([first], np.uint64)
@@ -316,7 +319,7 @@ def _crossed(layout: KvPoolLayout, blocks: Runs, within: Runs, size: int) -> Run
 
 
 def _descriptors(addresses: Runs, sizes: Runs) -> Runs:
-    """NIXL's own form: (address, bytes, device)."""
+    """Descriptors in NIXL's form: (address, bytes, device)."""
     return np.stack([addresses, sizes, np.zeros(len(sizes), np.uint64)], axis=1).astype(np.uint64)
 
 

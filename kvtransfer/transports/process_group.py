@@ -1,14 +1,13 @@
-"""Across hosts: a two-rank torch.distributed group for each link, with a store of its own. `gloo` on CPU, `nccl` on
-CUDA devices, the same code.
+"""Between hosts: a two-rank torch.distributed group per link, with its own store. `gloo` on CPU, `nccl` on CUDA.
 
-The receiver makes the store on a pre-bound port of its own interface and names it in the welcome. A piece goes in
-canonical order as messages of `MESSAGE_BYTES`, from one of a few buffers into one of a few: while a message is on its
-way, the next is packed and the one before is unpacked. The library never has an address in a pool, so nothing that it
-does late can hurt. A dead peer raises at once; a silent one at the timeout, in the link's thread only.
+The receiver creates the store on a pre-bound port of its interface and sends the port in the welcome. A piece is sent
+in canonical order as messages of `MESSAGE_BYTES` through a few buffers at each end: while one message is in transit,
+the next is packed and the previous one unpacked. The library never gets an address in a pool, so its late operations
+are harmless. A dead peer raises an error at once, a silent one after the timeout, in the link's thread only.
 
-The digest is made while packing, so it follows the bytes, at the end of the last message. The announcement carries a
-random number in its place, and what follows is the digest xor that number (as over `tcp`). In version 1 a piece was one
-message, and its digest was announced.
+The digest is computed while packing, so it follows the bytes at the end of the last message. The announcement carries a
+random number instead, and the trailer is the digest xor that number (as in `tcp`). In version 1 a piece is one message
+with the digest in the announcement.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from kvtransfer.session.piece import FrameType, Header, Piece, as_int8
 from kvtransfer.transports.protocol import PROBE_BYTES, STALL_S, LinkThread, WelcomeTerms
 from kvtransfer.versions import stripes_groups
 
-TIMEOUT = datetime.timedelta(seconds=20)  # to meet
+TIMEOUT = datetime.timedelta(seconds=20)  # for the rendezvous
 MESSAGE_BYTES = 4 << 20
 PIECE_TIMEOUT = datetime.timedelta(seconds=0.9 * STALL_S)  # gloo's abort wakes nobody: operations must end themselves
 _RECEIVER, _SENDER = 0, 1
@@ -59,14 +58,14 @@ class _TorchGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A message on its way. The library uses `tensor`, which on CPU is `data` itself, until it was waited for."""
+    """A message in transit. The library uses `tensor`, on CPU the same memory as `data`, until `wait` returns."""
 
     data: Bytes
     tensor: torch.Tensor
     work: _Work
 
     def wait(self) -> Bytes:
-        """Blocks. What was received."""
+        """Blocks until done. Returns the data."""
         with _library_errors():
             self.work.wait(PIECE_TIMEOUT)
             if self.tensor.device.type != "cpu":
@@ -93,8 +92,11 @@ class Group:
             return Operation(data, tensor, self._group.send([tensor], self._peer, 0))
 
     def receive(self, buffer: Bytes, size: int) -> Operation:
-        """A message of `size` bytes. gloo takes shorter ones, and ends the whole process over one that is longer than
-        what it may write to: so it gets all of the buffer. What a faulty peer sends is found out by its digest."""
+        """Receives a message of `size` bytes.
+
+        gloo accepts shorter messages, but aborts the process on one longer than the buffer. So it gets the whole
+        buffer, and the digest detects a faulty peer's data.
+        """
         with _library_errors():
             tensor = torch.from_numpy(buffer if self._device.type == "cpu" else buffer[:size]).to(self._device)
             return Operation(buffer[:size], tensor, self._group.recv([tensor], self._peer, 0))
@@ -105,7 +107,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a piece is cut into messages. `follows`: its digest comes behind its bytes."""
+    """How a piece is divided into messages. `follows`: its digest follows its bytes."""
 
     payload_bytes: int
     message_bytes: int
@@ -117,7 +119,7 @@ class Format:
         return cls(payload_bytes, MESSAGE_BYTES if striped else payload_bytes, digests and striped)
 
     def messages(self) -> Iterator[tuple[int, int]]:
-        """The size of each one's payload, and of the whole message."""
+        """Sizes of each message's payload and of the whole message."""
         for start in range(0, self.payload_bytes, self.message_bytes):
             size = min(self.message_bytes, self.payload_bytes - start)
             is_last = start + size == self.payload_bytes
@@ -125,7 +127,7 @@ class Format:
 
 
 class Buffers:
-    """Messages in turns. A buffer is free again when its operation was waited for, which `next` does."""
+    """A ring of message buffers. `next` waits for a buffer's previous operation before it reuses the buffer."""
 
     def __init__(self) -> None:
         self._buffers = [np.empty(0, np.uint8) for _ in range(_BUFFERS)]
@@ -133,7 +135,7 @@ class Buffers:
         self._turn = 0
 
     def next(self, size: int) -> Bytes:
-        """At least `size` bytes."""
+        """A buffer of at least `size` bytes."""
         self._turn = (self._turn + 1) % _BUFFERS
         if (operation := self._operations[self._turn]) is not None:
             self._operations[self._turn] = None
@@ -143,7 +145,7 @@ class Buffers:
         return self._buffers[self._turn]
 
     def in_use(self, operation: Operation) -> None:
-        """By the buffer that was given out last."""
+        """Registers the operation that uses the buffer from the last `next`."""
         self._operations[self._turn] = operation
 
 
@@ -185,7 +187,7 @@ class GroupSender:
         group.send(data).wait()
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
-        """The last messages may still be on their way afterwards, out of our buffers."""
+        """Returns when the last messages are in our buffers; they may still be in transit."""
         wire = as_int8(piece, self._local.layout) if self._int8 else piece
         form = Format.of(wire.payload_bytes, stream.version, digests=self._digests)
         number: int | None = None
@@ -212,7 +214,7 @@ class GroupSender:
                 self._buffers.in_use(group.send(message))
 
     async def settle(self) -> None:
-        """`push` announces at once."""
+        """Does nothing: `push` announces at once."""
 
     def close(self) -> None:
         if self._group is not None:
@@ -221,7 +223,7 @@ class GroupSender:
 
 
 class GroupReceiver:
-    """`version`: the protocol's, as the hello says."""
+    """`version` is the protocol version in the hello."""
 
     places_ahead = False
 
@@ -240,7 +242,7 @@ class GroupReceiver:
 
     async def prepare(self, fds: list[int]) -> WelcomeTerms:
         if fds:
-            raise protocol_fault("process_group: expected no descriptors beside the hello")
+            raise protocol_fault("process_group: expected no descriptors with the hello")
         listener = listen_tcp(self._local.attach.bind_host)
         port = int(listener.getsockname()[1])
         self._store = await self._thread.run(self._make_store, listener, port)
@@ -274,7 +276,7 @@ class GroupReceiver:
         if body:
             raise protocol_fault("process_group: expected a piece without a body")
         if (piece.digest is not None) != self._digests:
-            raise protocol_fault("process_group: expected pieces with digests as the welcome said")
+            raise protocol_fault("process_group: expected digests as agreed in the welcome")
         form = Format.of(piece.payload_bytes, self._version, digests=self._digests)
         digest = start_digest(form.payload_bytes, _grain_bytes(self._local, int8=self._int8)) if self._digests else None
         arriving = _Arriving(_joined(self._group), self._local.pool, self._buffers, form, digest, self._int8)
@@ -289,9 +291,9 @@ class GroupReceiver:
 
 @dataclass(frozen=True, slots=True)
 class GroupArrival:
-    """A piece that was announced; its messages are on their way and must be taken off the group, used or not."""
+    """An announced piece. Its messages are in transit and must be received, even if the piece is not used."""
 
-    digest_follows = False  # in a frame; it comes behind the bytes
+    digest_follows = False  # it follows the bytes instead of in a frame
 
     arriving: _Arriving
     thread: LinkThread
@@ -305,7 +307,7 @@ class GroupArrival:
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """In the link's thread."""
+    """The transfer of one piece, in the link's thread."""
 
     group: Group
     pool: Pool
@@ -335,7 +337,7 @@ class _Arriving:
             pass
 
     def _messages(self) -> Iterator[tuple[Bytes, int]]:
-        """With the size of its payload. The next one is on its way while one is looked at."""
+        """Messages and their payload sizes. The next message is received while one is processed."""
         before: tuple[Operation, int] | None = None
         for payload, size in self.form.messages():
             operation = self.group.receive(self.buffers.next(size), size)
@@ -347,7 +349,7 @@ class _Arriving:
 
 
 def _grain_bytes(local: LocalRank, *, int8: bool) -> int:
-    """What all contiguous parts of a piece are multiples of; of quantised ones nothing is known."""
+    """A common divisor of the sizes of a piece's contiguous parts; 1 if quantised."""
     return 1 if int8 else local.layout.token_bytes
 
 

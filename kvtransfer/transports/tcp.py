@@ -1,10 +1,12 @@
-"""Across hosts without RDMA, or where the KV plane must be encrypted: a second connection for the bytes of pieces.
+"""Between hosts without RDMA, or with encryption: a second connection for the bytes of pieces.
 
-The sender's thread writes straight out of its pool, the receiver's reads straight into its own blocks, each hashing
-what it moves while that is in the CPU's cache. So a digest is known only after its bytes have left: it follows them as
-a trailer. The announcement carries a random number in the digest's place, and the trailer is the digest xor that
-number: what `place` returns (digest of what arrived xor trailer) is the announced number again only if neither the
-header, nor the bytes, nor which of them belong together was changed on the way.
+The sender's thread writes directly from its pool, and the receiver's thread reads directly into its blocks. Both hash
+the bytes while they are in the CPU's cache. The digest is known only after the bytes were sent, so it follows as a
+trailer.
+
+The announcement carries a random number instead of the digest, and the trailer is the digest xor that number. `place`
+returns the digest of the received bytes xor the trailer. It equals the announced number only if header, bytes and their
+order are intact.
 """
 
 from __future__ import annotations
@@ -81,10 +83,10 @@ class TcpSender:
             data.send([memoryview(_TRAILER.pack(hasher.intdigest() ^ number))])
 
     async def settle(self) -> None:
-        """`push` announces at once."""
+        """Does nothing: `push` announces at once."""
 
     def close(self) -> None:
-        """Ends what the thread is at."""
+        """Closes the data connection, which ends the thread's current operation."""
         if self._data is not None:
             self._data.close()
             self._data = None
@@ -104,7 +106,7 @@ class TcpReceiver:
 
     async def prepare(self, fds: list[int]) -> WelcomeTerms:
         if fds:
-            raise protocol_fault("tcp: expected no descriptors beside the hello")
+            raise protocol_fault("tcp: expected no descriptors with the hello")
         try:
             self._listener = DataListener(self._local.attach.bind_host, self._local.tls)
         except OSError as error:
@@ -126,13 +128,13 @@ class TcpReceiver:
         if body:
             raise protocol_fault("tcp: expected a piece without a body")
         if (piece.digest is not None) != self._digests:
-            raise protocol_fault("tcp: expected pieces with digests as the welcome said")
+            raise protocol_fault("tcp: expected digests as agreed in the welcome")
         int8_bytes = piece.payload_bytes if self._int8 else None
         arriving = _Arriving(_open(self._data), self._local.pool, self._scratch, self._digests, int8_bytes)
         return TcpArrival(arriving, self._thread, piece.payload_bytes)
 
     def close(self) -> None:
-        """Ends what the thread is at: no byte is written afterwards."""
+        """Closes the data connection, after which no byte is written."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -143,9 +145,9 @@ class TcpReceiver:
 
 @dataclass(frozen=True, slots=True)
 class TcpArrival:
-    """A piece that was announced; its bytes are on their way and must be taken off the connection, used or not."""
+    """An announced piece. Its bytes are in transit and must be received, even if the piece is not used."""
 
-    digest_follows = False  # in a frame; it comes behind the bytes
+    digest_follows = False  # it follows the bytes instead of in a frame
 
     arriving: _Arriving
     thread: LinkThread
@@ -160,7 +162,7 @@ class TcpArrival:
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """In the link's thread."""
+    """The transfer of one piece, in the link's thread."""
 
     data: DataSocket
     pool: Pool
