@@ -107,7 +107,7 @@ class FakeCluster:
         sender, receiver = self.members[source], self.members[target]
         act = Handoff.make(sender.worker, receiver.worker, tokens, seed=seed, ttl_s=sender.worker.ttl_s)
         leases = {}
-        for member in sorted((sender, receiver), key=lambda each: each.worker.worker_id):  # in one order: no deadlock
+        for member in sorted((sender, receiver), key=lambda each: each.worker.worker_id):  # avoids deadlock
             leases[member.worker.worker_id] = await member.lease(act.kv.blocks)
         act.source_ids, act.target_ids = leases[source], leases[target]
         receiving = receiver.open(TransferSide.RECEIVE, act.ticket_id)

@@ -86,7 +86,7 @@ class FakeRank:
         self.is_connected = False
         self.is_stopped = False
         self.is_gone = False  # it died, and its agent with it
-        self.listener: Callable[[FromAgent | None], None] | None = None  # takes what comes; None: the agent is lost
+        self.listener: Callable[[FromAgent | None], None] | None = None  # None: the agent is gone
         self._changed = asyncio.Condition()
         self._local = AgentClient(asyncio.get_running_loop())
         self._lead = AgentClient(asyncio.get_running_loop())

@@ -217,7 +217,7 @@ class FakeLeader:
         """Waits until its agents have outgoing links; the first may need a process that loads torch. Raises
         TimeoutError."""
         async with asyncio.timeout(LINK_S):
-            while not all(each.links_out for each in await self.take_census()):  # noqa: ASYNC110 - in other processes
+            while not all(each.links_out for each in await self.take_census()):  # noqa: ASYNC110 - other processes
                 await asyncio.sleep(0.02)
 
     async def settle(self) -> None:

@@ -154,7 +154,7 @@ def _why_not_mapped(local: LocalRank, peer: Peer) -> str:
         return f"mapped: our pool is in {ours}, the peer's in {theirs}"
     if not isinstance(local.pool, PoolMap) and local.pool.reaches(peer.device, local.device):
         return ""
-    return f"mapped: GPU {peer.device} cannot read the memory of GPU {local.device}, or this process cannot see one of them"
+    return f"mapped: GPU {peer.device} cannot read the memory of GPU {local.device}, or one of them is not visible"
 
 
 def _process_group() -> ModuleType:

@@ -137,7 +137,7 @@ class NixlEndpoint:
                 return
             self._closed = True
             if not self._in_use:
-                threading.Thread(target=self._end, name="nixl-end", daemon=True).start()  # not on the agent's loop
+                threading.Thread(target=self._end, name="nixl-end", daemon=True).start()  # it may block
 
     def _end(self) -> None:
         if any(agent is self._agent for agent, *_ in _abandoned):

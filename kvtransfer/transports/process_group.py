@@ -40,7 +40,7 @@ from kvtransfer.versions import stripes_groups
 
 TIMEOUT = datetime.timedelta(seconds=20)  # for the rendezvous
 MESSAGE_BYTES = 4 << 20
-PIECE_TIMEOUT = datetime.timedelta(seconds=0.9 * STALL_S)  # gloo's abort wakes nobody: operations must end themselves
+PIECE_TIMEOUT = datetime.timedelta(seconds=0.9 * STALL_S)  # because gloo's abort wakes no waiter
 _RECEIVER, _SENDER = 0, 1
 _BUFFERS = 4
 _TRAILER = struct.Struct("<Q")

@@ -23,7 +23,7 @@ from tandem.model.rope import Rope, Rotation
 class Attend(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores k and v of the step's tokens, then attends causally, each request over its own tokens, by the model's
-        `AttentionTerms`.
+        `AttentionParams`.
 
         q [tokens, heads / tp, head_dim]; k, v [tokens, rank_kv_heads, head_dim]; strided views, k and q rotated.
         Returns [tokens, heads / tp · head_dim].
@@ -32,7 +32,7 @@ class Attend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionTerms:
+class AttentionParams:
     """How a model attends.
 
     Args:
@@ -85,7 +85,7 @@ class DecoderLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class EmbeddingAndHead:
     """What stands before and behind the layers."""
 
     embedding: VocabEmbedding
@@ -100,11 +100,13 @@ class Decoder:
         ropes: one, or two where layers with a window turn by the second.
     """
 
-    def __init__(self, config: ModelConfig, ropes: Sequence[Rope], ends: Ends, layers: Sequence[DecoderLayer]) -> None:
+    def __init__(
+        self, config: ModelConfig, ropes: Sequence[Rope], ends: EmbeddingAndHead, layers: Sequence[DecoderLayer]
+    ) -> None:
         traits = config.traits
         self.config = config
         self.layers = tuple(layers)
-        self.attention = AttentionTerms(
+        self.attention = AttentionParams(
             heads=self.layers[0].attention.heads,
             scale=traits.query_scale or config.head_dim**-0.5,
             softcap=traits.attention_softcap,

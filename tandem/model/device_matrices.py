@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import ConfigError
-from tandem.model.fp8 import FP8, LARGEST_FP8, narrowed
+from tandem.model.fp8 import FP8, LARGEST_FP8, to_fp8
 
 LARGEST: Final = {torch.int8: 127.0, FP8: LARGEST_FP8}
 _FIRST_WITH_FP8: Final = (8, 9)  # compute capability
@@ -38,7 +38,7 @@ def quantised_rows(x: Tensor, dtype: torch.dtype, largest: Tensor | None = None)
     most = wide.abs().amax(dim=1) if largest is None else largest
     scales = (most / LARGEST[dtype]).clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1)
     values = wide / scales
-    return (narrowed(values) if dtype == FP8 else values.round().to(dtype)), scales
+    return (to_fp8(values) if dtype == FP8 else values.round().to(dtype)), scales
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,6 @@ FP8: Final = torch.float8_e4m3fn
 LARGEST_FP8: Final = 448.0
 
 
-def narrowed(x: Tensor) -> Tensor:
+def to_fp8(x: Tensor) -> Tensor:
     """To the nearest, of two the even one; ±448 for what is larger. NaN stays NaN."""
     return x.clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)

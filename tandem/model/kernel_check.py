@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import ConfigError
-from tandem.model.fp8 import narrowed
+from tandem.model.fp8 import to_fp8
 from tandem.native.library import GROUP, Cells, Kernels
 
 _TOLERANCE = 2e-3  # of values around 1: int8 keys and rows of 13 bits stay far below it
@@ -110,6 +110,6 @@ def _as_stored(x: Tensor, dtype: str) -> Tensor:
     if dtype == "float32":
         return x
     if dtype == "float8_e4m3":
-        return narrowed(x).float()
+        return to_fp8(x).float()
     scales = x.abs().amax(dim=-1, keepdim=True) / 127
     return (x / scales).round() * scales

@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.errors import CheckpointError, ConfigError
 from tandem.model.checkpoint import Checkpoint
-from tandem.model.decoder import Attention, Ends
+from tandem.model.decoder import Attention, EmbeddingAndHead
 from tandem.model.experts import SparseMlp
 from tandem.model.layers import ColumnParallelLinear, GatedMlp, LmHead, RmsNorm, RowParallelLinear, VocabEmbedding
 from tandem.model.matrices import Matrix, MatrixMaker, Weights
@@ -41,10 +41,10 @@ class WeightReader:
     ops: Ops
     matrix: MatrixMaker
 
-    def ends(self) -> Ends:
+    def ends(self) -> EmbeddingAndHead:
         embedding = self._vocab_rows("model.embed_tokens.weight")
         head = embedding if self.config.tie_word_embeddings else self._vocab_rows("lm_head.weight")
-        return Ends(
+        return EmbeddingAndHead(
             VocabEmbedding(embedding, self._vocab_sharded, self.tp),
             self.norm("model.norm"),
             LmHead(self.matrix.of_vocabulary(head), self._vocab_sharded, self.tp),

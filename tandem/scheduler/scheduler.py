@@ -232,7 +232,7 @@ class Scheduler:
         began, self._began = tuple(self._began), []
         return StepPlan(tuple(chunks), tuple(exports), failed, began, self.pool.take_copies())
 
-    def goes_on(self, plan: StepPlan) -> bool:
+    def continues(self, plan: StepPlan) -> bool:
         """Whether the step after `plan` is sure to be of the same requests in the same order, one token each, if none
         of them ends."""
         order = [chunk.sequence.arrival for chunk in plan.chunks]

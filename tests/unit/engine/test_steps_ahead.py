@@ -65,7 +65,7 @@ def watched(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(BlockPool, "release", checked_release)
         found = Watched(engine)
-        engine._tell_followers = found.told.append
+        engine._send_to_followers = found.told.append
         return found
 
     monkeypatch.setattr(Launched, "wait", note_wait)

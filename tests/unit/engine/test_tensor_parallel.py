@@ -150,10 +150,10 @@ def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
         def come_late() -> None:
             time.sleep(0.2)
             said.append("late")
-            follower.meet()
+            follower.barrier()
 
         late = pool.submit(come_late)
-        leader.meet()
+        leader.barrier()
         assert said == ["late"]
         late.result()
 
@@ -183,7 +183,7 @@ def test_a_follower_gives_up_a_leader_that_falls_silent(tmp_path: Path) -> None:
 def test_only_the_leader_has_an_engine_and_only_followers_follow(tmp_path: Path) -> None:
     model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB)
     rank = build_rank(model_dir, SPEC, rank=0, size=1, rendezvous_file=tmp_path / "r", exporter=NoExport())
-    with pytest.raises(ConfigError, match="nobody to follow"):
+    with pytest.raises(ConfigError, match="no leader to follow"):
         rank.follow()
 
 

@@ -9,7 +9,7 @@ from kvtransfer.session.exports import Ready
 from kvtransfer.session.piece import Piece
 from kvtransfer.session.receive import ReceiveSession, ReceivingRank, ReportReceive
 from kvtransfer.session.reshard import reshard_plan
-from kvtransfer.session.send import Push, Report, SendAction, SendSession
+from kvtransfer.session.send import Push, ReportSend, SendAction, SendSession
 from kvtransfer.session.ticket import Ticket
 from kvtransfer.stages import ReceiveStages, SendStages, earliest, latest
 from tandem.kvcache.layout import KvPoolLayout
@@ -49,7 +49,7 @@ def test_the_sender_notes_each_stage_when_it_happens() -> None:
     (last,) = pieces_of(session.ready(block(1)))
     clock.advance(1)  # 56
     *_, report = session.acknowledged(0, last.seq)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportSend)
     assert report.message == Sent(TICKET.ticket_id, first.payload_bytes + last.payload_bytes, 2, SendStages(
         opened_at_s=50, computing_at_s=51, linked_at_s=52, first_piece_at_s=53, last_layer_at_s=55, last_ack_at_s=56,
         hidden_bytes=first.payload_bytes,
