@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.engine.cells import loaded, indexable, stored
+from tandem.engine.cells import indexable, loaded, stored
 from tandem.engine.step import SequenceStep
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import AttentionParams
