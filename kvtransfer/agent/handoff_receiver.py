@@ -199,7 +199,7 @@ class HandoffReceiver:
                 self._do(entry, entry.session.fail(cause, reason))
         self._report_link(link, "down", reason)
 
-    # --- questions ---------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------
 
     @property
     def receiving_count(self) -> int:
@@ -209,7 +209,7 @@ class HandoffReceiver:
     def ready_links(self) -> int:
         return len(self._links)
 
-    # --- decisions ---------------------------------------------------------------------------------------------
+    # --- actions -----------------------------------------------------------------------------------------------
 
     def _entry(self, link: InLink, ticket_id: str) -> _Receiving | None:
         entry = self._tickets.get(ticket_id)

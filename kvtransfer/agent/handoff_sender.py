@@ -270,7 +270,7 @@ class HandoffSender:
             if rank in entry.session.decode_ranks and entry.peer(rank) == (peer.worker_id, peer.epoch, rank)
         ]
 
-    # --- questions ---------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------
 
     @property
     def sending_count(self) -> int:
@@ -284,7 +284,7 @@ class HandoffSender:
     def ready_links(self) -> int:
         return sum(link.is_ready for link in self._links.values())
 
-    # --- decisions ---------------------------------------------------------------------------------------------
+    # --- actions -----------------------------------------------------------------------------------------------
 
     def _do(self, entry: _Sending, actions: list[SendAction]) -> None:
         ticket_id = entry.session.ticket.ticket_id

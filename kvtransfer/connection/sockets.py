@@ -156,7 +156,7 @@ async def _receive_once(raw: Wire, size: int, fds: list[int]) -> bytes:
             found.frombytes(data[: len(data) - len(data) % found.itemsize])
             fds.extend(found)
     if flags & socket.MSG_CTRUNC or len(fds) > MAX_FDS:
-        raise protocol_fault(f"expected at most {MAX_FDS} descriptors beside a message")
+        raise protocol_fault(f"expected at most {MAX_FDS} descriptors with a message")
     return chunk
 
 

@@ -76,7 +76,7 @@ class PoolMap:
             raise HandoffFault(HandoffCause.TRANSPORT, f"pool: cannot map it: {error}") from error
 
     def check(self, span: PoolSpan) -> None:
-        """Raises HandoffFault (protocol) unless all of `span` lies in this pool."""
+        """Raises HandoffFault (protocol) unless all of `span` is in this pool."""
         check_span(self.layout, span)
 
     @contextmanager

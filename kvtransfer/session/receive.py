@@ -262,7 +262,7 @@ class ReceiveSession:
             return []
         return self.fail(HandoffCause.DEADLINE, f"no progress within {self._ttl_s:g} s")
 
-    # --- questions ---------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
@@ -274,7 +274,7 @@ class ReceiveSession:
         """Number of (block, layer, head) cells that have not arrived."""
         return self._missing
 
-    # --- inside ------------------------------------------------------------------------------------------------
+    # --- internals ---------------------------------------------------------------------------------------------
 
     def _renew(self) -> None:
         self._deadline_s = self._clock.now_s() + self._ttl_s
@@ -317,7 +317,7 @@ class ReceiveSession:
             and piece.head_start + piece.head_count <= link.head_start + link.head_count
         )
         if not inside:
-            raise protocol_fault(f"piece {piece.seq} lies outside the lease or the plan")
+            raise protocol_fault(f"piece {piece.seq} is outside the lease or the plan")
         tokens = layout.block_tokens
         if piece.end_block == self._prompt_blocks:
             tokens = self.lease.prompt_tokens - (piece.end_block - 1) * layout.block_tokens

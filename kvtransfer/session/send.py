@@ -241,7 +241,7 @@ class SendSession:
             state.phase = LinkPhase.ENDED
         return self._closed_if_drained()
 
-    # --- questions ---------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------
 
     @property
     def is_sending(self) -> bool:
@@ -257,7 +257,7 @@ class SendSession:
     def decode_ranks(self) -> tuple[int, ...]:
         return tuple(self._links)
 
-    # --- inside ------------------------------------------------------------------------------------------------
+    # --- internals ---------------------------------------------------------------------------------------------
 
     @property
     def _all_pushed(self) -> bool:

@@ -171,14 +171,14 @@ class FakeCluster:
         member.forget(entry)
         member.free(block_ids)
 
-    # --- what goes wrong -----------------------------------------------------------------------------------------
+    # --- faults ------------------------------------------------------------------------------------------------
 
     def kill_agent(self, worker_id: str) -> None:
         process = self.random.choice(self.members[worker_id].worker.ranks).process
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
 
-    # --- the end -------------------------------------------------------------------------------------------------
+    # --- checks ------------------------------------------------------------------------------------------------
 
     async def check_conservation(self) -> None:
         """Checks that no ticket is open, no block is leased, free blocks are unchanged and every ticket ended once."""

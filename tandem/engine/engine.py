@@ -271,7 +271,7 @@ class Engine:
             except WorkerLost:
                 pass  # they have stopped already
 
-    # --- what others may know ----------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------
 
     def load(self) -> EngineLoad:
         scheduler = self._scheduler

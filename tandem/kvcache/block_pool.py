@@ -162,7 +162,7 @@ class BlockPool:
             return BlockState.LEASED
         return BlockState.CACHED if self._hash[block] is not None else BlockState.FREE
 
-    # --- where a block changes; kept short, since the simulator does nothing more often -------------------------
+    # --- state changes; optimised, because the simulator runs them most often ------------------------------------
 
     def _take(self, count: int, hold: Hold) -> list[int]:
         """Allocates `count` blocks, held and not findable."""

@@ -51,16 +51,16 @@ class ClusterTls:
         return grpc.ssl_channel_credentials(now.ca_pem, now.key_pem, now.cert_pem)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        told = self._renewed.current()
+        served = self._renewed.current()
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal told
-            if (now := self._renewed.current()) is told:
+            nonlocal served
+            if (now := self._renewed.current()) is served:
                 return None
-            told = now
+            served = now
             return _configuration(now)
 
-        return dynamic_credentials(_configuration(told), renewed, needs_client=True)
+        return dynamic_credentials(_configuration(served), renewed, needs_client=True)
 
 
 def dynamic_credentials(

@@ -44,7 +44,7 @@ class Scheduler:
     _short_of_blocks: bool = False  # a request had to wait for blocks in the last step
     _stalled: bool = False  # nothing can run until handoffs release blocks
 
-    # --- requests come and go ----------------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         self._check(sequence)
@@ -185,7 +185,7 @@ class Scheduler:
         self.pool.convert(sequence.held_blocks, sequence.hold, hold)
         sequence.hold = hold
 
-    # --- a step ------------------------------------------------------------------------------------------------
+    # --- steps -------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:

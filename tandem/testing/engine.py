@@ -53,10 +53,10 @@ class EngineDriver:
             if token.cached_tokens is not None:
                 self.cached[token.request_id] = token.cached_tokens
         for part in result.prompt_scores:
-            told = self.scores.setdefault(part.request_id, [])
-            if part.start != 1 + len(told):
-                raise InternalError(f"expected scores from position {1 + len(told)} on, got {part.start}")
-            told.extend(part.tokens)
+            scores = self.scores.setdefault(part.request_id, [])
+            if part.start != 1 + len(scores):
+                raise InternalError(f"expected scores from position {1 + len(scores)} on, got {part.start}")
+            scores.extend(part.tokens)
         for end in result.ended:
             self.ends[end.request_id] = end.error or end.reason
 
