@@ -38,7 +38,7 @@ PeerKey = tuple[str, int, int]
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _PendingSend:
     """An OpenSend whose decode worker is not in the directory yet."""
 
     message: OpenSend
@@ -68,7 +68,7 @@ class HandoffSender:
         self._gone: set[WorkerEpoch] = set()
         self._links: dict[PeerKey, OutLink] = {}
         self._tasks: dict[PeerKey, asyncio.Task[None]] = {}
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _PendingSend] = {}
         self._sending: dict[str, _Sending] = {}
         self._export_tickets: dict[str, str] = {}
 
@@ -137,7 +137,7 @@ class HandoffSender:
             cause = error.cause if isinstance(error, HandoffFault) else HandoffCause.REFUSED_TICKET
             self._report(SendFailed(message.ticket_id, cause.value, error.message))
             return
-        waiting = _Waiting(message, ticket, self._clock.now_s() + ticket.ttl_s)
+        waiting = _PendingSend(message, ticket, self._clock.now_s() + ticket.ttl_s)
         self._waiting[message.ticket_id] = waiting
         self._try_start(waiting)
 
@@ -192,7 +192,7 @@ class HandoffSender:
             raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket and the request differ")
         return ticket
 
-    def _try_start(self, waiting: _Waiting) -> None:
+    def _try_start(self, waiting: _PendingSend) -> None:
         worker_epoch = (waiting.message.decode_worker, waiting.message.decode_epoch)
         if worker_epoch not in self._peers:
             if worker_epoch in self._gone:
@@ -221,7 +221,7 @@ class HandoffSender:
         for ready in self._exports.open(waiting.message.export_id):
             self._do(entry, session.ready(ready))
 
-    def _give_up(self, waiting: _Waiting, cause: HandoffCause, reason: str) -> None:
+    def _give_up(self, waiting: _PendingSend, cause: HandoffCause, reason: str) -> None:
         self._waiting.pop(waiting.message.ticket_id, None)
         self._exports.close(waiting.message.export_id)
         self._report(SendFailed(waiting.message.ticket_id, cause.value, reason))

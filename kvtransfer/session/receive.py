@@ -71,7 +71,7 @@ class ReceivingRank:
 
 
 @dataclass(slots=True)
-class _Source:
+class _IncomingLink:
     """A link of the plan that ends at this rank."""
 
     link: PlannedLink
@@ -107,7 +107,7 @@ class ReceiveSession:
         self._digests = digests
         self._end_block = lease.first_block + len(lease.block_ids)
         self._prompt_blocks = blocks_for(lease.prompt_tokens, layout.block_tokens)
-        self._sources: dict[int, _Source] = {}
+        self._sources: dict[int, _IncomingLink] = {}
         self._prefill_tp: int | None = None
         shape = (len(lease.block_ids), layout.layers, layout.kv_heads)
         self._there = np.zeros(shape, np.bool_)
@@ -150,7 +150,9 @@ class ReceiveSession:
             raise protocol_fault(f"expected all links from a worker of tp {self._prefill_tp}, got tp {prefill_tp}")
         if self._prefill_tp is None:
             plan = reshard_plan(prefill_tp, self._local.tp, self._local.model_kv_heads)
-            self._sources = {link.prefill_rank: _Source(link) for link in plan if link.decode_rank == self._local.rank}
+            self._sources = {
+                link.prefill_rank: _IncomingLink(link) for link in plan if link.decode_rank == self._local.rank
+            }
             self._prefill_tp = prefill_tp
         source = self._sources.get(prefill_rank)
         if source is None or source.is_open:
@@ -300,7 +302,7 @@ class ReceiveSession:
             slice(head, head + piece.head_count),
         )
 
-    def _check_piece(self, source: _Source, piece: Piece) -> None:
+    def _check_piece(self, source: _IncomingLink, piece: Piece) -> None:
         """Checks a piece from the wire against the lease and the plan."""
         layout, link = self._layout, source.link
         if piece.seq != source.next_seq:

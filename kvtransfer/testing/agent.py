@@ -37,12 +37,12 @@ from kvtransfer.session.piece import FrameType, Header, Piece
 from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.transports.factory import Transports
 from kvtransfer.transports.protocol import INLINE_BYTES, KvReceiver, KvSender, LinkThread, PieceArrival, WelcomeTerms
-from tandem.testing.models import Fault, FaultKind, FaultPlan, FaultSettings
+from tandem.testing.models import FaultPlan, FaultSettings, OperationFault, OperationFaultKind
 
 HANG_S: Final = 3600.0
-_ANY_FRAME: Final = tuple(FaultKind)
-_OPERATION: Final = (FaultKind.FAIL, FaultKind.DELAY, FaultKind.HANG)
-_SETUP: Final = (FaultKind.FAIL, FaultKind.DELAY)
+_ANY_FRAME: Final = tuple(OperationFaultKind)
+_OPERATION: Final = (OperationFaultKind.FAIL, OperationFaultKind.DELAY, OperationFaultKind.HANG)
+_SETUP: Final = (OperationFaultKind.FAIL, OperationFaultKind.DELAY)
 
 
 def broken(point: str) -> HandoffFault:
@@ -54,7 +54,7 @@ class FaultyWriter:
     it."""
 
     def __init__(self, inner: asyncio.StreamWriter) -> None:
-        self.fault: Fault | None = None
+        self.fault: OperationFault | None = None
         self._inner = inner
         self._held: list[bytes] = []
         self._is_hung = False
@@ -70,19 +70,19 @@ class FaultyWriter:
             self._pass(data)
             return
         match fault.kind:
-            case FaultKind.DELAY | FaultKind.REORDER:
+            case OperationFaultKind.DELAY | OperationFaultKind.REORDER:
                 self._hold(data, fault)
-            case FaultKind.DUPLICATE:
+            case OperationFaultKind.DUPLICATE:
                 self._pass(data)
                 self._pass(data)
-            case FaultKind.FLIP:
+            case OperationFaultKind.FLIP:
                 self._pass(flip(data, fault.number))
-            case FaultKind.TRUNCATE:
+            case OperationFaultKind.TRUNCATE:
                 self._pass(data[: fault.number % len(data)])
                 self._inner.close()
-            case FaultKind.FAIL:
+            case OperationFaultKind.FAIL:
                 self._inner.transport.abort()
-            case FaultKind.HANG:
+            case OperationFaultKind.HANG:
                 self._is_hung = True
             case _:
                 pass  # dropped
@@ -94,11 +94,11 @@ class FaultyWriter:
         self._inner.write(data)
         self._release()
 
-    def _hold(self, data: bytes, fault: Fault) -> None:
+    def _hold(self, data: bytes, fault: OperationFault) -> None:
         if self._held:
             self._held.append(data)
             return
-        self._held = [b"", data] if fault.kind is FaultKind.DELAY else [data]
+        self._held = [b"", data] if fault.kind is OperationFaultKind.DELAY else [data]
         asyncio.get_running_loop().call_later(fault.delay_s, self._release)
 
     def _release(self) -> None:
@@ -132,19 +132,24 @@ class FaultyStream(FrameStream):
         fault = None
         if header.type is not FrameType.HEARTBEAT or self._plan.is_at("heartbeat"):
             fault = self._plan.next(point, _ANY_FRAME)
-        if fault is not None and fault.kind is FaultKind.MISADDRESS:
+        if fault is not None and fault.kind is OperationFaultKind.MISADDRESS:
             header, body = misaddress(header, body, fault.number)
             fault = None
         self._faulty.fault = fault
         super().send(header, body)
 
     def _before_piece(self, header: Header, piece: Piece, body: bytes) -> tuple[Header, bytes]:
-        if piece.digest is not None and (fault := self._plan.next("digest", (FaultKind.FLIP,))):
+        if piece.digest is not None and (fault := self._plan.next("digest", (OperationFaultKind.FLIP,))):
             header = replace(header, piece=replace(piece, digest=piece.digest ^ 1 << fault.number % 64))
         copied_first = piece.payload_bytes > INLINE_BYTES  # otherwise both ends would compute the same wrong digest
-        if body and self.memory and not copied_first and (fault := self._plan.next("memory", (FaultKind.FLIP,))):
+        if (
+            body
+            and self.memory
+            and not copied_first
+            and (fault := self._plan.next("memory", (OperationFaultKind.FLIP,)))
+        ):
             flip_in_pool(*self.memory, fault.number)
-        if body and self._plan.next("blocks", (FaultKind.MISADDRESS,)):
+        if body and self._plan.next("blocks", (OperationFaultKind.MISADDRESS,)):
             body = b"\x00\x00\x00\x7f" * (len(body) // 4)
         return header, body
 
@@ -193,7 +198,7 @@ class FaultySender:
         self._plan = plan
 
     def hello_fds(self) -> list[int]:
-        if self._plan.next("hello", (FaultKind.FAIL,)):
+        if self._plan.next("hello", (OperationFaultKind.FAIL,)):
             raise broken("hello")
         return self._inner.hello_fds()
 
@@ -202,10 +207,10 @@ class FaultySender:
         await self._inner.establish(welcome)
 
     async def send_probe(self, stream: FrameStream) -> int:
-        fault = self._plan.next("send_probe", (*_SETUP, FaultKind.FLIP))
+        fault = self._plan.next("send_probe", (*_SETUP, OperationFaultKind.FLIP))
         await apply_fault(fault, "send_probe", self._thread)
         digest = await self._inner.send_probe(stream)
-        return digest ^ 1 if fault is not None and fault.kind is FaultKind.FLIP else digest
+        return digest ^ 1 if fault is not None and fault.kind is OperationFaultKind.FLIP else digest
 
     async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
         await apply_fault(self._plan.next("push", _OPERATION), "push", self._thread)
@@ -259,11 +264,11 @@ class FaultyArrival:
         return self._inner.digest_follows
 
     async def place(self, span: PoolSpan) -> int:
-        fault = self._plan.next("place", (*_OPERATION, FaultKind.DROP, FaultKind.FLIP))
+        fault = self._plan.next("place", (*_OPERATION, OperationFaultKind.DROP, OperationFaultKind.FLIP))
         await apply_fault(fault, "place", self._thread)
-        if fault is None or fault.kind is FaultKind.DELAY:
+        if fault is None or fault.kind is OperationFaultKind.DELAY:
             return await self._inner.place(span)
-        if fault.kind is FaultKind.FLIP:
+        if fault.kind is OperationFaultKind.FLIP:
             placed = await self._inner.place(span)
             before = host_digest(self._local.pool, span)
             flip_in_pool(self._local.pool, span, fault.number)
@@ -275,16 +280,16 @@ class FaultyArrival:
         await self._inner.discard()
 
 
-async def apply_fault(fault: Fault | None, point: str, thread: LinkThread) -> None:
+async def apply_fault(fault: OperationFault | None, point: str, thread: LinkThread) -> None:
     """Fails, delays or hangs. Delays and hangs run in the link's thread, like a collective operation."""
     if fault is None:
         return
     match fault.kind:
-        case FaultKind.FAIL:
+        case OperationFaultKind.FAIL:
             raise broken(point)
-        case FaultKind.DELAY:
+        case OperationFaultKind.DELAY:
             await thread.run(time.sleep, fault.delay_s)
-        case FaultKind.HANG:
+        case OperationFaultKind.HANG:
             await thread.run(time.sleep, HANG_S)
         case _:
             pass  # the operation applies it
@@ -331,7 +336,7 @@ def run() -> None:
     if options.wall_clock_steps:
         time.time = stepping_wall_clock(time.time)
 
-    def note(point: str, fault: Fault) -> None:
+    def note(point: str, fault: OperationFault) -> None:
         with faults_of(options.socket).open("a") as file:
             file.write(f"{point} {fault.kind}\n")
 

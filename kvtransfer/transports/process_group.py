@@ -279,8 +279,8 @@ class GroupReceiver:
             raise protocol_fault("process_group: expected digests as agreed in the welcome")
         form = Format.of(piece.payload_bytes, self._version, digests=self._digests)
         digest = start_digest(form.payload_bytes, _grain_bytes(self._local, int8=self._int8)) if self._digests else None
-        arriving = _Arriving(_joined(self._group), self._local.pool, self._buffers, form, digest, self._int8)
-        return GroupArrival(arriving, self._thread)
+        transfer = _GroupTransfer(_joined(self._group), self._local.pool, self._buffers, form, digest, self._int8)
+        return GroupArrival(transfer, self._thread)
 
     def close(self) -> None:
         if self._group is not None:
@@ -295,18 +295,18 @@ class GroupArrival:
 
     digest_follows = False  # it follows the bytes instead of in a frame
 
-    arriving: _Arriving
+    transfer: _GroupTransfer
     thread: LinkThread
 
     async def place(self, span: PoolSpan) -> int:
-        return await self.thread.run(self.arriving.write, span)
+        return await self.thread.run(self.transfer.write, span)
 
     async def discard(self) -> None:
-        await self.thread.run(self.arriving.skip)
+        await self.thread.run(self.transfer.skip)
 
 
 @dataclass(frozen=True, slots=True)
-class _Arriving:
+class _GroupTransfer:
     """The transfer of one piece, in the link's thread."""
 
     group: Group

@@ -130,8 +130,8 @@ class TcpReceiver:
         if (piece.digest is not None) != self._digests:
             raise protocol_fault("tcp: expected digests as agreed in the welcome")
         int8_bytes = piece.payload_bytes if self._int8 else None
-        arriving = _Arriving(_open(self._data), self._local.pool, self._scratch, self._digests, int8_bytes)
-        return TcpArrival(arriving, self._thread, piece.payload_bytes)
+        transfer = _TcpTransfer(_open(self._data), self._local.pool, self._scratch, self._digests, int8_bytes)
+        return TcpArrival(transfer, self._thread, piece.payload_bytes)
 
     def close(self) -> None:
         """Closes the data connection, after which no byte is written."""
@@ -149,19 +149,19 @@ class TcpArrival:
 
     digest_follows = False  # it follows the bytes instead of in a frame
 
-    arriving: _Arriving
+    transfer: _TcpTransfer
     thread: LinkThread
     size_bytes: int
 
     async def place(self, span: PoolSpan) -> int:
-        return await self.thread.run(self.arriving.write, span)
+        return await self.thread.run(self.transfer.write, span)
 
     async def discard(self) -> None:
-        await self.thread.run(self.arriving.skip, self.size_bytes)
+        await self.thread.run(self.transfer.skip, self.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class _Arriving:
+class _TcpTransfer:
     """The transfer of one piece, in the link's thread."""
 
     data: DataSocket

@@ -44,7 +44,7 @@ class FakeClock:
         self._now_s += seconds
 
 
-class FaultKind(StrEnum):
+class OperationFaultKind(StrEnum):
     """Kinds of faults of an operation."""
 
     FAIL = "fail"  # it raises, or its connection fails
@@ -59,10 +59,10 @@ class FaultKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class OperationFault:
     """`number`: 32 random bits that select details, such as which bit to flip."""
 
-    kind: FaultKind
+    kind: OperationFaultKind
     number: int
     delay_s: float
 
@@ -82,7 +82,7 @@ class FaultSettings:
     """
 
     seed: int = 0
-    kinds: tuple[str, ...] = tuple(FaultKind)
+    kinds: tuple[str, ...] = tuple(OperationFaultKind)
     points: tuple[str, ...] = ()
     every: int | None = None
     rate: float | None = None
@@ -95,8 +95,8 @@ class FaultSettings:
             raise ValueError("faults: expected exactly one of every and rate")
         if (self.every is not None and self.every < 1) or (self.rate is not None and not 0 <= self.rate <= 1):
             raise ValueError(f"faults: expected every >= 1 or 0 <= rate <= 1, got {self.every}, {self.rate}")
-        if unknown := set(self.kinds) - set(FaultKind):
-            raise ValueError(f"faults: expected kinds of {[*FaultKind]}, got {sorted(unknown)}")
+        if unknown := set(self.kinds) - set(OperationFaultKind):
+            raise ValueError(f"faults: expected kinds of {[*OperationFaultKind]}, got {sorted(unknown)}")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -119,7 +119,7 @@ class FaultPlan:
         on_fault: called before each fault.
     """
 
-    def __init__(self, settings: FaultSettings, on_fault: Callable[[str, Fault], None] | None = None) -> None:
+    def __init__(self, settings: FaultSettings, on_fault: Callable[[str, OperationFault], None] | None = None) -> None:
         self._settings = settings
         self._random = random.Random(settings.seed)
         self._on_fault = on_fault
@@ -130,10 +130,12 @@ class FaultPlan:
         """Whether this point is named explicitly, for operations that would disturb the counts of others."""
         return point in self._settings.points
 
-    def next(self, point: str, can: Collection[FaultKind] = tuple(FaultKind)) -> Fault | None:
+    def next(
+        self, point: str, can: Collection[OperationFaultKind] = tuple(OperationFaultKind)
+    ) -> OperationFault | None:
         """Counts one operation at `point`, and returns its fault, if any. `can`: faults that this point supports."""
         settings = self._settings
-        kinds = [kind for kind in FaultKind if kind in settings.kinds and kind in can]
+        kinds = [kind for kind in OperationFaultKind if kind in settings.kinds and kind in can]
         if not kinds or (settings.points and point not in settings.points):
             return None
         self._seen += 1
@@ -146,7 +148,7 @@ class FaultPlan:
         if not breaks:
             return None
         self.broken += 1
-        fault = Fault(self._random.choice(kinds), self._random.getrandbits(32), settings.delay_s)
+        fault = OperationFault(self._random.choice(kinds), self._random.getrandbits(32), settings.delay_s)
         if self._on_fault is not None:
             self._on_fault(point, fault)
         return fault
