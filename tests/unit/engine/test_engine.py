@@ -230,7 +230,7 @@ def test_exported_blocks_decode_to_the_same_tokens_elsewhere(
 def test_layers_are_told_of_once_enough_was_written_and_at_the_end(
     make: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, told_bytes: int, told: list[int]
 ) -> None:
-    monkeypatch.setattr("tandem.engine.runner.TOLD_BYTES", told_bytes)
+    monkeypatch.setattr("tandem.engine.runner.REPORT_BYTES", told_bytes)
     exporter = CopyExporter()
     sender = make(exporter=exporter)
     driver = EngineDriver(sender.engine)
