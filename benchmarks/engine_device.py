@@ -30,8 +30,8 @@ from benchmarks.handoff_figures import Figure
 from tandem.config.spec import EngineSpec
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
-from tandem.engine.decode_graphs import Again
 from tandem.engine.factory import Rank, build_rank
+from tandem.engine.graph_recorder import EagerRecorder
 from tandem.request import SamplingParams
 from tandem.testing.engine import NoExport, make_request
 from tandem.testing.models import random_prompt
@@ -116,7 +116,7 @@ class DeviceBench:
         return build_rank(
             self.folder, EngineSpec.model_validate(defaults | options), rank=0, size=1,
             rendezvous_file=self.folder / "group", exporter=NoExport(),
-            paged=PagedPath(plain_attention, Again()) if on_cpu else None,
+            paged=PagedPath(plain_attention, EagerRecorder()) if on_cpu else None,
         )  # fmt: skip
 
     def prompt(self, length: int) -> list[int]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.handoff_figures import Figure, HandoffSizes, against_limit
 from benchmarks.handoff_limits import BareGloo, RawSocket, memcpy_s
-from kvtransfer.agent.control import BeginStep, Received, Sent
+from kvtransfer.control import BeginStep, Received, Sent
 from kvtransfer.session.piece import MAX_PIECE_BYTES
 from kvtransfer.session.ticket import Ticket
 from kvtransfer.testing.handoff import FakeKv, FakeModel, FakeWorker, Handoff
@@ -54,7 +54,7 @@ class Bulk:
         await asyncio.sleep(SETTLE_S)
         step = BeginStep((handoff.range(0, self._kv.blocks, in_cache=True),))
         started_s = time.perf_counter()
-        source.tell_as_rank(step)
+        source.send_as_rank(step)
         await target.expect(Received, ticket_id=handoff.ticket_id, timeout_s=TIMEOUT_S)
         elapsed_s = time.perf_counter() - started_s
         await source.expect(Sent, ticket_id=handoff.ticket_id, timeout_s=TIMEOUT_S)
@@ -107,8 +107,8 @@ async def bulk(sizes: HandoffSizes, transport: str, *, digests: bool = True, dev
             prefill, decode = workers
             await prefill.attach()
             await decode.attach()
-            prefill.meet(decode)
-            decode.meet(prefill)
+            prefill.set_peers_of(decode)
+            decode.set_peers_of(prefill)
             await prefill.linked(timeout_s=TIMEOUT_S)
             ready = Bulk(prefill, decode, sizes.bulk_tokens)
             await ready.check()

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvtransfer.agent.control import Received
-from kvtransfer.session.stages import ReceiveStages, earliest, latest
+from kvtransfer.control import Received
+from kvtransfer.stages import ReceiveStages, earliest, latest
 from tandem.clock import Clock
 from tandem.errors import InternalError
 from tandem.v1 import worker_pb2

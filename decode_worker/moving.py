@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from kvtransfer.agent.control import CloseSend, FromAgent, OpenSend, SendClosed, SendFailed, Sent
-from kvtransfer.session.causes import HandoffCause
+from kvtransfer.causes import HandoffCause
+from kvtransfer.control import CloseSend, FromAgent, OpenSend, SendClosed, SendFailed, Sent
 from kvtransfer.session.ticket import ticket_id_of
 from tandem.clock import Clock
 from tandem.engine.api import RequestEnd

@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Sequence
 
 from decode_worker.inbound_handoffs import InboundHandoff, InboundHandoffs, InboundPhase
-from kvtransfer.agent.control import CloseReceive, FromAgent, OpenReceive, ReceiveClosed, Received, ReceiveFailed
-from kvtransfer.session.causes import HandoffCause, HandoffFault, parse_cause
+from kvtransfer.causes import HandoffCause, HandoffFault, parse_cause
+from kvtransfer.control import CloseReceive, FromAgent, OpenReceive, ReceiveClosed, Received, ReceiveFailed
 from kvtransfer.session.ticket import Ticket
 from tandem.clock import Clock
 from tandem.engine.api import EngineRequest, RequestEnd, Reservation

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvtransfer.agent.control import FromAgent, LinkReport, TakeCensus
+from kvtransfer.control import FromAgent, LinkReport, TakeCensus
 from tandem.clock import Clock
 from tandem.errors import UnavailableError
 from tandem.v1 import worker_pb2

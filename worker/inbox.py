@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from dataclasses import dataclass
 
-from kvtransfer.agent.control import FromAgent
+from kvtransfer.control import FromAgent
 from worker.messages import ServiceToLeader
 
 

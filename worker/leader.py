@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from google.protobuf.message import DecodeError
 
-from kvtransfer.agent.control import Attached, SetPeers
+from kvtransfer.control import Attached, SetPeers
 from tandem.engine.api import StepResult
 from tandem.engine.engine import Engine
 from tandem.errors import InputError, TandemError

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvtransfer.agent.control import Peer
+from kvtransfer.control import Peer
 
 
 class LeaderReady(msgspec.Struct, frozen=True, tag=True):

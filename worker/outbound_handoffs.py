@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvtransfer.agent.control import Sent
-from kvtransfer.session.stages import SendStages, earliest, latest
+from kvtransfer.control import Sent
+from kvtransfer.stages import SendStages, earliest, latest
 from tandem.v1 import worker_pb2
 
 

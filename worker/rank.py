@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from kvtransfer.agent.client import AgentClient, RankExporter
-from kvtransfer.agent.control import Attached, AttachPool, FromAgent, Layout, Lead, TlsFiles
+from kvtransfer.control import Attached, AttachPool, FromAgent, Lead, TlsFiles, WireLayout
 from kvtransfer.pool.cuda_ipc import export_tensor
-from kvtransfer.session.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from tandem.checkpoint.model_config import fingerprint
 from tandem.clock import SystemClock
 from tandem.config.launch import WorkerLaunch
@@ -97,7 +97,7 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, i
         tp=identity.tp,
         model_kv_heads=rank.config.kv_heads,
         model_fingerprint=identity.model_fingerprint,
-        layout=Layout(
+        layout=WireLayout(
             num_blocks=layout.num_blocks,
             layers=layout.layers,
             kv_heads=layout.kv_heads,

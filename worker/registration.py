@@ -9,7 +9,7 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
-from kvtransfer.agent.control import Peer
+from kvtransfer.control import Peer
 from tandem.config.launch import WorkerLaunch
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_tls import ClusterTls, open_channel

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 
-from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.causes import HandoffCause, HandoffFault
 from tandem.clock import Clock, SystemClock
 from tandem.engine.api import EngineLoad, StepResult
 from tandem.errors import ErrorCode, InputError, RequestCancelled, TandemError

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvtransfer.agent.control import FromAgent
+from kvtransfer.control import FromAgent
 from tandem.engine.api import RequestEnd
 from tandem.errors import InputError, RequestCancelled, TandemError
 from tandem.v1 import worker_pb2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvtransfer.session.causes import HandoffFault, parse_cause
+from kvtransfer.causes import HandoffFault, parse_cause
 from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, TokenLogprob, TokenOut
 from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
 from tandem.kvcache.blockhash import HashKey

@@ -16,7 +16,7 @@ from itertools import islice
 
 import msgspec
 
-from kvtransfer.session.causes import HandoffFault
+from kvtransfer.causes import HandoffFault
 from router.requests import actions as act
 from router.requests.facts import Facts, Received
 from router.requests.output import Usage

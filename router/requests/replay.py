@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from kvtransfer.session.causes import HandoffFault, parse_cause
+from kvtransfer.causes import HandoffFault, parse_cause
 from router.policies.policy import PlacementPolicy
 from router.policies.profiles import policy_profile
 from router.policies.types import Candidate, PlacementQuery

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvtransfer.session.causes import HandoffFault
+from kvtransfer.causes import HandoffFault
 from router.policies.types import WaitReason
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act

@@ -3,7 +3,7 @@
 import pytest
 
 from decode_worker.inbound_handoffs import InboundHandoffs, InboundPhase
-from kvtransfer.agent.control import Received
+from kvtransfer.control import Received
 from tandem.errors import InternalError
 from tandem.testing.models import FakeClock
 

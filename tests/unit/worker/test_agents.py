@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvtransfer.agent.control import CloseSend, LinkReport, TakeCensus
+from kvtransfer.control import CloseSend, LinkReport, TakeCensus
 from tandem.testing.models import FakeClock
 from worker.agents import PROBE_AFTER_S, UNRESPONSIVE_S, Agents
 

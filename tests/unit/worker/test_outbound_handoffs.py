@@ -1,6 +1,6 @@
 """The prefill side's book of handoffs: blocks stay leased while an agent might read them."""
 
-from kvtransfer.agent.control import Sent
+from kvtransfer.control import Sent
 from worker.outbound_handoffs import OutboundHandoffs
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.causes import HandoffCause, HandoffFault
 from tandem.engine.api import BlockCounts, EngineLoad, StepResult, TokenOut
 from tandem.errors import InputError, KvExhausted, RequestCancelled
 from tandem.request import FinishReason, RequestState

@@ -1,7 +1,7 @@
-"""Listening sockets and the first message of a connection, which may carry file descriptors (SCM_RIGHTS).
+"""Listening sockets, and the first message of a connection, which may carry file descriptors (SCM_RIGHTS).
 
-asyncio streams cannot receive descriptors, so the first message is read from the raw socket, exactly to its end; then
-the socket goes to a stream. The framing is that of `tandem.rpc.channel`.
+asyncio streams cannot receive descriptors. So the first message is read from the raw socket, exactly to its end, before
+a stream takes over. The framing is that of `tandem.rpc.channel`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from kvtransfer.link.tls import TlsConnection, Wire
-from kvtransfer.session.causes import protocol_fault
+from kvtransfer.causes import protocol_fault
+from kvtransfer.connection.tls import TlsConnection, Wire
 
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
@@ -25,7 +25,7 @@ MAX_CONNECTIONS = 1024
 
 
 def listen_unix(path: str) -> socket.socket:
-    """A listening unix socket at `path`; one that an earlier life left there is replaced."""
+    """A listening unix socket at `path`. Replaces the socket of an earlier process."""
     Path(path).unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     listener.bind(path)
@@ -35,7 +35,7 @@ def listen_unix(path: str) -> socket.socket:
 
 
 def listen_tcp(host: str) -> socket.socket:
-    """A listening TCP socket on a free port of one named interface."""
+    """A listening TCP socket on a free port of a named interface."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
     listener.bind(address)
@@ -52,7 +52,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Raises ValueError when `address` is no host:port."""
+    """Raises ValueError if `address` is not host:port."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -86,35 +86,35 @@ def peer_is_same_user(raw: socket.socket) -> bool:
 
 
 def peer_pid(raw: socket.socket) -> int:
-    """Of the process at the other end of a unix socket, by the kernel's word."""
+    """Process id at the other end of a unix socket, from the kernel."""
     return _peer_credentials(raw)[0]
 
 
 def _peer_credentials(raw: socket.socket) -> tuple[int, int]:
-    """Process and user."""
+    """(process id, user id)."""
     pid, uid, _ = _CREDENTIALS.unpack(raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(pid), int(uid)
 
 
 async def send_first(raw: Wire, framed: bytes, fds: list[int]) -> None:
-    """Sends a framed message with descriptors. The descriptors stay ours to close."""
+    """Sends a framed message with descriptors, which the caller closes."""
     if isinstance(raw, TlsConnection):
         await raw.send(framed)
         return
     if not fds:
         await asyncio.get_running_loop().sock_sendall(raw, framed)
         return
-    sent = socket.send_fds(raw, [framed], fds)  # a fresh socket's buffer has room: it does not block
+    sent = socket.send_fds(raw, [framed], fds)  # does not block: a new socket's buffer is empty
     if sent < len(framed):
         await asyncio.get_running_loop().sock_sendall(raw, framed[sent:])
 
 
 async def receive_first(raw: Wire, max_bytes: int = MAX_FIRST_BYTES) -> tuple[bytes, list[int]]:
-    """The body of the first framed message and the descriptors beside it, which are the caller's to close.
+    """The body of the first framed message, and its descriptors, which the caller closes.
 
     Raises:
-        HandoffFault: (protocol) too long, cut short, or more descriptors than any message of ours has.
-        OSError: the connection broke.
+        HandoffFault: (protocol) too long, truncated, or too many descriptors.
+        OSError: the connection failed.
     """
     fds: list[int] = []
     try:
@@ -156,7 +156,7 @@ async def _receive_once(raw: Wire, size: int, fds: list[int]) -> bytes:
             found.frombytes(data[: len(data) - len(data) % found.itemsize])
             fds.extend(found)
     if flags & socket.MSG_CTRUNC or len(fds) > MAX_FDS:
-        raise protocol_fault(f"expected at most {MAX_FDS} descriptors beside a message")
+        raise protocol_fault(f"expected at most {MAX_FDS} descriptors with a message")
     return chunk
 
 
@@ -185,7 +185,7 @@ async def serve(
     handle: Callable[[socket.socket], Awaitable[None]],
     max_connections: int = MAX_CONNECTIONS,
 ) -> None:
-    """Accepts for ever; each connection is a task of its own. Cancelled, it closes the listener."""
+    """Accepts forever, with one task per connection. Closes the listener when cancelled."""
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
 
@@ -197,7 +197,7 @@ async def serve(
             try:
                 raw, _ = await loop.sock_accept(listener)
             except OSError:
-                await asyncio.sleep(0.1)  # out of descriptors, or the peer was gone already
+                await asyncio.sleep(0.1)  # out of descriptors, or the peer disconnected
                 continue
             if len(tasks) >= max_connections:
                 raw.close()

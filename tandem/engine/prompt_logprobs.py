@@ -1,4 +1,4 @@
-"""Logprobs of tokens that are known already: those of a prompt, when a client asks for them."""
+"""Logprobs of a prompt's tokens, if a client requests them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from tandem.engine.api import ScoredToken
 from tandem.sampling.sampler import TokenLogprob
 
-ROWS = 64  # so many rows of logits are in memory at a time, however long the prompt is
+ROWS = 64  # rows of logits in memory at a time, whatever the prompt's length
 
 
 def score(
     logits_of: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Sequence[int], top: int
 ) -> tuple[ScoredToken, ...]:
-    """What the model gave `tokens`, each under the row of `hidden` [tokens, hidden] before it; of the untempered
-    distribution, with the `top` likeliest, best first."""
+    """Logprobs of `tokens`, each from the row of `hidden` [tokens, hidden] before it, at temperature 1, with the `top`
+    most likely tokens, best first."""
     edges = [*range(0, len(tokens), ROWS), len(tokens)]
     parts = (_score_rows(logits_of(hidden[a:b]), tokens[a:b], top) for a, b in pairwise(edges))
     return tuple(token for part in parts for token in part)

@@ -1,4 +1,4 @@
-"""What waits to go over a link: first in, first out for each ticket, and the tickets take turns."""
+"""The send queue of a link: first in, first out within a ticket, round-robin between tickets."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class FairQueue(Generic[T]):
-    """A long prompt's pieces do not hold up a short one's. For one event loop.
+class TicketQueue(Generic[T]):
+    """A fair queue, so that a long prompt's pieces do not delay a short one's. For one event loop.
 
     Args:
-        may_go: whether an item may leave now; one that may not holds back only what is behind it in its own line.
+        may_send: whether an item may be sent now. An item that may not blocks only its own ticket.
     """
 
-    def __init__(self, may_go: Callable[[T], bool]) -> None:
-        self._may_go = may_go
+    def __init__(self, may_send: Callable[[T], bool]) -> None:
+        self._may_send = may_send
         self._lines: OrderedDict[str, deque[T]] = OrderedDict()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def put(self, ticket_id: str, item: T) -> None:
         self._lines.setdefault(ticket_id, deque()).append(item)
-        self._news.set()
+        self._changed.set()
 
-    def look_again(self) -> None:
-        """Something changed that `may_go` looks at."""
-        self._news.set()
+    def wake(self) -> None:
+        """Call it when `may_send` may have changed."""
+        self._changed.set()
 
     async def get(self) -> T:
-        """The next item that may go; waits for one."""
+        """Waits for the next item that may be sent."""
         while True:
-            self._news.clear()
+            self._changed.clear()
             for ticket_id, line in self._lines.items():
-                if self._may_go(line[0]):
+                if self._may_send(line[0]):
                     return self._take(ticket_id, line)
-            await self._news.wait()
+            await self._changed.wait()
 
     def _take(self, ticket_id: str, line: deque[T]) -> T:
         item = line.popleft()

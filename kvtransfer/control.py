@@ -1,22 +1,22 @@
-"""What a rank and its transfer agent say to each other (over `tandem.rpc.channel`, on the agent's unix socket).
+"""Messages between a rank and its transfer agent, over `tandem.rpc.channel` on the agent's unix socket.
 
-Every rank connects to its own agent and attaches its pool; its leader (rank 0) also connects to the agents of all
-ranks of the worker, to open and close handoffs. Tickets are named by `ticket_id` (hex).
+Every rank connects to its own agent and attaches its pool. The leader (rank 0) also connects to the agents of all ranks
+of the worker, to open and close handoffs. `ticket_id` (hex) identifies a ticket.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from kvtransfer.session.stages import ReceiveStages, SendStages
-from kvtransfer.session.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from kvtransfer.stages import ReceiveStages, SendStages
+from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 
 HOST_DEVICE = "cpu"
 IPC_HANDLE_BYTES = 64
 
 
-class Layout(msgspec.Struct, frozen=True):
-    """KvPoolLayout on the wire, with what the handshake must also compare."""
+class WireLayout(msgspec.Struct, frozen=True):
+    """KvPoolLayout on the wire, with further fields that the handshake compares."""
 
     num_blocks: int
     layers: int
@@ -28,10 +28,10 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
-    """A pool that is not in host memory: `size_bytes` from `offset` on in an allocation of another process.
+    """A pool in device memory: `size_bytes` at `offset` in another process's allocation.
 
-    `device` is a GPU's UUID and `handle` the allocation's CUDA IPC handle. Or it is HOST_DEVICE, and the pool is the
-    file beside the message: so what is made for GPUs runs without one.
+    `device` is a GPU's UUID and `handle` the allocation's CUDA IPC handle. With HOST_DEVICE the pool is the file sent
+    with the message, so that the device code runs without a GPU.
     """
 
     device: str
@@ -41,7 +41,7 @@ class DeviceMemory(msgspec.Struct, frozen=True):
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
-    """Paths of PEM files, and the identity (a URI) that a peer's certificate must carry, if any."""
+    """Paths of PEM files, and the identity (a URI) required of a peer's certificate, if any."""
 
     cert: str
     key: str
@@ -50,8 +50,8 @@ class TlsFiles(msgspec.Struct, frozen=True):
 
 
 class AttachPool(msgspec.Struct, frozen=True, tag=True):
-    """First message of a rank on its own agent's socket. The pool's file descriptor travels beside it (SCM_RIGHTS); a
-    pool in a GPU's memory has none."""
+    """A rank's first message on its own agent's socket. It carries the pool's file descriptor (SCM_RIGHTS), unless the
+    pool is in GPU memory."""
 
     worker_id: str
     epoch: int
@@ -59,7 +59,7 @@ class AttachPool(msgspec.Struct, frozen=True, tag=True):
     tp: int
     model_kv_heads: int
     model_fingerprint: str
-    layout: Layout
+    layout: WireLayout
     ticket_key: bytes
     digests: bool
     transport: str
@@ -68,19 +68,19 @@ class AttachPool(msgspec.Struct, frozen=True, tag=True):
     ticket_ttl_s: float
     protocol: int = PROTOCOL_VERSION
     oldest_protocol: int = OLDEST_PROTOCOL_VERSION
-    tls: TlsFiles | None = None  # every TCP connection is encrypted, and none other taken
+    tls: TlsFiles | None = None  # encrypts every TCP connection and refuses others
     int8: bool = False
-    """Links that carry bytes carry int8 (see kvtransfer.pool.quantise); both ends must say so."""
+    """Links that carry bytes send int8 (see kvtransfer.pool.quantise). Both ends must have it set."""
     memory: DeviceMemory | None = None
-    """Where the pool is; None: in host memory."""
+    """Location of the pool; None: host memory."""
 
 
 class Lead(msgspec.Struct, frozen=True, tag=True):
-    """First message of the leader on an agent's socket: reports about tickets and links go to this connection."""
+    """The leader's first message on an agent's socket. The agent reports tickets and links on this connection."""
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """One agent of another worker, as the controller's directory has it."""
+    """One agent of another worker, from the controller's directory."""
 
     worker_id: str
     epoch: int
@@ -92,23 +92,24 @@ class Peer(msgspec.Struct, frozen=True):
     protocol: int = PROTOCOL_VERSION
     oldest_protocol: int = OLDEST_PROTOCOL_VERSION
     device: str = ""
-    """As in DeviceMemory; empty: its pool is in host memory."""
+    """As in DeviceMemory; empty: host memory."""
     connect: bool = True
-    """Make a link to it at once; False: only when a ticket asks for one, and while it is in use."""
+    """Connect at once. False: connect only while a ticket needs the link."""
 
     def is_at(self, other: Peer) -> bool:
-        """Whether both are the same agent at the same place."""
+        """Whether both are the same agent at the same addresses."""
         return msgspec.structs.replace(self, connect=other.connect) == other
 
 
 class SetPeers(msgspec.Struct, frozen=True, tag=True):
-    """All agents this one may exchange blocks with. Links to those that are gone end; new ones are made and probed."""
+    """All agents that this one may exchange blocks with. It closes links to missing ones, and connects and probes new
+    ones."""
 
     peers: tuple[Peer, ...]
 
 
 class OpenReceive(msgspec.Struct, frozen=True, tag=True):
-    """Logical blocks [first_block, first_block + len(block_ids)) of a prompt may be written to `block_ids`."""
+    """Permits writes of logical blocks [first_block, first_block + len(block_ids)) of a prompt to `block_ids`."""
 
     ticket_id: str
     prefill_worker: str
@@ -119,13 +120,13 @@ class OpenReceive(msgspec.Struct, frozen=True, tag=True):
 
 
 class CloseReceive(msgspec.Struct, frozen=True, tag=True):
-    """Write nothing more for this ticket. Always answered by ReceiveClosed; only then are its blocks reused."""
+    """Stops writes for this ticket. Always answered by ReceiveClosed, after which its blocks may be reused."""
 
     ticket_id: str
 
 
 class OpenSend(msgspec.Struct, frozen=True, tag=True):
-    """A ticket to push for. `export_id` is the request id under which this rank's ExportRanges arrive."""
+    """A ticket to send for. `export_id` is the request id of this rank's ExportRanges."""
 
     ticket_id: str
     signed_ticket: bytes
@@ -137,7 +138,7 @@ class OpenSend(msgspec.Struct, frozen=True, tag=True):
 
 
 class CloseSend(msgspec.Struct, frozen=True, tag=True):
-    """Push nothing more. Always answered by SendClosed, when the receiver can no longer read our blocks."""
+    """Stops sending. Always answered by SendClosed, after which the receiver no longer reads our blocks."""
 
     ticket_id: str
 
@@ -158,13 +159,13 @@ class BeginStep(msgspec.Struct, frozen=True, tag=True):
 
 
 class LayerDone(msgspec.Struct, frozen=True, tag=True):
-    """This layer of the current step's ranges is in the pool, with all before it."""
+    """This layer of the current step's ranges is in the pool, and so are all layers before it."""
 
     layer: int
 
 
 class TakeCensus(msgspec.Struct, frozen=True, tag=True):
-    """From the leader: how much is open here? Answered by a Census."""
+    """The leader's request for a Census."""
 
 
 ToAgent = (
@@ -174,7 +175,7 @@ ToAgent = (
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
-    """Answer to AttachPool: where peers reach this agent."""
+    """Answer to AttachPool: the addresses at which peers reach this agent."""
 
     host_id: str
     mapped_path: str
@@ -183,14 +184,14 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
 
 
 class Received(msgspec.Struct, frozen=True, tag=True):
-    """Every block of the ticket is in this rank's pool, complete and with good digests. Nothing more is written."""
+    """All blocks of the ticket are in this rank's pool, with correct digests. Nothing more is written."""
 
     ticket_id: str
     bytes: int
     blocks: int
     pieces: int
     verify_s: float
-    stages: ReceiveStages | None = None  # None: there was nothing to receive
+    stages: ReceiveStages | None = None  # None: nothing to receive
 
 
 class ReceiveFailed(msgspec.Struct, frozen=True, tag=True):
@@ -211,7 +212,7 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
     ticket_id: str
     bytes: int
     pieces: int
-    stages: SendStages | None = None  # None: there was nothing to send
+    stages: SendStages | None = None  # None: nothing to send
 
 
 class SendFailed(msgspec.Struct, frozen=True, tag=True):
@@ -229,15 +230,16 @@ class LinkReport(msgspec.Struct, frozen=True, tag=True):
     peer_epoch: int
     peer_rank: int
     transport: str
-    state: str  # connecting, ready, refused, down; closed: it is not wanted any more
+    state: str  # connecting, ready, refused, down; closed: no longer wanted
     reason: str
     bytes: int
-    latency_s: float | None = None  # as in LinkMeter; None on the receiving end, which does not measure
+    latency_s: float | None = None  # as in LinkMeter; None at the receiving end, which does not measure
     bytes_per_s: float | None = None
 
 
 class Census(msgspec.Struct, frozen=True, tag=True):
-    """Tickets that are not over yet (`waiting`: for their decode worker to come into reach), and links that are up."""
+    """Number of unfinished tickets (`waiting`: for their decode worker to appear in the directory) and of ready
+    links."""
 
     sending: int
     receiving: int

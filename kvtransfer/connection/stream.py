@@ -1,4 +1,4 @@
-"""A link's connection after the handshake: frames of `kvtransfer.session.piece` both ways."""
+"""A link's connection after the handshake: frames of `kvtransfer.session.piece` in both directions."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import ssl
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from kvtransfer.link.tls import TlsConnection, Wire
-from kvtransfer.session.causes import protocol_fault
+from kvtransfer.causes import protocol_fault
+from kvtransfer.connection.tls import TlsConnection, Wire
 from kvtransfer.session.piece import HEADER_BYTES, Header
-from kvtransfer.session.versions import PROTOCOL_VERSION
+from kvtransfer.versions import PROTOCOL_VERSION
 
 FLUSH_S = 1.0
 
 
 class FrameStream:
-    """`version`: the protocol version of both directions, as the handshake settled it."""
+    """`version` is the protocol version of both directions, agreed in the handshake."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.version = PROTOCOL_VERSION
@@ -34,7 +34,7 @@ class FrameStream:
         return cls(*await asyncio.open_connection(sock=raw))
 
     def send(self, header: Header, body: bytes = b"") -> None:
-        """Queues one frame; never waits. A closed stream drops it: the reading side reports the end."""
+        """Queues one frame; never waits. A closed stream drops it, and the reader reports the end."""
         if not self._writer.is_closing():
             self._writer.write(replace(header, body_bytes=len(body)).pack(self.version) + body)
 
@@ -42,10 +42,10 @@ class FrameStream:
         await self._writer.drain()
 
     async def receive(self) -> tuple[Header, bytes] | None:
-        """The next frame; None when the peer closed.
+        """The next frame; None after the peer closed.
 
         Raises:
-            HandoffFault: (protocol) the peer sent what is no frame.
+            HandoffFault: (protocol) the peer sent an invalid frame.
         """
         try:
             raw = await self._reader.readexactly(HEADER_BYTES)
@@ -62,6 +62,6 @@ class FrameStream:
             yield frame
 
     def close(self) -> None:
-        """What is queued has a moment to leave; a peer that reads nothing does not keep the connection open."""
+        """Flushes queued frames for at most FLUSH_S, in case the peer stopped reading."""
         self._writer.close()
         asyncio.get_running_loop().call_later(FLUSH_S, self._writer.transport.abort)

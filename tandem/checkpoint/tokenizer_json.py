@@ -1,4 +1,4 @@
-"""Writes `tokenizer.json` files of byte-level BPE tokenizers (the format of Hugging Face tokenizers), as plain data."""
+"""Builds `tokenizer.json` of byte-level BPE tokenizers as plain data, in the format of Hugging Face tokenizers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIGITS_THEN_BYTE_LEVEL: Final[Json] = {
 
 
 def split_then_bytes(pattern: str) -> Json:
-    """Words cut by a regular expression, then spelt in bytes."""
+    """Splits words by a regular expression, then encodes them as bytes."""
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return {"type": "Sequence", "pretokenizers": [split, _BYTES_ONLY]}
 
@@ -33,7 +33,7 @@ class BytePairTokenizer:
     pre_tokenizer: Mapping[str, Any] = field(default_factory=lambda: BYTE_LEVEL)
     normalizer: Mapping[str, Any] | None = None
     ignore_merges: bool = False
-    bos_token_id: int | None = None  # put before a bare prompt; None: nothing is
+    bos_token_id: int | None = None  # prepended to a bare prompt; None: nothing
 
     def to_json(self) -> Json:
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}

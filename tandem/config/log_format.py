@@ -1,4 +1,4 @@
-"""How log lines are written. Apart from the configuration, for processes that are to stay small."""
+"""Format of log lines. Does not import pydantic, so that small processes such as the transfer agent can use it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""When what happened in a handoff, on one rank of either side. Filled by the sessions, sent with their reports.
+"""Timestamps of a handoff's stages on one rank of either side. The sessions record them and report them.
 
-Times are seconds of one host's monotonic clock: a rank's agent and its leader share a host (they meet on a unix
-socket), so the leader turns them into offsets from its own anchor. No such time ever leaves the worker. `None`: it did
-not happen.
+Times are seconds of one host's monotonic clock. A rank's agent and its leader share a host, so the leader converts them
+to offsets, and no such time leaves the worker. `None`: the stage did not happen.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ import msgspec
 
 
 class ReceiveStages(msgspec.Struct):
-    """One decode rank."""
+    """Stages on one decode rank."""
 
     opened_at_s: float
-    """The agent took up the lease."""
+    """The agent accepted the lease."""
     linked_at_s: float | None = None
-    """The last of the links it expects had shown a good ticket."""
+    """The last expected link showed a valid ticket."""
     first_piece_at_s: float | None = None
-    """The first piece began to be written into our blocks."""
+    """The first write of a piece to our blocks started."""
     last_piece_at_s: float | None = None
-    """The last piece had been written and digested."""
+    """The last piece was written and its digest computed."""
     verified_at_s: float | None = None
-    """Every sender had confirmed, nothing was missing, every digest was good."""
+    """Every sender finished, no block was missing and every digest was correct."""
 
     def piece_begins(self, now_s: float) -> None:
         if self.first_piece_at_s is None:
@@ -32,22 +31,22 @@ class ReceiveStages(msgspec.Struct):
 
 
 class SendStages(msgspec.Struct):
-    """One prefill rank."""
+    """Stages on one prefill rank."""
 
     opened_at_s: float
-    """The agent took up the ticket."""
+    """The agent accepted the ticket."""
     computing_at_s: float | None = None
-    """The first engine step with this prompt began (as told to the agent, and no earlier than `opened_at_s`)."""
+    """The first engine step of this prompt started, as reported to the agent and not before `opened_at_s`."""
     linked_at_s: float | None = None
-    """The last of the links had accepted the ticket."""
+    """The last link accepted the ticket."""
     first_piece_at_s: float | None = None
-    """The first piece was given to its link."""
+    """The first piece was handed to its link."""
     last_layer_at_s: float | None = None
-    """The last range that the ticket asks for was in the pool."""
+    """The last range of the ticket was in the pool."""
     last_ack_at_s: float | None = None
     """The last piece was acknowledged."""
     hidden_bytes: int = 0
-    """Bytes that the receivers had acknowledged when the last layer was computed: what was hidden behind prefill."""
+    """Bytes acknowledged when the last layer was computed, which prefill hid."""
 
     def computing(self, now_s: float) -> None:
         if self.computing_at_s is None:
@@ -64,10 +63,10 @@ class SendStages(msgspec.Struct):
 
 
 def earliest(times: Iterable[float | None]) -> float | None:
-    """Of several ranks, when the first began."""
+    """The earliest time of several ranks."""
     return min((time for time in times if time is not None), default=None)
 
 
 def latest(times: Iterable[float | None]) -> float | None:
-    """Of several ranks, when the last was done."""
+    """The latest time of several ranks."""
     return max((time for time in times if time is not None), default=None)

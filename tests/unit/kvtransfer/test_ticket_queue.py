@@ -2,16 +2,16 @@ from __future__ import annotations
 
 import asyncio
 
-from kvtransfer.link.fair_queue import FairQueue
+from kvtransfer.link.ticket_queue import TicketQueue
 
 
-async def take(queue: FairQueue[str], count: int) -> list[str]:
+async def take(queue: TicketQueue[str], count: int) -> list[str]:
     async with asyncio.timeout(20.0):
         return [await queue.get() for _ in range(count)]
 
 
 async def test_a_ticket_keeps_its_order_and_tickets_take_turns() -> None:
-    queue = FairQueue[str](lambda item: True)
+    queue = TicketQueue[str](lambda item: True)
     for number in range(4):
         queue.put("long", f"long-{number}")
     queue.put("short", "short-0")
@@ -20,7 +20,7 @@ async def test_a_ticket_keeps_its_order_and_tickets_take_turns() -> None:
 
 
 async def test_a_ticket_that_comes_late_waits_for_one_item_of_each_other() -> None:
-    queue = FairQueue[str](lambda item: True)
+    queue = TicketQueue[str](lambda item: True)
     for number in range(3):
         queue.put("a", f"a-{number}")
         queue.put("b", f"b-{number}")
@@ -31,7 +31,7 @@ async def test_a_ticket_that_comes_late_waits_for_one_item_of_each_other() -> No
 
 async def test_what_may_not_go_holds_back_only_its_own_line() -> None:
     allowed = {"abort", "finish"}
-    queue = FairQueue[str](lambda item: item in allowed)
+    queue = TicketQueue[str](lambda item: item in allowed)
     queue.put("a", "piece")
     queue.put("a", "finish")
     queue.put("b", "abort")
@@ -40,14 +40,14 @@ async def test_what_may_not_go_holds_back_only_its_own_line() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     allowed.add("piece")
-    queue.look_again()
+    queue.wake()
     async with asyncio.timeout(20.0):
         assert await waiting == "piece"
     assert await take(queue, 1) == ["finish"]
 
 
 async def test_get_waits_for_a_put() -> None:
-    queue = FairQueue[str](lambda item: True)
+    queue = TicketQueue[str](lambda item: True)
     waiting = asyncio.create_task(queue.get())
     await asyncio.sleep(0.01)
     queue.put("a", "late")

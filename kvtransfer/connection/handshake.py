@@ -1,4 +1,4 @@
-"""The first messages of a link: who sends, to whom, with what layout and plan; accepted or refused for good.
+"""The first messages of a link: a hello with identities, layout and plan, and its acceptance or permanent refusal.
 
 Msgspec structs, framed like `tandem.rpc.channel`, at most 64 KiB. Over a unix socket the hello carries the sender's
 pool.
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvtransfer.agent.control import AttachPool, DeviceMemory, Layout, Peer
-from kvtransfer.link.sockets import receive_first
-from kvtransfer.link.tls import Wire
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.connection.sockets import receive_first
+from kvtransfer.connection.tls import Wire
+from kvtransfer.control import AttachPool, DeviceMemory, Peer, WireLayout
 from kvtransfer.pool.pools import Pool
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
-from kvtransfer.session.reshard import Link, check_compatible, reshard_plan
-from kvtransfer.session.versions import common_version
+from kvtransfer.session.reshard import PlannedLink, check_compatible, reshard_plan
+from kvtransfer.versions import common_version
 from tandem.errors import IncompatiblePools
 from tandem.kvcache.layout import DTYPE_BYTES, KvPoolLayout
 from tandem.rpc.tls import RenewedTls, TlsContexts
@@ -29,8 +29,8 @@ MULTILINEAR = "multilinear"  # kvtransfer.pool.device_digest
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """From the sending agent. `protocol`: the version this link will use; `link`: the plan's entry as the sender
-    computed it."""
+    """From the sending agent. `protocol` is the version of this link; `link` is the plan's entry as the sender computed
+    it."""
 
     protocol: int
     transport: str
@@ -43,33 +43,34 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     to_rank: int
     model_kv_heads: int
     model_fingerprint: str
-    layout: Layout
+    layout: WireLayout
     link: tuple[int, int, int, int]
     digests: bool
     int8: bool = False
-    memory: DeviceMemory | None = None  # `mapped`: where the sender's pool is, if not in the file beside the hello
-    digest_kinds: tuple[str, ...] = (XXH3,)  # that the sender can make on this link
+    memory: DeviceMemory | None = None  # `mapped`: the sender's pool; None: the file sent with the hello
+    digest_kinds: tuple[str, ...] = (XXH3,)  # kinds that the sender can compute on this link
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """From the receiving agent. `digests`: every piece must have one; `data_port`: where a transport that needs one
-    takes its data path (`process_group`: its store), `data_token`: what a connection there has to show first.
+    """From the receiving agent.
 
-    A side that does not name the digest's kind makes and expects xxh3, as all did when version 2 was new.
+    `digests`: every piece must have one. `data_port`: port of the data path, for transports with one (`process_group`:
+    its store). `data_token`: token that the data connection must present first. Without `digest_kind`, as in early
+    version 2, digests are xxh3.
     """
 
     worker_id: str
     epoch: int
     rank: int
     digests: bool
-    data_port: int | None = msgspec.field(default=None, name="store_port")  # as it was called in version 1
+    data_port: int | None = msgspec.field(default=None, name="store_port")  # its name in version 1
     data_token: bytes = b""
-    digest_kind: str = XXH3  # one of the hello's
-    digest_key: int = 0  # of MULTILINEAR, for this connection only
+    digest_kind: str = XXH3  # one of the hello's kinds
+    digest_key: int = 0  # key of MULTILINEAR, for this connection only
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """This link will never work between these two lives."""
+    """Permanent refusal: this link will never work between these two epochs."""
 
     cause: str
     reason: str
@@ -80,8 +81,8 @@ _HELLO = msgspec.msgpack.Decoder(Hello)
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
-    """What this agent is: what its rank attached."""
+class LocalRank:
+    """The local rank as it attached to this agent."""
 
     attach: AttachPool
     pool: Pool
@@ -91,7 +92,7 @@ class Own:
 
     @property
     def tls(self) -> TlsContexts | None:
-        """For the next connection."""
+        """TLS contexts for the next connection."""
         return None if self.renewed_tls is None else self.renewed_tls.current()
 
     @property
@@ -106,7 +107,7 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A `reshard.KvShape`."""
+    """Implements `reshard.KvShape`."""
 
     model_fingerprint: str
     dtype: str
@@ -120,18 +121,18 @@ class Shape:
     oldest_protocol: int
 
 
-def pool_layout(wire: Layout) -> KvPoolLayout:
-    """Raises HandoffFault (protocol) when the layout is none."""
+def pool_layout(wire: WireLayout) -> KvPoolLayout:
+    """Raises HandoffFault (protocol) if the layout is invalid."""
     sizes = (wire.num_blocks, wire.layers, wire.kv_heads, wire.block_tokens, wire.head_dim)
     if wire.dtype not in DTYPE_BYTES or not all(0 < size < 1 << 31 for size in sizes):
         raise protocol_fault(f"layout: expected positive sizes and a known dtype, got {wire}")
     return KvPoolLayout(wire.num_blocks, wire.layers, wire.kv_heads, wire.block_tokens, wire.head_dim, wire.dtype)
 
 
-def make_hello(own: Own, peer: Peer, link: Link, transport: str, *, int8: bool) -> Hello:
-    """Raises IncompatiblePools: we have no protocol version in common."""
-    attach = own.attach
-    maps_device = transport == MAPPED and bool(own.device)
+def make_hello(local: LocalRank, peer: Peer, link: PlannedLink, transport: str, *, int8: bool) -> Hello:
+    """Raises IncompatiblePools if both have no protocol version in common."""
+    attach = local.attach
+    maps_device = transport == MAPPED and bool(local.device)
     return Hello(
         protocol=common_version(attach, peer),
         transport=transport,
@@ -161,20 +162,20 @@ def parse_hello(body: bytes) -> Hello:
         raise protocol_fault(f"expected a hello: {error}") from error
 
 
-def check_hello(hello: Hello, own: Own) -> Link:
+def check_hello(hello: Hello, local: LocalRank) -> PlannedLink:
     """The link that this hello is for.
 
     Raises:
-        HandoffFault: (stale_epoch) it is meant for another life of ours; (protocol) versions or plans differ.
+        HandoffFault: (stale_epoch) it is for another epoch of this worker; (protocol) versions or plans differ.
         IncompatiblePools: the two pools cannot exchange blocks.
     """
-    attach = own.attach
+    attach = local.attach
     if not attach.oldest_protocol <= hello.protocol <= attach.protocol:
-        spoken = f"{attach.oldest_protocol} to {attach.protocol}"
-        raise protocol_fault(f"protocol: expected a version from {spoken}, got {hello.protocol}")
+        supported = f"{attach.oldest_protocol} to {attach.protocol}"
+        raise protocol_fault(f"protocol: expected a version from {supported}, got {hello.protocol}")
     meant, ours = (hello.to_worker, hello.to_epoch, hello.to_rank), (attach.worker_id, attach.epoch, attach.rank)
     if meant != ours:
-        raise HandoffFault(HandoffCause.STALE_EPOCH, f"the link is meant for {meant}, this is {ours}")
+        raise HandoffFault(HandoffCause.STALE_EPOCH, f"the link is for {meant}, but this is {ours}")
     if not 0 < hello.tp <= MAX_TP or not 0 <= hello.rank < hello.tp:
         raise protocol_fault(f"rank: expected 0 <= rank < tp <= {MAX_TP}, got rank {hello.rank} of {hello.tp}")
     pool_layout(hello.layout)
@@ -184,7 +185,7 @@ def check_hello(hello: Hello, own: Own) -> Link:
     )
     if hello.int8 and not attach.int8:
         raise IncompatiblePools(
-            "wire_dtype: expected the pool's dtype, got int8; set transfer.wire_dtype the same on both",
+            "wire_dtype: expected the pool's dtype, got int8; set the same transfer.wire_dtype on both workers",
             field="wire_dtype",
         )
     for link in reshard_plan(hello.tp, attach.tp, attach.model_kv_heads):
@@ -192,7 +193,7 @@ def check_hello(hello: Hello, own: Own) -> Link:
             if (link.head_start, link.head_count, link.src_head, link.dst_head) != hello.link:
                 raise protocol_fault(f"plan: expected {link}, the sender has {hello.link}")
             if link.src_head + link.head_count > hello.layout.kv_heads:
-                raise protocol_fault("plan: the sender's pool has fewer heads than its rank owns")
+                raise protocol_fault("plan: the sender's pool lacks heads of its rank")
             return link
     raise IncompatiblePools(f"plan: prefill rank {hello.rank} sends nothing to decode rank {attach.rank}")
 
@@ -201,9 +202,9 @@ async def receive_answer(raw: Wire, timeout_s: float) -> Welcome:
     """The receiver's answer to our hello.
 
     Raises:
-        LinkRefused: for good.
-        HandoffFault: (protocol) it is no answer.
-        OSError, TimeoutError: the connection broke, or no answer came.
+        LinkRefused: permanently.
+        HandoffFault: (protocol) it is not a valid answer.
+        OSError, TimeoutError: the connection failed, or no answer arrived.
     """
     async with asyncio.timeout(timeout_s):
         body, _ = await receive_first(raw)
@@ -217,7 +218,7 @@ async def receive_answer(raw: Wire, timeout_s: float) -> Welcome:
 
 
 class LinkRefused(IncompatiblePools):
-    """The peer will not take this link, for as long as both live."""
+    """The peer refuses this link for as long as both epochs last."""
 
 
 def _shape(side: Hello | AttachPool, oldest_protocol: int) -> Shape:

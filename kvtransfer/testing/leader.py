@@ -1,4 +1,4 @@
-"""A worker without an engine, for tests: its leader's account of blocks and tickets over real agents."""
+"""A worker without an engine, for tests: its leader's accounting of blocks and tickets over real agents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable
 from enum import StrEnum
 
-from kvtransfer.agent.control import (
+from kvtransfer.causes import HandoffCause
+from kvtransfer.control import (
     Attached,
     Census,
     CloseReceive,
@@ -21,28 +22,27 @@ from kvtransfer.agent.control import (
     Sent,
     TakeCensus,
 )
-from kvtransfer.session.causes import HandoffCause
 from kvtransfer.testing.handoff import FakeRank, FakeWorker
 
 PATTERN = 0xEE
 SETTLE_S = 15.0
 LINK_S = 30.0
-End = Sent | SendFailed | SendClosed | Received | ReceiveFailed | ReceiveClosed
+TicketEnd = Sent | SendFailed | SendClosed | Received | ReceiveFailed | ReceiveClosed
 
 
-class Side(StrEnum):
+class TransferSide(StrEnum):
     SEND = "send"
     RECEIVE = "receive"
 
 
 class Violation(AssertionError):
-    """What must never happen did."""
+    """An invariant was violated."""
 
 
-class Half:
+class LeaderTicket:
     """One ticket on one worker, as its leader sees it."""
 
-    def __init__(self, side: Side, ticket_id: str, ranks: list[FakeRank]) -> None:
+    def __init__(self, side: TransferSide, ticket_id: str, ranks: list[FakeRank]) -> None:
         self.side = side
         self.ticket_id = ticket_id
         self.cause: str | None = None
@@ -52,7 +52,7 @@ class Half:
         self._closed: set[int] = set()
         self._ended: set[int] = set()
         self._closing = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
     def is_complete(self) -> bool:
@@ -67,28 +67,28 @@ class Half:
         return self.is_complete or self.is_closed or self.cause is not None
 
     def report(self, rank: int, message: FromAgent) -> None:
-        """Raises Violation: a second end."""
+        """Records a report. Raises Violation on a second end."""
         if isinstance(message, (SendClosed, ReceiveClosed)):
             if not self._closing or rank in self._closed:
-                raise Violation(f"{self.side} {self.ticket_id}: rank {rank} closed what it was not asked to")
+                raise Violation(f"{self.side} {self.ticket_id}: rank {rank} closed without a request")
             self._closed.add(rank)
         else:
             if rank in self._ended or rank in self._closed:
-                raise Violation(f"{self.side} {self.ticket_id}: a second end from rank {rank}: {message}")
+                raise Violation(f"{self.side} {self.ticket_id}: a second end at rank {rank}: {message}")
             self._ended.add(rank)
             if isinstance(message, (SendFailed, ReceiveFailed)):
                 self._fail(HandoffCause(message.cause).value)
             else:
                 self._done.add(rank)
-        self._news.set()
+        self._changed.set()
 
     def lost(self, rank: int) -> None:
-        """Its agent is gone: it neither reads nor writes any more."""
+        """The rank's agent is gone, so it no longer reads or writes."""
         if rank not in self._done:
             self._fail(HandoffCause.PEER_LOST.value)
         self._ended.add(rank)
         self._closed.add(rank)
-        self._news.set()
+        self._changed.set()
 
     def _fail(self, cause: str) -> None:
         if self.cause is None:
@@ -96,30 +96,30 @@ class Half:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
     async def close(self) -> None:
-        """Returns when nobody reads or writes its blocks any more."""
+        """Returns when no agent reads or writes the ticket's blocks any more."""
         if not self._closing:
             self._closing = True
-            message = CloseSend(self.ticket_id) if self.side is Side.SEND else CloseReceive(self.ticket_id)
+            message = CloseSend(self.ticket_id) if self.side is TransferSide.SEND else CloseReceive(self.ticket_id)
             for rank in self._ranks:
                 if rank.rank in self._closed:
                     continue
                 if rank.is_connected:
-                    rank.tell(message)
+                    rank.send_as_leader(message)
                 else:
                     self.lost(rank.rank)
         await self.until(lambda: self.is_closed)
 
 
-class Member:
-    """One worker: its leader's account of blocks and tickets."""
+class FakeLeader:
+    """One worker, with its leader's accounting of blocks and tickets."""
 
     def __init__(self, worker: FakeWorker) -> None:
         self.worker = worker
-        self.halves: dict[str, Half] = {}
+        self.entries: dict[str, LeaderTicket] = {}
         self.violations: list[str] = []
         self._census: dict[int, Census] = {}
         self._counted = asyncio.Event()
@@ -164,41 +164,41 @@ class Member:
 
     # --- tickets -------------------------------------------------------------------------------------------------
 
-    def open(self, side: Side, ticket_id: str) -> Half:
-        half = self.halves[ticket_id] = Half(side, ticket_id, self.worker.ranks)
+    def open(self, side: TransferSide, ticket_id: str) -> LeaderTicket:
+        entry = self.entries[ticket_id] = LeaderTicket(side, ticket_id, self.worker.ranks)
         for rank in self.worker.ranks:
             if not rank.is_connected:
-                half.lost(rank.rank)
-        return half
+                entry.lost(rank.rank)
+        return entry
 
-    def forget(self, half: Half) -> None:
-        del self.halves[half.ticket_id]
-        self._over.add(half.ticket_id)
+    def forget(self, entry: LeaderTicket) -> None:
+        del self.entries[entry.ticket_id]
+        self._over.add(entry.ticket_id)
 
     def _listener(self, rank: FakeRank) -> Callable[[FromAgent | None], None]:
         def listen(message: FromAgent | None) -> None:
             if message is None:
                 self.attached.clear()
-                for half in list(self.halves.values()):
-                    half.lost(rank.rank)
+                for entry in list(self.entries.values()):
+                    entry.lost(rank.rank)
             elif isinstance(message, Attached):
-                self.worker.where[rank.rank] = message
-                if len(self.worker.where) == self.worker.tp:
+                self.worker.attached[rank.rank] = message
+                if len(self.worker.attached) == self.worker.tp:
                     self.attached.set()
                     self.on_attached()
             elif isinstance(message, Census):
                 self._census[rank.rank] = message
                 self._counted.set()
-            elif isinstance(message, End):
+            elif isinstance(message, TicketEnd):
                 self._take(rank, message)
 
         return listen
 
-    def _take(self, rank: FakeRank, message: End) -> None:
-        half = self.halves.get(message.ticket_id)
+    def _take(self, rank: FakeRank, message: TicketEnd) -> None:
+        entry = self.entries.get(message.ticket_id)
         try:
-            if half is not None:
-                half.report(rank.rank, message)
+            if entry is not None:
+                entry.report(rank.rank, message)
             elif message.ticket_id in self._over:
                 raise Violation(f"{self.worker.worker_id} rank {rank.rank}: {message} after the end")
         except Violation as violation:
@@ -207,32 +207,33 @@ class Member:
     async def take_census(self) -> list[Census]:
         self._census.clear()
         for rank in self.worker.ranks:
-            rank.tell(TakeCensus())
+            rank.send_as_leader(TakeCensus())
         while len(self._census) < len(self.worker.ranks):
             self._counted.clear()
             await self._counted.wait()
         return list(self._census.values())
 
     async def linked(self) -> None:
-        """Until its agents have links out: the first waits for a process that loads torch. Raises TimeoutError."""
+        """Waits until its agents have outgoing links; the first may need a process that loads torch. Raises
+        TimeoutError."""
         async with asyncio.timeout(LINK_S):
-            while not all(each.links_out for each in await self.take_census()):  # noqa: ASYNC110 - in other processes
+            while not all(each.links_out for each in await self.take_census()):  # noqa: ASYNC110 - other processes
                 await asyncio.sleep(0.02)
 
     async def settle(self) -> None:
-        """Until nothing is open on its agents. Raises TimeoutError."""
+        """Waits until no ticket is open on its agents. Raises TimeoutError."""
         async with asyncio.timeout(SETTLE_S):
-            while await self._open_tickets():  # noqa: ASYNC110 - what ends them happens in other processes
+            while await self._open_tickets():  # noqa: ASYNC110 - tickets end in other processes
                 await asyncio.sleep(0.05)
 
     async def _open_tickets(self) -> int:
         return sum(each.sending + each.receiving + each.waiting for each in await self.take_census())
 
     def die(self) -> None:
-        """Its ranks and its leader are gone at once; agents must follow by themselves."""
+        """Disconnects its ranks and its leader at once. The agents must end by themselves."""
         for rank in self.worker.ranks:
             rank.listener = None
-            rank.hang_up()
-            rank.hang_up_lead()
-            for half in list(self.halves.values()):
-                half.lost(rank.rank)
+            rank.disconnect()
+            rank.disconnect_leader()
+            for entry in list(self.entries.values()):
+                entry.lost(rank.rank)

@@ -11,7 +11,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 
 
 class TlsConnection:
-    """A connection after its TLS handshake and before its frames. Stands where a plain socket would."""
+    """A connection after its TLS handshake and before its first frame. Used in place of a plain socket."""
 
     family = socket.AF_INET
 
@@ -21,7 +21,7 @@ class TlsConnection:
 
     @classmethod
     async def connect(cls, raw: socket.socket, contexts: TlsContexts) -> TlsConnection:
-        """Takes the socket over. Raises OSError (ssl.SSLError among them)."""
+        """Takes the socket over. Raises OSError (including ssl.SSLError)."""
         opening = asyncio.open_connection(
             sock=raw, ssl=contexts.client, server_hostname="", ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
         )
@@ -29,7 +29,8 @@ class TlsConnection:
 
     @classmethod
     async def accept(cls, raw: socket.socket, contexts: TlsContexts) -> TlsConnection:
-        """Takes the socket over. Raises OSError (ssl.SSLError among them): it was not TLS, or not from our peers."""
+        """Takes the socket over. Raises OSError (including ssl.SSLError) if it is not TLS or not from one of our
+        peers."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(loop=loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
@@ -58,4 +59,4 @@ class TlsConnection:
 
 
 Wire = socket.socket | TlsConnection
-"""A connection before its frames begin."""
+"""A connection before its first frame."""

@@ -1,4 +1,4 @@
-"""Whether the kernels compute what torch computes, on this very machine, and which ones are to be used."""
+"""Checks on this machine that the native kernels compute what torch computes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.errors import ConfigError
-from tandem.model.fp8 import narrowed
+from tandem.model.fp8 import to_fp8
 from tandem.native.library import GROUP, Cells, Kernels
 
-_TOLERANCE = 2e-3  # of values around 1: int8 keys and rows of 13 bits stay far below it
+_TOLERANCE = 2e-3  # of values around 1; int8 keys and 13-bit rows stay far below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +24,20 @@ class Trial:
 
 
 def checked_kernels(threads: int) -> Kernels:
-    """Raises ConfigError where there are none, or one computes something else than torch."""
+    """Raises ConfigError if there are no native kernels, or if a result differs from torch's."""
     kernels = Kernels(threads)
     with torch.inference_mode():
         for trial in trials(kernels):
             if not torch.allclose(trial.got, trial.expected, rtol=_TOLERANCE, atol=_TOLERANCE):
                 raise ConfigError(
-                    f"engine.kernels: {trial.name} is wrong on this machine: set engine.kernels to torch",
+                    f"engine.kernels: {trial.name} gives wrong results on this machine: set engine.kernels to torch",
                     field="engine.kernels",
                 )
     return kernels
 
 
 def trials(kernels: Kernels) -> Iterator[Trial]:
-    """Each kernel beside torch, on sizes that end in the middle of every panel, tile and block."""
+    """Each kernel's result beside torch's, for sizes that end inside every panel, tile and block."""
     draw = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -84,7 +84,7 @@ def _rotation(kernels: Kernels, random: Callable[..., Tensor]) -> Trial:
 def _attention(
     kernels: Kernels, random: Callable[..., Tensor], dtype: str, *, softcap: float | None, window: int | None
 ) -> Trial:
-    """One request of 21 tokens in scattered blocks of 8, whose last five ask; 4 query heads on 2 KV heads."""
+    """The last five of a request's 21 tokens, in scattered blocks of 8, with 4 query heads on 2 KV heads."""
     size, dim, tokens = 8, 24, 21
     width = {"float32": 4 * dim, "int8": dim + 4, "float8_e4m3": dim}[dtype]
     pool = torch.zeros(5, 2, 2, size, width, dtype=torch.uint8)
@@ -110,6 +110,6 @@ def _as_stored(x: Tensor, dtype: str) -> Tensor:
     if dtype == "float32":
         return x
     if dtype == "float8_e4m3":
-        return narrowed(x).float()
+        return to_fp8(x).float()
     scales = x.abs().amax(dim=-1, keepdim=True) / 127
     return (x / scales).round() * scales

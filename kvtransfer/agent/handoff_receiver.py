@@ -1,4 +1,4 @@
-"""The agent's receiving side: executes what receive sessions decide. Only this side writes to the rank's pool."""
+"""The agent's receiving side: executes the decisions of receive sessions. Only this side writes to the rank's pool."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 
-from kvtransfer.agent.control import CloseReceive, FromAgent, OpenReceive, Peer, ReceiveClosed, ReceiveFailed
-from kvtransfer.link.handshake import Own
+from kvtransfer.causes import HandoffCause, HandoffFault
+from kvtransfer.connection.handshake import LocalRank
+from kvtransfer.control import CloseReceive, FromAgent, OpenReceive, Peer, ReceiveClosed, ReceiveFailed
 from kvtransfer.link.in_link import InLink
-from kvtransfer.session.causes import HandoffCause, HandoffFault
 from kvtransfer.session.piece import FrameType, Piece
-from kvtransfer.session.receive import Acknowledge, OwnRank, ReceiveAction, ReceiveSession, Refuse, ReportReceive
+from kvtransfer.session.receive import Acknowledge, ReceiveAction, ReceiveSession, ReceivingRank, Refuse, ReportReceive
 from kvtransfer.session.ticket import Ticket
 from tandem.clock import Clock
 from tandem.errors import TandemError
 
 log = logging.getLogger(__name__)
 
-LEASE_GRACE_S = 2.0  # how long a good ticket may be ahead of its OpenReceive
+LEASE_GRACE_S = 2.0  # a valid ticket may arrive this long before its OpenReceive
 _REMEMBERED = 4096
-Life = tuple[str, int]
+WorkerEpoch = tuple[str, int]
 
 
 @dataclass(slots=True)
@@ -31,53 +31,54 @@ class _Receiving:
     links: dict[int, InLink] = field(default_factory=dict)  # by prefill rank, once accepted
 
 
-class Incoming:
+class HandoffReceiver:
     def __init__(
         self,
-        own: Own,
+        local: LocalRank,
         clock: Clock,
         report: Callable[[FromAgent], None],
         sends_to: Callable[[tuple[str, int, int]], bool] = lambda _: False,
     ) -> None:
-        """`sends_to`: whether there is also a link to that (worker, epoch, rank), which is then the one reported."""
-        attach = own.attach
+        """`sends_to` tells whether there is also a link to that (worker, epoch, rank), which is then reported
+        instead."""
+        attach = local.attach
         self._sends_to = sends_to
-        self._own = own
-        self._rank = OwnRank(attach.rank, attach.tp, attach.model_kv_heads)
+        self._local = local
+        self._rank = ReceivingRank(attach.rank, attach.tp, attach.model_kv_heads)
         self._clock = clock
         self._report = report
         self._tickets: dict[str, _Receiving] = {}
         self._over: OrderedDict[str, None] = OrderedDict()
         self._links: list[InLink] = []
-        self._lives: frozenset[Life] = frozenset()
+        self._epochs: frozenset[WorkerEpoch] = frozenset()
         self._opened = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- the directory and the leader --------------------------------------------------------------------------
 
     def set_peers(self, peers: Iterable[Peer]) -> None:
-        """Links from lives that were known and are gone end."""
-        lives = frozenset((peer.worker_id, peer.epoch) for peer in peers)
-        names = {name for name, _ in lives}
+        """Closes links from epochs that left the directory."""
+        epochs = frozenset((peer.worker_id, peer.epoch) for peer in peers)
+        names = {name for name, _ in epochs}
         for link in self._links:
-            life = (link.hello.worker_id, link.hello.epoch)
-            if life not in lives and (life in self._lives or life[0] in names):
+            worker_epoch = (link.hello.worker_id, link.hello.epoch)
+            if worker_epoch not in epochs and (worker_epoch in self._epochs or worker_epoch[0] in names):
                 link.close()
-        self._lives = lives
+        self._epochs = epochs
 
     def report_links(self) -> None:
         for link in self._links:
             self._report_link(link, "ready", "")
 
     def open_receive(self, message: OpenReceive) -> None:
-        attach = self._own.attach
+        attach = self._local.attach
         try:
             if message.ticket_id in self._tickets:
-                raise HandoffFault(HandoffCause.PROTOCOL, "this ticket is open already")
+                raise HandoffFault(HandoffCause.PROTOCOL, "this ticket is already open")
             session = ReceiveSession(
                 message,
                 self._rank,
-                self._own.layout,
+                self._local.layout,
                 self._clock,
                 ttl_s=attach.ticket_ttl_s,
                 digests=attach.digests,
@@ -99,7 +100,7 @@ class Incoming:
             self._do(entry, entry.session.close())
 
     def fail_all(self, cause: HandoffCause, reason: str) -> None:
-        """Nobody is left to report to, or the agent stops."""
+        """Fails all sessions: the leader is gone, or the agent is stopping."""
         for entry in list(self._tickets.values()):
             self._do(entry, entry.session.fail(cause, reason))
 
@@ -114,12 +115,12 @@ class Incoming:
         self._report_link(link, "ready", "")
 
     def link_open(self, link: InLink, ticket_id: str, signed: bytes) -> None:
-        """Answers when the lease is known; the link goes on with other tickets meanwhile."""
+        """Answers once the lease is known. Meanwhile the link serves other tickets."""
         self._spawn(self._admit(link, ticket_id, signed))
 
     async def _admit(self, link: InLink, ticket_id: str, signed: bytes) -> None:
         try:
-            ticket = Ticket.verify(self._own.attach.ticket_key, signed)
+            ticket = Ticket.verify(self._local.attach.ticket_key, signed)
             self._check(link, ticket_id, ticket)
             entry = await self._lease(ticket_id)
             entry.session.open_link(ticket, link.hello.rank, link.hello.tp)
@@ -128,22 +129,22 @@ class Incoming:
             link.fail(ticket_id, cause, error.message)
             return
         if link not in self._links:
-            self._do(entry, entry.session.link_down(link.hello.rank, HandoffCause.PEER_LOST, "the sender was lost"))
+            self._do(entry, entry.session.link_down(link.hello.rank, HandoffCause.PEER_LOST, "the sender disconnected"))
             return
         entry.links[link.hello.rank] = link
         link.reply(FrameType.ACCEPT, ticket_id)
 
     def _check(self, link: InLink, ticket_id: str, ticket: Ticket) -> None:
-        attach, hello = self._own.attach, link.hello
+        attach, hello = self._local.attach, link.hello
         if ticket.ticket_id != ticket_id:
-            raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket is not the one that was announced")
+            raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket's id differs from the announced one")
         if (ticket.decode_worker, ticket.decode_epoch) != (attach.worker_id, attach.epoch):
-            raise HandoffFault(HandoffCause.STALE_EPOCH, "the ticket is for another life of a decode worker")
+            raise HandoffFault(HandoffCause.STALE_EPOCH, "the ticket is for another epoch of the decode worker")
         if (ticket.prefill_worker, ticket.prefill_epoch) != (hello.worker_id, hello.epoch):
-            raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket is not this sender's")
+            raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket is for another sender")
 
     async def _lease(self, ticket_id: str) -> _Receiving:
-        """Waits a little: the ticket may have overtaken its OpenReceive."""
+        """Waits up to LEASE_GRACE_S, because the ticket may arrive before its OpenReceive."""
         try:
             async with asyncio.timeout(LEASE_GRACE_S), self._opened:
                 await self._opened.wait_for(lambda: ticket_id in self._tickets or ticket_id in self._over)
@@ -161,7 +162,7 @@ class Incoming:
         entry = self._entry(link, ticket_id)
         return entry.session if entry else None
 
-    def link_knows(self, ticket_id: str) -> bool:
+    def has_ticket(self, ticket_id: str) -> bool:
         return ticket_id in self._tickets or ticket_id in self._over
 
     def link_written(self, link: InLink, ticket_id: str, piece: Piece, digest: int, verify_s: float) -> None:
@@ -194,11 +195,11 @@ class Incoming:
             is_expected = (lease.prefill_worker, lease.prefill_epoch) == sender[:2] and hello.rank not in entry.links
             if entry.links.get(hello.rank) is link:
                 self._do(entry, entry.session.link_down(hello.rank, cause, reason))
-            elif is_expected and is_last:  # blocks are not kept for a sender that may never come back
+            elif is_expected and is_last:  # do not hold blocks for a sender that may never reconnect
                 self._do(entry, entry.session.fail(cause, reason))
         self._report_link(link, "down", reason)
 
-    # --- questions ---------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------
 
     @property
     def receiving_count(self) -> int:
@@ -208,7 +209,7 @@ class Incoming:
     def ready_links(self) -> int:
         return len(self._links)
 
-    # --- decisions ---------------------------------------------------------------------------------------------
+    # --- actions -----------------------------------------------------------------------------------------------
 
     def _entry(self, link: InLink, ticket_id: str) -> _Receiving | None:
         entry = self._tickets.get(ticket_id)
@@ -231,7 +232,7 @@ class Incoming:
                 self._report_link(link, "ready", "")
 
     def _remember(self, ticket_id: str) -> None:
-        """A ticket is used once: a late sender is refused without waiting for a lease."""
+        """Remembers a used ticket, so that a late sender is refused without waiting for a lease."""
         self._over[ticket_id] = None
         while len(self._over) > _REMEMBERED:
             self._over.popitem(last=False)

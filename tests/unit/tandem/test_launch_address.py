@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.addresses import address_towards
-from tandem.config.launch import WorkerLaunch
+from tandem.config.launch import WorkerLaunch, address_towards
 from tandem.config.spec import ModelSpec, Role, TransferSpec
 from tandem.errors import ConfigError
 

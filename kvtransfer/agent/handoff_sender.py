@@ -1,4 +1,4 @@
-"""The agent's sending side: executes what send sessions decide, over the links to the decode workers' ranks."""
+"""The agent's sending side: executes the decisions of send sessions over the links to the decode workers' ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from kvtransfer.agent.control import (
+from kvtransfer.causes import HandoffCause, HandoffFault
+from kvtransfer.connection.handshake import LocalRank
+from kvtransfer.control import (
     BeginStep,
     CloseSend,
     FromAgent,
@@ -19,13 +21,11 @@ from kvtransfer.agent.control import (
     SendClosed,
     SendFailed,
 )
-from kvtransfer.link.handshake import Own
 from kvtransfer.link.out_link import OutLink
-from kvtransfer.session.causes import HandoffCause, HandoffFault
 from kvtransfer.session.exports import Exports, Ready
 from kvtransfer.session.piece import FrameType, Header, parse_failure
-from kvtransfer.session.reshard import Link, reshard_plan
-from kvtransfer.session.send import Abort, Finish, Open, Push, Report, SendAction, SendSession
+from kvtransfer.session.reshard import PlannedLink, reshard_plan
+from kvtransfer.session.send import Abort, Finish, Open, Push, ReportSend, SendAction, SendSession
 from kvtransfer.session.ticket import Ticket
 from kvtransfer.transports.factory import Transports
 from tandem.clock import Clock
@@ -33,12 +33,12 @@ from tandem.errors import IncompatiblePools, InputError
 
 log = logging.getLogger(__name__)
 
-Life = tuple[str, int]
+WorkerEpoch = tuple[str, int]
 PeerKey = tuple[str, int, int]
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _PendingSend:
     """An OpenSend whose decode worker is not in the directory yet."""
 
     message: OpenSend
@@ -55,44 +55,46 @@ class _Sending:
         return (self.message.decode_worker, self.message.decode_epoch, decode_rank)
 
 
-class Outgoing:
-    def __init__(self, own: Own, transports: Transports, clock: Clock, report: Callable[[FromAgent], None]) -> None:
-        self._own = own
+class HandoffSender:
+    def __init__(
+        self, local: LocalRank, transports: Transports, clock: Clock, report: Callable[[FromAgent], None]
+    ) -> None:
+        self._local = local
         self._transports = transports
         self._clock = clock
         self._report = report
-        self._exports = Exports(own.layout.layers, clock, own.attach.ticket_ttl_s)
-        self._peers: dict[Life, dict[int, Peer]] = {}
-        self._gone: set[Life] = set()
+        self._exports = Exports(local.layout.layers, clock, local.attach.ticket_ttl_s)
+        self._peers: dict[WorkerEpoch, dict[int, Peer]] = {}
+        self._gone: set[WorkerEpoch] = set()
         self._links: dict[PeerKey, OutLink] = {}
         self._tasks: dict[PeerKey, asyncio.Task[None]] = {}
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _PendingSend] = {}
         self._sending: dict[str, _Sending] = {}
         self._export_tickets: dict[str, str] = {}
 
     # --- the directory -----------------------------------------------------------------------------------------
 
     def set_peers(self, peers: Iterable[Peer]) -> None:
-        known: dict[Life, dict[int, Peer]] = {}
+        known: dict[WorkerEpoch, dict[int, Peer]] = {}
         for peer in peers:
             known.setdefault((peer.worker_id, peer.epoch), {})[peer.rank] = peer
         self._gone = (self._gone | (self._peers.keys() - known.keys())) - known.keys()
         self._peers = known
         for key, link in list(self._links.items()):
             found = known.get(key[:2], {}).get(key[2])
-            if found is None or not found.is_at(link.peer):  # gone; or its agent was restarted and listens elsewhere
+            if found is None or not found.is_at(link.peer):  # gone, or its agent restarted at another address
                 self._drop_link(key)
-                self.link_down(link, HandoffCause.PEER_LOST, "the peer is gone", final=found is None)
+                self.link_down(link, HandoffCause.PEER_LOST, "the peer left the directory", final=found is None)
             elif not found.connect and not self._over(link):
                 self._drop_link(key)
-        for life, ranks in known.items():
+        for worker_epoch, ranks in known.items():
             if all(peer.connect for peer in ranks.values()):
-                self._make_links(life)
+                self._make_links(worker_epoch)
         for waiting in list(self._waiting.values()):
             self._try_start(waiting)
 
     def _drop_link(self, key: PeerKey) -> None:
-        """Whoever is gone, or only not wanted any more, is forgotten: this is no link that is down."""
+        """Forgets a link that is no longer wanted, and reports it as closed rather than down."""
         self._tasks.pop(key).cancel()
         self._links.pop(key).is_wanted = False
         self._report(LinkReport(*key, transport="", state="closed", reason="", bytes=0))
@@ -104,25 +106,25 @@ class Outgoing:
         for link in self._links.values():
             link.report()
 
-    def _plan(self, life: Life) -> tuple[Link, ...]:
-        """This rank's links to a worker. Raises IncompatiblePools."""
-        attach = self._own.attach
-        tp = next(iter(self._peers[life].values())).tp
+    def _plan(self, worker_epoch: WorkerEpoch) -> tuple[PlannedLink, ...]:
+        """This rank's links to a worker, by the reshard plan. Raises IncompatiblePools."""
+        attach = self._local.attach
+        tp = next(iter(self._peers[worker_epoch].values())).tp
         plan = reshard_plan(attach.tp, tp, attach.model_kv_heads)
         return tuple(link for link in plan if link.prefill_rank == attach.rank)
 
-    def _make_links(self, life: Life) -> None:
+    def _make_links(self, worker_epoch: WorkerEpoch) -> None:
         try:
-            plan = self._plan(life)
+            plan = self._plan(worker_epoch)
         except IncompatiblePools as error:
-            log.warning("no links to %s: %s", life[0], error)
+            log.warning("no links to %s: %s", worker_epoch[0], error)
             return
         for link in plan:
-            peer = self._peers[life].get(link.decode_rank)
-            key = (*life, link.decode_rank)
+            peer = self._peers[worker_epoch].get(link.decode_rank)
+            key = (*worker_epoch, link.decode_rank)
             if peer is None or key in self._links:
                 continue
-            out = OutLink(self._own, peer, link, self._transports, self, self._report)
+            out = OutLink(self._local, peer, link, self._transports, self, self._report)
             self._links[key] = out
             self._tasks[key] = asyncio.create_task(out.run())
 
@@ -135,7 +137,7 @@ class Outgoing:
             cause = error.cause if isinstance(error, HandoffFault) else HandoffCause.REFUSED_TICKET
             self._report(SendFailed(message.ticket_id, cause.value, error.message))
             return
-        waiting = _Waiting(message, ticket, self._clock.now_s() + ticket.ttl_s)
+        waiting = _PendingSend(message, ticket, self._clock.now_s() + ticket.ttl_s)
         self._waiting[message.ticket_id] = waiting
         self._try_start(waiting)
 
@@ -160,7 +162,7 @@ class Outgoing:
         self._export(self._exports.layer_done(message.layer))
 
     def fail_all(self, cause: HandoffCause, reason: str) -> None:
-        """Nobody is left to report to, or the agent stops."""
+        """Fails all sessions: the leader is gone, or the agent is stopping."""
         for ticket_id in list(self._waiting):
             self._exports.close(self._waiting.pop(ticket_id).message.export_id)
         for entry in list(self._sending.values()):
@@ -170,38 +172,42 @@ class Outgoing:
         self._exports.tick()
         now_s = self._clock.now_s()
         for waiting in [each for each in self._waiting.values() if each.expires_s <= now_s]:
-            self._give_up(waiting, HandoffCause.DEADLINE, f"{waiting.message.decode_worker} never came into reach")
+            self._give_up(
+                waiting,
+                HandoffCause.DEADLINE,
+                f"{waiting.message.decode_worker} did not appear in the directory in time",
+            )
         for entry in list(self._sending.values()):
             self._do(entry, entry.session.tick())
 
     def _check(self, message: OpenSend) -> Ticket:
         ticket = Ticket.parse(message.signed_ticket)
-        attach = self._own.attach
+        attach = self._local.attach
         if message.ticket_id in self._waiting or message.ticket_id in self._sending:
-            raise HandoffFault(HandoffCause.PROTOCOL, "this ticket is being sent for already")
+            raise HandoffFault(HandoffCause.PROTOCOL, "this ticket is already open")
         if (ticket.prefill_worker, ticket.prefill_epoch) != (attach.worker_id, attach.epoch):
-            raise HandoffFault(HandoffCause.STALE_EPOCH, "the ticket is for another life of a prefill worker")
+            raise HandoffFault(HandoffCause.STALE_EPOCH, "the ticket is for another epoch of the prefill worker")
         named = (message.ticket_id, message.decode_worker, message.decode_epoch, message.prompt_tokens)
         if named != (ticket.ticket_id, ticket.decode_worker, ticket.decode_epoch, ticket.prompt_tokens):
-            raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket says something else than the request")
+            raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket and the request differ")
         return ticket
 
-    def _try_start(self, waiting: _Waiting) -> None:
-        life = (waiting.message.decode_worker, waiting.message.decode_epoch)
-        if life not in self._peers:
-            if life in self._gone:
-                self._give_up(waiting, HandoffCause.STALE_EPOCH, f"that life of {life[0]} is over")
+    def _try_start(self, waiting: _PendingSend) -> None:
+        worker_epoch = (waiting.message.decode_worker, waiting.message.decode_epoch)
+        if worker_epoch not in self._peers:
+            if worker_epoch in self._gone:
+                self._give_up(waiting, HandoffCause.STALE_EPOCH, f"that epoch of {worker_epoch[0]} has ended")
             return
-        self._make_links(life)
+        self._make_links(worker_epoch)
         try:
-            links = self._plan(life)
+            links = self._plan(worker_epoch)
         except IncompatiblePools as error:
             self._give_up(waiting, HandoffCause.TRANSPORT, error.message)
             return
-        if any((*life, link.decode_rank) not in self._links for link in links):
-            return  # a rank of the worker is missing in the directory
+        if any((*worker_epoch, link.decode_rank) not in self._links for link in links):
+            return  # a rank of the worker is missing from the directory
         del self._waiting[waiting.message.ticket_id]
-        session = SendSession(waiting.ticket, links, self._own.layout, self._clock)
+        session = SendSession(waiting.ticket, links, self._local.layout, self._clock)
         entry = _Sending(waiting.message, session)
         self._sending[waiting.ticket.ticket_id] = entry
         self._export_tickets[waiting.message.export_id] = waiting.ticket.ticket_id
@@ -215,7 +221,7 @@ class Outgoing:
         for ready in self._exports.open(waiting.message.export_id):
             self._do(entry, session.ready(ready))
 
-    def _give_up(self, waiting: _Waiting, cause: HandoffCause, reason: str) -> None:
+    def _give_up(self, waiting: _PendingSend, cause: HandoffCause, reason: str) -> None:
         self._waiting.pop(waiting.message.ticket_id, None)
         self._exports.close(waiting.message.export_id)
         self._report(SendFailed(waiting.message.ticket_id, cause.value, reason))
@@ -240,7 +246,7 @@ class Outgoing:
         entry = self._sending.get(header.ticket_id)
         rank = link.peer.rank
         if entry is None or entry.peer(rank) != (link.peer.worker_id, link.peer.epoch, rank):
-            return  # it is over here; the receiver will hear, or has heard
+            return  # the session is over; the receiver learns of it separately
         if rank not in entry.session.decode_ranks:
             return
         match header.type:
@@ -264,7 +270,7 @@ class Outgoing:
             if rank in entry.session.decode_ranks and entry.peer(rank) == (peer.worker_id, peer.epoch, rank)
         ]
 
-    # --- questions ---------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------
 
     @property
     def sending_count(self) -> int:
@@ -278,13 +284,13 @@ class Outgoing:
     def ready_links(self) -> int:
         return sum(link.is_ready for link in self._links.values())
 
-    # --- decisions ---------------------------------------------------------------------------------------------
+    # --- actions -----------------------------------------------------------------------------------------------
 
     def _do(self, entry: _Sending, actions: list[SendAction]) -> None:
         ticket_id = entry.session.ticket.ticket_id
         for action in actions:
             match action:
-                case Report(message):
+                case ReportSend(message):
                     self._report(message)
                 case Open(rank):
                     self._send(entry, rank, Header(FrameType.OPEN, ticket_id), entry.message.signed_ticket)

@@ -1,7 +1,7 @@
-"""The second connection of a `tcp` link, which carries nothing but the bytes of pieces. Blocking: it is used from the
-link's thread only, and `close` from anywhere wakes that thread.
+"""The second connection of a `tcp` link, which carries only the bytes of pieces.
 
-Its receiver opens a door on a port of its own for it and lets in the one that shows the token of the welcome.
+It blocks: only the link's thread uses it, and `close` from any thread wakes that thread. The receiver listens on a
+separate port and accepts the connection that presents the token of the welcome.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from kvtransfer.link.sockets import connect_tcp, listen_tcp, readable, serve, writable
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.connection.sockets import connect_tcp, listen_tcp, readable, serve, writable
 from tandem.rpc.tls import TlsContexts
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ TOKEN_BYTES = 32
 TOKEN_TIMEOUT_S = 5.0
 ESTABLISH_TIMEOUT_S = 10.0
 BUFFER_BYTES = 4 << 20
-MAX_VISITORS = 64
+MAX_PENDING = 64
 _TIMEVAL = struct.Struct("@ll")
 T = TypeVar("T")
 
@@ -38,13 +38,13 @@ class DataSocket:
     """Takes over a connected socket, plain or TLS.
 
     Args:
-        idle_s: a peer that moves no byte for so long while one is expected is given up.
+        idle_s: timeout without any byte moved while data is expected.
     """
 
     def __init__(self, sock: socket.socket, idle_s: float) -> None:
         if isinstance(sock, ssl.SSLSocket):
             sock.settimeout(idle_s)
-        else:  # the kernel's own timeouts: Python's would cost a poll for each call
+        else:  # kernel timeouts, because Python's cost a poll per call
             sock.setblocking(True)
             seconds, rest = divmod(round(idle_s * 1e6), 1_000_000)
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -56,7 +56,7 @@ class DataSocket:
         self._closed = False
 
     def send(self, views: list[memoryview]) -> None:
-        """Raises HandoffFault (transport, peer_lost): then the link must end."""
+        """Raises HandoffFault (transport, peer_lost), after which the link must end."""
         with self._use() as sock:
             if isinstance(sock, ssl.SSLSocket):
                 for view in views:
@@ -67,30 +67,31 @@ class DataSocket:
                 rest = _after(rest, sock.sendmsg(rest))
 
     def receive(self, views: list[memoryview]) -> None:
-        """Fills all of `views`. Raises HandoffFault (transport, peer_lost): then the link must end."""
+        """Fills all of `views`. Raises HandoffFault (transport, peer_lost), after which the link must end."""
         with self._use() as sock:
             rest = views
             while rest:
                 if isinstance(sock, ssl.SSLSocket):
                     count = sock.recv_into(rest[0])
                 else:
-                    count = sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]  # one waking for all
+                    count = sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]  # one wake-up for all bytes
                 if not count:
-                    raise ConnectionError("the peer closed it")
-                if self._closed:  # a TLS socket might go on with what it had read before
+                    raise ConnectionError("the peer closed the connection")
+                if self._closed:  # a TLS socket could still return buffered data
                     raise ConnectionError("the link was closed")
                 rest = _after(rest, count)
 
     def close(self) -> None:
-        """From any thread. The descriptor goes when nothing uses it any more, so that it cannot become another's."""
+        """Closes from any thread. The descriptor is released after its last use, so that its number is not reused too
+        early."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             try:
-                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # SSLSocket's own would turn it into a plain one
+                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # SSLSocket.shutdown would undo TLS
             except OSError:
-                pass  # the peer was faster
+                pass  # the peer closed first
             if not self._in_use:
                 self._sock.close()
 
@@ -104,7 +105,7 @@ class DataSocket:
             yield self._sock
         except (TimeoutError, BlockingIOError) as error:
             raise HandoffFault(
-                HandoffCause.TRANSPORT, f"tcp: the peer moved no byte for {self._idle_s:g} s in the middle of a piece"
+                HandoffCause.TRANSPORT, f"tcp: no byte moved for {self._idle_s:g} s inside a piece"
             ) from error
         except OSError as error:
             raise HandoffFault(HandoffCause.PEER_LOST, f"tcp: the data connection ended: {error}") from error
@@ -115,32 +116,32 @@ class DataSocket:
                     self._sock.close()
 
 
-class DataDoor:
-    """Where one link's data connection comes in.
+class DataListener:
+    """Listens for one link's data connection.
 
     Args:
-        host: our own named interface.
+        host: address of a named interface of this host.
     """
 
     def __init__(self, host: str, tls: TlsContexts | None) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._tls = tls
         self._listener = listen_tcp(host)
-        _widen(self._listener)
+        _enlarge_buffers(self._listener)
 
     @property
     def port(self) -> int:
         return int(self._listener.getsockname()[1])
 
     async def admit(self, idle_s: float) -> DataSocket:
-        """The first connection that shows the token; all others are dropped, and the door is closed behind it.
+        """Returns the first connection that presents the token, drops all others, and stops listening.
 
         Raises:
-            HandoffFault: (transport) none came in time.
+            HandoffFault: (transport) timeout.
         """
         found: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
 
-        async def visit(raw: socket.socket) -> None:
+        async def handle(raw: socket.socket) -> None:
             try:
                 async with asyncio.timeout(TOKEN_TIMEOUT_S):
                     sock = await self._identify(raw)
@@ -152,34 +153,34 @@ class DataDoor:
             else:
                 found.set_result(sock)
 
-        serving = asyncio.create_task(serve(self._listener, visit, MAX_VISITORS))
+        serving = asyncio.create_task(serve(self._listener, handle, MAX_PENDING))
         try:
             async with asyncio.timeout(ESTABLISH_TIMEOUT_S):
                 return DataSocket(await found, idle_s)
         except TimeoutError as error:
-            what = f"tcp: no data connection came within {ESTABLISH_TIMEOUT_S:g} s"
+            what = f"tcp: no data connection arrived within {ESTABLISH_TIMEOUT_S:g} s"
             raise HandoffFault(HandoffCause.TRANSPORT, what) from error
         finally:
             found.cancel()
             serving.cancel()
 
     async def _identify(self, raw: socket.socket) -> socket.socket:
-        """The socket, once it has shown the token; closed otherwise."""
+        """The socket, after it presented the token; closed otherwise."""
         sock = raw
         try:
             if self._tls is not None:
                 sock = self._tls.server.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
-                await _attempt(sock, sock.do_handshake)
+                await _retry_nonblocking(sock, sock.do_handshake)
                 self._tls.check_peer(sock)
             shown = bytearray()
             while len(shown) < TOKEN_BYTES:
                 missing = TOKEN_BYTES - len(shown)
-                part = await _attempt(sock, lambda missing=missing: sock.recv(missing))  # type: ignore[misc]
+                part = await _retry_nonblocking(sock, lambda missing=missing: sock.recv(missing))  # type: ignore[misc]
                 if not part:
-                    raise protocol_fault("it ended before it showed a token")
+                    raise protocol_fault("it closed before it presented a token")
                 shown += part
             if not hmac.compare_digest(shown, self.token):
-                raise protocol_fault("it showed another token")
+                raise protocol_fault("it presented a wrong token")
         except BaseException:
             sock.close()
             raise
@@ -195,12 +196,12 @@ async def connect_data(address: str, token: bytes, tls: TlsContexts | None, idle
         async with asyncio.timeout(ESTABLISH_TIMEOUT_S):
             sock = await connect_tcp(address)
             try:
-                _widen(sock)
+                _enlarge_buffers(sock)
                 if tls is not None:
                     sock = tls.client.wrap_socket(sock, do_handshake_on_connect=False)
-                    await _attempt(sock, sock.do_handshake)
+                    await _retry_nonblocking(sock, sock.do_handshake)
                     tls.check_peer(sock)
-                await _attempt(sock, lambda: sock.send(token))  # a fresh connection's buffer takes it whole
+                await _retry_nonblocking(sock, lambda: sock.send(token))  # fits into the empty send buffer
             except BaseException:
                 sock.close()
                 raise
@@ -210,8 +211,8 @@ async def connect_data(address: str, token: bytes, tls: TlsContexts | None, idle
     return DataSocket(sock, idle_s)
 
 
-async def _attempt(sock: socket.socket, operation: Callable[[], T]) -> T:
-    """Runs a non-blocking operation, plain or TLS, until it is through."""
+async def _retry_nonblocking(sock: socket.socket, operation: Callable[[], T]) -> T:
+    """Repeats a non-blocking operation, plain or TLS, until it completes."""
     while True:
         try:
             return operation()
@@ -221,8 +222,9 @@ async def _attempt(sock: socket.socket, operation: Callable[[], T]) -> T:
             await writable(sock)
 
 
-def _widen(sock: socket.socket) -> None:
-    """Large buffers; but a size that we set ends the kernel's own tuning, so not where less is allowed than we want."""
+def _enlarge_buffers(sock: socket.socket) -> None:
+    """Enlarges the socket's buffers if the system allows the full size. A fixed size disables the kernel's own
+    tuning."""
     for option, limit in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
         try:
             allowed = int(Path(f"/proc/sys/net/core/{limit}").read_text())
@@ -233,7 +235,7 @@ def _widen(sock: socket.socket) -> None:
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of `views` behind their first `count` bytes."""
+    """`views` without their first `count` bytes."""
     for index, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[index + 1 :]]

@@ -13,7 +13,7 @@ import pytest
 from kvtransfer.testing.agent import faults_of
 from kvtransfer.testing.cluster import FakeCluster
 from kvtransfer.testing.handoff import FakeModel
-from kvtransfer.testing.member import Member
+from kvtransfer.testing.leader import FakeLeader
 from tandem.testing.models import FaultSettings
 
 Soak = Callable[[int, int], int]
@@ -36,7 +36,7 @@ async def pair(
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
     **both: Any,
-) -> tuple[Member, Member]:
+) -> tuple[FakeLeader, FakeLeader]:
     options: dict[str, Any] = {"num_blocks": 8 * CONCURRENT, "ttl_s": 5.0} | both
     return (
         await cluster.start("prefill-0", **{"connects": True, **options, **(prefill or {})}),
@@ -208,7 +208,7 @@ async def test_two_directions_under_full_load_grow_nothing(cluster: FakeCluster,
     await cluster.check_conservation()
 
 
-def resources(member: Member) -> tuple[int, int]:
+def resources(member: FakeLeader) -> tuple[int, int]:
     """Descriptors and resident kB of a member's first agent."""
     folder = Path(f"/proc/{member.worker.ranks[0].process.pid}")
     status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())

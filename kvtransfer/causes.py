@@ -1,4 +1,4 @@
-"""Why a handoff failed: one enum member is one outcome and one metric label."""
+"""Causes of failed handoffs. Each enum member is one outcome and one metric label."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HandoffCause(StrEnum):
 
 
 class HandoffFault(HandoffError):
-    """A handoff cannot go on, and for which cause."""
+    """A handoff failed for `cause`."""
 
     def __init__(self, cause: HandoffCause, message: str) -> None:
         super().__init__(message)
@@ -28,11 +28,11 @@ class HandoffFault(HandoffError):
 
 
 class DeviceLost(Exception):
-    """The device can no longer be used by this process; another process may use it."""
+    """This process can no longer use the device; a new process can."""
 
 
 def parse_cause(name: str) -> HandoffCause:
-    """An unknown cause (a newer peer) becomes `protocol`."""
+    """An unknown cause, from a newer peer, becomes `protocol`."""
     try:
         return HandoffCause(name)
     except ValueError:
@@ -40,5 +40,5 @@ def parse_cause(name: str) -> HandoffCause:
 
 
 def protocol_fault(message: str) -> HandoffFault:
-    """The peer said what a correct peer never says."""
+    """The peer violated the protocol."""
     return HandoffFault(HandoffCause.PROTOCOL, message)
