@@ -33,7 +33,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.backends.processes import MemberHandle, MemberStart, Resources, RunningProcess
+from cluster.backends.protocol import MemberHandle, MemberStart, Resources, RunningProcess
 from cluster.backends.supervisor import Supervisor
 from tandem.errors import ConfigError
 

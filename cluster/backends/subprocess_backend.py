@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.backends.processes import MemberHandle, MemberStart, Resources, RunningProcess
+from cluster.backends.protocol import MemberHandle, MemberStart, Resources, RunningProcess
 from cluster.backends.supervisor import Supervisor
 
 

@@ -19,7 +19,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from cluster.backends.processes import MemberStart, ProcessSpec, RunningProcess
+from cluster.backends.protocol import MemberStart, ProcessSpec, RunningProcess
 
 log = logging.getLogger(__name__)
 

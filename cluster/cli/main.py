@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli import planning as planning_cli
-from cluster.cli.keys import keys
-from cluster.cli.trace import traces
+from cluster.cli.options import planning as planning_cli
+from cluster.cli.options.keys import keys
+from cluster.cli.options.trace import traces
 
 # ruff: noqa: PLC0415 (commands import what they need when they run: gRPC, pydantic, Ray and torch take seconds)
 
@@ -134,7 +134,7 @@ def scale(
 ) -> None:
     """Change how many workers there are, without losing a request."""
     from cluster.cli.admin_client import find_admin
-    from cluster.cli.commands.live_ratio import run_scale
+    from cluster.cli.commands.scaling import run_scale
 
     raise typer.Exit(run_scale(prefill, decode, model, find_admin(address, cluster, tls)))
 
@@ -149,7 +149,7 @@ def ratio(
 ) -> None:
     """Give the workers there are other roles, in this ratio."""
     from cluster.cli.admin_client import find_admin
-    from cluster.cli.commands.live_ratio import run_ratio
+    from cluster.cli.commands.scaling import run_ratio
 
     raise typer.Exit(run_ratio(ratio, model, find_admin(address, cluster, tls)))
 
@@ -165,7 +165,7 @@ def drain(
 ) -> None:
     """Empty a worker and take it out of the cluster, or restart it, without losing a request."""
     from cluster.cli.admin_client import find_admin
-    from cluster.cli.commands.live_ratio import run_drain
+    from cluster.cli.commands.scaling import run_drain
 
     raise typer.Exit(run_drain(worker, restart, wait, find_admin(address, cluster, tls)))
 
@@ -180,7 +180,7 @@ def restart(
 ) -> None:
     """Restart every worker, one after the other, without losing a request."""
     from cluster.cli.admin_client import find_admin
-    from cluster.cli.commands.live_ratio import run_restart
+    from cluster.cli.commands.scaling import run_restart
 
     raise typer.Exit(run_restart(model, wait, find_admin(address, cluster, tls)))
 
@@ -195,7 +195,7 @@ def apply(
 ) -> None:
     """Make a running cluster what a changed spec says; refused where that needs a restart."""
     from cluster.cli.admin_client import find_admin
-    from cluster.cli.commands.apply import run_apply
+    from cluster.cli.commands.scaling import run_apply
 
     raise typer.Exit(run_apply(file, dry_run, find_admin(address, cluster, tls)))
 

@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from cluster.backends import embedded_redis
-from cluster.backends.processes import Backend, Resources, RunningProcess
+from cluster.backends.protocol import Backend, Resources, RunningProcess
 from cluster.backends.subprocess_backend import LocalMember
 from cluster.control.admin_service import ALLOWED, AdminService
 from cluster.control.apply import Apply

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.backends.processes import MemberHandle, MemberStart, ProcessSpec, RunningProcess
+from cluster.backends.protocol import MemberHandle, MemberStart, ProcessSpec, RunningProcess
 from cluster.backends.supervisor import python
 from cluster.spec.resolve import port_is_free
 from tandem.config.launch import RouterLaunch

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from cluster.backends.processes import MemberHandle, MemberStart, ProcessSpec, RunningProcess
+from cluster.backends.protocol import MemberHandle, MemberStart, ProcessSpec, RunningProcess
 from cluster.backends.supervisor import python
 from cluster.spec.resolve import ResolvedModel
 from kvtransfer.agent.env import AGENT_ENV

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.cli.certificates import SOON_DAYS, days_left, load, texts_of
+from cluster.certificates import SOON_DAYS, days_left, load, texts_of
 from router.edge.tls import edge_context
 from tandem.config.spec import ClusterSpec, TlsSpec
 from tandem.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.cli.certificates import AUTHORITY, LEAVES, SOON_DAYS, create, days_left, load, renew, texts_of
+from cluster.certificates import AUTHORITY, LEAVES, SOON_DAYS, create, days_left, load, renew, texts_of
 from cluster.cli.console import console, fitted
 from cluster.spec.loader import load_spec
 from tandem.errors import ConfigError

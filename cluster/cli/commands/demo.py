@@ -13,10 +13,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.admin_client import edge_channel
-from cluster.cli.commands.generation import chat_request, generate
 from cluster.cli.commands.running import run_interruptible, running_cluster
 from cluster.cli.console import console
+from cluster.cli.router_client import chat_request, edge_channel, generate
 from cluster.spec.loader import load_spec
 from cluster.spec.resolve import free_ports, port_is_free
 from tandem.config.spec import DEMO_MODEL, ClusterSpec

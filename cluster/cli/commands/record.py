@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cluster.cli.admin_client import Admin
 from cluster.cli.commands.running import run_interruptible
-from cluster.cli.commands.trace import told
+from cluster.cli.request_trace import trace_error
 from tandem.errors import ConfigError
 from tandem.v1 import cluster_pb2_grpc, trace_pb2
 
@@ -58,7 +58,7 @@ async def _record(target: Admin, file: TextIO, model: str, duration_s: float | N
     except (TimeoutError, asyncio.CancelledError):
         pass  # that was all that was wanted
     except grpc.aio.AioRpcError as error:
-        raise told(error, target) from None
+        raise trace_error(error, target) from None
     finally:
         if shown is not None:
             shown.stop()

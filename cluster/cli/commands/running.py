@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from cluster.backends.processes import Backend
+from cluster.backends.protocol import Backend
 from cluster.backends.ray_env import prepare_own_ray
 from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.cli import state_file

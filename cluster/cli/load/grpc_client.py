@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import grpc
 
-from cluster.cli.admin_client import edge_channel
 from cluster.cli.load.client import Answer, Ask, Heard
+from cluster.cli.router_client import edge_channel
 from router.terms import PRIORITY
 from tandem.errors import InternalError, ModelNotFound
 from tandem.rpc.grpc_errors import error_from_rpc

@@ -14,7 +14,7 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Footer, Static
 
-from cluster.cli.commands.trace import show
+from cluster.cli.request_trace import show
 from tandem.errors import NotFound, TandemError
 from tandem.v1 import trace_pb2
 

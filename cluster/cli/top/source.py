@@ -9,7 +9,7 @@ from typing import Self
 import grpc.aio
 
 from cluster.cli.admin_client import Admin, tls_hint
-from cluster.cli.commands.trace import fetch
+from cluster.cli.request_trace import fetch
 from cluster.cli.top.frame import Frame, build, parse_snapshot
 from tandem.errors import UnavailableError
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2

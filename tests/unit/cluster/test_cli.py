@@ -17,7 +17,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from cluster.cli.certificates import create
+from cluster.certificates import create
 from cluster.cli.main import app
 from cluster.cli.state_file import this_process, written
 from tandem.testing.models import write_tiny_llama

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.cli.commands.live_ratio import change_words
+from cluster.cli.commands.scaling import change_words
 from cluster.control.pools import ChangeRole, Leave, Member, Start, plan_change, ratio_split
 from tandem.config.spec import Role
 from tandem.errors import ConfigError

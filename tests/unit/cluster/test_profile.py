@@ -9,8 +9,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cluster.cli.commands.planning import HardwareFlags, load_hardware
-from cluster.cli.commands.profile import run_profile
+from cluster.cli.commands.planning.inputs import HardwareFlags, load_hardware
+from cluster.cli.commands.planning.profile import run_profile
 from cluster.cli.main import app
 from cluster.profiling.profiler import Grid
 from planner.fitted import read_host, read_measured

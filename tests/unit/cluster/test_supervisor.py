@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.backends.processes import MemberStart, ProcessSpec
+from cluster.backends.protocol import MemberStart, ProcessSpec
 from cluster.backends.supervisor import Supervisor
 from tandem.telemetry.log_format import LogFormat
 

@@ -11,7 +11,8 @@ from google.protobuf.json_format import ParseDict
 from rich.console import Console
 
 from cluster.cli.commands.status import show as show_status
-from cluster.cli.commands.trace import gantt, show, show_list, to_json
+from cluster.cli.commands.trace import show_list, to_json
+from cluster.cli.request_trace import gantt, show
 from tandem.v1 import cluster_pb2, trace_pb2, worker_pb2
 
 SPANS = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.backends.processes import MemberStart, RunningProcess
+from cluster.backends.protocol import MemberStart, RunningProcess
 from cluster.control.worker_slot import FAILED_STARTS, LifeSettings, WorkerSlot, WorkerState
 from cluster.spec.resolve import ResolvedModel, resolve_models
 from tandem.config.launch import WorkerLaunch

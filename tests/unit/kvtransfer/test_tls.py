@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.certificates import create
 from cluster.cli.admin_client import folder_spec
-from cluster.cli.certificates import create
 from kvtransfer.agent.control import TlsFiles
 from kvtransfer.link.tls import TlsConnection
 from kvtransfer.testing.handoff import FakeWorker

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from cluster.cli import state_file
-from cluster.cli.commands.planning import TrafficFlags, load_traffic
+from cluster.cli.commands.planning.inputs import TrafficFlags, load_traffic
+from cluster.cli.commands.planning.simulate import latencies, outcome_lines, seconds
 from cluster.cli.commands.running import run_interruptible
-from cluster.cli.commands.simulate import latencies, outcome_lines, seconds
 from cluster.cli.load.client import Client
 from cluster.cli.load.grpc_client import GrpcClient
 from cluster.cli.load.openai_client import Endpoint, OpenAiClient

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from cluster.cli.commands.planning import HardwareFlags, TrafficFlags, describe_cost, load_hardware, load_traffic
+from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, describe_cost, load_hardware, load_traffic
 from cluster.cli.console import console
 from cluster.spec.loader import load_spec
 from planner.hardware import setup_of_spec

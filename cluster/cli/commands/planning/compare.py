@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster.cli.commands.simulate import seconds
+from cluster.cli.commands.planning.simulate import seconds
 from planner.compare import Line, Unit, compared, doubts, is_result
 from tandem.errors import InputError
 from tandem.text.words import size

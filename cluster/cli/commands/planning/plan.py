@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.commands.planning import HardwareFlags, TrafficFlags, describe_cost, load_hardware, load_traffic
-from cluster.cli.commands.simulate import seconds
+from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, describe_cost, load_hardware, load_traffic
+from cluster.cli.commands.planning.simulate import seconds
 from cluster.cli.console import BOXED, console, fitted
 from planner.hardware import Hardware
 from planner.search.evaluate import Evaluation

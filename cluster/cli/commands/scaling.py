@@ -1,4 +1,4 @@
-"""`tandem scale`, `tandem ratio`, `tandem drain`, `tandem restart`: changes of a running cluster."""
+"""Commands that change a running cluster: `tandem scale`, `ratio`, `drain`, `restart` and `apply`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc.aio
 from rich.console import Console
@@ -40,6 +41,16 @@ def run_restart(model: str | None, wait: bool, admin: Admin) -> int:
 def run_drain(worker: str, restart: bool, wait: bool, admin: Admin) -> int:
     request = cluster_pb2.DrainWorkerRequest(worker_id=worker, restart=restart, wait_for_ends=wait)
     return asyncio.run(_drain(admin, request))
+
+
+def run_apply(file: Path, dry_run: bool, admin: Admin) -> int:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"FILE: {file}: {error.strerror}", field="FILE") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"FILE: {file}: expected YAML in UTF-8", field="FILE") from None
+    return asyncio.run(_apply(admin, cluster_pb2.ApplyRequest(spec=text, dry_run=dry_run)))
 
 
 async def _scale(admin: Admin, request: cluster_pb2.ScaleRequest) -> int:
@@ -85,6 +96,14 @@ async def _restart(admin: Admin, model: str | None, wait: bool) -> int:
         if model in (None, info.model):
             request = cluster_pb2.DrainWorkerRequest(worker_id=info.worker_id, restart=True, wait_for_ends=wait)
             await _drain(admin, request)
+    return 0
+
+
+async def _apply(admin: Admin, request: cluster_pb2.ApplyRequest) -> int:
+    async with controller_at(admin) as stub:
+        answer = await stub.Apply(request)
+    for change in answer.changes or ["nothing to do: the cluster is as the spec says"]:
+        print(change)
     return 0
 
 

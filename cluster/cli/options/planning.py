@@ -72,8 +72,8 @@ def simulate(
     autoscale: Annotated[bool, typer.Option("--autoscale", help="Roles follow the traffic.")] = False,
 ) -> None:
     """Run a trace through a simulated cluster: latencies, objectives met, use of workers and links."""
-    from cluster.cli.commands.planning import HardwareFlags, TrafficFlags
-    from cluster.cli.commands.simulate import SimulateFlags, run_simulate
+    from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags
+    from cluster.cli.commands.planning.simulate import SimulateFlags, run_simulate
     from planner.simulator.setup import Slo
 
     traffic = TrafficFlags(
@@ -129,8 +129,8 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Find the cheapest cluster that serves a traffic within its objectives (--ttft, --tpot, or both)."""
-    from cluster.cli.commands.plan import PlanFlags, run_plan
-    from cluster.cli.commands.planning import HardwareFlags, TrafficFlags
+    from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags
+    from cluster.cli.commands.planning.plan import PlanFlags, run_plan
     from planner.search.plan import Goal
     from planner.simulator.setup import Slo
 
@@ -149,7 +149,7 @@ def profile(
     device: Annotated[str, typer.Option(help="Whose links are meant: a100, ..., cpu, or a YAML file.")] = "cpu",
 ) -> None:
     """Measure this hardware's engine steps over a grid, for `tandem simulate --cost` and `tandem plan --cost`."""
-    from cluster.cli.commands.profile import run_profile
+    from cluster.cli.commands.planning.profile import run_profile
 
     raise typer.Exit(run_profile(config, model, device, output))
 
@@ -188,8 +188,8 @@ def bench(
     json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Play a trace against a live cluster or any OpenAI endpoint: the same figures as `simulate`, measured."""
-    from cluster.cli.commands.bench import BenchFlags, run_bench
-    from cluster.cli.commands.planning import TrafficFlags
+    from cluster.cli.commands.planning.bench import BenchFlags, run_bench
+    from cluster.cli.commands.planning.inputs import TrafficFlags
     from cluster.cli.load.player import Limits
     from planner.simulator.setup import Slo
 
@@ -212,7 +212,7 @@ def compare(
     json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Lay two results side by side: prediction and measurement, two ratios, Tandem and a rival."""
-    from cluster.cli.commands.compare import run_compare
+    from cluster.cli.commands.planning.compare import run_compare
 
     raise typer.Exit(run_compare(a, b, json))
 

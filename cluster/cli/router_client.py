@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import grpc
 import grpc.aio
+from cryptography import x509
 
+from cluster.certificates import load, names_of
 from tandem.rpc.grpc_errors import error_from_rpc
+from tandem.rpc.tls import read_file
 from tandem.v1 import inference_pb2, inference_pb2_grpc
+
+
+def edge_channel(address: str, ca: str | None) -> grpc.aio.Channel:
+    """To a router as a client. `ca`: the PEM file that its certificate is checked against (it may be that certificate
+    itself); None: no TLS. Raises ConfigError."""
+    if ca is None:
+        return grpc.aio.insecure_channel(address)
+    roots, options = read_file(ca, "--ca"), []
+    first = load(ca, "--ca")[0]
+    if not _is_authority(first) and (name := _server_name(first)):
+        options.append(("grpc.ssl_target_name_override", name))  # it is the very certificate that we expect
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(roots), options=options)
 
 
 def chat_request(
@@ -31,3 +47,15 @@ async def generate(
             yield event
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from None
+
+
+def _is_authority(certificate: x509.Certificate) -> bool:
+    try:
+        return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except x509.ExtensionNotFound:
+        return False
+
+
+def _server_name(certificate: x509.Certificate) -> str | None:
+    names = (str(n.value) for n in names_of(certificate) if isinstance(n, x509.DNSName | x509.IPAddress))
+    return next(names, None)
