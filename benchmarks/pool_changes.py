@@ -62,7 +62,7 @@ async def _role_changes(times: int) -> list[float]:
         for number in range(times):
             prefill, decode = (2, 1) if number % 2 == 0 else (1, 2)
             began_s = time.monotonic()
-            await controller.live_ratio.scale("", prefill, decode)
+            await controller.scaler.scale("", prefill, decode)
             await _until_served(controller, prefill, decode)
             found.append(time.monotonic() - began_s)
     say(f"role changes: {', '.join(f'{each:.3f}' for each in found)} s")
@@ -112,8 +112,8 @@ async def _moved(sizes: Sizes) -> tuple[float, float]:
         ]
         await all_decode.wait()
         drained_s = time.monotonic()
-        leaving = next(iter(controller.slots))
-        await controller.live_ratio.drain(leaving, restart=False, move=True)
+        leaving = next(iter(controller.workers.slots))
+        await controller.scaler.drain(leaving, restart=False, move=True)
         await asyncio.gather(*answers)
         await client.close()
     gaps = [(later, later - earlier) for each in heard for earlier, later in pairwise(each)]

@@ -1,4 +1,4 @@
-"""What a backend starts: processes in supervised groups, described so that any backend can run them anywhere."""
+"""The interface of a backend, which places and supervises groups of processes, and what the groups are made of."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tandem.config.frozen import Frozen
 
 
 class ProcessSpec(Frozen):
-    """One process. `restart`: started again in place when it dies; the end of any other ends its member.
+    """One process. `restart`: if it dies, it is restarted in place; without `restart` its death ends the member.
 
-    `stop_grace_s`: from SIGTERM to SIGKILL when it is stopped.
+    `stop_grace_s`: seconds from SIGTERM to SIGKILL when it is stopped.
     """
 
     name: str
@@ -25,9 +25,9 @@ class ProcessSpec(Frozen):
 
 
 class MemberStart(Frozen):
-    """One life of a member: private files first, then the processes that read them.
+    """One start of a member: writes private files, then starts the processes that read them.
 
-    `run_dir` is made with mode 0700 and removed when the member is stopped; `files` maps names in it to contents.
+    `run_dir` is created with mode 0700 and removed when the member stops; `files` maps file names in it to contents.
     """
 
     run_dir: str
@@ -42,58 +42,58 @@ class RunningProcess(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one member needs of the machine it is placed on."""
+    """What one member reserves on its host."""
 
     cpus: float = 0.0
     gpus: float = 0.0
 
 
 class MemberHandle(Protocol):
-    """A place where one group of processes is kept: a tensor-parallel rank with its agent, or the router."""
+    """Runs one group of processes: a tensor-parallel rank with its agent, or a router."""
 
     async def start(self, start: MemberStart) -> None:
-        """What cannot be started is an end, which `wait_end` tells of."""
+        """Raises nothing for a process that cannot start: `wait_end` returns the reason."""
         ...
 
     async def wait_end(self) -> str:
-        """Returns why the member ended: a process of it died that is not restarted, or its place was lost."""
+        """Returns why the member ended: a process without `restart` died, or the host was lost."""
         ...
 
     async def processes(self) -> tuple[RunningProcess, ...]: ...
 
     async def stop(self) -> None:
-        """Ends every process. The member may be started again."""
+        """Stops every process. The member may be started again."""
         ...
 
 
 class Backend(Protocol):
-    """Starts, places and watches members."""
+    """Places groups of members on hosts. A group is one worker; its members are the ranks."""
 
     name: str
 
     async def open(self) -> None: ...
 
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
-        """Places for members that must share a host. Raises ConfigError when there is no room for them."""
+        """Reserves one host for all members of the group. Raises ConfigError if no host has room."""
         ...
 
-    async def place_here(self, name: str) -> MemberHandle:
-        """A place on the controller's own host, where the router's addresses are."""
+    async def place_local(self, name: str) -> MemberHandle:
+        """Places a member on the controller's own host, where the routers' addresses are."""
         ...
 
-    async def give_back(self, group: str) -> None:
-        """The places of a group whose members were stopped are somebody else's now."""
+    async def release(self, group: str) -> None:
+        """Releases what a group had reserved. Its members must be stopped."""
         ...
 
-    async def leaving(self) -> frozenset[str]:
-        """Groups whose host was told to end and still runs."""
+    async def draining(self) -> frozenset[str]:
+        """Groups whose host is about to stop and still runs."""
         ...
 
-    def place_anew(self, group: str) -> None:
-        """Ends what is left of a group's members on a host that leaves. Their handles are of new places from then on,
-        where they start as soon as there is room."""
+    def reschedule(self, group: str) -> None:
+        """Stops what is left of a group on a draining host. Its handles then refer to new reservations, and the members
+        start there as soon as a host has room."""
         ...
 
     async def close(self) -> None:
-        """Leaves no process of the backend's own, whatever state it is in; members were stopped by their owners."""
+        """Stops the backend's own processes, from any state. The owners have stopped their members before."""
         ...

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.backends.protocol import Backend
-from cluster.backends.ray_env import prepare_own_ray
+from cluster.backends.ray_env import prepare_local_ray
 from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.cli import state_file
 from cluster.cli.run_dirs import ray_base, run_base
@@ -28,7 +28,7 @@ def make_backend(cluster: ResolvedCluster, log_dir: Path) -> Backend:
     if control.backend == "subprocess":
         return SubprocessBackend(log_dir)
     if control.ray_address is None:
-        prepare_own_ray(cluster.spec.security.tls)
+        prepare_local_ray(cluster.spec.security.tls)
     from cluster.backends.ray_backend import (  # noqa: PLC0415 (Ray takes most of a second, and is not always wanted)
         RayBackend,
     )

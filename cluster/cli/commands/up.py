@@ -104,13 +104,13 @@ async def _up(source: SpecSource) -> int:
         )
         screen.print(f"[green]ready[/] in {time.monotonic() - started_s:.1f} s: {models}")
         scheme = "http" if spec.router.tls is None else "https"
-        for router in controller.routers:
+        for router in controller.routers.slots:
             screen.print(f"  OpenAI API  {scheme}://{router.http_address}/v1")
             screen.print(f"  gRPC        {router.grpc_address}")
         screen.print(f"  admin       {controller.admin_address}   (tandem status)")
         screen.print(f"  logs        {controller.log_dir}", markup=False, soft_wrap=True)
         screen.print("Ctrl-C ends the cluster.")
-        controller.announce = progress
+        controller.workers.announce = progress
         try:
             await controller.stop_requested.wait()
         finally:

@@ -88,7 +88,7 @@ def test_what_grpc_notes_of_strangers_stays_off_the_terminal(tmp_path: Path) -> 
 import pathlib, socket, sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from cluster import cli
+from cluster.cli import main as cli
 sys.argv = ["tandem", "version"]
 with suppress(SystemExit):
     cli.main()

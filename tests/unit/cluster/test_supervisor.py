@@ -109,8 +109,8 @@ def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     script = textwrap.dedent(
         f"""
         import asyncio, pathlib, sys
-        from cluster.processes import MemberStart, ProcessSpec
-        from cluster.supervisor import Supervisor
+        from cluster.backends.protocol import MemberStart, ProcessSpec
+        from cluster.backends.supervisor import Supervisor
 
         async def main():
             supervisor = Supervisor("m", pathlib.Path({str(tmp_path / "logs")!r}))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.backends.protocol import MemberStart, RunningProcess
-from cluster.control.worker_slot import FAILED_STARTS, LifeSettings, WorkerSlot, WorkerState
+from cluster.control.worker_slot import FAILED_STARTS, EpochSettings, WorkerSlot, WorkerState
 from cluster.spec.resolve import ResolvedModel, resolve_models
 from tandem.config.launch import WorkerLaunch
 from tandem.config.spec import ClusterSpec, Role
@@ -68,7 +68,7 @@ async def running(
 ) -> AsyncIterator[tuple[WorkerSlot, list[WorkerState]]]:
     """The slot, and every state it told of."""
     told: list[WorkerState] = []
-    settings = LifeSettings(ClusterSpec(models=(model.spec,)), "127.0.0.1:1", None, tmp_path / "run")
+    settings = EpochSettings(ClusterSpec(models=(model.spec,)), "127.0.0.1:1", None, tmp_path / "run")
     slot = WorkerSlot("decode-0", Role.DECODE, model, members, settings, lambda slot: told.append(slot.state))
     task = asyncio.create_task(slot.run())
     try:
