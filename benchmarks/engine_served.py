@@ -14,9 +14,9 @@ from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from benchmarks.live_cluster import live, spec_of
-from cluster.cli.load.client import Answer, Ask, Client
+from cluster.cli.load.client import LoadClient, LoadRequest, LoadResponse
 from cluster.cli.load.grpc_client import GrpcClient
-from cluster.cli.load.openai_client import Endpoint, OpenAiClient
+from cluster.cli.load.openai_client import OpenAiClient, OpenAiEndpoint
 
 NAME = "served"
 T = TypeVar("T")
@@ -56,10 +56,10 @@ class ServedPair:
     def rate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         """Tokens a second of all prompts together, from when each has one until one has all. The prefill worker knows
         the prompts before, so that all are soon handed off and decode together."""
-        known = self._wait(self._answer_all(self._grpc, [Ask(prompt, 1) for prompt in prompts]))
+        known = self._wait(self._answer_all(self._grpc, [LoadRequest(prompt, 1) for prompt in prompts]))
         if not all(answer.handed_off for answer, _ in known):
             raise RuntimeError("expected every prompt to be handed off")
-        answers = self._wait(self._answer_all(self._http, [Ask(prompt, tokens) for prompt in prompts]))
+        answers = self._wait(self._answer_all(self._http, [LoadRequest(prompt, tokens) for prompt in prompts]))
         streams = [came_s for _, came_s in answers]
         begins, ends = max(stream[0] for stream in streams), min(stream[-1] for stream in streams)
         if begins >= ends:
@@ -72,13 +72,15 @@ class ServedPair:
         self._grpc = GrpcClient(address, None, tls=False, model="", api_key=None, ignore_eos=True)
         self._held.push_async_callback(self._grpc.close)
         url = urlsplit(f"http://{controller.http_address}/v1")
-        self._http = OpenAiClient(Endpoint(url, NAME, chat=False))
+        self._http = OpenAiClient(OpenAiEndpoint(url, NAME, chat=False))
         self._held.push_async_callback(self._http.close)
 
-    async def _answer_all(self, client: Client, asks: Sequence[Ask]) -> list[tuple[Answer, list[float]]]:
+    async def _answer_all(
+        self, client: LoadClient, asks: Sequence[LoadRequest]
+    ) -> list[tuple[LoadResponse, list[float]]]:
         return await asyncio.gather(*(self._answer(client, ask) for ask in asks))
 
-    async def _answer(self, client: Client, ask: Ask) -> tuple[Answer, list[float]]:
+    async def _answer(self, client: LoadClient, ask: LoadRequest) -> tuple[LoadResponse, list[float]]:
         """And when each token came."""
         came_s: list[float] = []
         answer = await client.send(ask, lambda tokens: came_s.extend([time.perf_counter()] * tokens))

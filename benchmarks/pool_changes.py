@@ -19,7 +19,7 @@ from benchmarks.live_cluster import live, play, say, spec_of
 from benchmarks.prediction import load_measured_hardware, setup_for
 from cluster.cli.admin_client import Admin
 from cluster.cli.commands.status import fetch
-from cluster.cli.load.client import Ask
+from cluster.cli.load.client import LoadRequest
 from cluster.cli.load.grpc_client import GrpcClient
 from cluster.control.controller import Controller
 from planner.hardware import Hardware
@@ -95,7 +95,7 @@ async def _moved(sizes: Sizes) -> tuple[float, float]:
         client = GrpcClient(controller.grpc_address, None, tls=False, model="", api_key=None, ignore_eos=True)
         heard: list[list[float]] = [[] for _ in range(sizes.moved)]
         ask = [
-            Ask([256 + 31 * number + position for position in range(sizes.moved_prompt)], sizes.moved_output)
+            LoadRequest([256 + 31 * number + position for position in range(sizes.moved_prompt)], sizes.moved_output)
             for number in range(sizes.moved)
         ]
 

@@ -280,7 +280,7 @@ async def test_workers_start_side_by_side_and_one_that_fails_leaves_the_others(c
     first, second = (slot for name, slot in controller.workers.slots.items() if name not in before)
     assert (first.state, second.state) == (WorkerState.STARTING, WorkerState.STARTING)
     first.refuse("it cannot work with the others")
-    said = f"{first.worker_id} cannot start: it cannot work with the others (started and stays: {second.worker_id})"
+    said = f"{first.worker_id} cannot start: it cannot work with the others (started and kept: {second.worker_id})"
     with pytest.raises(ConfigError, match=re.escape(said)):
         await asked
     assert set(controller.workers.slots) == before | {second.worker_id}

@@ -1,4 +1,4 @@
-"""`tandem trace`: where the time of one request went, as a Gantt chart; or the latest requests."""
+"""`tandem trace`: shows the stages of one request as a Gantt chart, or lists the latest requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_trace(
     cluster: str | None,
     tls: Path | None = None,
 ) -> int:
-    """Raises the router's error when it does not know the request."""
+    """Raises NotFound if no router has the request."""
     target = find_admin(address, cluster, tls)
     screen = console()
     if request_id is None:
@@ -55,7 +55,7 @@ async def fetch_latest(admin: Admin, limit: int) -> list[trace_pb2.RequestTrace]
 
 
 def to_json(trace: trace_pb2.RequestTrace) -> dict[str, Any]:
-    """The message with its own field names; numbers are numbers, what was not measured is absent."""
+    """The message with its protobuf field names. Numbers stay numbers; unmeasured fields are absent."""
     found: dict[str, Any] = MessageToDict(
         trace, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

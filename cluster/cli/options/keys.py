@@ -1,4 +1,4 @@
-"""The `tandem keys` commands."""
+"""Options of `tandem keys`."""
 
 from __future__ import annotations
 
@@ -7,35 +7,47 @@ from typing import Annotated
 
 import typer
 
-# ruff: noqa: PLC0415 (as in cluster/cli/main.py: commands import what they need when they run)
+from cluster.cli.options.shared import Json
 
-keys = typer.Typer(help="API keys: who may call the routers (docs/security.md).", no_args_is_help=True)
+# ruff: noqa: PLC0415 (as in cluster.cli.main)
+
+keys = typer.Typer(help="API keys of the clients that may call the routers (docs/security.md).", no_args_is_help=True)
 
 File = Annotated[
     Path,
     typer.Option(
-        "--file", envvar="TANDEM_SECURITY__AUTH__KEYS_FILE", help="The keys file, as security.auth.keys_file names it."
+        "--file", envvar="TANDEM_SECURITY__AUTH__KEYS_FILE", help="Keys file, the same as security.auth.keys_file."
     ),
 ]
-KeyId = Annotated[str, typer.Argument(metavar="ID", help="The key's id: the part between its two underscores.")]
-ExpiresIn = Annotated[str | None, typer.Option(help="30m, 12h, 90d; without it, it stays good until revoked.")]
+KeyId = Annotated[str, typer.Argument(metavar="ID", help="Id of the key: the part between its two underscores.")]
+ExpiresIn = Annotated[str | None, typer.Option(help="Time until the key expires: 30m, 12h, 90d. Default: never.")]
 
 
 @keys.command()
 def create(
     file: File,
-    tenant: Annotated[str, typer.Option(help="Whose it is. Tenants take turns, and share no cached blocks.")],
-    note: Annotated[str, typer.Option(help="For people who read the list.")] = "",
+    tenant: Annotated[
+        str, typer.Option(help="Tenant of the key. Tenants get fair shares of the queue and share no cached blocks.")
+    ],
+    note: Annotated[str, typer.Option(help="Comment that `tandem keys list` shows.")] = "",
     expires_in: ExpiresIn = None,
-    model: Annotated[list[str] | None, typer.Option(help="A model it may use, repeatable; without it, all.")] = None,
-    priority: Annotated[
-        list[str] | None, typer.Option(help="A priority class it may name, repeatable; without it, all.")
+    model: Annotated[
+        list[str] | None, typer.Option(help="A model that the key may use, repeatable. Default: all.")
     ] = None,
-    requests_per_minute: Annotated[int | None, typer.Option(help="On each router.")] = None,
-    tokens_per_minute: Annotated[int | None, typer.Option(help="Prompts and answers, on each router.")] = None,
-    admin: Annotated[bool, typer.Option(help="May read metrics and the dashboard, and act for any tenant.")] = False,
+    priority: Annotated[
+        list[str] | None, typer.Option(help="A priority class that the key may use, repeatable. Default: all.")
+    ] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(help="Requests per minute on each router. Default: no limit.")
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(help="Prompt and output tokens per minute on each router. Default: no limit.")
+    ] = None,
+    admin: Annotated[
+        bool, typer.Option(help="The key may read metrics and the dashboard, and act for any tenant.")
+    ] = False,
 ) -> None:
-    """Make a key. It is printed once; the file keeps only its hash."""
+    """Create a key and print it. The file stores only its hash, so the key cannot be shown again."""
     from cluster.cli.commands.keys import KeyFlags, run_create
 
     flags = KeyFlags(
@@ -45,8 +57,8 @@ def create(
 
 
 @keys.command("list")
-def list_keys(file: File, json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False) -> None:
-    """Show the keys there are, without their secrets."""
+def list_keys(file: File, json: Json = False) -> None:
+    """List the keys, without their secrets."""
     from cluster.cli.commands.keys import run_list
 
     raise typer.Exit(run_list(file, json))
@@ -56,10 +68,10 @@ def list_keys(file: File, json: Annotated[bool, typer.Option("--json", help="Mac
 def rotate(
     key_id: KeyId,
     file: File,
-    grace: Annotated[str, typer.Option(help="How long the key before stays good.")] = "24h",
+    grace: Annotated[str, typer.Option(help="Time for which the old secret stays valid.")] = "24h",
     expires_in: ExpiresIn = None,
 ) -> None:
-    """Make a new secret for a key; both are good for a while."""
+    """Create a new secret for a key. The old one stays valid for --grace."""
     from cluster.cli.commands.keys import run_rotate
 
     raise typer.Exit(run_rotate(file, key_id, grace, expires_in))
@@ -67,7 +79,7 @@ def rotate(
 
 @keys.command()
 def revoke(key_id: KeyId, file: File) -> None:
-    """End a key now."""
+    """Revoke a key immediately."""
     from cluster.cli.commands.keys import run_revoke
 
     raise typer.Exit(run_revoke(file, key_id))

@@ -1,4 +1,4 @@
-"""`tandem trace [ID]` and `tandem trace record`."""
+"""Options of `tandem trace [ID]` and `tandem trace record`."""
 
 from __future__ import annotations
 
@@ -8,36 +8,34 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-# ruff: noqa: PLC0415 (as in cluster.cli.main: `--help` answers at once)
+from cluster.cli.options.shared import Address, ClusterName, Json, ServedName, Tls
+
+# ruff: noqa: PLC0415 (as in cluster.cli.main)
 
 
 class _ShowByDefault(TyperGroup):
-    """`tandem trace`, `tandem trace ID`: the command may be left out."""
+    """Makes `show` the default command: `tandem trace`, `tandem trace ID`."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # click's Context, which is not always typer's own
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # click's Context, not typer's
         if not args or (args[0] not in self.commands and args[0] != "--help"):
             args = ["show", *args]
         parsed: list[str] = super().parse_args(ctx, args)
         return parsed
 
 
-traces = typer.Typer(cls=_ShowByDefault, help="Where the time of requests went; or record them as a trace.")
-
-Address = Annotated[str | None, typer.Option("--address", help="Admin address (host:port) of a cluster elsewhere.")]
-Tls = Annotated[Path | None, typer.Option("--tls", envvar="TANDEM_TLS", help="Folder of `tandem certs`: as its admin.")]
-ClusterName = Annotated[str | None, typer.Option("--cluster", help="Which running cluster; the only one by default.")]
+traces = typer.Typer(cls=_ShowByDefault, help="Show where the time of requests went, or record requests as a trace.")
 
 
 @traces.command()
 def show(
-    request: Annotated[str | None, typer.Argument(help="Id of a request; without it, the latest are listed.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
-    limit: Annotated[int, typer.Option(help="How many to list.", min=1, max=1000)] = 20,
+    request: Annotated[str | None, typer.Argument(help="Id of the request. Default: list the latest requests.")] = None,
+    json: Json = False,
+    limit: Annotated[int, typer.Option(help="Number of requests to list.", min=1, max=1000)] = 20,
     address: Address = None,
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Show where the time of one request went, its handoff above all, as a Gantt chart. `show` may be left out."""
+    """Show the stages of one request, with its handoff, as a Gantt chart. The word `show` is optional."""
     from cluster.cli.commands.trace import run_trace
 
     raise typer.Exit(run_trace(request, json, limit, address, cluster, tls))
@@ -45,20 +43,24 @@ def show(
 
 @traces.command()
 def record(
-    output: Annotated[Path, typer.Argument(help="The trace: JSON lines that simulate, plan and bench read.")],
-    model: Annotated[str, typer.Option("--model", help="Served name, where there are several.")] = "",
-    duration: Annotated[float | None, typer.Option(help="Seconds; unset: until Ctrl-C.", min=0.1)] = None,
-    requests: Annotated[int, typer.Option("--requests", "--limit", help="At most so many.", min=1)] = 1_000_000,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Where the file exists.")] = False,
+    output: Annotated[
+        Path, typer.Argument(help="Trace file to write: JSON lines, which simulate, plan and bench read.")
+    ],
+    model: ServedName = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds to record. Default: until Ctrl-C.", min=0.1)] = None,
+    requests: Annotated[
+        int, typer.Option("--requests", "--limit", help="Maximum number of requests.", min=1)
+    ] = 1_000_000,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     address: Address = None,
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Record the requests of a running cluster as a trace: times, lengths, classes, salted hashes; no text."""
+    """Record the requests of a running cluster: times, lengths, classes and salted hashes, without text."""
     from cluster.cli.admin_client import find_admin
     from cluster.cli.commands.record import run_record
 
     target = find_admin(address, cluster, tls)
     raise typer.Exit(
-        run_record(target, output, model=model, duration_s=duration, requests=requests, overwrite=overwrite)
+        run_record(target, output, model=model or "", duration_s=duration, requests=requests, overwrite=overwrite)
     )

@@ -14,6 +14,6 @@ def asked(moved_bytes: int, cached_tokens: int) -> Asked:
 
 def test_the_bytes_of_both_times_are_told() -> None:
     assert moved(asked(1_658_880, 0), asked(230_400, 32)) == (
-        "1,620 KiB of KV cache moved for the question the first time and 225 KiB the second, when 32 of its 36 prompt "
-        "tokens were cached"
+        "KV cache moved for the first question: 1,620 KiB the first time, 225 KiB the second time, when 32 of its 36 "
+        "prompt tokens were cached"
     )

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.cli.commands.scaling import change_words
+from cluster.cli.commands.scaling import change_text
 from cluster.control.pools import ChangeRole, PoolMember, RemoveWorker, StartWorker, plan_change, ratio_split
 from tandem.config.spec import Role
 from tandem.errors import ConfigError
@@ -75,12 +75,12 @@ def test_a_ratio_becomes_whole_workers(ratio: tuple[int, int], workers: int, spl
     ("asked", "workers", "text"),
     [
         ((4, 2), 3, "3 workers: 1:2 becomes 2:1"),
-        ((5, 1), 3, "3 workers: 1:2 becomes 2:1, the nearest that 3 workers can be to 5:1"),
+        ((5, 1), 3, "3 workers: 1:2 becomes 2:1, the nearest to 5:1 that 3 workers allow"),
         ((0, 1), 3, "3 workers: 1:2 becomes 0:3"),
     ],
 )
 def test_a_ratio_that_is_not_possible_is_said_to_be_so(asked: tuple[int, int], workers: int, text: str) -> None:
-    assert change_words(asked, ratio_split(*asked, workers), "1:2") == text
+    assert change_text(asked, ratio_split(*asked, workers), "1:2") == text
 
 
 def test_what_cannot_be_is_refused_with_what_is_expected() -> None:

@@ -67,7 +67,7 @@ def test_a_pull_that_the_hub_refuses_names_the_secret_of_its_token(tmp_path: Pat
     done = tandem(tmp_path, environ, "pull", "org/gated")
     assert done.returncode == 2
     missing = ", which is missing" if token is None else ""
-    assert done.stderr.endswith(f"; HF_TOKEN is from models.hubTokenSecret (Secret hub with token{missing})\n")
+    assert done.stderr.endswith(f"; HF_TOKEN comes from models.hubTokenSecret (Secret hub with token{missing})\n")
 
 
 @pytest.mark.parametrize("command", ["up", "doctor"])
