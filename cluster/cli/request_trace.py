@@ -1,4 +1,4 @@
-"""One request's trace: fetched from the controller, shown as a Gantt chart."""
+"""Fetches one request's trace from the controller and shows it as a Gantt chart."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from tandem.v1 import cluster_pb2_grpc, trace_pb2
 
 TIMEOUT_S = 10.0
 MIN_BAR = 16
-FILE_WIDTH = 100  # of a chart where no terminal says how wide it may be
-# What is left of the line for the bar, after the columns before it.
-_BESIDE_BAR = 36
+FILE_WIDTH = 100  # columns of a chart without a terminal
+_BESIDE_BAR = 36  # columns before the bar
 _STYLES = {
     "queue": "dim",
     "reserve": "cyan",
@@ -65,15 +64,15 @@ def show(trace: trace_pb2.RequestTrace, console: Console) -> None:
     )
     width = console.width if console.width < UNLIMITED else FILE_WIDTH
     if not trace.attempts:
-        console.print("no worker ever saw it")
+        console.print("no worker received it")
     for number, attempt in enumerate(trace.attempts, 1):
         console.print()
-        way = (
+        path = (
             f"{attempt.prefill_worker} → {attempt.decode_worker}"
             if attempt.prefill_worker
             else (f"{attempt.decode_worker}, without a handoff")
         )
-        console.print(f"attempt {number}: {way}" if len(trace.attempts) > 1 else way, markup=False)
+        console.print(f"attempt {number}: {path}" if len(trace.attempts) > 1 else path, markup=False)
         console.print(gantt(attempt, max(MIN_BAR, width - _BESIDE_BAR)))
         for line in _totals(attempt):
             console.print(line, markup=False)
@@ -85,20 +84,21 @@ def _totals(attempt: trace_pb2.Attempt) -> list[str]:
         how = f"{plural(attempt.pieces, 'piece')}, {plural(attempt.blocks, 'block')}"
         lines.append(f"moved: {size(attempt.bytes)} in {how}")
     elif attempt.HasField("received"):
-        lines.append("moved: nothing, the decode worker had every block")
+        lines.append("moved: nothing, the decode worker had all blocks")
     if attempt.HasField("overlap_share"):
         share = 100 * attempt.overlap_share
-        lines.append(f"overlap: {share:.0f} % of the bytes were there when the last layer was computed")
+        lines.append(f"overlap: {share:.0f} % of the bytes had arrived when the last layer was computed")
     if attempt.HasField("exposed_s"):
-        lines.append(f"from there to the decode batch: {_ms(attempt.exposed_s)} (the first token is sampled meanwhile)")
+        lines.append(
+            f"from there to the decode batch: {_ms(attempt.exposed_s)}, in parallel with sampling the first token"
+        )
     if attempt.error:
         lines.append(f"failed: {attempt.error}{f' ({attempt.cause})' if attempt.cause else ''}: {attempt.message}")
     return lines
 
 
 def gantt(attempt: trace_pb2.Attempt, width: int) -> Table:
-    """One row for each span. The axis covers what lies between queue and decode; these two are cut where they leave
-    it, and a ◂ or ▸ says so."""
+    """One row per span. The axis covers the stages between queue and decode; ◂ or ▸ marks a span that is cut off."""
     table = Table(box=None, pad_edge=False)
     table.add_column("stage", no_wrap=True)
     table.add_column("from ms", justify="right", no_wrap=True)
@@ -116,7 +116,7 @@ def gantt(attempt: trace_pb2.Attempt, width: int) -> Table:
 
 
 def _axis(attempt: trace_pb2.Attempt) -> tuple[float, float]:
-    """Start and end in seconds, not empty."""
+    """Start and end of the axis in seconds; never empty."""
     inner = [span for span in attempt.spans if span.stage not in ("queue", "decode")] or list(attempt.spans)
     start_s = min((span.start_s for span in inner), default=0.0)
     end_s = max((span.end_s for span in inner), default=0.0)

@@ -1,4 +1,4 @@
-"""A gRPC client of the router, as small as the commands need it."""
+"""A small gRPC client of the router, for the commands."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 
 def edge_channel(address: str, ca: str | None) -> grpc.aio.Channel:
-    """To a router as a client. `ca`: the PEM file that its certificate is checked against (it may be that certificate
-    itself); None: no TLS. Raises ConfigError."""
+    """A channel to a router. `ca`: PEM file with the CA of its certificate, or with that certificate itself; None: no
+    TLS. Raises ConfigError."""
     if ca is None:
         return grpc.aio.insecure_channel(address)
     roots, options = read_file(ca, "--ca"), []
     first = load(ca, "--ca")[0]
     if not _is_authority(first) and (name := _server_name(first)):
-        options.append(("grpc.ssl_target_name_override", name))  # it is the very certificate that we expect
+        options.append(("grpc.ssl_target_name_override", name))  # the file is the server's certificate itself
     return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(roots), options=options)
 
 
@@ -39,7 +39,7 @@ def chat_request(
 async def generate(
     channel: grpc.aio.Channel, request: inference_pb2.GenerateRequest, api_key: str | None = None
 ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-    """The stream's events. Raises the TandemError that the router reports."""
+    """Yields the stream's events. Raises the router's TandemError."""
     stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
     metadata = None if api_key is None else (("authorization", f"Bearer {api_key}"),)
     try:

@@ -36,7 +36,9 @@ class NoAutoscaling:
 
 
 async def test_an_error_lists_the_changes_made_before_it() -> None:
-    applier = SpecApplier(FullPools(), NoAutoscaling(), SpecSource(spec_of_text(two_models(1), below={}, flags={}), {}))
+    applier = SpecApplier(
+        FullPools(), NoAutoscaling(), SpecSource(spec_of_text(two_models(1), fallbacks={}, flags={}), {})
+    )
     with pytest.raises(InsufficientMemory) as caught:
         await applier.apply(two_models(2), dry_run=False)
     said = "two: expected 2 free devices, got 1 (set before that: one: 1 prefill and 2 decode workers)"

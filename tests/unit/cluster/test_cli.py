@@ -142,7 +142,9 @@ def test_doctor_knows_the_ports_and_the_memory_of_the_cluster_that_runs_here(
             done = tandem(tmp_path, "doctor", "--config", str(config))
         alone = tandem(tmp_path, "doctor", "--config", str(config))
     assert done.returncode == 0, done.stdout
-    assert f"✓ ports: {http}, {grpc} and {admin} are in use by the running cluster mine (pid {os.getpid()})" in done.stdout
+    assert (
+        f"✓ ports: {http}, {grpc} and {admin} are in use by the running cluster mine (pid {os.getpid()})" in done.stdout
+    )
     assert "– memory: not checked: the running cluster mine uses it" in done.stdout
     assert f"{http} is in use" in alone.stdout
 

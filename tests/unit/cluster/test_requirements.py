@@ -58,7 +58,7 @@ def test_a_list_that_is_none_is_refused_in_one_line(tmp_path: Path, text: str | 
     with pytest.raises(ConfigError) as raised:
         check_requirements({"TANDEM_REQUIREMENTS": str(path)})
     said = f"TANDEM_REQUIREMENTS: expected the chart's list of requirements in {path}: {reason}; `helm upgrade`"
-    assert raised.value.message == f"{said} writes it anew"
+    assert raised.value.message == f"{said} writes it again"
 
 
 @pytest.mark.parametrize("token", [None, "not-good-enough"])

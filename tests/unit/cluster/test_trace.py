@@ -103,7 +103,7 @@ def test_failed_attempts_say_their_cause() -> None:
 
 
 def test_a_request_that_no_worker_saw_is_shown_too() -> None:
-    assert "no worker ever saw it" in "\n".join(drawn(fixed(attempts=[], state="cancelled")))
+    assert "no worker received it" in "\n".join(drawn(fixed(attempts=[], state="cancelled")))
 
 
 def test_json_is_the_message_with_numbers_and_reads_back() -> None:
