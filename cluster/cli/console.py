@@ -74,6 +74,6 @@ def _plain(cell: RenderableType) -> RenderableType:
 
 
 def _width(table: Table) -> int:
-    """With every cell in one line, but for those that may be folded."""
+    """The width with every cell on one line, except cells that may wrap."""
     table.title = None
     return Measurement.get(_WIDE, _WIDE.options, table).maximum

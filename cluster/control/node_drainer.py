@@ -15,7 +15,7 @@ POLL_S = 0.5
 
 
 class NodeDrainer:
-    """`run` ends only when cancelled. It does not wait for `tandem scale` and the like: the host does not either."""
+    """`run` ends only when cancelled. It does not wait for other changes: the host does not wait for them either."""
 
     def __init__(self, workers: Workers, scaler: PoolScaler, backend: Backend) -> None:
         self._workers = workers

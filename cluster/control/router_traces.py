@@ -1,5 +1,4 @@
-"""The traces that the routers keep, and what they see now, as the controller asks for them. A request is known to the
-router that took it."""
+"""Queries every router for its traces, snapshot and demand. Only the router that accepted a request has its trace."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tandem.v1 import cluster_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-SHARED_CPUS = 8  # ranks that may share one CPU on this machine; elsewhere each rank reserves its own threads
+SHARED_CPUS = 8  # ranks that share one CPU in a local Ray cluster; in another, each rank reserves its own threads
 STATE_TIMEOUT_S = 2.0
 
 

@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _wait_stdin_closed(ended: threading.Event) -> None:
-    """Returns at the end of stdin, which also comes if the parent is killed."""
+    """Sets `ended` when stdin closes, which also happens if the parent is killed."""
     sys.stdin.read()
     ended.set()
 

@@ -76,6 +76,6 @@ def _check_ray(files: TlsSpec) -> None:
     if _RAY_ADDRESS not in shown:
         raise ConfigError(
             f"security.tls.cert: {files.cert}: expected the address {_RAY_ADDRESS} among its alternative names, "
-            "which Ray's processes connect to: issue it anew with `tandem certs`, or use --backend subprocess",
+            "which Ray's processes connect to: create it with `tandem certs init`, or use --backend subprocess",
             field="security.tls.cert",
         )

@@ -30,7 +30,7 @@ MAX_TOKENS = 32
 
 
 @dataclass(slots=True)
-class Asked:
+class DemoRequest:
     """One question, its answer so far and, at the end, its timeline."""
 
     question: str
@@ -70,9 +70,9 @@ async def _demo(console: Console) -> int:
         console.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  [green]ready[/]\n")
         tls = controller.spec.router.tls
         async with edge_channel(controller.grpc_address, tls.cert if tls is not None else None) as channel:
-            asked = [Asked(question) for question in PROMPTS]
+            asked = [DemoRequest(question) for question in PROMPTS]
             await _ask(console, channel, asked)
-            again = Asked(PROMPTS[0])
+            again = DemoRequest(PROMPTS[0])
             console.print("[bold]The first question again:[/] only blocks that the decode worker lacks are moved")
             await _ask(console, channel, [again])
         console.print(moved(asked[0], again))
@@ -82,7 +82,7 @@ async def _demo(console: Console) -> int:
     return 1 if unfinished else 0
 
 
-async def _ask(console: Console, channel: grpc.aio.Channel, questions: list[Asked]) -> None:
+async def _ask(console: Console, channel: grpc.aio.Channel, questions: list[DemoRequest]) -> None:
     """Sends the questions one after another, so that their timelines do not affect each other."""
     for entry in questions:
         message = inference_pb2.ChatMessage(role="user", content=entry.question)
@@ -97,11 +97,11 @@ async def _ask(console: Console, channel: grpc.aio.Channel, questions: list[Aske
             console.print(f"> {entry.question}\n{entry.answer}\n", markup=False)
 
 
-def _panel(entry: Asked) -> Group:
+def _panel(entry: DemoRequest) -> Group:
     return Group(Panel(Text(entry.answer), title=entry.question, title_align="left", width=78), "")
 
 
-def moved(first: Asked, again: Asked) -> str:
+def moved(first: DemoRequest, again: DemoRequest) -> str:
     """Compares the KV moved for both times of the same question."""
     before, now = first.finished, again.finished
     return (
@@ -111,7 +111,7 @@ def moved(first: Asked, again: Asked) -> str:
     )
 
 
-def timelines(entries: list[Asked]) -> Table:
+def timelines(entries: list[DemoRequest]) -> Table:
     """Stages as rows and requests as columns, which fits a terminal of 80 columns."""
     table = Table(title="Where the time went", title_justify="left", box=None, padding=(0, 1))
     table.add_column("")

@@ -109,7 +109,7 @@ async def _up(source: SpecSource) -> int:
             screen.print(f"  gRPC        {router.grpc_address}")
         screen.print(f"  admin       {controller.admin_address}   (tandem status)")
         screen.print(f"  logs        {controller.log_dir}", markup=False, soft_wrap=True)
-        screen.print("Ctrl-C ends the cluster.")
+        screen.print("Press Ctrl-C to stop the cluster.")
         controller.workers.announce = progress
         try:
             await controller.stop_requested.wait()

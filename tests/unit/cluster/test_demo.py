@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from cluster.cli.commands.demo import Asked, moved
+from cluster.cli.commands.demo import DemoRequest, moved
 from tandem.v1 import inference_pb2
 
 
-def asked(moved_bytes: int, cached_tokens: int) -> Asked:
+def asked(moved_bytes: int, cached_tokens: int) -> DemoRequest:
     timeline = inference_pb2.Timeline(kv_bytes_moved=moved_bytes)
     usage = inference_pb2.Usage(prompt_tokens=36, cached_tokens=cached_tokens)
-    return Asked("?", finished=inference_pb2.Finished(timeline=timeline, usage=usage))
+    return DemoRequest("?", finished=inference_pb2.Finished(timeline=timeline, usage=usage))
 
 
 def test_the_bytes_of_both_times_are_told() -> None:
