@@ -42,7 +42,7 @@ async def test_a_killed_process_is_restarted_in_place(tmp_path: Path) -> None:
     await supervisor.stop()
 
 
-async def test_any_other_end_is_the_members_and_carries_its_last_words(tmp_path: Path) -> None:
+async def test_any_other_end_is_the_members_and_carries_its_last_log_line(tmp_path: Path) -> None:
     supervisor = Supervisor("m", tmp_path / "logs")
     dying = (sys.executable, "-c", "import sys; print('no room at all', file=sys.stderr); sys.exit(3)")
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=dying)))
