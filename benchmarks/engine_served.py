@@ -14,9 +14,9 @@ from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from benchmarks.live_cluster import live, spec_of
-from cluster.cli.load.client import Answer, Ask, Client
+from cluster.cli.load.client import LoadClient, LoadRequest, LoadResponse
 from cluster.cli.load.grpc_client import GrpcClient
-from cluster.cli.load.openai_client import Endpoint, OpenAiClient
+from cluster.cli.load.openai_client import OpenAiClient, OpenAiEndpoint
 
 NAME = "served"
 ATTEMPTS = 4  # each with twice the tokens of the one before, until all answers overlap
@@ -57,11 +57,11 @@ class ServedPair:
     def rate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         """Tokens per second of all prompts together, from when every answer has begun until the first one ends. The
         prefill worker has the prompts cached before, so all of them are soon handed off and decode together."""
-        cached = self._wait(self._answer_all(self._grpc, [Ask(prompt, 1) for prompt in prompts]))
+        cached = self._wait(self._answer_all(self._grpc, [LoadRequest(prompt, 1) for prompt in prompts]))
         if not all(answer.handed_off for answer, _ in cached):
             raise RuntimeError("served: expected every prompt to be handed off, got some that were not")
         for attempt in range(ATTEMPTS):
-            asks = [Ask(prompt, tokens << attempt) for prompt in prompts]
+            asks = [LoadRequest(prompt, tokens << attempt) for prompt in prompts]
             streams = [token_times_s for _, token_times_s in self._wait(self._answer_all(self._http, asks))]
             begins, ends = max(stream[0] for stream in streams), min(stream[-1] for stream in streams)
             if begins < ends:
@@ -74,13 +74,15 @@ class ServedPair:
         self._grpc = GrpcClient(address, None, tls=False, model="", api_key=None, ignore_eos=True)
         self._resources.push_async_callback(self._grpc.close)
         url = urlsplit(f"http://{controller.http_address}/v1")
-        self._http = OpenAiClient(Endpoint(url, NAME, chat=False))
+        self._http = OpenAiClient(OpenAiEndpoint(url, NAME, chat=False))
         self._resources.push_async_callback(self._http.close)
 
-    async def _answer_all(self, client: Client, asks: Sequence[Ask]) -> list[tuple[Answer, list[float]]]:
+    async def _answer_all(
+        self, client: LoadClient, asks: Sequence[LoadRequest]
+    ) -> list[tuple[LoadResponse, list[float]]]:
         return await asyncio.gather(*(self._answer(client, ask) for ask in asks))
 
-    async def _answer(self, client: Client, ask: Ask) -> tuple[Answer, list[float]]:
+    async def _answer(self, client: LoadClient, ask: LoadRequest) -> tuple[LoadResponse, list[float]]:
         """The answer, and the arrival time of each token."""
         token_times_s: list[float] = []
         answer = await client.send(ask, lambda tokens: token_times_s.extend([time.perf_counter()] * tokens))

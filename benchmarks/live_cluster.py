@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.cli.commands.running import running_cluster
 from cluster.cli.load.grpc_client import GrpcClient
-from cluster.cli.load.player import Limits, LoadResult, Player
+from cluster.cli.load.player import LoadLimits, LoadResult, Player
 from cluster.cli.load.prompts import Prompts
 from cluster.control.controller import Controller
 from cluster.spec.loader import load_spec
@@ -50,7 +50,7 @@ async def play(controller: Controller, trace: TrafficTrace, slo: Slo, salt: int)
     client = GrpcClient(controller.grpc_address, None, tls=False, model="", api_key=None, ignore_eos=True)
     try:
         prompts = Prompts(trace, salt, await client.vocab_tokens())
-        player = Player(trace, prompts, client, slo, Limits())
+        player = Player(trace, prompts, client, slo, LoadLimits())
         await player.warm_up(4)
         return await player.play(controller.grpc_address)
     finally:

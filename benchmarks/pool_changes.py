@@ -19,7 +19,7 @@ from benchmarks.live_cluster import live, play, say, spec_of
 from benchmarks.prediction import load_measured_hardware, setup_for
 from cluster.cli.admin_client import Admin
 from cluster.cli.commands.status import fetch
-from cluster.cli.load.client import Ask
+from cluster.cli.load.client import LoadRequest
 from cluster.cli.load.grpc_client import GrpcClient
 from cluster.control.controller import Controller
 from planner.hardware import Hardware
@@ -62,7 +62,7 @@ async def _role_changes(times: int) -> list[float]:
         for number in range(times):
             prefill, decode = (2, 1) if number % 2 == 0 else (1, 2)
             began_s = time.monotonic()
-            await controller.live_ratio.scale("", prefill, decode)
+            await controller.scaler.scale("", prefill, decode)
             await _until_served(controller, prefill, decode)
             found.append(time.monotonic() - began_s)
     say(f"role changes: {', '.join(f'{each:.3f}' for each in found)} s")
@@ -95,7 +95,7 @@ async def _moved(sizes: PoolChangeSizes) -> tuple[float, float]:
         client = GrpcClient(controller.grpc_address, None, tls=False, model="", api_key=None, ignore_eos=True)
         token_times: list[list[float]] = [[] for _ in range(sizes.moved)]
         ask = [
-            Ask([256 + 31 * number + position for position in range(sizes.moved_prompt)], sizes.moved_output)
+            LoadRequest([256 + 31 * number + position for position in range(sizes.moved_prompt)], sizes.moved_output)
             for number in range(sizes.moved)
         ]
 
@@ -112,8 +112,8 @@ async def _moved(sizes: PoolChangeSizes) -> tuple[float, float]:
         ]
         await all_decode.wait()
         drained_s = time.monotonic()
-        leaving = next(iter(controller.slots))
-        await controller.live_ratio.drain(leaving, restart=False, move=True)
+        leaving = next(iter(controller.workers.slots))
+        await controller.scaler.drain(leaving, restart=False, move=True)
         await asyncio.gather(*answers)
         await client.close()
     gaps = [(later, later - earlier) for each in token_times for earlier, later in pairwise(each)]

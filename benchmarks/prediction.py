@@ -18,8 +18,8 @@ import numpy as np
 
 from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import live, play, say, spec_of
-from cluster.cli.commands.planning import HardwareFlags, load_hardware
-from cluster.cli.commands.profile import run_profile
+from cluster.cli.commands.planning.inputs import HardwareFlags, load_hardware
+from cluster.cli.commands.planning.profile import run_profile
 from cluster.profiling.profiler import Grid
 from planner.compare import MetricRow, compared
 from planner.hardware import Hardware, setup_of_spec

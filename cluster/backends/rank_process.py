@@ -1,4 +1,4 @@
-"""`python -m cluster.backends.rank_process --launch FILE --rank R`: one rank of a worker, able to play every role."""
+"""`python -m cluster.backends.rank_process --launch FILE --rank R`: one rank of a worker, able to take every role."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ SCRIPT = textwrap.dedent(
     """
     import asyncio, os, pathlib, signal, sys
     import psutil
-    from cluster.backends.ray_env import prepare_own_ray
-    prepare_own_ray(None)
-    from cluster.backends.processes import MemberStart, ProcessSpec, Resources
+    from cluster.backends.ray_env import prepare_local_ray
+    prepare_local_ray(None)
+    from cluster.backends.protocol import MemberStart, ProcessSpec, Resources
     from cluster.backends.ray_backend import RayBackend, ray
 
     def gone(pid):

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.backends.processes import MemberStart, ProcessSpec
+from cluster.backends.protocol import MemberStart, ProcessSpec
 from cluster.backends.supervisor import Supervisor
 from tandem.config.log_format import LogFormat
 
@@ -42,7 +42,7 @@ async def test_a_killed_process_is_restarted_in_place(tmp_path: Path) -> None:
     await supervisor.stop()
 
 
-async def test_any_other_end_is_the_members_and_carries_its_last_words(tmp_path: Path) -> None:
+async def test_any_other_end_is_the_members_and_carries_its_last_log_line(tmp_path: Path) -> None:
     supervisor = Supervisor("m", tmp_path / "logs")
     dying = (sys.executable, "-c", "import sys; print('no room at all', file=sys.stderr); sys.exit(3)")
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=dying)))
@@ -109,7 +109,7 @@ def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     script = textwrap.dedent(
         f"""
         import asyncio, pathlib, sys
-        from cluster.backends.processes import MemberStart, ProcessSpec
+        from cluster.backends.protocol import MemberStart, ProcessSpec
         from cluster.backends.supervisor import Supervisor
 
         async def main():

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from cluster.cli.commands.plan import show
+from cluster.cli.commands.planning.plan import show
 from planner.devices import find_device
 from planner.hardware import Hardware
 from planner.models import find_model

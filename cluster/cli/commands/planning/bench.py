@@ -1,4 +1,4 @@
-"""`tandem bench`: a trace played against a live cluster or any OpenAI endpoint; output as of `tandem simulate`."""
+"""`tandem bench`: plays a trace against a cluster or any OpenAI endpoint. Prints the figures of `tandem simulate`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from cluster.cli import state_file
-from cluster.cli.commands.planning import TrafficFlags, load_traffic
+from cluster.cli.commands.planning.inputs import TrafficFlags, load_traffic
+from cluster.cli.commands.planning.simulate import latencies, outcome_lines, seconds
 from cluster.cli.commands.running import run_interruptible
-from cluster.cli.commands.simulate import latencies, outcome_lines, seconds
-from cluster.cli.load.client import Client
+from cluster.cli.load.client import LoadClient
 from cluster.cli.load.grpc_client import GrpcClient
-from cluster.cli.load.openai_client import Endpoint, OpenAiClient
-from cluster.cli.load.player import Limits, LoadResult, Player
+from cluster.cli.load.openai_client import OpenAiClient, OpenAiEndpoint
+from cluster.cli.load.player import LoadLimits, LoadResult, Player
 from cluster.cli.load.prompts import Prompts
 from planner.simulator.setup import Slo
 from planner.traces.trace import TrafficTrace
@@ -32,8 +32,8 @@ _SCHEMES = {"tandem": ("grpc", "grpcs"), "completions": ("http", "https"), "chat
 
 @dataclass(frozen=True, slots=True)
 class BenchFlags:
-    """`url` None: the cluster that runs here, `cluster` where there are several. `vocab` None: as the server says, else
-    DEFAULT_VOCAB. `salt` None: drawn anew."""
+    """`url` None: the local cluster, or the one named `cluster`. `vocab` None: the server's, else DEFAULT_VOCAB. `salt`
+    None: random."""
 
     traffic: TrafficFlags
     slo: Slo
@@ -43,7 +43,7 @@ class BenchFlags:
     model: str = ""
     api_key: str | None = None
     ca: Path | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: LoadLimits = field(default_factory=LoadLimits)
     warm_up: int = 2
     ignore_eos: bool = True
     vocab: int | None = None
@@ -59,7 +59,7 @@ class Target:
 
 
 def run_bench(flags: BenchFlags) -> int:
-    """1 when no request finished. Raises InputError, ConfigError, and what the server says to the first request."""
+    """Returns 1 if no request finished. Raises InputError, ConfigError, and the server's error to the first request."""
     target = find_target(flags)
     trace = load_traffic(flags.traffic)
     return run_interruptible(bench_against(flags, target, trace))
@@ -83,8 +83,8 @@ async def bench_against(flags: BenchFlags, target: Target, trace: TrafficTrace) 
     return 0 if result.finished else 1
 
 
-async def _connect(flags: BenchFlags, target: Target) -> tuple[Client, int | None]:
-    """And how large a vocabulary prompts are drawn from; None: they are text."""
+async def _connect(flags: BenchFlags, target: Target) -> tuple[LoadClient, int | None]:
+    """The client, and the size of the vocabulary to draw prompts from; None: prompts are text."""
     url = target.url
     if flags.api == "tandem":
         address = url.netloc
@@ -97,11 +97,13 @@ async def _connect(flags: BenchFlags, target: Target) -> tuple[Client, int | Non
         except TandemError:
             await client.close()
             raise
-    endpoint = Endpoint(url, flags.model, flags.api == "chat", flags.api_key, target.ca, flags.ignore_eos)
+    endpoint = OpenAiEndpoint(url, flags.model, flags.api == "chat", flags.api_key, target.ca, flags.ignore_eos)
     return OpenAiClient(endpoint), None if endpoint.chat else flags.vocab or DEFAULT_VOCAB
 
 
-async def _play(flags: BenchFlags, target: Target, trace: TrafficTrace, prompts: Prompts, client: Client) -> LoadResult:
+async def _play(
+    flags: BenchFlags, target: Target, trace: TrafficTrace, prompts: Prompts, client: LoadClient
+) -> LoadResult:
     shown = target.url.geturl()
     quiet = flags.json or not sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
@@ -114,13 +116,13 @@ async def _play(flags: BenchFlags, target: Target, trace: TrafficTrace, prompts:
 
 
 def find_target(flags: BenchFlags) -> Target:
-    """Raises ConfigError that says what was expected."""
+    """Raises ConfigError."""
     if flags.api not in APIS:
         raise ConfigError(f"--api: expected one of {', '.join(APIS)}, got {flags.api!r}", field="--api")
     if flags.api_key is not None and not (flags.api_key.isascii() and flags.api_key.isprintable()):
         raise ConfigError("TANDEM_API_KEY: expected printable ASCII characters", field="--api-key")
     if flags.api != "tandem" and not flags.model:
-        raise ConfigError("--model: expected the name that the server gives its model", field="--model")
+        raise ConfigError("--model: expected the served name of the model", field="--model")
     schemes = _SCHEMES[flags.api]
     given = None if flags.ca is None else str(flags.ca)
     if flags.url is None:
@@ -146,4 +148,4 @@ def show(result: LoadResult, console: Console) -> None:
     console.print(latencies(result))
     for line in outcome_lines(result):
         console.print(line)
-    console.print(f"this client sent 99 % of them at most {seconds(result.send_lag_s.p99)} late", style="dim")
+    console.print(f"this client sent 99 % of the requests at most {seconds(result.send_lag_s.p99)} late", style="dim")

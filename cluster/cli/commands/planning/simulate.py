@@ -1,4 +1,4 @@
-"""`tandem simulate`: a trace and a cluster spec in, what would happen out."""
+"""`tandem simulate`: runs a trace through a simulated cluster and prints what happens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from cluster.cli.commands.planning import HardwareFlags, TrafficFlags, describe_cost, load_hardware, load_traffic
+from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, describe_cost, load_hardware, load_traffic
 from cluster.cli.console import console
 from cluster.spec.loader import load_spec
 from planner.hardware import setup_of_spec
@@ -107,7 +107,7 @@ def _pools(result: SimResult) -> Table:
 
 
 def _lines(result: SimResult) -> list[str]:
-    moved = f"{result.migrated} requests moved on after a fault; {result.local_prefills} local prefills"
+    moved = f"{result.migrated} requests moved to another worker after a fault; {result.local_prefills} local prefills"
     lines = [*outcome_lines(result), moved]
     if result.role_changes:
         changes = ", ".join(f"{at_s:.0f} s {prefill}P:{decode}D" for at_s, prefill, decode in result.role_changes[:8])
@@ -131,8 +131,8 @@ def outcome_lines(result: Outcome) -> list[str]:
     if result.goodput_per_s is not None:
         found = result.attainment
         shares = (("TTFT", found.ttft), ("TPOT", found.tpot), ("both", found.joint))
-        said = ", ".join(f"{name} {share:.1%}" for name, share in shares if share is not None)
-        lines.append(f"objectives met: {said}; goodput {result.goodput_per_s:.2f} requests/s")
+        met = ", ".join(f"{name} {share:.1%}" for name, share in shares if share is not None)
+        lines.append(f"objectives met: {met}; goodput {result.goodput_per_s:.2f} requests/s")
     return lines
 
 

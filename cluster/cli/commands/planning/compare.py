@@ -1,4 +1,4 @@
-"""`tandem compare A B`: two results of `tandem simulate` or `tandem bench` side by side."""
+"""`tandem compare A B`: prints two results of `tandem simulate` or `tandem bench` side by side."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster.cli.commands.simulate import seconds
+from cluster.cli.commands.planning.simulate import seconds
 from planner.compare import MetricRow, Unit, compared, doubts, is_result
 from tandem.errors import InputError
 from tandem.text.words import size
@@ -22,8 +22,8 @@ def run_compare(a: Path, b: Path, as_json: bool) -> int:
     first, second = read_result(a), read_result(b)
     lines, warnings = compared(first, second), list(doubts(first, second))
     if as_json:
-        said = {"a": str(a), "b": str(b), "doubts": warnings, "metrics": [line.to_json() for line in lines]}
-        print(json.dumps(said, indent=2))
+        report = {"a": str(a), "b": str(b), "doubts": warnings, "metrics": [line.to_json() for line in lines]}
+        print(json.dumps(report, indent=2))
         return 0
     console = Console(highlight=False)
     for warning in warnings:
@@ -43,12 +43,12 @@ def read_result(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             found = json.loads(file.read(MAX_BYTES))
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}: expected a result", field="result") from None
+        raise InputError(f"{path}: expected a result: {error.strerror}", field="result") from None
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not is_result(found):
         raise InputError(
-            f"{path}: expected what `tandem simulate --json` or `tandem bench --json` prints", field="result"
+            f"{path}: expected the output of `tandem simulate --json` or `tandem bench --json`", field="result"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""`tandem profile`: runs the engine on this hardware over a grid of steps and keeps what they took, as a cost model."""
+"""`tandem profile`: measures the engine's steps on this hardware over a grid and writes them as a cost model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIXED_RUNS = 5
 
 
 def run_profile(config: Path | None, model: str | None, device: str, output: Path, grid: Grid | None = None) -> int:
-    """Workers of one rank. Links are those of the device file. Raises ConfigError, CheckpointError."""
+    """Measures workers of one rank; links come from the device file. Raises ConfigError, CheckpointError."""
     console = Console(stderr=True, highlight=False)
     spec = load_spec(config, {"models.0.source": model})
     resolved = resolve_models(spec, console.print, fetch=True)[0]
@@ -39,21 +39,23 @@ def run_profile(config: Path | None, model: str | None, device: str, output: Pat
     return 0
 
 
-def _host_cores(profiler: Profiler, resolved: ResolvedModel, say: Callable[[str], None]) -> HostCores | None:
-    """How much longer steps last while a worker computes on every core of this host. None, said, where there is no
-    memory for so many: what was measured before is not lost for it."""
+def _host_cores(profiler: Profiler, resolved: ResolvedModel, report: Callable[[str], None]) -> HostCores | None:
+    """Measures how much longer steps take while every core of this host runs a worker.
+
+    If memory is too small for so many workers, reports that and returns None: the other measurements stay valid.
+    """
     cores = max(1, len(os.sched_getaffinity(0)) // resolved.spec.engine.threads_per_rank)
     needed, free = (cores - 1) * psutil.Process().memory_info().rss, psutil.virtual_memory().available
     if needed > free:
-        say(f"left out how {cores} workers slow each other down: they need {needed >> 30} GiB, {free >> 30} are free")
+        report(f"contention not measured: {cores} workers need {needed >> 30} GiB more, and {free >> 30} GiB are free")
         return None
     alone_s = [profiler.mixed_s() for _ in range(MIXED_RUNS)]
     try:
         with neighbours(cores - 1, resolved.folder, resolved.spec):
             beside_s = [profiler.mixed_s() for _ in range(MIXED_RUNS)]
     except UnavailableError as error:
-        say(f"left out how {cores} workers slow each other down: {error.message}")
+        report(f"contention not measured: {error.message}")
         return None
     contention = max(1.0, statistics.median(beside_s) / statistics.median(alone_s))
-    say(f"room for {cores} ranks: steps last {contention:.2f} times as long while all compute")
+    report(f"{cores} ranks in parallel: steps take {contention:.2f} times as long")
     return HostCores(cores, round(contention, 3))

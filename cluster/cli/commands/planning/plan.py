@@ -1,4 +1,4 @@
-"""`tandem plan`: the cheapest cluster that serves a traffic within its objectives, and what it would do."""
+"""`tandem plan`: finds the cheapest cluster that serves a traffic within its objectives."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.commands.planning import HardwareFlags, TrafficFlags, describe_cost, load_hardware, load_traffic
-from cluster.cli.commands.simulate import seconds
+from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, describe_cost, load_hardware, load_traffic
+from cluster.cli.commands.planning.simulate import seconds
 from cluster.cli.console import BOXED, console, fitted
 from planner.hardware import Hardware
 from planner.search.evaluate import Evaluation
@@ -32,7 +32,7 @@ UNSATISFIABLE = 3  # exit code
 
 @dataclass(frozen=True, slots=True)
 class PlanFlags:
-    """`source`: the checkpoint that the values file names. Paths None: not written."""
+    """`source`: the checkpoint in the values file. A path of None is not written."""
 
     traffic: TrafficFlags
     hardware: HardwareFlags
@@ -66,7 +66,7 @@ def run_plan(flags: PlanFlags) -> int:
 
 
 def _cores() -> int:
-    """Those this process may use, where the system tells."""
+    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -86,14 +86,14 @@ def _search(trace: TrafficTrace, hardware: Hardware, flags: PlanFlags, means: Se
 
 
 def show(plan: Plan, cost_model: str, machines: str | None, console: Console) -> None:
-    """`machines`: what is deployed beyond the plan."""
+    """`machines`: a note on machines that the deployment adds to the plan."""
     devices = f"{plan.goal.max_devices} x {plan.device}"
     traffic, *notes = plan.traffic
     rate = f"{plan.requests_per_s:.2f} requests/s ({_stretch(notes)})"
     console.print(f"[bold]{plan.model}[/] on up to {devices} for {escape(traffic)}, {rate}")
     for note in (*notes, f"step times: {cost_model}"):
         console.print(f"note: {note}", style="dim")
-    possible = f"{plan.possible} possible by their bounds"
+    possible = f"{plan.possible} feasible by their bounds"
     console.print(f"{plan.considered} layouts, {possible}, {plan.simulated} simulations", style="dim")
     if plan.finalists:
         console.print(_finalists(plan, console.width))
@@ -114,7 +114,7 @@ def show(plan: Plan, cost_model: str, machines: str | None, console: Console) ->
 
 
 def _stretch(notes: list[str]) -> str:
-    """Why the rate is not the one that was asked for: it is counted over the requests that are planned for."""
+    """What the rate is measured over, which may be only the busiest part of the trace."""
     return next((note for note in notes if note.startswith(BUSIEST)), "as they were drawn or recorded")
 
 
@@ -144,7 +144,7 @@ def _variants(plan: Plan, width: int) -> Table:
         verdict = Text("holds", "green") if each.meets else Text("does not hold", "red")
         rows.append((each.name, f"{found.joint:.1%}", seconds(found.ttft_p90_s), seconds(found.tpot_p90_s), verdict))
     titles = ("what if", "met", "TTFT p90", "TPOT p90", "verdict")
-    title = "The plan under other circumstances"
+    title = "The plan under other conditions"
     left, spare = ("what if", "verdict"), ("TPOT p90", "TTFT p90")
     return fitted(width, titles, rows, left=left, spare=spare, title=title, box=BOXED)
 

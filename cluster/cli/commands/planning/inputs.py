@@ -1,4 +1,4 @@
-"""What `tandem simulate` and `tandem plan` are both told: traffic, model and hardware."""
+"""Traffic, model and hardware from the options that the planning commands share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUMBERS = {"poisson": 1, "gamma": 2, "ramp": 3, "diurnal": 3}
 
 @dataclass(frozen=True, slots=True)
 class TrafficFlags:
-    """`trace` is a file, a ServeGen folder, or "synthetic". `lengths`: PROMPT:OUTPUT mean tokens with :CV each."""
+    """`trace`: a file, a ServeGen folder, or "synthetic". `lengths`: mean tokens PROMPT:OUTPUT, or with :CV:CV."""
 
     trace: str
     arrivals: str | None = None
@@ -42,14 +42,14 @@ class TrafficFlags:
 
 @dataclass(frozen=True, slots=True)
 class HardwareFlags:
-    """`cost`: a table or measured cost model, FILE or FILE:MODEL or FILE:MODEL/HARDWARE. `one_host`: all workers share
-    the cores of the host that it was measured on."""
+    """`cost`: a table or measured cost model: FILE, FILE:MODEL or FILE:MODEL/HARDWARE. `one_host`: all workers share
+    the cores of the host on which it was measured."""
 
     model: str
     device: str
     cost: str | None = None
     price: float | None = None
-    element_bytes: float | None = None  # None: the device's
+    element_bytes: float | None = None  # None: the device's default
     one_host: bool = False
 
 
@@ -96,7 +96,7 @@ def parse_arrivals(text: str) -> ArrivalProcess:
 
 def _synthetic(flags: TrafficFlags, process: ArrivalProcess | None) -> TrafficTrace:
     if process is None or flags.lengths is None:
-        raise ConfigError("synthetic: expected --arrivals and --lengths", field="--lengths")
+        raise ConfigError("synthetic: expected --arrivals and --lengths with a synthetic trace", field="--lengths")
     lengths = _floats("--lengths", flags.lengths, "PROMPT:OUTPUT or PROMPT:OUTPUT:PROMPT_CV:OUTPUT_CV", (2, 4))
     prompt_cv, output_cv = lengths[2:] or (0.0, 0.0)
     shared = None
@@ -141,7 +141,7 @@ def load_hardware(flags: HardwareFlags) -> Hardware:
 
 
 def _costs(text: str, device: DeviceSpec) -> dict[int, CostModel]:
-    """By what the file looks like."""
+    """Reads the cost file; its content decides its format."""
     name, _, what = text.partition(":")
     path = Path(name)
     if path.suffix == ".csv":
@@ -157,12 +157,16 @@ def _costs(text: str, device: DeviceSpec) -> dict[int, CostModel]:
 
 
 def describe_cost(hardware: Hardware, tp: int) -> str:
-    """Where step times come from, and how far they may be off."""
+    """The source of the step times and their error."""
     if not hardware.measured:
         device = hardware.device
         return f"roofline of {device.name} (MFU {device.mfu:g}, MBU {device.mbu:g}; not fitted to measurements)"
     error = hardware.cost(tp).fit_error
     known = "fit error not published" if error is None else f"mean fit error {error:.1%}"
     host = hardware.host
-    shared = "" if host is None else f"; room for {host.cores} ranks at a time, {host.contention:g} times as long then"
+    shared = (
+        ""
+        if host is None
+        else f"; {host.cores} ranks run in parallel, then with steps {host.contention:g} times as long"
+    )
     return f"measured at TP {tp}: {known}{shared}"

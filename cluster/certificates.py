@@ -1,11 +1,11 @@
-"""The cluster's own certificate authority, in a folder: `tandem certs`.
+"""The cluster's certificate authority and certificates, in one folder: `tandem certs`.
 
-    ca.pem ca.key                                  the authority; whoever has the key can be anybody in the cluster
+    ca.pem ca.key                                  the authority; its key can issue any identity in the cluster
     controller.pem controller.key, router, worker  processes (security.tls)
-    admin.pem admin.key                            people: `tandem status` from elsewhere
-    edge.pem edge.key                              what clients see (router.tls); no identity inside the cluster
+    admin.pem admin.key                            administrators: `tandem status` from other machines
+    edge.pem edge.key                              routers towards clients (router.tls); no identity inside the cluster
 
-Keys are ECDSA P-256, files have mode 0600. A renewed file replaces the former at one instant.
+Keys are ECDSA P-256; files have mode 0600. Renewed files replace the old ones atomically.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AUTHORITY = "ca"
 EDGE = "edge"
 LEAVES = (*(each.value for each in Identity), EDGE)
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-BACKDATED = datetime.timedelta(minutes=5)  # clocks differ
+BACKDATED = datetime.timedelta(minutes=5)  # tolerates clock skew
 SOON_DAYS = 30
 
 Key = ec.EllipticCurvePrivateKey
@@ -44,14 +44,14 @@ class Authority:
 
 
 def create(folder: Path, cluster: str, hosts: Sequence[str], days: int, authority_days: int) -> None:
-    """A new authority and one certificate for each of LEAVES. `hosts`: names and addresses by which clients reach the
-    routers, and Ray the nodes, besides this machine's own. Raises ConfigError when a file is there already."""
+    """Creates an authority and one certificate for each of LEAVES. `hosts`: names and addresses of routers and Ray
+    nodes, beside LOCAL_HOSTS. Raises ConfigError if a file exists."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in (AUTHORITY, *LEAVES):
         for path in (_cert_path(folder, name), _key_path(folder, name)):
             if path.exists():
                 raise ConfigError(
-                    f"{path}: expected no file: renew with `tandem certs renew {folder}`, or choose another folder",
+                    f"{path}: the file exists: renew it with `tandem certs renew {folder}`, or choose another folder",
                     field=str(path),
                 )
     names = [_host_name(host) for host in dict.fromkeys((*LOCAL_HOSTS, *hosts))]
@@ -70,7 +70,7 @@ def create(folder: Path, cluster: str, hosts: Sequence[str], days: int, authorit
 
 
 def renew(folder: Path, days: int, only: Sequence[str] = ()) -> list[str]:
-    """New keys and certificates of the same names; returns which. Raises ConfigError."""
+    """Replaces keys and certificates, keeping their names; returns which ones. Raises ConfigError."""
     authority = _authority(folder)
     if unknown := set(only) - set(LEAVES):
         raise ConfigError(f"--only: expected some of {', '.join(LEAVES)}, got {', '.join(sorted(unknown))}")
@@ -82,7 +82,7 @@ def renew(folder: Path, days: int, only: Sequence[str] = ()) -> list[str]:
 
 
 def load(path: str, field: str) -> list[x509.Certificate]:
-    """The certificates of a file, the leaf first. Raises ConfigError."""
+    """The certificates in a file, the leaf first. Raises ConfigError."""
     try:
         return x509.load_pem_x509_certificates(read_file(path, field))
     except ValueError:
@@ -101,7 +101,7 @@ def texts_of(certificate: x509.Certificate) -> list[str]:
 
 
 def days_left(certificate: x509.Certificate, now: datetime.datetime | None = None) -> float:
-    """Until it expires; negative afterwards."""
+    """Days until it expires; negative if it has expired."""
     now = now or datetime.datetime.now(datetime.UTC)
     return (certificate.not_valid_after_utc - now) / datetime.timedelta(days=1)
 
@@ -117,7 +117,7 @@ def _host_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        pass  # it is a name
+        pass  # not an address
     try:
         return x509.DNSName(host)
     except ValueError:
@@ -182,7 +182,7 @@ def _authority(folder: Path) -> Authority:
         raise wrong_file("ca.key", key_path, f"expected the key of {_cert_path(folder, AUTHORITY)}")
     if days_left(certificate) <= 0:
         raise wrong_file(
-            "ca", str(_cert_path(folder, AUTHORITY)), "it has expired: make a new one with `tandem certs init`"
+            "ca", str(_cert_path(folder, AUTHORITY)), "it has expired: create a new one with `tandem certs init`"
         )
     return Authority(certificate, key)
 
@@ -196,7 +196,7 @@ def _key_path(folder: Path, name: str) -> Path:
 
 
 def _write(folder: Path, name: str, certificate: x509.Certificate, key: Key) -> None:
-    """The key first: who reads between the two finds that they do not fit, and waits for the other."""
+    """Writes the key first: a process that reads between the two writes detects the mismatch and retries."""
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
