@@ -21,10 +21,11 @@ INTRODUCTION = """\
 
 <!-- Generated from README.md by scripts/generate-quickstart.py; change that and run `make docs`. -->
 
-Everything here runs on a laptop, without a GPU. Run the commands in a clone of the repository.
+*For everyone. After this page you have run a cluster, called it and changed its pools.* All of it runs on a laptop without a
+GPU. Run the commands in a clone of the repository.
 """
 END = """\
-Next: [what happens inside](concepts.md), or [why a request took as long as it did](observability.md).
+Next: [the concepts in pictures](concepts.md), or [where the time of a request goes](observability.md).
 """
 
 _LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
