@@ -2,8 +2,8 @@
 
     python examples/chat_grpc.py "Why is the sky blue?"
 
-Set TANDEM_GRPC to the router's address (default 127.0.0.1:50051), TANDEM_API_KEY to a key if the router requires one, and
-TANDEM_CA to the authority (PEM) that signed its certificate if it uses TLS.
+Set TANDEM_GRPC to the router's address (default 127.0.0.1:50051), TANDEM_API_KEY to a key if the router requires one,
+and TANDEM_CA to the authority (PEM) that signed its certificate if it uses TLS.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python examples/chat_openai.py "Why is the sky blue?"
 
-Set TANDEM_HTTP to the router's URL (default http://127.0.0.1:8000), TANDEM_API_KEY to a key if the router requires one, and
-TANDEM_CA to the authority (PEM) that signed its certificate.
+Set TANDEM_HTTP to the router's URL (default http://127.0.0.1:8000), TANDEM_API_KEY to a key if the router requires one,
+and TANDEM_CA to the authority (PEM) that signed its certificate.
 """
 
 from __future__ import annotations

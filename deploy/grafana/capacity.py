@@ -109,7 +109,7 @@ CAPACITY = Dashboard(
                 ),
                 lines(
                     "Step time, p99",
-                    "Duration of engine steps. mixed: prefill and decode together, which delays all answers in the batch.",
+                    "Duration of engine steps. mixed: prefill and decode together; delays all answers in the batch.",
                     "s",
                     (LONG_STEPS, "{{role}} {{kind}}"),
                 ),
