@@ -1,9 +1,9 @@
-"""Streams a chat through Tandem's gRPC API and prints where its time went. Needs a running cluster.
+"""A chat through Tandem's own gRPC API, streamed, and where its time went. Needs a running cluster.
 
     python examples/chat_grpc.py "Why is the sky blue?"
 
-Set TANDEM_GRPC to the router's address (default 127.0.0.1:50051), TANDEM_API_KEY to a key if the router requires one,
-and TANDEM_CA to the authority (PEM) that signed its certificate if it uses TLS.
+TANDEM_GRPC names the router (default 127.0.0.1:50051); TANDEM_API_KEY is the key, where it asks for one; TANDEM_CA the
+authority (PEM) that signed its certificate, where it speaks TLS.
 """
 
 from __future__ import annotations

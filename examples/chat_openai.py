@@ -1,9 +1,9 @@
-"""Streams a chat through the OpenAI client. Needs `pip install openai` and a running cluster.
+"""A chat through the OpenAI client, streamed. Needs `pip install openai` and a running cluster.
 
     python examples/chat_openai.py "Why is the sky blue?"
 
-Set TANDEM_HTTP to the router's URL (default http://127.0.0.1:8000), TANDEM_API_KEY to a key if the router requires one,
-and TANDEM_CA to the authority (PEM) that signed its certificate.
+TANDEM_HTTP names the router (default http://127.0.0.1:8000); TANDEM_API_KEY is the key, where it asks for one;
+TANDEM_CA the authority (PEM) that signed its certificate.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The OpenAI-compatible API with curl. Set TANDEM_HTTP to the router's URL (default http://127.0.0.1:8000), TANDEM_API_KEY
-# to a key if the router requires one, and TANDEM_CA to the authority (PEM) that signed its certificate.
+# The OpenAI-compatible API with curl. TANDEM_HTTP names the router (default http://127.0.0.1:8000); TANDEM_API_KEY is the
+# key, where it asks for one; TANDEM_CA the authority (PEM) that signed its certificate.
 set -euo pipefail
 url=${TANDEM_HTTP:-http://127.0.0.1:8000}
 
@@ -14,7 +14,7 @@ model=$(ask "$url/v1/models" | grep -o '"id": *"[^"]*"' | head -n 1 | cut -d '"'
 echo "== models"
 ask "$url/v1/models"
 
-echo; echo "== a chat, streamed; the last chunk has the token counts"
+echo; echo "== a chat, streamed; the last chunk carries the token counts"
 ask "$url/v1/chat/completions" \
   -H 'Content-Type: application/json' \
   -d '{"model": "'"$model"'", "temperature": 0, "max_tokens": 32, "stream": true,

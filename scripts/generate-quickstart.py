@@ -25,7 +25,7 @@ INTRODUCTION = """\
 without a GPU. Run the commands in a clone of the repository.
 """
 END = """\
-Next: [the concepts in pictures](concepts.md), or [where the time of a request goes](observability.md).
+Next: [how Tandem works](concepts.md), or [how to find out where a request spent its time](observability.md).
 """
 
 _LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
