@@ -2,12 +2,12 @@
 {{- define "tandem.clusterSpec" -}}
 {{- $spec := deepCopy .Values.cluster -}}
 {{- if hasKey $spec "redis" }}{{ fail "cluster.redis: set by the chart; use the chart's own redis values" }}{{ end -}}
-{{- $ours := dict
+{{- $setByChart := dict
   "router.http_host" "" "router.http_port" "" "router.grpc_host" "" "router.grpc_port" ""
   "router.tls" "; use tls.edge" "security.tls" "; use tls.internal" "security.auth.keys_file" "; use auth.existingSecret"
   "transfer.bind_host" "" "transfer.tls" "; use tls.internal"
   "control.backend" "" "control.ray_address" "" "control.admin_host" "" "control.admin_port" "" -}}
-{{- range $path, $instead := $ours -}}
+{{- range $path, $instead := $setByChart -}}
 {{- $at := $spec -}}
 {{- range $part := splitList "." $path -}}
 {{- $at = ternary (get (default dict $at) $part) nil (kindIs "map" $at) -}}

@@ -33,7 +33,7 @@ function show(state) {
   document.body.dataset.view = state;
 }
 
-function tell(state, text) {
+function setStatus(state, text) {
   byId("live").dataset.state = state;
   setText(byId("live"), text);
   document.body.dataset.stale = String(state === "lost" && view !== null);
@@ -74,7 +74,7 @@ async function look() {
     show("main");
     byId("leave").hidden = !api.key.get();
     draw();
-    if (!paused) tell("live", "live");
+    if (!paused) setStatus("live", "live");
   } catch (error) {
     delayMs = failed(error);
   } finally {
@@ -91,7 +91,7 @@ function failed(error) {
   }
   failures += 1;
   const delayMs = Math.min(SLOWEST_MS, EVERY_MS * 2 ** Math.min(failures - 1, 5));
-  tell("lost", "disconnected");
+  setStatus("lost", "disconnected");
   banner(`No data from the router (${error.name === "TimeoutError" ? "it does not answer" : error.message}). Retrying every ${seconds(delayMs / 1000)}.`);
   if (!view) console.info(error.message);
   return delayMs;
@@ -102,7 +102,7 @@ function signIn(message) {
   signedOut = true;
   view = null;
   banner(null);
-  tell("paused", "signed out");
+  setStatus("paused", "signed out");
   setText(byId("login-error"), message);
   show("login");
   byId("leave").hidden = true;
@@ -114,7 +114,7 @@ function pause() {
   paused = !paused;
   byId("pause").setAttribute("aria-pressed", String(paused));
   setText(byId("pause"), paused ? "Resume" : "Pause");
-  if (paused) tell("paused", "paused");
+  if (paused) setStatus("paused", "paused");
   else look();
 }
 

@@ -54,7 +54,7 @@ export class Chart {
     if (this.hover !== null) parts.push(...this.cross(x(this.hover)));
     if (!all.length) parts.push(s("text", { x: this.width / 2 + 20, y: HEIGHT / 2, "text-anchor": "middle" }, "no data in the last ten minutes"));
     this.svg.replaceChildren(...parts);
-    this.tell(all.length > 0);
+    this.showValues(all.length > 0);
   }
 
   *gridLines(top, y, slots) {
@@ -75,7 +75,7 @@ export class Chart {
     yield s("text", { x: x + (anchor === "end" ? -5 : 5), y: TOP + 9, "text-anchor": anchor }, at);
   }
 
-  tell(hasValues) {
+  showValues(hasValues) {
     const slot = this.hover;
     const shown = slot === null ? this.latest : this.values.map((line) => line[slot]);
     this.keys.forEach((key, index) => setText(key, shown[index] === null || shown[index] === undefined ? "–" : this.format(shown[index])));
