@@ -29,6 +29,8 @@ Path_ = tuple[int, ...]
 GRPC_INTRODUCTION = f"""\
 # gRPC reference
 
+*For client authors and contributors. After this page you know every service, method and message.*
+
 {NOTE}
 
 From [`proto/`](../proto). `tandem.v1.Inference` and the [Open Inference Protocol](api.md) are what clients call, on the
@@ -38,6 +40,8 @@ router's gRPC port; `tandem.v1.Traces` is there for the controller alone. `tande
 
 HTTP_INTRODUCTION = f"""\
 # HTTP reference
+
+*For client authors. After this page you know every endpoint, parameter and response.*
 
 {NOTE}
 
