@@ -1,4 +1,4 @@
-"""A cluster of the demo model for one measurement, and a trace played against it."""
+"""Starts a cluster of the demo model for one measurement, and plays a trace against it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from cluster.cli.load.prompts import Prompts
 from cluster.control.controller import Controller
 from cluster.spec.loader import load_spec
 from planner.simulator.setup import Slo
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.config.spec import ClusterSpec
 
-KV_BLOCKS = 768  # of each worker: the demo model's keys and values are large for a few cores' memory
-QUEUED = 4096  # nothing is refused: what waits shows in the latencies
+KV_BLOCKS = 768  # per worker: the demo model's KV is large for the memory of a few cores
+QUEUED = 4096  # no request is refused: waiting shows in the latencies
 
 
 def spec_of(prefill: int, decode: int, changes: Mapping[str, Any] | None = None) -> ClusterSpec:
-    """Of the demo model, on free ports, under a name of its own."""
-    usual = {
+    """A spec of the demo model on free ports, with a unique name."""
+    defaults = {
         "name": f"bench-{os.getpid()}",
         "models.0.prefill.workers": prefill,
         "models.0.decode.workers": decode,
@@ -37,7 +37,7 @@ def spec_of(prefill: int, decode: int, changes: Mapping[str, Any] | None = None)
         "control.admin_port": 0,
         "control.backend": "subprocess",
     }
-    return load_spec(None, usual | dict(changes or {}))
+    return load_spec(None, defaults | dict(changes or {}))
 
 
 @asynccontextmanager
@@ -46,7 +46,7 @@ async def live(spec: ClusterSpec) -> AsyncIterator[Controller]:
         yield controller
 
 
-async def play(controller: Controller, trace: Trace, slo: Slo, salt: int) -> LoadResult:
+async def play(controller: Controller, trace: TrafficTrace, slo: Slo, salt: int) -> LoadResult:
     client = GrpcClient(controller.grpc_address, None, tls=False, model="", api_key=None, ignore_eos=True)
     try:
         prompts = Prompts(trace, salt, await client.vocab_tokens())

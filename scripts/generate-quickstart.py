@@ -1,6 +1,6 @@
-"""Writes docs/quickstart.md from the README, whose commands the tests run.
+"""Writes docs/quickstart.md from the README. Tests run the README's commands.
 
-generate-quickstart.py [--check]     with --check nothing is written; exits 1 when the page is stale
+generate-quickstart.py [--check]     --check: writes nothing; exits 1 if the page is stale
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TEST_MARK = re.compile(r"<!-- test: .+? -->\n")
 
 
 def page(readme: str) -> str:
-    """The sections of `readme` that a beginner needs, with links as they are from docs/. Raises KeyError."""
+    """The sections of `readme` for beginners, with links relative to docs/. Raises KeyError."""
     parts = re.split(r"^## (.+)\n", readme, flags=re.MULTILINE)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     text = "\n".join(f"## {title}\n{sections[title]}".rstrip() + "\n" for title in SECTIONS)

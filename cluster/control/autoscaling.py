@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING
 
 from cluster.control.observed_load import ObservedLoad
 from cluster.spec.resolve import ResolvedModel
-from planner.autoscaler import SETTLE_S, Action, Autoscaler, Decision, Limits, Objectives, View
-from planner.pool_forecast import Layout, LocalPrompts
+from planner.autoscaler import (
+    SETTLE_S,
+    Autoscaler,
+    Objectives,
+    PoolObservation,
+    ScalingAction,
+    ScalingDecision,
+    ScalingLimits,
+)
+from planner.pool_forecast import LocalPrompts, PoolSizes
 from tandem.config.spec import ClusterSpec, ModelSpec, Role
 from tandem.errors import TandemError
 from tandem.v1 import cluster_pb2, trace_pb2, worker_pb2
@@ -33,7 +41,9 @@ class _Model:
     def __init__(self, spec: ClusterSpec, model: ResolvedModel, pools: ModelSpec, now_s: float) -> None:
         """`pools`: the model's, as the spec asks for them now."""
         self.resolved = model
-        self.policy = Autoscaler(spec.autoscaler, Limits.of(spec.autoscaler, pools), Objectives.of(spec.router.classes))
+        self.policy = Autoscaler(
+            spec.autoscaler, ScalingLimits.of(spec.autoscaler, pools), Objectives.of(spec.router.classes)
+        )
         self.load = ObservedLoad(now_s)
         self.local = LocalPrompts.of(spec.router)
         self.changed_s = now_s
@@ -49,7 +59,7 @@ class Autoscaling:
         self._spec = spec.autoscaler
         self._models: list[_Model] = []
         self._decisions: deque[cluster_pb2.ScalingDecision] = deque(maxlen=KEPT_DECISIONS)
-        self._counts = {action.value: 0 for action in Action if action is not Action.HOLD}
+        self._counts = {action.value: 0 for action in ScalingAction if action is not ScalingAction.HOLD}
 
     def status(self) -> cluster_pb2.Autoscaler:
         mode = ("dry_run" if self._spec.dry_run else "on") if self._spec.enabled else "off"
@@ -83,16 +93,16 @@ class Autoscaling:
         if view is None:
             model.words = "no router answers"
             return
-        if not view.layout.decode:
+        if not view.sizes.decode:
             model.words = "there is no decode worker"
             return
         now_s = asyncio.get_running_loop().time()
         decision = model.policy.decide(view, now_s)
         model.words = decision.reason
-        if decision.action is not Action.HOLD:
+        if decision.action is not ScalingAction.HOLD:
             await self._act(model, decision)
 
-    async def _view(self, model: _Model) -> View | None:
+    async def _view(self, model: _Model) -> PoolObservation | None:
         controller, name = self._controller, model.resolved.spec.served_name
         reports = await controller.traces.demands()
         if not reports:
@@ -108,21 +118,21 @@ class Autoscaling:
                 loads[slot.role].append(state.load)
         engine = model.resolved.spec.engine
         blocks = min((each.blocks.total for each in loads[Role.DECODE] if each.blocks.total), default=1)
-        return View(
-            Layout(*(sum(slot.role is role for slot in slots) for role in (Role.PREFILL, Role.DECODE))),
+        return PoolObservation(
+            PoolSizes(*(sum(slot.role is role for slot in slots) for role in (Role.PREFILL, Role.DECODE))),
             model.load.load(loads[Role.PREFILL], loads[Role.DECODE]),
             model.load.capability(engine.max_running_requests, blocks * engine.block_tokens, model.local),
             model.load.measured(model.changed_s + SETTLE_S),
         )
 
-    async def _act(self, model: _Model, decision: Decision) -> None:
+    async def _act(self, model: _Model, decision: ScalingDecision) -> None:
         name = model.resolved.spec.served_name
         record = cluster_pb2.ScalingDecision(
             at_unix_s=time.time(),
             model=name,
             action=decision.action.value,
-            prefill=decision.layout.prefill,
-            decode=decision.layout.decode,
+            prefill=decision.target.prefill,
+            decode=decision.target.decode,
             reason=decision.reason,
             outcome=DRY_RUN if self._spec.dry_run else UNDER_WAY,
         )
@@ -131,7 +141,7 @@ class Autoscaling:
         self._controller.directory.set_autoscaler_decisions(self._counts)
         log.info("autoscaler%s: %s: %s", " (dry run)" if self._spec.dry_run else "", name, decision.reason)
         if not self._spec.dry_run:
-            record.outcome = await self._scale(name, decision.layout)
+            record.outcome = await self._scale(name, decision.target)
         now_s = model.changed_s = asyncio.get_running_loop().time()
         if record.outcome in (DONE, DRY_RUN):
             model.policy.changed(decision, now_s)
@@ -139,10 +149,10 @@ class Autoscaling:
             log.warning("autoscaler: %s: %s failed: %s", name, decision.action.value, record.outcome)
             model.policy.refused(decision, now_s)
 
-    async def _scale(self, name: str, layout: Layout) -> str:
+    async def _scale(self, name: str, sizes: PoolSizes) -> str:
         """How it went."""
         try:
-            await self._controller.live_ratio.scale(name, layout.prefill, layout.decode)
+            await self._controller.live_ratio.scale(name, sizes.prefill, sizes.decode)
         except TandemError as error:
             return error.message
         return DONE

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.autoscaler import Measured
-from planner.pool_forecast import Capability, Load, LocalPrompts
+from planner.autoscaler import MeasuredRequests
+from planner.pool_forecast import Capability, LocalPrompts, ModelLoad
 from router.policies.pace import BATCH_SIZES, START_PACE, Pace
 from tandem.v1 import trace_pb2, worker_pb2
 
@@ -58,13 +58,13 @@ class ObservedLoad:
         self._paces = _mean(prefill or decode) or self._paces[0], _mean(decode) or self._paces[1]
         self._update_means()
 
-    def load(self, prefill: Iterable[worker_pb2.WorkerLoad], decode: Iterable[worker_pb2.WorkerLoad]) -> Load:
+    def load(self, prefill: Iterable[worker_pb2.WorkerLoad], decode: Iterable[worker_pb2.WorkerLoad]) -> ModelLoad:
         """Args: what the workers of each role report."""
         decode = list(decode)
         on_workers = sum(each.waiting_tokens for each in (*prefill, *decode))
         passed_s = self._samples[-1].at_s - self._samples[0].at_s
         requests = self._since(self._samples[0])["requests"]
-        return Load(
+        return ModelLoad(
             requests_per_s=requests / max(LEAST_WINDOW_S, passed_s),
             uncached_tokens=self._uncached_share * self._prompt_tokens,
             context_tokens=self._prompt_tokens + self._answer_tokens,
@@ -73,12 +73,12 @@ class ObservedLoad:
             decoding_requests=sum(each.running_requests for each in decode),
         )
 
-    def measured(self, since_s: float) -> Measured:
+    def measured(self, since_s: float) -> MeasuredRequests:
         """Of the window, but not before `since_s`."""
         first = next((each for each in self._samples if each.at_s >= since_s), self._samples[-1])
         seen = self._since(first)
         requests = round(seen["first_tokens"])
-        return Measured(
+        return MeasuredRequests(
             requests=requests,
             ttft_s=seen["ttft_s"] / requests if requests else None,
             judged=round(seen["judged"]),

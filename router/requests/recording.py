@@ -46,7 +46,7 @@ class Header(msgspec.Struct, frozen=True, tag="header"):
 
 
 class RunStarted(msgspec.Struct, frozen=True, tag="run"):
-    """`prompt` is empty in a recording without text."""
+    """`at`: when it was received. `prompt` is empty in a recording without text."""
 
     id: str
     at: float
@@ -105,7 +105,7 @@ class Recorder:
     def on(self, run: RequestRun, event: ev.Event, now_s: float) -> deque[act.Action]:
         """`run.on(event, now_s)`, written down."""
         if isinstance(event, ev.Submitted):
-            self._started(run, now_s)
+            self._started(run)
         before = len(run.actions)
         actions = run.on(event, now_s)
         led_to = list(itertools.islice(actions, before, None))
@@ -136,11 +136,11 @@ class Recorder:
             self._write(encoder.encode(record))
         self.placements.clear()
 
-    def _started(self, run: RequestRun, now_s: float) -> None:
+    def _started(self, run: RequestRun) -> None:
         request = run.request
         started = RunStarted(
             request.request_id,
-            now_s,
+            run.received_s,
             request.model,
             request.prompt_tokens,
             request.block_tokens,

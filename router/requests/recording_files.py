@@ -43,7 +43,7 @@ class RecordingFiles:
         fields = spec.model_dump(mode="json")
         self._header = encoder.encode(Header(KIND, VERSION, tandem_version(), self._router_id, text, seed, fields))
         self._thread.start()
-        return Recorder(self._write, text=text)
+        return Recorder(self.write, text=text)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Writes what there is, for at most `timeout_s`."""
@@ -51,7 +51,7 @@ class RecordingFiles:
             self._lines.put(None, timeout=timeout_s)
             self._thread.join(timeout_s)
 
-    def _write(self, line: bytes) -> None:
+    def write(self, line: bytes) -> None:
         try:
             self._lines.put_nowait(line)
         except queue.Full:

@@ -31,6 +31,7 @@ from router.requests.recording import (
     RunStarted,
     TokensPassed,
     crc_of,
+    encoder,
     placement_outcome,
     render,
     sampling_from,
@@ -60,7 +61,7 @@ class Difference:
 
 
 @dataclass(slots=True)
-class Report:
+class ReplayReport:
     """`skipped`: lines that could not be replayed, with the reason, the first of each kind."""
 
     runs: int = 0
@@ -135,14 +136,14 @@ class Replay:
     """`on_step` sees every replayed line of a run."""
 
     def __init__(self, on_step: Callable[[Step], None] = lambda step: None) -> None:
-        self.report = Report()
+        self.report = ReplayReport()
         self._on_step = on_step
         self._runs: dict[str, _Replayed] = {}
         self._ended: deque[str] = deque()
         self._policy: PlacementPolicy | None = None
         self._text = False
 
-    def run(self, source: BinaryIO) -> Report:
+    def run(self, source: BinaryIO) -> ReplayReport:
         """Reads to the end. Raises InputError when it is no recording, or of another version."""
         lines = _lines(source, self.report)
         self._header(next(lines, (1, b"")))
@@ -206,7 +207,7 @@ class Replay:
         found.assembler.stopped = line.stopped
         actions = self._do(found, lambda run: run.on(event, line.at))
         self.report.events += 1
-        replayed = [render(each, found.stops, self._text) for each in actions]
+        replayed = msgspec.json.decode(encoder.encode([render(each, found.stops, self._text) for each in actions]))
         if _comparable(replayed) != _comparable(line.actions):
             self.report.differ(Difference(number, line.id, str(line.event.get("type")), line.actions, replayed))
         self._on_step(Step(number, line.id, line.at, str(line.event.get("type")), replayed, found.run.state.value))
@@ -299,7 +300,7 @@ def _plain_token(stops: frozenset[int]) -> int:
     return next(each for each in range(len(stops) + 1) if each not in stops)
 
 
-def _lines(source: BinaryIO, report: Report) -> Iterator[tuple[int, bytes]]:
+def _lines(source: BinaryIO, report: ReplayReport) -> Iterator[tuple[int, bytes]]:
     """Numbered from 1; one longer than MAX_LINE_BYTES is left out without being read into memory whole."""
     number = 0
     while raw := source.readline(MAX_LINE_BYTES):

@@ -27,7 +27,7 @@ _SECONDS = ("age_s", "joined_after_s")
 _ERRORS = ("error", "cause")
 
 
-class _Assembler:
+class TextlessAssembler:
     """Token 99 completes a stop string."""
 
     stopped = False
@@ -98,7 +98,9 @@ def _new_run(fields: dict[str, str]) -> RequestRun:
     sampling = SamplingParams(max_tokens=int(fields["max_tokens"]), stop_token_ids=stops, prompt_logprobs=scores)
     request = RecordedRequest("r", "m", (1, 2, 3, 4), 4, sampling, block_tokens=2)
     deadline_s = float(fields["deadline"]) if "deadline" in fields else None
-    run = RequestRun(request, _Assembler(), RequestTerms("", deadline_s=deadline_s), 0.0, int(fields["migrations"]))
+    run = RequestRun(
+        request, TextlessAssembler(), RequestTerms("", deadline_s=deadline_s), 0.0, int(fields["migrations"])
+    )
     run.lifecycle = SeenLifecycle()
     return run
 

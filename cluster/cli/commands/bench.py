@@ -22,7 +22,7 @@ from cluster.cli.load.openai_client import Endpoint, OpenAiClient
 from cluster.cli.load.player import Limits, LoadResult, Player
 from cluster.cli.load.prompts import Prompts
 from planner.simulator.setup import Slo
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.errors import ConfigError, TandemError
 
 APIS = ("tandem", "completions", "chat")
@@ -65,7 +65,7 @@ def run_bench(flags: BenchFlags) -> int:
     return run_interruptible(bench_against(flags, target, trace))
 
 
-async def bench_against(flags: BenchFlags, target: Target, trace: Trace) -> int:
+async def bench_against(flags: BenchFlags, target: Target, trace: TrafficTrace) -> int:
     client, vocab = await _connect(flags, target)
     try:
         salt = secrets.randbits(32) if flags.salt is None else flags.salt
@@ -101,7 +101,7 @@ async def _connect(flags: BenchFlags, target: Target) -> tuple[Client, int | Non
     return OpenAiClient(endpoint), None if endpoint.chat else flags.vocab or DEFAULT_VOCAB
 
 
-async def _play(flags: BenchFlags, target: Target, trace: Trace, prompts: Prompts, client: Client) -> LoadResult:
+async def _play(flags: BenchFlags, target: Target, trace: TrafficTrace, prompts: Prompts, client: Client) -> LoadResult:
     shown = target.url.geturl()
     quiet = flags.json or not sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:

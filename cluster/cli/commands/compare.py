@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.cli.commands.simulate import seconds
-from planner.compare import Line, Unit, compared, doubts, is_result
+from planner.compare import MetricRow, Unit, compared, doubts, is_result
 from tandem.errors import InputError
 from tandem.text.words import size
 
@@ -69,7 +69,7 @@ def _value(value: float | None, unit: Unit) -> str:
             return f"{value:.0f}"
 
 
-def _difference(line: Line) -> str:
+def _difference(line: MetricRow) -> str:
     if line.points is not None:
         return f"{line.points:+.1f} points"
     return "–" if line.percent is None else f"{line.percent:+.1f} %"

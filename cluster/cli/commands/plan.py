@@ -20,11 +20,11 @@ from cluster.cli.console import BOXED, console, fitted
 from planner.hardware import Hardware
 from planner.search.evaluate import Evaluation
 from planner.search.halving import Effort
-from planner.search.plan import Goal, Means, Plan, make_plan
+from planner.search.plan import Goal, Plan, SearchOptions, make_plan
 from planner.search.report import html_report
 from planner.search.traffic import BUSIEST
 from planner.search.values import checked_source, describe_machines, helm_values
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.text.words import plural
 
 UNSATISFIABLE = 3  # exit code
@@ -51,7 +51,7 @@ def run_plan(flags: PlanFlags) -> int:
     source = checked_source(flags.source, flags.hardware.model) if flags.values is not None else ""
     hardware = load_hardware(flags.hardware)
     trace = load_traffic(flags.traffic)
-    means = Means(flags.jobs or _cores(), flags.state, Effort(flags.simulate))
+    means = SearchOptions(flags.jobs or _cores(), flags.state, Effort(flags.simulate))
     plan = _search(trace, hardware, flags, means)
     cost_model = describe_cost(hardware, plan.finalists[0].layout.decode_tp if plan.finalists else hardware.widths()[0])
     if flags.report is not None:
@@ -70,7 +70,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _search(trace: Trace, hardware: Hardware, flags: PlanFlags, means: Means) -> Plan:
+def _search(trace: TrafficTrace, hardware: Hardware, flags: PlanFlags, means: SearchOptions) -> Plan:
     if flags.json or not sys.stderr.isatty():
         return make_plan(trace, hardware, flags.goal, means)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -15,7 +15,7 @@ from planner.models import find_model
 from planner.traces.arrivals import ArrivalProcess, Diurnal, Gamma, Ramp
 from planner.traces.read import read_trace
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.errors import ConfigError
 
 SYNTHETIC = "synthetic"
@@ -53,7 +53,7 @@ class HardwareFlags:
     one_host: bool = False
 
 
-def load_traffic(flags: TrafficFlags) -> Trace:
+def load_traffic(flags: TrafficFlags) -> TrafficTrace:
     """Raises InputError, ConfigError."""
     process = None if flags.arrivals is None else parse_arrivals(flags.arrivals)
     if flags.trace == SYNTHETIC:
@@ -94,7 +94,7 @@ def parse_arrivals(text: str) -> ArrivalProcess:
             return Gamma(*values)
 
 
-def _synthetic(flags: TrafficFlags, process: ArrivalProcess | None) -> Trace:
+def _synthetic(flags: TrafficFlags, process: ArrivalProcess | None) -> TrafficTrace:
     if process is None or flags.lengths is None:
         raise ConfigError("synthetic: expected --arrivals and --lengths", field="--lengths")
     lengths = _floats("--lengths", flags.lengths, "PROMPT:OUTPUT or PROMPT:OUTPUT:PROMPT_CV:OUTPUT_CV", (2, 4))

@@ -16,11 +16,11 @@ from cluster.cli.commands.planning import HardwareFlags, TrafficFlags, describe_
 from cluster.cli.console import console
 from cluster.spec.loader import load_spec
 from planner.hardware import setup_of_spec
-from planner.outcome import Outcome, Percentiles
+from planner.simulator.outcome import LatencyPercentiles, Outcome
 from planner.simulator.result import SimResult
 from planner.simulator.setup import Fault, Setup, Slo
 from planner.simulator.simulate import simulate
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def run_simulate(flags: SimulateFlags) -> int:
     return 0
 
 
-def _run(trace: Trace, setup: Setup, flags: SimulateFlags) -> SimResult:
+def _run(trace: TrafficTrace, setup: Setup, flags: SimulateFlags) -> SimResult:
     if flags.json or not sys.stderr.isatty():
         return simulate(trace, setup, flags.slo)
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -87,7 +87,7 @@ def latencies(result: Outcome) -> Table:
     table = Table("", "p50", "p90", "p95", "p99")
     for column in table.columns[1:]:
         column.justify = "right"
-    rows: list[tuple[str, Percentiles]] = [
+    rows: list[tuple[str, LatencyPercentiles]] = [
         ("TTFT", result.ttft_s), ("TPOT", result.tpot_s), ("ITL", result.itl_s), ("end to end", result.e2e_s),
         ("in the queue", result.queue_s),
     ]  # fmt: skip

@@ -13,10 +13,10 @@ import numpy as np
 
 from cluster.cli.load.client import Answer, Ask, Client
 from cluster.cli.load.prompts import Prompts
-from planner.outcome import Outcome, Percentiles, outcome_fields
+from planner.simulator.outcome import LatencyPercentiles, Outcome, outcome_fields
 from planner.simulator.recorder import Recorder
 from planner.simulator.setup import Slo
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.errors import DeadlineExceeded, ErrorCode, InputError, TandemError
 from tandem.request import RequestState
 
@@ -49,7 +49,7 @@ class LoadResult(Outcome):
     """`send_lag_s`: by how much requests were sent later than they were due."""
 
     target: str
-    send_lag_s: Percentiles
+    send_lag_s: LatencyPercentiles
 
 
 Progress = Callable[[int], None]  # requests that have ended
@@ -69,7 +69,13 @@ class _Seen:
 
 class Player:
     def __init__(
-        self, trace: Trace, prompts: Prompts, client: Client, slo: Slo, limits: Limits, progress: Progress | None = None
+        self,
+        trace: TrafficTrace,
+        prompts: Prompts,
+        client: Client,
+        slo: Slo,
+        limits: Limits,
+        progress: Progress | None = None,
     ) -> None:
         """Raises InputError for a class that no request can name."""
         for priority, _ in trace.labels:
@@ -167,7 +173,7 @@ class Player:
 
     def _result(self, target: str) -> LoadResult:
         recorder, seen, asked = self._recorder.head(self._due), self._seen, self._trace.head(self._due)
-        lag_s = Percentiles.of(np.array(seen.lag_s))
+        lag_s = LatencyPercentiles.of(np.array(seen.lag_s))
         served = replace(
             asked,
             prompt_tokens=np.array(seen.prompt_tokens[: self._due], np.int64),
@@ -181,7 +187,7 @@ class Player:
         kv_bytes = float(seen.kv_bytes) if seen.says_handoffs else None
         return LoadResult(**fields, kv_bytes_moved=kv_bytes, target=target, send_lag_s=lag_s)
 
-    def _notes(self, recorder: Recorder, lag_s: Percentiles) -> list[str]:
+    def _notes(self, recorder: Recorder, lag_s: LatencyPercentiles) -> list[str]:
         notes = []
         if lag_s.p99 is not None and lag_s.p99 > LATE_S:
             notes.append(

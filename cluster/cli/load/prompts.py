@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.errors import ConfigError
 
 FIRST_ORDINARY_TOKEN = 256  # below are special tokens and single bytes in most vocabularies
@@ -32,7 +32,7 @@ class Prompts:
     """`salt`: other salts give other prompts, so that no cache of an earlier run helps. `vocab_tokens` None: texts of
     about as many tokens, for servers that take no token ids."""
 
-    def __init__(self, trace: Trace, salt: int, vocab_tokens: int | None) -> None:
+    def __init__(self, trace: TrafficTrace, salt: int, vocab_tokens: int | None) -> None:
         if vocab_tokens is not None and vocab_tokens < 2:
             raise ConfigError(f"--vocab: expected at least 2 tokens, got {vocab_tokens}", field="--vocab")
         self._trace, self._salt = trace, salt

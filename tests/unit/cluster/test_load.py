@@ -17,7 +17,7 @@ from cluster.cli.load.openai_client import Endpoint, OpenAiClient
 from cluster.cli.load.player import Limits, LoadResult, Player
 from cluster.cli.load.prompts import Prompts
 from planner.simulator.setup import Slo
-from planner.traces.trace import Prefixes, Trace
+from planner.traces.trace import PrefixBlocks, TrafficTrace
 from tandem.errors import (
     ErrorCode,
     InputError,
@@ -29,9 +29,9 @@ from tandem.errors import (
 )
 
 
-def trace_of(arrivals: list[float], output: int = 3, prompt: int = 40) -> Trace:
+def trace_of(arrivals: list[float], output: int = 3, prompt: int = 40) -> TrafficTrace:
     count = len(arrivals)
-    return Trace("hand", np.array(arrivals), np.full(count, prompt), np.full(count, output))
+    return TrafficTrace("hand", np.array(arrivals), np.full(count, prompt), np.full(count, output))
 
 
 @dataclass
@@ -56,7 +56,7 @@ class FakeServer:
     async def close(self) -> None: ...
 
 
-async def play(trace: Trace, server: FakeServer, limits: Limits = Limits(), slo: Slo = Slo()) -> LoadResult:  # noqa: B008 (both are frozen)
+async def play(trace: TrafficTrace, server: FakeServer, limits: Limits = Limits(), slo: Slo = Slo()) -> LoadResult:  # noqa: B008 (both are frozen)
     return await Player(trace, Prompts(trace, 1, 1000), server, slo, limits).play("fake")
 
 
@@ -105,12 +105,12 @@ class TestPlayer:
 
 
 class TestPrompts:
-    trace = Trace(
+    trace = TrafficTrace(
         "shared",
         np.array([0.0, 1.0, 2.0]),
         np.array([40, 50, 20]),
         np.array([1, 1, 1]),
-        Prefixes(16, np.array([7, 8, 7, 9, 7, 8]), np.array([2, 4, 6])),
+        PrefixBlocks(16, np.array([7, 8, 7, 9, 7, 8]), np.array([2, 4, 6])),
     )
 
     @pytest.mark.parametrize("vocab", [1000, None])

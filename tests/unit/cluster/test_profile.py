@@ -49,7 +49,7 @@ def test_steps_are_measured_and_simulated_with(model: Path, tmp_path: Path) -> N
 
 def test_one_host_needs_what_was_measured_of_it(model: Path, tmp_path: Path) -> None:
     (tmp_path / "cost.json").write_text('{"widths": []}')
-    with pytest.raises(ConfigError, match=r"cost.json: expected what `tandem profile --device cpu` measures"):
+    with pytest.raises(ConfigError, match=r"cost.json: expected a `host` entry"):
         load_hardware(HardwareFlags(str(model), "cpu", str(tmp_path / "cost.json"), one_host=True))
     with pytest.raises(ConfigError, match="--one-host: expected --cost"):
         load_hardware(HardwareFlags(str(model), "cpu", one_host=True))
@@ -71,5 +71,5 @@ def test_a_host_without_memory_for_neighbours_keeps_what_was_measured(
     assert run_profile(None, str(model), "cpu", cost, GRID) == 0
     assert "left out how" in capsys.readouterr().err
     assert read_measured(cost)
-    with pytest.raises(ConfigError, match="found nothing"):
+    with pytest.raises(ConfigError, match="found none"):
         read_host(cost)

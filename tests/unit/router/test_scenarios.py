@@ -17,7 +17,7 @@ PASSED_THROUGH = RequestState.MIGRATING
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_events_lead_to_the_actions_of_the_script(script: Path) -> None:
-    """`TANDEM_REWRITE=1 pytest tests/unit/router/test_scenarios.py` writes down what happens now: read the difference."""
+    """`TANDEM_REWRITE=1` writes down what happens now: read the difference before you commit it."""
     played = Scenario().played(script.read_text())
     if os.environ.get("TANDEM_REWRITE"):
         script.write_text(played)

@@ -1,6 +1,6 @@
-"""Simulations on all cores, and the file that lets an interrupted search go on.
+"""Runs simulations in parallel processes, and journals results so that an interrupted search resumes.
 
-Children are forked, so they have the trace; jobs and results are JSON on a pipe.
+The children are forked, so they share the trace. Jobs and results pass as JSON over a pipe.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Done = Callable[[Evaluation], None]
 
 
 class Journal:
-    """Results by job, one JSON line each. Lines of another traffic, hardware or objective are passed over."""
+    """Results by job, one JSON line each. Lines of other traffic, hardware or objectives are skipped."""
 
     def __init__(self, path: Path | None, evaluator: Evaluator) -> None:
         self._path, self._about = path, fingerprint(evaluator)
         self._known: dict[str, Evaluation] = {}
         if path is not None and path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
-                with suppress(ValueError, KeyError, TypeError):  # the line that an interruption cut short
+                with suppress(ValueError, KeyError, TypeError):  # a line that an interruption cut short
                     self._read(json.loads(line))
 
     def _read(self, entry: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ class Journal:
 
 
 def fingerprint(evaluator: Evaluator) -> str:
-    """Of everything but the job."""
+    """A digest of everything that affects a result, except the job."""
     trace, digest = evaluator.trace, hashlib.blake2b(digest_size=12)
     columns = [trace.arrival_s, trace.prompt_tokens, trace.output_tokens]
     columns += [] if trace.prefixes is None else [trace.prefixes.ids]
@@ -64,14 +64,14 @@ def _key(job: Job) -> str:
     return json.dumps(job.to_json(), sort_keys=True)
 
 
-class Workforce:
-    """A context: the children end with it. `processes` 1 simulates in this process."""
+class SimulationPool:
+    """A context manager that owns the child processes. `processes` 1 simulates in this process."""
 
     def __init__(self, evaluator: Evaluator, processes: int, journal: Journal) -> None:
         self._evaluator, self._processes, self._journal = evaluator, processes, journal
         self._children: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
-    def __enter__(self) -> Workforce:
+    def __enter__(self) -> SimulationPool:
         fork = multiprocessing.get_context("fork")
         for _ in range(self._processes if self._processes > 1 else 0):
             ours, theirs = fork.Pipe()
@@ -93,7 +93,7 @@ class Workforce:
         self._children = []
 
     def run(self, jobs: Sequence[Job], done: Done) -> list[Evaluation]:
-        """Results in the order of the jobs. Raises what a simulation raises."""
+        """Returns results in the order of the jobs. Raises the error of a failed simulation."""
         found: dict[int, Evaluation] = {}
         open_jobs: list[int] = []
         for number, job in enumerate(jobs):
@@ -114,7 +114,7 @@ class Workforce:
             for number in numbers:
                 yield number, self._evaluator.evaluate(jobs[number])
             return
-        # Long ones first, so that the last to end is a short one.
+        # Longest jobs first, so the last to finish is a short one.
         left = sorted(numbers, key=lambda number: jobs[number].layout.devices)
         running: dict[Connection, int] = {}
         idle = [connection for _, connection in self._children]
@@ -133,15 +133,15 @@ def _receive(connection: Connection) -> Evaluation:
     try:
         answer = json.loads(connection.recv_bytes())
     except EOFError:
-        raise InternalError("a simulation's process was lost: run it again with --state to go on") from None
+        raise InternalError("a simulation process died: run the command again with --state to resume") from None
     if "error" in answer:
         raise InternalError(f"a simulation failed: {answer['error']}")
     return Evaluation.from_json(answer)
 
 
-def _work(evaluator: Evaluator, connection: Connection, not_ours: list[Connection]) -> None:
-    for other in not_ours:
-        other.close()  # else the parent's end would never be seen
+def _work(evaluator: Evaluator, connection: Connection, inherited: list[Connection]) -> None:
+    for other in inherited:
+        other.close()  # else this child would never see the end of its pipe when the parent exits
     with suppress(EOFError, KeyboardInterrupt):
         while True:
             job = Job.from_json(json.loads(connection.recv_bytes()))

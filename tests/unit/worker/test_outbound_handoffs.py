@@ -1,7 +1,7 @@
 """The prefill side's book of handoffs: blocks stay leased while an agent might read them."""
 
 from kvtransfer.agent.control import Sent
-from worker.outgoing import OutgoingBook
+from worker.outbound_handoffs import OutboundHandoffs
 
 
 def sent(ticket_id: str) -> Sent:
@@ -9,7 +9,7 @@ def sent(ticket_id: str) -> Sent:
 
 
 def test_released_when_every_rank_was_acknowledged() -> None:
-    book = OutgoingBook(tp=2)
+    book = OutboundHandoffs(tp=2)
     entry = book.open("t", "1:r", 0.0)
     assert book.sent(1, sent("t")) is None
     assert book.sent(1, sent("t")) is None
@@ -19,7 +19,7 @@ def test_released_when_every_rank_was_acknowledged() -> None:
 
 
 def test_closing_waits_for_every_rank_even_for_those_that_had_sent() -> None:
-    book = OutgoingBook(tp=2)
+    book = OutboundHandoffs(tp=2)
     entry = book.open("t", "1:r", 0.0)
     book.sent(0, sent("t"))
     assert book.start_closing(entry)
@@ -29,6 +29,6 @@ def test_closing_waits_for_every_rank_even_for_those_that_had_sent() -> None:
 
 
 def test_unknown_tickets_change_nothing() -> None:
-    book = OutgoingBook(tp=1)
+    book = OutboundHandoffs(tp=1)
     assert book.sent(0, sent("nobody")) is None
     assert book.closed(0, "nobody") is None

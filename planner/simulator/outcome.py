@@ -1,4 +1,4 @@
-"""What a run of a trace came to, simulated or measured: one form, so that the two can be laid side by side."""
+"""The result of playing a trace, simulated or measured. Both have the same form, so they can be compared."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from planner.simulator.recorder import IntervalHistogram, Recorder
 from planner.simulator.setup import Slo
 from planner.traces.hits import infinite_cache_hits
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.request import RequestState
 
 SHARES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
-class Percentiles:
-    """Seconds; None: nothing to measure."""
+class LatencyPercentiles:
+    """Seconds. None: there were no values."""
 
     p50: float | None
     p90: float | None
@@ -29,7 +29,7 @@ class Percentiles:
     mean: float | None = None
 
     @classmethod
-    def of(cls, seconds: NDArray[np.float64]) -> Percentiles:
+    def of(cls, seconds: NDArray[np.float64]) -> LatencyPercentiles:
         seen = seconds[~np.isnan(seconds)]
         if not len(seen):
             return cls(None, None, None, None)
@@ -37,14 +37,14 @@ class Percentiles:
         return cls(p50, p90, p95, p99, float(seen.mean()))
 
     @classmethod
-    def of_intervals(cls, intervals: IntervalHistogram) -> Percentiles:
+    def of_intervals(cls, intervals: IntervalHistogram) -> LatencyPercentiles:
         p50, p90, p95, p99 = (intervals.percentile(share) for share in SHARES.values())
         return cls(p50, p90, p95, p99)
 
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """Shares of all requests, of which those that were not finished attain nothing. None: no objective."""
+    """Shares of all requests that met an objective; unfinished requests meet none. None: no objective."""
 
     ttft: float | None
     tpot: float | None
@@ -53,8 +53,8 @@ class Attainment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`seconds`: first arrival to last token. Rates are per second of the arrivals' span. None: not known, as what goes
-    on inside a foreign server."""
+    """`seconds`: first arrival to last token. Rates are per second between first and last arrival. None: unknown, such
+    as the queue inside another server."""
 
     trace: str
     notes: tuple[str, ...]
@@ -68,11 +68,11 @@ class Outcome:
     requests_per_s: float
     prompt_tokens_per_s: float
     output_tokens_per_s: float
-    ttft_s: Percentiles
-    tpot_s: Percentiles
-    itl_s: Percentiles
-    e2e_s: Percentiles
-    queue_s: Percentiles  # in the router's queue
+    ttft_s: LatencyPercentiles
+    tpot_s: LatencyPercentiles
+    itl_s: LatencyPercentiles
+    e2e_s: LatencyPercentiles
+    queue_s: LatencyPercentiles  # in the router's queue
     slo: Slo
     attainment: Attainment
     goodput_per_s: float | None
@@ -80,14 +80,14 @@ class Outcome:
     possible_hit_rate: float
     handoffs: int | None
     kv_bytes_moved: float | None
-    complete: bool  # False: it was ended early
+    complete: bool  # False: the run was stopped early
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def outcome_fields(trace: Trace, slo: Slo, recorder: Recorder) -> dict[str, Any]:
-    """What is worked out of `recorder` alone; all fields of Outcome but `kv_bytes_moved`."""
+def outcome_fields(trace: TrafficTrace, slo: Slo, recorder: Recorder) -> dict[str, Any]:
+    """All fields of Outcome that follow from `recorder`: all but `kv_bytes_moved`."""
     finished = recorder.finished
     ttft_s = recorder.first_token_s - trace.arrival_s
     e2e_s = np.where(finished, recorder.last_token_s - trace.arrival_s, np.nan)
@@ -111,11 +111,11 @@ def outcome_fields(trace: Trace, slo: Slo, recorder: Recorder) -> dict[str, Any]
         "requests_per_s": len(trace) / span_s,
         "prompt_tokens_per_s": prompt_tokens / span_s,
         "output_tokens_per_s": float(trace.output_tokens[finished].sum()) / span_s,
-        "ttft_s": Percentiles.of(ttft_s),
-        "tpot_s": Percentiles.of(tpot_s),
-        "itl_s": Percentiles.of_intervals(recorder.intervals),
-        "e2e_s": Percentiles.of(e2e_s),
-        "queue_s": Percentiles.of(recorder.dispatched_s - trace.arrival_s),
+        "ttft_s": LatencyPercentiles.of(ttft_s),
+        "tpot_s": LatencyPercentiles.of(tpot_s),
+        "itl_s": LatencyPercentiles.of_intervals(recorder.intervals),
+        "e2e_s": LatencyPercentiles.of(e2e_s),
+        "queue_s": LatencyPercentiles.of(recorder.dispatched_s - trace.arrival_s),
         "slo": slo,
         "attainment": attainment,
         "goodput_per_s": None if good is None else good / span_s,
@@ -129,7 +129,7 @@ def outcome_fields(trace: Trace, slo: Slo, recorder: Recorder) -> dict[str, Any]
 def _attained(
     slo: Slo, finished: NDArray[np.bool_], ttft_s: NDArray[np.float64], tpot_s: NDArray[np.float64]
 ) -> tuple[Attainment, int | None]:
-    """A request of one token has no TPOT, and attains it."""
+    """A request of one token has no TPOT and meets that objective."""
     total = len(finished)
     ttft = None if slo.ttft_s is None else finished & (ttft_s <= slo.ttft_s)
     tpot = None if slo.tpot_s is None else finished & ~(tpot_s > slo.tpot_s)
