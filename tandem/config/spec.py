@@ -291,10 +291,10 @@ class RouterSpec(Frozen):
     record: str | None = Field(
         None,
         min_length=1,
-        description="A folder in which the router keeps the last minutes of its decisions (at most 128 MiB), for "
-        "`tandem replay`; unset: nothing is recorded.",
+        description="Folder for recordings of the router's latest decisions (at most 128 MiB), which `tandem replay` "
+        "reads. Unset: no recording.",
     )
-    record_text: bool = Field(False, description="Recordings also hold token ids and text.")
+    record_text: bool = Field(False, description="Record token ids and text as well.")
     dashboard: bool = Field(True, description="Serve the web dashboard at `/dashboard` on the HTTP port.")
     index_memory_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = Field(
         64 << 20,
