@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
 from pydantic.json_schema import models_json_schema
 
 from router.auth.access import http_access
 from router.auth.principal import Access
+from router.edge.openai.answer_schema import (
+    AnswerStruct,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionUsage,
+    DetokenizeAnswer,
+    ErrorBody,
+    ModelCard,
+    ModelList,
+    ResponseEvent,
+    ResponseObject,
+    StatusAnswer,
+    TokenizeAnswer,
+    TokenizerInfo,
+)
 from router.edge.openai.responses_schema import ResponsesRequest
 from router.edge.openai.schema import ChatCompletionRequest, CompletionRequest
 from router.edge.openai.tokenize import DetokenizeRequest, TokenizeRequest
@@ -26,129 +44,51 @@ from tandem.version import tandem_version
 Schema = dict[str, Any]
 
 _REQUESTS = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+# The names that answers have in the document.
+_ANSWERS: dict[str, type[AnswerStruct]] = {
+    "ChatCompletion": ChatCompletion,
+    "ChatCompletionChunk": ChatCompletionChunk,
+    "Completion": Completion,
+    "Error": ErrorBody,
+    "Info": TokenizerInfo,
+    "Model": ModelCard,
+    "Models": ModelList,
+    "Response": ResponseObject,
+    "Status": StatusAnswer,
+    "Text": DetokenizeAnswer,
+    "Tokens": TokenizeAnswer,
+    "Usage": CompletionUsage,
+}
 _STRING: Schema = {"type": "string"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
-_NUMBER: Schema = {"type": "number"}
-_ANY: Schema = {}
-
-
-def _object(**properties: Schema) -> Schema:
-    """Every property is always there; further ones may come with later versions."""
-    return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-def _list(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
-
-
-def _or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def _const(value: str) -> Schema:
-    return {"type": "string", "const": value}
 
 
 def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _with_optional(schema: Schema, **properties: Schema) -> Schema:
-    return schema | {"properties": schema["properties"] | properties}
+def _answers() -> Schema:
+    """The schemas of all answers, and of what is in them, by name."""
+    events = get_args(ResponseEvent)
+    names = {kind.__name__: name for name, kind in _ANSWERS.items()}
+    _, found = msgspec.json.schema_components([*_ANSWERS.values(), *events], ref_template="#/components/schemas/{name}")
+    text = re.sub(
+        r'(?<="#/components/schemas/)\w+', lambda name: names.get(name[0], name[0]), msgspec.json.encode(found).decode()
+    )
+    schemas = {names.get(kind, kind): each for kind, each in msgspec.json.decode(text).items()}
+    schemas = {name: _all_required(each) | {"title": name} for name, each in schemas.items()}
+    return schemas | {"ResponseEvent": {"anyOf": [_ref(each.__name__) for each in events]}}
 
 
-_REASON = _or_null({"type": "string", "enum": ["stop", "length"]})
-_TOKEN = _object(token=_STRING, logprob=_or_null(_NUMBER), bytes=_or_null(_list(_COUNT)))
-_CHAT_TOKEN = _with_optional(_TOKEN, top_logprobs=_list(_TOKEN))
-_CHAT_LOGPROBS = _or_null(_object(content=_list(_CHAT_TOKEN), refusal={"type": "null"}))
-_COMPLETION_LOGPROBS = _object(
-    tokens=_list(_STRING),
-    token_logprobs=_list(_or_null(_NUMBER)),
-    top_logprobs=_list(_or_null({"type": "object", "additionalProperties": _or_null(_NUMBER)})),
-    text_offset=_list(_COUNT),
-)
-_PART = _object(type=_const("output_text"), text=_STRING, annotations=_list(_ANY), logprobs=_list(_CHAT_TOKEN))
-_OUTPUT = _object(id=_STRING, type=_const("message"), role=_const("assistant"), status=_STRING, content=_list(_PART))
-
-_ANSWERS: dict[str, Schema] = {
-    "Error": _object(error=_object(message=_STRING, type=_STRING, param=_or_null(_STRING), code=_or_null(_STRING))),
-    "Usage": _object(
-        prompt_tokens=_COUNT,
-        completion_tokens=_COUNT,
-        total_tokens=_COUNT,
-        prompt_tokens_details=_object(cached_tokens=_COUNT),
-    ),
-    "ChatCompletion": _object(
-        id=_STRING,
-        object=_const("chat.completion"),
-        created=_COUNT,
-        model=_STRING,
-        choices=_list(
-            _object(
-                index=_COUNT,
-                message=_object(role=_const("assistant"), content=_STRING, refusal={"type": "null"}),
-                logprobs=_CHAT_LOGPROBS,
-                finish_reason=_REASON,
-            )
-        ),
-        usage=_ref("Usage"),
-    ),
-    "ChatCompletionChunk": _with_optional(
-        _object(
-            id=_STRING,
-            object=_const("chat.completion.chunk"),
-            created=_COUNT,
-            model=_STRING,
-            choices=_list(_object(index=_COUNT, delta=_ANY, logprobs=_CHAT_LOGPROBS, finish_reason=_REASON)),
-        ),
-        usage=_or_null(_ref("Usage")),
-    ),
-    "Completion": _with_optional(
-        _object(
-            id=_STRING,
-            object=_const("text_completion"),
-            created=_COUNT,
-            model=_STRING,
-            choices=_list(
-                _object(index=_COUNT, text=_STRING, logprobs=_or_null(_COMPLETION_LOGPROBS), finish_reason=_REASON)
-            ),
-        ),
-        usage=_or_null(_ref("Usage")),
-    ),
-    "Response": _object(
-        id=_STRING,
-        object=_const("response"),
-        created_at=_COUNT,
-        model=_STRING,
-        status={"type": "string", "enum": ["in_progress", "completed", "incomplete", "failed"]},
-        incomplete_details=_or_null(_object(reason=_STRING)),
-        error=_or_null(_object(code=_STRING, message=_STRING)),
-        output=_list(_OUTPUT),
-        usage=_or_null(
-            _object(
-                input_tokens=_COUNT,
-                input_tokens_details=_object(cached_tokens=_COUNT),
-                output_tokens=_COUNT,
-                output_tokens_details=_object(reasoning_tokens=_COUNT),
-                total_tokens=_COUNT,
-            )
-        ),
-    ),
-    "ResponseEvent": _object(type=_STRING, sequence_number=_COUNT),
-    "Tokens": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT)),
-    "Text": _object(prompt=_STRING),
-    "Info": _object(
-        eos_token=_or_null(_STRING),
-        bos_token=_or_null(_STRING),
-        pad_token=_or_null(_STRING),
-        chat_template=_or_null(_STRING),
-        vocab_size=_COUNT,
-        max_model_len=_COUNT,
-    ),
-    "Model": _object(id=_STRING, object=_const("model"), created=_COUNT, owned_by=_STRING, max_model_len=_COUNT),
-    "Models": _object(object=_const("list"), data=_list(_ref("Model"))),
-    "Status": _object(status=_STRING),
-}
+def _all_required(schema: Schema) -> Schema:
+    """Answers always contain their fields with a default, so these are required too. A field that may be UNSET has no
+    default here."""
+    if "properties" not in schema:
+        return schema
+    fields = schema["properties"].items()
+    required = [name for name, each in fields if "default" in each or name in schema["required"]]
+    properties = {name: {key: value for key, value in each.items() if key != "default"} for name, each in fields}
+    return schema | {"properties": properties, "required": required}
 
 
 # What is checked for all edges alike, and so not by the types that parse them.
@@ -282,7 +222,7 @@ def openapi_document() -> Schema:
             }
         ),
         "components": {
-            "schemas": {name: _limited(each) for name, each in requests["$defs"].items()} | _ANSWERS,
+            "schemas": {name: _limited(each) for name, each in requests["$defs"].items()} | _answers(),
             "securitySchemes": _SCHEMES,
         },
     }

@@ -16,8 +16,7 @@ import pytest
 
 from cluster.control.router_traces import RouterTraces
 from router.app import RouterApp
-from router.edge.http import HANDSHAKE_TIMEOUT_S
-from router.edge.tls import LOOK_S
+from router.edge.tls import HANDSHAKE_TIMEOUT_S, LOOK_S
 from tandem.config.launch import RouterLaunch, ServedModel
 from tandem.config.spec import EdgeTlsSpec, RouterSpec
 from tandem.errors import ConfigError
@@ -164,7 +163,7 @@ async def test_who_begins_no_handshake_is_cut_off(
     model_dir: Path, authority: MakeAuthority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert HANDSHAKE_TIMEOUT_S <= 10.0
-    monkeypatch.setattr("router.edge.http.HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("router.edge.http_server.HANDSHAKE_TIMEOUT_S", 0.3)
     async with router(model_dir, put(authority("ours").issue(NAME), tmp_path / "tls")) as app:
         reader, writer = await asyncio.open_connection("127.0.0.1", app.http_port)
         async with asyncio.timeout(30.0):

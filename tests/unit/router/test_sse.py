@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from router.edge.openai.format import AnswerFormat, ChatFormat, TextEvents
+from router.edge.openai.format import AnswerFormat, ChatFormat, TextEventTemplate
 from router.edge.sse import LOOK_S, REST_S, SCOPE_KEY, SseResponse, Turns
 from router.requests.answers import Answers, Arrival, Submitted
 from router.requests.output import Final, OutToken, Piece, ResponseStream, Usage
@@ -178,9 +178,9 @@ def test_an_event_around_a_text_is_the_event_with_the_text() -> None:
     def make(text: str) -> bytes:
         return json.dumps({"model": "\x00", "text": text, "n": 1}, ensure_ascii=False).encode()
 
-    events = TextEvents(make)
+    events = TextEventTemplate(make)
     for text in ("", "a", '"quoted" \\ \n', "\x00", "日本 é", "\u2028"):
-        assert json.loads(events.of(text)) == json.loads(make(text))
+        assert json.loads(events.fill(text)) == json.loads(make(text))
 
 
 def test_chat_events_of_several_choices_name_their_choice() -> None:
