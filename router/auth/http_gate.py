@@ -30,35 +30,35 @@ class HttpGate:
             route.app = self._guarded(route.path, route.app)
 
     def _guarded(self, path: str, app: ASGIApp) -> ASGIApp:
-        async def call(scope: Scope, receive: Receive, send: Send) -> None:
-            try:
-                await self.begin(scope, path)
-                await app(scope, receive, send)
-            finally:
-                self.end(scope)
-
-        return call
-
-    async def begin(self, scope: Scope, path: str) -> None:
-        """`path` is the route's. Raises Unauthenticated, PermissionDenied, UnavailableError."""
         access = http_access(path)
         if access is Access.PUBLIC or not self._calls.is_watching:
-            return
-        given = {name: value for name, value in scope["headers"] if name in (b"authorization", b"traceparent")}
+            return app
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            call = scope[CALL] = self._begin(scope, path, access)
+            try:
+                authorization = _header(scope, b"authorization")
+                await self._calls.let_in(call, None if authorization is None else authorization.decode("latin-1"))
+                await app(scope, receive, send)
+            finally:
+                self._calls.over(call)
+
+        return guarded
+
+    def _begin(self, scope: Scope, path: str, access: Access) -> Call:
         client = scope.get("client")
-        call = scope[CALL] = self._calls.begin(
+        return self._calls.begin(
             f"{scope['method']} {path}",
             access,
             "" if client is None else str(client[0]),
             scope.get("request_id", ""),
-            trace_id_of(given.get(b"traceparent")),
+            trace_id_of(_header(scope, b"traceparent")),
         )
-        authorization = given.get(b"authorization")
-        await self._calls.let_in(call, None if authorization is None else authorization.decode("latin-1"))
 
-    def end(self, scope: Scope) -> None:
-        if (call := scope.get(CALL)) is not None:
-            self._calls.over(call)
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    """If the header is repeated, the last one counts."""
+    return next((value for given, value in reversed(scope["headers"]) if given == name), None)
 
 
 def call_of(scope: Scope) -> Call | None:

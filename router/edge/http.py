@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,7 +18,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from router.auth.http_gate import HttpGate, call_of, note_error
-from router.edge.fast_routes import FastRoutes, OnError
 from router.edge.openai.answer_schema import (
     AnswerStruct,
     DetokenizeAnswer,
@@ -44,6 +43,7 @@ from router.service import RouterService
 from tandem.errors import InputError, InternalError, PayloadTooLarge, RequestCancelled, TandemError
 from tandem.rpc.grpc_errors import retry_after_s
 
+OnError = Callable[[Request, Exception], Awaitable[Response]]
 Parsed = TypeVar("Parsed")
 Body = TypeVar("Body", ChatCompletionRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
 
@@ -85,18 +85,17 @@ class HttpEdge:
         ]
 
     def app(self) -> ASGIApp:
-        on_error: dict[type[Exception], OnError] = {
+        on_error: dict[Any, OnError] = {
             TandemError: _on_tandem_error,
             HTTPException: _on_http_error,
             ClientDisconnect: _on_disconnect,
             Exception: _on_bug,
         }
-        hot = {"/v1/chat/completions": self.chat, "/v1/completions": self.completions}
-        routes, gate = [*self.routes(), *self._more_routes], HttpGate(self._service.calls)
-        gate.guard(routes)
+        routes = [*self.routes(), *self._more_routes]
+        HttpGate(self._service.calls).guard(routes)
         app = Starlette(routes=routes, exception_handlers=on_error)
         app.router.redirect_slashes = False  # a path has one spelling
-        return RequestIds(FastRoutes(app, hot, on_error, gate))
+        return RequestIds(app)
 
     async def chat(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
