@@ -14,6 +14,7 @@ from typing import Any
 import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric.ed448 import Ed448PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
 
@@ -144,11 +145,21 @@ def test_only_public_signing_keys_of_allowed_algorithms_are_taken() -> None:
         "test",
     )
     assert set(keys) == {"o"}
+    private = json.loads(RSAAlgorithm.to_jwk(RSA))
+    assert isinstance(parse_jwks(jwks(private), ALLOWED, "test")[""].public, rsa.RSAPublicKey)
     pinned = parse_jwks(jwks(jwk(RSA, "r", alg="PS256")), ("RS256", "PS256"), "test")
     assert pinned["r"].algorithms == ("PS256",)
     for wrong in (b"", b"[]", b"{}", b'{"keys": 5}', b'{"keys": []}', jwks(secret), jwks(*KEYS * 100), b"[" * 100_000):
         with pytest.raises(ConfigError):
             parse_jwks(wrong, ALLOWED, "test")
+
+
+def test_a_keys_type_and_curve_say_what_it_signs_whatever_its_alg_claims() -> None:
+    p384, ed448 = jwk(ec.generate_private_key(ec.SECP384R1()), "c"), jwk(Ed448PrivateKey.generate(), "4")
+    mixed = jwks({**p384, "alg": "ES256"}, {**KEYS[1], "kty": ["EC"]}, {**KEYS[1], "crv": "P-384"}, ed448)
+    assert {kid: key.algorithms for kid, key in parse_jwks(mixed, ALLOWED, "test").items()} == {"4": ("EdDSA",)}
+    assert parse_jwks(jwks(p384), ("ES384", "RS256"), "test")["c"].algorithms == ("ES384",)
+    assert parse_jwks(jwks(KEYS[0]), ("PS256", "RS512", "ES256"), "test")["r"].algorithms == ("RS512", "PS256")
 
 
 def test_a_verified_token_is_remembered_until_it_ends_or_its_key_is_gone() -> None:
