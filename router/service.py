@@ -8,12 +8,13 @@ from dataclasses import replace
 
 from router.auth.call import Call
 from router.auth.calls import Calls
+from router.auth.principal import ANONYMOUS
 from router.observe.metrics.requests import RouterMetrics
 from router.probes.readiness import Readiness
 from router.requests.answers import Answers, Submitted
 from router.requests.dispatcher import Dispatcher
 from router.requests.request import Message, RawRequest, ServingModel, ValidRequest, new_request_id
-from router.terms import PRIORITY, Terms, TermsParser
+from router.terms import Terms, TermsParser
 from tandem.errors import InputError, ModelNotFound, RateLimited, TandemError
 
 
@@ -65,13 +66,13 @@ class RouterService:
     def terms(
         self, header: Callable[[str], str | None], remaining_s: float | None = None, call: Call | None = None
     ) -> Terms:
-        """On what terms a request comes. To be asked when it arrives. Raises InputError as TermsParser.parse does,
-        PermissionDenied, RateLimited."""
+        """The terms of a request that has just arrived, which counts against the limit of its key. Raises as
+        TermsParser.parse, and RateLimited."""
         try:
-            terms = self._terms.parse(header, remaining_s)
-            if call is None:
-                return terms
-            return self.calls.grant(call, terms, self._terms.names, class_is_named=header(PRIORITY) is not None)
+            terms = self._terms.parse(header, remaining_s, call)
+            if call is not None:
+                call.take_request()
+            return terms
         except TandemError as error:
             self.rejected("", error)
             raise
@@ -116,9 +117,9 @@ class RouterService:
             model = self.model(raw.model, call, required=model_required)
             if call is not None:
                 call.request_id = request_id
-                call.asks(model.name)
+                call.name_model(model.name)
             limit = self.dispatcher.fleet.max_model_tokens(model.name)
-            salt = self.calls.cache_salt(terms, raw.cache_salt)
+            salt = self.calls.salts.salt(_authenticated_tenant(terms), raw.cache_salt)
             return model, await model.parse(
                 raw, self.executor, max_model_tokens=limit, request_id=request_id, cache_salt=salt
             )
@@ -131,7 +132,7 @@ class RouterService:
         if terms is None or terms.call is None:
             return
         try:
-            self.calls.check_prompt(terms.call, sum(request.prompt_tokens for request in requests))
+            terms.call.check_prompt(sum(request.prompt_tokens for request in requests))
         except RateLimited as error:
             self.rejected(requests[0].model, error)
             raise
@@ -139,7 +140,7 @@ class RouterService:
     def _took(self, requests: Sequence[ValidRequest], terms: Terms | None) -> None:
         if terms is not None and terms.call is not None:
             tokens = sum(request.prompt_tokens for request in requests)
-            self.calls.took_prompt(terms.call, requests[0].model, tokens)
+            terms.call.add_prompt(requests[0].model, tokens)
 
     async def tokenize(
         self, model: str, prompt: str | tuple[Message, ...], call: Call | None = None, *, special_tokens: bool = True
@@ -156,7 +157,7 @@ class RouterService:
     def _asked(self, name: str, call: Call | None) -> ServingModel:
         """The model of a call that is work without being a request."""
         if call is not None:
-            self.calls.take_request(call)
+            call.take_request()
         model = self.model(name, call, required=False)
         if call is not None:
             call.model = model.name
@@ -173,6 +174,13 @@ class RouterService:
     def ready(self) -> bool:
         """A request for at least one model could be served now: a canary was, and the router is not about to end."""
         return not self.dispatcher.draining and any(self.model_ready(name) for name in self.models)
+
+
+def _authenticated_tenant(terms: Terms | None) -> str:
+    """Empty for a tenant that is only claimed: it has no salt, as anyone who claims it could share its blocks."""
+    if terms is None or terms.call is None or terms.call.principal is ANONYMOUS:
+        return ""
+    return terms.tenant
 
 
 def _choice(request: ValidRequest, number: int, request_id: str) -> ValidRequest:

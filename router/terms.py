@@ -1,17 +1,18 @@
-"""On what terms a client wants its request served: class, tenant, deadline. The same headers on all edges."""
+"""The terms of a request: class, tenant and deadline, from the same headers on all edges."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from router.auth.call import Call
+from router.auth.principal import Principal
 from router.request_ids import client_request_id
 from tandem.clock import Clock
 from tandem.config.spec import ClassSpec
-from tandem.errors import InputError
+from tandem.errors import InputError, PermissionDenied
 from tandem.telemetry.trace_context import TraceContext, TraceSampler
 
 PRIORITY = "x-tandem-priority"
@@ -26,9 +27,9 @@ _SECONDS = re.compile(r"\d{1,9}(\.\d{0,9})?|\.\d{1,9}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """`tenant` empty: the client named none. `deadline_s` in the router's clock; None: as long as it takes.
-    `arrived_s`: when the request came, before any of it was parsed; None: nobody looked. `call`: the one that it came
-    by, where calls are watched. `client_id`: what the client calls it, for people who look for its trace."""
+    """`tenant` empty: none named. `deadline_s` in the router's clock; None: no deadline. `arrived_s`: when the request
+    arrived, before it was parsed; None: not measured. `call`: the call that carries it; None: calls are not watched.
+    `client_id`: the request id that the client sent, by which people find its trace."""
 
     priority: str
     tenant: str = ""
@@ -45,11 +46,21 @@ class TermsParser:
         self._clock = clock
         self._sampler = sampler or TraceSampler(None)
 
-    def parse(self, header: Callable[[str], str | None], remaining_s: float | None = None) -> Terms:
-        """`header` gives a header's value by its lower-case name; `remaining_s` is what the transport itself allows.
+    def parse(
+        self, header: Callable[[str], str | None], remaining_s: float | None = None, call: Call | None = None
+    ) -> Terms:
+        """`header` returns the value of a header by its lower-case name; `remaining_s` is the transport's own deadline.
 
-        Raises InputError naming the header.
+        With a `call`, the terms stay within what its key allows. Raises InputError, PermissionDenied naming the header.
         """
+        terms = self._parse(header, remaining_s)
+        if call is None:
+            return terms
+        call.tenant = _tenant(call.principal, terms)
+        priority = self._priority(call.principal, terms, is_named=header(PRIORITY) is not None)
+        return replace(terms, tenant=call.tenant, priority=priority, call=call)
+
+    def _parse(self, header: Callable[[str], str | None], remaining_s: float | None) -> Terms:
         priority, tenant, timeout = header(PRIORITY), header(TENANT), header(TIMEOUT)
         arrived_s, trace = self._clock.now_s(), self._sampler.context(header)
         client_id = client_request_id(header(REQUEST_ID))
@@ -69,6 +80,24 @@ class TermsParser:
             trace=trace,
             client_id=client_id,
         )
+
+    def _priority(self, principal: Principal, terms: Terms, *, is_named: bool) -> str:
+        """Without a named class, the first one that the key allows."""
+        if principal.priorities is None or terms.priority in principal.priorities:
+            return terms.priority
+        allowed = [each for each in self.names if each in principal.priorities]
+        if is_named or not allowed:
+            known = ", ".join(repr(each) for each in allowed) or "none"
+            raise PermissionDenied(f"{PRIORITY}: the key allows {known}, not {terms.priority!r}", field=PRIORITY)
+        return allowed[0]
+
+
+def _tenant(principal: Principal, terms: Terms) -> str:
+    if terms.tenant and terms.tenant != principal.tenant and not principal.admin:
+        raise PermissionDenied(
+            f"{TENANT}: the tenant is that of the key, {principal.tenant!r}; leave the header out", field=TENANT
+        )
+    return terms.tenant or principal.tenant
 
 
 def _seconds(text: str | None) -> float | None:

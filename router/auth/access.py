@@ -1,6 +1,6 @@
-"""The one table that says what each HTTP route and gRPC method asks of who calls it.
+"""The access that each HTTP route and gRPC method requires.
 
-What is not listed is for admins only; a test demands that everything is listed.
+What is not listed requires an admin key. A test checks that everything is listed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The door of the HTTP edge. It stands behind the matching of routes, so no spelling of a path can go past it."""
+"""Authentication on the HTTP edge. It runs after a route has matched, so no spelling of a path can bypass it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HttpGate:
         self._calls = calls
 
     def guard(self, routes: Sequence[BaseRoute]) -> None:
-        """Puts itself before the handler of each. Raises TypeError for what it does not know to guard."""
+        """Wraps the handler of each route. Raises TypeError for a kind of route that it cannot guard."""
         for route in routes:
             if not isinstance(route, Route | Mount):
                 raise TypeError(f"expected a Route or a Mount, got {type(route).__name__}")
@@ -38,10 +38,10 @@ class HttpGate:
             call = scope[CALL] = self._begin(scope, path, access)
             try:
                 authorization = _header(scope, b"authorization")
-                await self._calls.let_in(call, None if authorization is None else authorization.decode("latin-1"))
+                await self._calls.authenticate(call, None if authorization is None else authorization.decode("latin-1"))
                 await app(scope, receive, send)
             finally:
-                self._calls.over(call)
+                self._calls.finish(call)
 
         return guarded
 
@@ -62,13 +62,13 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def call_of(scope: Scope) -> Call | None:
-    """None where nobody is asked and nothing is written down."""
+    """None if calls are not watched, and on public routes."""
     found = scope.get(CALL)
     return found if isinstance(found, Call) else None
 
 
 def note_error(scope: Scope, error: TandemError) -> dict[str, str]:
-    """Writes it down; returns the headers that the answer needs (RFC 9110, section 11.6.1)."""
+    """Sets the code of the call; returns the headers that the answer needs (RFC 9110, section 11.6.1)."""
     call = call_of(scope)
     if call is None:
         return {}

@@ -195,7 +195,7 @@ class HttpEdge:
             self._service.rejected("", error)
             raise
         if (call := call_of(request.scope)) is not None:
-            call.asks(parsed.model)
+            call.name_model(parsed.model)
         return parsed
 
 

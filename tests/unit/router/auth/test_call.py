@@ -7,8 +7,10 @@ import pytest
 from router.auth.call import Call
 from router.auth.grpc_gate import source_of
 from router.auth.principal import Access
+from router.auth.rate_limits import RateLimiter
 from tandem.errors import ErrorCode
 from tandem.request import RequestState
+from tandem.testing.models import FakeClock
 
 FINISHED, REJECTED, CANCELLED = RequestState.FINISHED, RequestState.REJECTED, RequestState.CANCELLED
 
@@ -26,7 +28,7 @@ FINISHED, REJECTED, CANCELLED = RequestState.FINISHED, RequestState.REJECTED, Re
 def test_the_first_answer_that_did_not_finish_is_told_of(
     ends: list[tuple[RequestState, ErrorCode | None]], outcome: str, code: ErrorCode | None
 ) -> None:
-    call = Call("POST /x", Access.CALLER, "", "", "", 0.0)
+    call = Call("POST /x", Access.CALLER, "", "", "", 0.0, RateLimiter(FakeClock()))
     for state, error in ends:
         call.ended(state, error, 3)
     assert (call.outcome, call.code, call.completion_tokens) == (outcome, code, 3 * len(ends))

@@ -239,30 +239,30 @@ async def test_keys_roll_over_and_an_issuer_that_is_gone_costs_nothing(issuer: _
     auth = AuthSpec(jwt=JwtSpec(issuer=ISSUER, audience=AUDIENCE, jwks_url=url))
     calls = Calls(auth, None, clock, lambda refused: None)
 
-    async def let_in(given: str) -> str:
+    async def authenticate(given: str) -> str:
         call = calls.begin("GET /x", Access.CALLER, "", "", "")
-        await calls.let_in(call, f"Bearer {given}")
+        await calls.authenticate(call, f"Bearer {given}")
         return call.tenant
 
     issuer.status = 503
     with pytest.raises(UnavailableError):
-        await let_in(token())
+        await authenticate(token())
     assert calls._sources is not None
     issuer.status, issuer.body = 200, jwks(KEYS[0])
-    await calls._sources.freshen()
-    assert await let_in(token()) == "acme"
+    await calls._sources.refresh()
+    assert await authenticate(token()) == "acme"
     issuer.body = jwks(KEYS[0], KEYS[1])
     asked = issuer.asked
     with pytest.raises(Unauthenticated):
-        await let_in(token(EC, "e", "ES256"))
+        await authenticate(token(EC, "e", "ES256"))
     assert issuer.asked == asked, "unknown keys do not make it ask more often than now and then"
     clock.advance(10.0)
-    assert await let_in(token(EC, "e", "ES256")) == "acme", "the new key is fetched when a token names it"
+    assert await authenticate(token(EC, "e", "ES256")) == "acme", "the new key is fetched when a token names it"
     issuer.status = 500
     clock.advance(10.0)
     with pytest.raises(Unauthenticated):
-        await let_in(token(ED, "o", "EdDSA"))
-    assert await let_in(token()) == "acme"
+        await authenticate(token(ED, "o", "EdDSA"))
+    assert await authenticate(token()) == "acme"
     await calls.close()
 
 
