@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from router.auth.api_keys import KeyTable
 from router.auth.jwt_tokens import MAX_TOKEN_CHARS, JwtVerifier
-from router.auth.principal import Access, Principal
+from router.auth.principal import AccessLevel, Principal
 from tandem.errors import PermissionDenied, Unauthenticated
 
 _MAX_HEADER_CHARS = MAX_TOKEN_CHARS + 16
@@ -23,10 +23,10 @@ class Authenticator:
         self.jwt = jwt
         self._now_unix_s = now_unix_s
 
-    def identify(self, authorization: str | None, access: Access = Access.CALLER) -> Principal:
+    def identify(self, authorization: str | None, access: AccessLevel = AccessLevel.CALLER) -> Principal:
         """Raises Unauthenticated, PermissionDenied; UnknownSigningKey if newer keys of the issuer might help."""
         principal = self._principal(_credential(authorization, access))
-        if access is not Access.CALLER and not principal.admin:
+        if access is not AccessLevel.CALLER and not principal.admin:
             raise PermissionDenied(f"key {principal.key_id}: expected one with the admin flag here")
         return principal
 
@@ -40,7 +40,7 @@ class Authenticator:
         return found
 
 
-def _credential(authorization: str | None, access: Access) -> str:
+def _credential(authorization: str | None, access: AccessLevel) -> str:
     """The key or token. HTTP Basic, with the key as password, is for admin routes only, which browsers and scrapers
     read: a browser also attaches it to requests of other sites, which must not generate."""
     if authorization is None:
@@ -51,7 +51,7 @@ def _credential(authorization: str | None, access: Access) -> str:
     match scheme.lower():
         case "bearer":
             return value.strip()
-        case "basic" if access is Access.ADMIN:
+        case "basic" if access is AccessLevel.ADMIN:
             try:
                 return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
             except (binascii.Error, UnicodeDecodeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.auth.principal import ANONYMOUS, Access, Principal
+from router.auth.principal import ANONYMOUS, AccessLevel, Principal
 from router.auth.rate_limits import RateLimiter
 from tandem.errors import ErrorCode
 from tandem.request import RequestState
@@ -18,7 +18,7 @@ class Call:
     request; before its first request it is the id in the HTTP answer, or over gRPC the id that the client sent."""
 
     method: str
-    access: Access
+    access: AccessLevel
     source: str
     request_id: str
     trace_id: str

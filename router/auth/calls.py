@@ -8,7 +8,7 @@ from collections.abc import Callable
 from router.auth.audit import AuditLine, AuditLog, utc_now
 from router.auth.call import Call
 from router.auth.jwt_tokens import UnknownSigningKey
-from router.auth.principal import Access, CacheSalts
+from router.auth.principal import AccessLevel, CacheSalts
 from router.auth.rate_limits import RateLimiter
 from router.auth.sources import KeySources
 from tandem.clock import Clock
@@ -44,7 +44,7 @@ class Calls:
         if self._audit is not None:
             self._audit.close()
 
-    def begin(self, method: str, access: Access, source: str, request_id: str, trace_id: str) -> Call:
+    def begin(self, method: str, access: AccessLevel, source: str, request_id: str, trace_id: str) -> Call:
         return Call(method, access, source, request_id, trace_id, self._clock.now_s(), self._limiter)
 
     async def authenticate(self, call: Call, authorization: str | None) -> None:

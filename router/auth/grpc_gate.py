@@ -12,14 +12,14 @@ import grpc
 from router.auth.access import grpc_access
 from router.auth.call import Call
 from router.auth.calls import Calls
-from router.auth.principal import Access
+from router.auth.principal import AccessLevel
 from router.request_ids import client_request_id, trace_id_of
 from tandem.errors import TandemError
 from tandem.rpc.grpc_errors import abort
 
 Metadata = tuple[tuple[str, str | bytes], ...] | None
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
-_OPEN = (Access.PUBLIC, Access.CONTROLLER)
+_OPEN = (AccessLevel.PUBLIC, AccessLevel.CONTROLLER)
 
 
 class GrpcGate(grpc.aio.ServerInterceptor):

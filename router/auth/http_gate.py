@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.auth.access import http_access
 from router.auth.call import Call
 from router.auth.calls import Calls
-from router.auth.principal import Access
+from router.auth.principal import AccessLevel
 from router.request_ids import trace_id_of
 from tandem.errors import TandemError, Unauthenticated
 
@@ -31,7 +31,7 @@ class HttpGate:
 
     def _guarded(self, path: str, app: ASGIApp) -> ASGIApp:
         access = http_access(path)
-        if access is Access.PUBLIC or not self._calls.is_watching:
+        if access is AccessLevel.PUBLIC or not self._calls.is_watching:
             return app
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,7 +45,7 @@ class HttpGate:
 
         return guarded
 
-    def _begin(self, scope: Scope, path: str, access: Access) -> Call:
+    def _begin(self, scope: Scope, path: str, access: AccessLevel) -> Call:
         client = scope.get("client")
         return self._calls.begin(
             f"{scope['method']} {path}",
@@ -75,5 +75,5 @@ def note_error(scope: Scope, error: TandemError) -> dict[str, str]:
     call.code = error.code
     if not isinstance(error, Unauthenticated):
         return {}
-    basic = f", Basic {_REALM}" if call.access is Access.ADMIN else ""
+    basic = f", Basic {_REALM}" if call.access is AccessLevel.ADMIN else ""
     return {"www-authenticate": f"Bearer {_REALM}{basic}"}

@@ -15,7 +15,7 @@ TENANT_SHAPE = re.compile(TENANT_PATTERN)
 NO_LIMITS = LimitsSpec()
 
 
-class Access(StrEnum):
+class AccessLevel(StrEnum):
     """Which credential a route or method requires."""
 
     PUBLIC = "public"  # none: probes

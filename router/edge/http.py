@@ -35,7 +35,7 @@ from router.edge.openai.responses_format import ResponsesFormat
 from router.edge.openai.responses_schema import ResponsesRequest
 from router.edge.openai.schema import ChatCompletionRequest, CompletionRequest, parse_body
 from router.edge.openai.tokenize import DetokenizeRequest, TokenizeRequest
-from router.edge.sse import SCOPE_KEY, Connection, SseResponse, Turns
+from router.edge.sse import SCOPE_KEY, Connection, SseResponse, WriteBatcher
 from router.request_ids import RequestIds
 from router.requests.answers import Answers
 from router.requests.request import RawRequest
@@ -59,14 +59,14 @@ class JsonResponse(Response):
 
 
 class HttpEdge:
-    """The handlers. Made into an application by `app`."""
+    """The handlers; `app` makes them an application."""
 
     def __init__(self, service: RouterService, *, max_body_bytes: int, more_routes: Sequence[Route] = ()) -> None:
-        """`more_routes`: not of the inference API (the dashboard's)."""
+        """`more_routes`: routes beside the inference API, such as the dashboard's."""
         self._service = service
         self._max_body_bytes = max_body_bytes
         self._more_routes = more_routes
-        self._turns = Turns()
+        self._batcher = WriteBatcher()
 
     def routes(self) -> list[Route]:
         return [
@@ -100,15 +100,15 @@ class HttpEdge:
     async def chat(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed = await self._body(request, lambda body: parse_body(ChatCompletionRequest, body))
-        raw = self._counted(parsed.model, parsed.parse)
+        raw = self._parse(parsed.model, parsed.parse)
         answers = await self._service.submit_all([raw], parsed.n or 1, request.scope["request_id"], terms)
         form = ChatFormat(answers, include_usage=parsed.include_usage, logprobs=bool(parsed.logprobs))
-        return await _answer(request, answers, form, self._turns if parsed.stream else None)
+        return await _answer(request, answers, form, self._batcher if parsed.stream else None)
 
     async def completions(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed = await self._body(request, lambda body: parse_body(CompletionRequest, body))
-        raws = self._counted(parsed.model, parsed.parse)
+        raws = self._parse(parsed.model, parsed.parse)
         answers = await self._service.submit_all(raws, parsed.n or 1, request.scope["request_id"], terms)
         form = CompletionFormat(
             answers,
@@ -116,14 +116,16 @@ class HttpEdge:
             echo=_prompt_texts(raws, answers) if parsed.echo else None,
             prompt_only=parsed.is_prompt_only,
         )
-        return await _answer(request, answers, form, self._turns if parsed.stream else None)
+        return await _answer(request, answers, form, self._batcher if parsed.stream else None)
 
     async def responses(self, request: Request) -> Response:
         terms = self._service.terms(request.headers.get, call=call_of(request.scope))
         parsed = await self._body(request, lambda body: parse_body(ResponsesRequest, body))
-        raw = self._counted(parsed.model, parsed.parse)
+        raw = self._parse(parsed.model, parsed.parse)
         answers = await self._service.submit_all([raw], 1, request.scope["request_id"], terms)
-        return await _answer(request, answers, ResponsesFormat(answers, parsed), self._turns if parsed.stream else None)
+        return await _answer(
+            request, answers, ResponsesFormat(answers, parsed), self._batcher if parsed.stream else None
+        )
 
     async def tokenize(self, request: Request) -> Response:
         parsed = await self._body(request, lambda body: parse_body(TokenizeRequest, body))
@@ -165,7 +167,8 @@ class HttpEdge:
     def _card(self, name: str) -> ModelCard:
         return ModelCard(id=name, max_model_len=self._service.models[name].max_model_tokens)
 
-    def _counted(self, model: str, parse: Callable[[], Parsed]) -> Parsed:
+    def _parse(self, model: str, parse: Callable[[], Parsed]) -> Parsed:
+        """Counts a request that `parse` refuses."""
         try:
             return parse()
         except InputError as error:
@@ -189,7 +192,7 @@ class HttpEdge:
                 raise PayloadTooLarge(f"body: expected at most {limit} bytes; send less")
             if len(body) <= INLINE_BODY_BYTES:
                 parsed = parse(bytes(body))
-            else:  # few threads: each keeps some of the memory that its largest body took
+            else:  # in few threads, as each keeps memory of the largest body that it parsed
                 parsed = await asyncio.get_running_loop().run_in_executor(self._service.executor, parse, bytes(body))
         except InputError as error:
             self._service.rejected("", error)
@@ -199,17 +202,17 @@ class HttpEdge:
         return parsed
 
 
-async def _answer(request: Request, answers: Answers, form: AnswerFormat, turns: Turns | None) -> Response:
-    """Waits for the first token, so that a failure before it gets its own HTTP status. `turns` None: one JSON object
-    when all answers have ended."""
+async def _answer(request: Request, answers: Answers, form: AnswerFormat, batcher: WriteBatcher | None) -> Response:
+    """Waits for the first token, so that a failure before it gets its own HTTP status. `batcher` None: one JSON
+    object when all answers have ended."""
     connection: Connection = request.scope[SCOPE_KEY]
     connection.when_lost(answers.cancel)
     handed_over = False
     try:
         first = await answers.next()
-        if turns is not None:
+        if batcher is not None:
             handed_over = True
-            return SseResponse(answers, form, first, turns)
+            return SseResponse(answers, form, first, batcher)
         arrivals = list(first)
         while not answers.ended:
             arrivals.extend(await answers.next())
@@ -234,7 +237,7 @@ def _error_response(error: TandemError, more_headers: Mapping[str, str]) -> Resp
 
 
 def _prompt_texts(raws: Sequence[RawRequest], answers: Answers) -> list[str]:
-    """For each answer the text of its prompt, as the client wrote it."""
+    """For each answer the text of its prompt, as the client sent it."""
     tokenizer = answers.model.tokenizer
     texts = [
         raw.prompt if isinstance(raw.prompt, str) else tokenizer.decode(first.request.prompt, skip_special_tokens=False)
@@ -256,8 +259,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    note_error(request.scope, RequestCancelled("the client went away"))
-    return Response(status_code=499)  # nobody reads it
+    note_error(request.scope, RequestCancelled("the client closed the connection"))
+    return Response(status_code=499)  # for the log: the connection is closed
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

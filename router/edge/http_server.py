@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn with our own limits, certificates that are renewed, and a prompt end."""
+"""The HTTP server: uvicorn with our own limits, renewal of certificates, and a fast shutdown."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from tandem.errors import PortInUse
 
 
 class _Server(uvicorn.Server):
-    """The process has its own signal handlers. Ends without uvicorn's fixed waits of 0.1 s each."""
+    """Leaves signals to the process, and shuts down without uvicorn's fixed waits of 0.1 s each."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._exit_asked = asyncio.Event()
+        self._exit_event = asyncio.Event()
 
     def end(self) -> None:
         self.should_exit = True
-        self._exit_asked.set()
+        self._exit_event.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def main_loop(self) -> None:
-        for tenth in itertools.cycle(range(10)):  # of a second, which `on_tick` counts
+        for tenth in itertools.cycle(range(10)):  # `on_tick` counts tenths of a second
             if await self.on_tick(tenth):
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.1):
-                    await self._exit_asked.wait()
+                    await self._exit_event.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         state = self.server_state
@@ -58,7 +58,7 @@ class _Server(uvicorn.Server):
                 task.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """With TLS, uvicorn would wait a minute for who begins no handshake."""
+        """With TLS, uvicorn would give a client a minute for its handshake."""
         config, state = self.config, self.server_state
         if config.ssl is None:
             await super().startup(sockets)
@@ -110,12 +110,12 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]  # a float is as good
+            timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]  # a float works too
             timeout_graceful_shutdown=5,
         )
         config.load()
         if tls is not None:
-            config.ssl = tls.http_context  # uvicorn's own way knows no renewal
+            config.ssl = tls.http_context  # uvicorn's own context cannot be renewed
         self._server = _Server(config)
         self._tls = tls
         self._sock = sock

@@ -8,7 +8,7 @@ from typing import Any
 from router.auth.call import Call
 from router.auth.grpc_gate import call_of, header_of
 from router.edge.limits.grpc import CallLimit
-from router.edge.oip_tensors import INPUTS, OUTPUTS, VERSION, Ask, parse_infer, response
+from router.edge.oip_tensors import INPUTS, OUTPUTS, VERSION, InferRequest, parse_infer, response
 from router.edge.openai.format import text_of, tokens_of
 from router.requests.output import Piece
 from router.requests.request import new_request_id
@@ -57,9 +57,9 @@ class OipEdge(GRPCInferenceServiceServicer):
     async def ModelInfer(self, request: oip.ModelInferRequest, context: Any) -> oip.ModelInferResponse:
         with self._limit:
             terms = self._service.terms(header_of(context), context.time_remaining(), call_of(context))
-            ask = self._parse(request, terms.call)
-            parts = [part async for part in self._answer(ask, terms)]
-            return _response(ask, [piece for pieces, _ in parts for piece in pieces], parts[-1][1])
+            asked = self._parse(request, terms.call)
+            parts = [part async for part in self._answer(asked, terms)]
+            return _response(asked, [piece for pieces, _ in parts for piece in pieces], parts[-1][1])
 
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Any
@@ -79,18 +79,18 @@ class OipEdge(GRPCInferenceServiceServicer):
                 if call is not None:
                     self._service.calls.authenticate_again(call, header("authorization"))
                 terms = self._service.terms(header, context.time_remaining(), call)
-                ask = self._parse(request, call)
-                async for pieces, reason in self._answer(ask, terms):
-                    reply = _response(ask, pieces, reason)
+                asked = self._parse(request, call)
+                async for pieces, reason in self._answer(asked, terms):
+                    reply = _response(asked, pieces, reason)
                     reply.parameters["triton_final_response"].bool_param = reason is not None
                     yield oip.ModelStreamInferResponse(infer_response=reply)
         except TandemError as error:
             failed = oip.ModelInferResponse(model_name=request.model_name, id=request.id)
             yield oip.ModelStreamInferResponse(error_message=error.message, infer_response=failed)
 
-    async def _answer(self, ask: Ask, terms: Terms) -> AsyncIterator[tuple[list[Piece], str | None]]:
+    async def _answer(self, asked: InferRequest, terms: Terms) -> AsyncIterator[tuple[list[Piece], str | None]]:
         """The pieces as they arrive, with the finish reason at the end."""
-        answers = await self._service.submit_all([ask.raw], 1, new_request_id(), terms)
+        answers = await self._service.submit_all([asked.raw], 1, new_request_id(), terms)
         try:
             while not answers.ended:
                 for arrival in await answers.next():
@@ -98,7 +98,7 @@ class OipEdge(GRPCInferenceServiceServicer):
         finally:
             answers.cancel()  # also on the client's cancellation and deadline
 
-    def _parse(self, request: oip.ModelInferRequest, call: Call | None) -> Ask:
+    def _parse(self, request: oip.ModelInferRequest, call: Call | None) -> InferRequest:
         if call is not None:
             call.name_model(request.model_name)
         try:
@@ -118,6 +118,6 @@ def _metadata(name: str, datatype: str, shape: Iterable[int]) -> oip.ModelMetada
     return oip.ModelMetadataResponse.TensorMetadata(name=name, datatype=datatype, shape=shape)
 
 
-def _response(ask: Ask, pieces: list[Piece], reason: str | None) -> oip.ModelInferResponse:
+def _response(asked: InferRequest, pieces: list[Piece], reason: str | None) -> oip.ModelInferResponse:
     token_ids = [token.token_id for token in tokens_of(pieces)]
-    return response(ask, ask.raw.model, text=text_of(pieces), token_ids=token_ids, reason=reason)
+    return response(asked, asked.raw.model, text=text_of(pieces), token_ids=token_ids, reason=reason)

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the HTTP edge: requests from the types that parse them, answers as the formats write them."""
+"""The OpenAPI document of the HTTP edge, generated from the types that parse requests and those that encode answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from pydantic.json_schema import models_json_schema
 
 from router.auth.access import http_access
-from router.auth.principal import Access
+from router.auth.principal import AccessLevel
 from router.edge.openai.answer_schema import (
     AnswerStruct,
     ChatCompletion,
@@ -68,7 +68,7 @@ def _ref(name: str) -> Schema:
 
 
 def _answers() -> Schema:
-    """The schemas of all answers, and of what is in them, by name."""
+    """The schemas of all answers and of their parts, by name."""
     events = get_args(ResponseEvent)
     names = {kind.__name__: name for name, kind in _ANSWERS.items()}
     _, found = msgspec.json.schema_components([*_ANSWERS.values(), *events], ref_template="#/components/schemas/{name}")
@@ -91,7 +91,7 @@ def _all_required(schema: Schema) -> Schema:
     return schema | {"properties": properties, "required": required}
 
 
-# What is checked for all edges alike, and so not by the types that parse them.
+# Limits that are checked for all edges in one place, and so are not in the types that parse requests.
 _PENALTY: Schema = {"minimum": -MAX_PENALTY, "maximum": MAX_PENALTY}
 _LIMITS: dict[str, Schema] = {
     "temperature": {"minimum": 0, "maximum": 2},
@@ -110,7 +110,7 @@ _LIMITS: dict[str, Schema] = {
 
 
 def _limited(request: Schema) -> Schema:
-    """A request's schema with the limits of `_LIMITS` on every kind of value but null."""
+    """A request's schema with `_LIMITS` applied to every type of value except null."""
     shown = dict(request.get("properties", {}))
     for name in shown.keys() & _LIMITS.keys():
         kinds = [kind if kind["type"] == "null" else kind | _LIMITS[name] for kind in shown[name]["anyOf"]]
@@ -122,14 +122,18 @@ def _content(kind: str, schema: Schema) -> Schema:
     return {kind: {"schema": schema}}
 
 
+def _json(name: str) -> Schema:
+    return _content("application/json", _ref(name))
+
+
 def _reply(text: str, content: Schema) -> Schema:
     return {"description": text, "headers": {"x-request-id": {"schema": _STRING}}, "content": content}
 
 
 def _errors() -> Schema:
     statuses = sorted({WIRE[code].http_status for code in ErrorCode} - {499})
-    retry = {"retry-after": {"schema": _STRING, "description": "Seconds; where a retry may succeed."}}
-    reply = _reply("Refused or failed.", _content("application/json", _ref("Error")))
+    retry = {"retry-after": {"schema": _STRING, "description": "Seconds after which a retry may succeed."}}
+    reply = _reply("The request was refused or failed.", _json("Error"))
     return {str(status): reply | {"headers": reply["headers"] | retry} for status in statuses}
 
 
@@ -139,47 +143,51 @@ def _parameters(*, generates: bool) -> list[Schema]:
 
 
 def _post(summary: str, request: type, answer: str, events: str | None = None) -> Schema:
-    content = _content("application/json", _ref(answer))
+    content = _json(answer)
     if events is not None:
         content |= _content("text/event-stream", _ref(events))
-    body = {"required": True, "content": _content("application/json", _ref(request.__name__))}
+    body = {"required": True, "content": _json(request.__name__)}
     return {
         "post": {
             "summary": summary,
             "operationId": request.__name__.removesuffix("Request"),
             "parameters": _parameters(generates=events is not None),
             "requestBody": body,
-            "responses": {"200": _reply("The answer; with stream=true its events.", content), **_errors()},
+            "responses": {"200": _reply("The answer, or its events with stream=true.", content), **_errors()},
         }
     }
 
 
 def _get(summary: str, operation: str, content: Schema, **more: Schema) -> Schema:
     return {
-        "get": {"summary": summary, "operationId": operation, "responses": {"200": _reply("Now.", content), **more}}
+        "get": {
+            "summary": summary,
+            "operationId": operation,
+            "responses": {"200": _reply("The answer.", content), **more},
+        }
     }
 
 
-# Routers without security.auth ask nobody.
+# A router without security.auth requires no key.
 _SCHEMES: Schema = {
-    "key": {"type": "http", "scheme": "bearer", "description": "An API key or a JWT, where the router asks for one."},
+    "key": {"type": "http", "scheme": "bearer", "description": "An API key or a JWT, if the router requires one."},
     "admin": {"type": "http", "scheme": "basic", "description": "The password is an API key with the admin flag."},
 }
-_SECURITY: dict[Access, list[Schema]] = {
-    Access.PUBLIC: [],
-    Access.CALLER: [{"key": []}],
-    Access.ADMIN: [{"key": []}, {"admin": []}],
+_SECURITY: dict[AccessLevel, list[Schema]] = {
+    AccessLevel.PUBLIC: [],
+    AccessLevel.CALLER: [{"key": []}],
+    AccessLevel.ADMIN: [{"key": []}, {"admin": []}],
 }
 
 
 def _with_security(paths: Schema) -> Schema:
-    """What the table of router.auth.access says, and the answer to who has no key."""
-    refused = _reply("Refused: no good key.", _content("application/json", _ref("Error")))
+    """Adds the access that router.auth.access requires, and the answers to a missing or insufficient key."""
+    refused = _reply("The key is missing, invalid or not allowed to do this.", _json("Error"))
     for path, methods in paths.items():
         access = http_access(path.replace("{name}", "{name:path}"))
         for operation in methods.values():
             operation["security"] = _SECURITY[access]
-            if access is not Access.PUBLIC:
+            if access is not AccessLevel.PUBLIC:
                 operation["responses"].setdefault("401", refused)
                 operation["responses"].setdefault("403", refused)
     return paths
@@ -191,13 +199,14 @@ def openapi_document() -> Schema:
     _, requests = models_json_schema(
         [(each, "validation") for each in _REQUESTS], ref_template="#/components/schemas/{model}"
     )
-    missing = _reply("There is none.", _content("application/json", _ref("Error")))
-    model = _get("One model", "Model", _content("application/json", _ref("Model")), **{"404": missing})
+    missing = _reply("There is no such model.", _json("Error"))
+    model = _get("One model", "Model", _json("Model"), **{"404": missing})
     model["get"]["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": _STRING}]
-    info = _get("What a tokenizer used from afar needs", "TokenizerInfo", _content("application/json", _ref("Info")))
+    info = _get("What a remote client needs to use the tokenizer", "TokenizerInfo", _json("Info"))
     info["get"]["parameters"] = [{"name": "model", "in": "query", "required": False, "schema": _STRING}]
     info["get"]["responses"]["404"] = missing
-    status = _content("application/json", _ref("Status"))
+    status = _json("Status")
+    not_ready = _reply("Requests cannot be served now.", status)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tandem", "version": tandem_version()},
@@ -213,10 +222,10 @@ def openapi_document() -> Schema:
                 "/tokenize": _post("Token ids of a text or a chat", TokenizeRequest, "Tokens"),
                 "/detokenize": _post("Text of token ids", DetokenizeRequest, "Text"),
                 "/tokenizer_info": info,
-                "/v1/models": _get("The models there are", "Models", _content("application/json", _ref("Models"))),
+                "/v1/models": _get("The models that are served", "Models", _json("Models")),
                 "/v1/models/{name}": model,
-                "/health": _get("The process is alive", "Health", status),
-                "/ready": _get("A request could be served", "Ready", status, **{"503": _reply("Not now.", status)}),
+                "/health": _get("Whether the process runs", "Health", status),
+                "/ready": _get("Whether requests can be served", "Ready", status, **{"503": not_ready}),
                 "/metrics": _get("Prometheus metrics", "Metrics", _content("text/plain", _STRING)),
                 "/openapi.json": _get("This document", "OpenApi", _content("application/json", {"type": "object"})),
             }

@@ -16,7 +16,7 @@ import pytest
 
 from cluster.control.router_traces import RouterTraces
 from router.app import RouterApp
-from router.edge.tls import HANDSHAKE_TIMEOUT_S, LOOK_S
+from router.edge.tls import HANDSHAKE_TIMEOUT_S, POLL_S
 from tandem.config.launch import RouterLaunch, ServedModel
 from tandem.config.spec import EdgeTlsSpec, RouterSpec
 from tandem.errors import ConfigError
@@ -149,11 +149,11 @@ async def test_renewed_files_are_shown_to_the_next_client_while_a_former_one_sta
         assert (await http.get(url)).status_code == 200
         renewed = theirs.issue(NAME)
         shutil.copy(renewed["cert"], tmp_path / "tls" / "cert")
-        await asyncio.sleep(LOOK_S + 0.2)
+        await asyncio.sleep(POLL_S + 0.2)
         assert await by_http(app, ours.ca) == 200, "they do not fit each other yet"
         assert await by_grpc(app, ours.ca) == ["tiny"]
         shutil.copy(renewed["key"], tmp_path / "tls" / "key")
-        await asyncio.sleep(LOOK_S + 0.2)
+        await asyncio.sleep(POLL_S + 0.2)
         assert await by_http(app, theirs.ca) == 200
         assert await by_grpc(app, theirs.ca) == ["tiny"]
         assert (await http.get(url)).status_code == 200

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.edge.limits.json import Limits, check_body
+from router.edge.limits.json import JsonLimits, check_body
 from tandem.errors import InputError
 
 STRETCH = 64 << 10
@@ -28,7 +28,7 @@ STRETCH = 64 << 10
 )
 def test_what_is_too_much_is_named(body: bytes, what: str) -> None:
     with pytest.raises(InputError, match=f"expected at most [0-9]+ {what}"):
-        check_body(body, Limits(containers=2, keys=3, strings=4, values=6))
+        check_body(body, JsonLimits(containers=2, keys=3, strings=4, values=6))
 
 
 TEXTS = ["[" * 200_000, "{,:" * 90_000, '\\"[' * 90_000, "\\" * 200_001, '"' * 200_000, "a" * 200_000]
@@ -38,7 +38,7 @@ TEXTS = ["[" * 200_000, "{,:" * 90_000, '\\"[' * 90_000, "\\" * 200_001, '"' * 2
 @pytest.mark.parametrize("shift", [0, 1, 2, 3])
 def test_text_does_not_count_wherever_it_is_cut(text: str, shift: int) -> None:
     body = json.dumps({"prompt": "x" * (STRETCH - 14 + shift) + text})
-    check_body(body.encode(), Limits(containers=1, keys=1, strings=2, values=1))
+    check_body(body.encode(), JsonLimits(containers=1, keys=1, strings=2, values=1))
 
 
 def size(value: Any) -> tuple[int, int]:
@@ -63,10 +63,10 @@ def test_a_body_passes_at_its_own_size_and_not_below(value: Any, ascii_only: boo
     containers, strings = size(value)
     body = json.dumps(value, ensure_ascii=ascii_only).encode()
     padded = body + b" " * (containers + 1)  # bodies shorter than the limit need no look
-    check_body(padded, Limits(containers=containers, strings=strings))
+    check_body(padded, JsonLimits(containers=containers, strings=strings))
     if containers:
         with pytest.raises(InputError):
-            check_body(padded, Limits(containers=containers - 1, strings=strings))
+            check_body(padded, JsonLimits(containers=containers - 1, strings=strings))
     if strings:
         with pytest.raises(InputError):
-            check_body(padded, Limits(containers=containers, strings=strings - 1))
+            check_body(padded, JsonLimits(containers=containers, strings=strings - 1))

@@ -6,7 +6,7 @@ import pytest
 
 from router.auth.call import Call
 from router.auth.grpc_gate import source_of
-from router.auth.principal import Access
+from router.auth.principal import AccessLevel
 from router.auth.rate_limits import RateLimiter
 from tandem.errors import ErrorCode
 from tandem.request import RequestState
@@ -28,7 +28,7 @@ FINISHED, REJECTED, CANCELLED = RequestState.FINISHED, RequestState.REJECTED, Re
 def test_the_first_answer_that_did_not_finish_is_told_of(
     ends: list[tuple[RequestState, ErrorCode | None]], outcome: str, code: ErrorCode | None
 ) -> None:
-    call = Call("POST /x", Access.CALLER, "", "", "", 0.0, RateLimiter(FakeClock()))
+    call = Call("POST /x", AccessLevel.CALLER, "", "", "", 0.0, RateLimiter(FakeClock()))
     for state, error in ends:
         call.ended(state, error, 3)
     assert (call.outcome, call.code, call.completion_tokens) == (outcome, code, 3 * len(ends))

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from starlette.routing import Route
 
 from router.auth.access import GRPC_ACCESS, HTTP_ACCESS, grpc_access, http_access
-from router.auth.principal import Access
+from router.auth.principal import AccessLevel
 from router.dashboard.edge import DashboardEdge
 from router.dashboard.source import SnapshotSource
 from router.edge.http import HttpEdge
@@ -44,7 +44,7 @@ def routes() -> list[Route]:
     return [*HttpEdge(cast(RouterService, None), max_body_bytes=1).routes(), *dashboard]
 
 
-def requests() -> Iterator[tuple[str, str, Access]]:
+def requests() -> Iterator[tuple[str, str, AccessLevel]]:
     """(method, path, what it asks for) of everything that the HTTP edge serves."""
     for route in routes():
         for method in sorted(route.methods or ()):
@@ -73,12 +73,12 @@ def test_the_table_lists_exactly_what_is_served() -> None:
 
 
 def test_what_is_in_no_table_is_for_admins() -> None:
-    assert http_access("/new") is Access.ADMIN
-    assert grpc_access("/new.Service/Method") is Access.ADMIN
-    public = {path for path, access in HTTP_ACCESS.items() if access is Access.PUBLIC}
+    assert http_access("/new") is AccessLevel.ADMIN
+    assert grpc_access("/new.Service/Method") is AccessLevel.ADMIN
+    public = {path for path, access in HTTP_ACCESS.items() if access is AccessLevel.PUBLIC}
     page = {"/dashboard", "/dashboard/", "/dashboard/static/{name}"}  # it holds no data
     assert public == {"/health", "/ready"} | page
-    methods = [method for method, access in GRPC_ACCESS.items() if access is Access.PUBLIC]
+    methods = [method for method, access in GRPC_ACCESS.items() if access is AccessLevel.PUBLIC]
     assert {method.split("/")[1] for method in methods} == {"grpc.health.v1.Health"}
 
 
@@ -86,13 +86,13 @@ async def test_every_route_refuses_no_key_and_wrong_keys(cluster: Any, keys: Any
     for method, path, access in requests():
         for headers in wrong_headers(keys):
             answer = await cluster.http.request(method, path, headers=headers)
-            if access is Access.PUBLIC:
+            if access is AccessLevel.PUBLIC:
                 assert answer.status_code in (200, 307), path  # 307: to the page itself
                 continue
             assert answer.status_code == 401, (method, path, headers)
             challenge = answer.headers["www-authenticate"]
             assert challenge.startswith('Bearer realm="tandem"')
-            assert ("Basic" in challenge) == (access is Access.ADMIN)
+            assert ("Basic" in challenge) == (access is AccessLevel.ADMIN)
             if method != "HEAD":
                 error = answer.json()["error"]
                 assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
@@ -104,7 +104,7 @@ async def test_every_route_lets_in_whom_it_is_for(cluster: Any, keys: Any) -> No
     for method, path, access in requests():
         plain = await cluster.http.request(method, path, headers=keys.bearer("acme"))
         admin = await cluster.http.request(method, path, headers=keys.bearer("operator"))
-        assert (plain.status_code == 403) == (access is Access.ADMIN), (method, path)
+        assert (plain.status_code == 403) == (access is AccessLevel.ADMIN), (method, path)
         assert plain.status_code != 401
         # 307: to the page itself; 400: there is no body; 404: there is no such request.
         assert admin.status_code in (200, 307, 400, 404), (method, path)
@@ -171,10 +171,10 @@ async def test_every_method_refuses_no_key_and_wrong_keys(cluster: Any, keys: An
     wrong = [each for each in wrong if all(len(value) < 5000 for _, value in each)]  # else the transport refuses it
     wrong.append((("authorization-bin", b"Bearer " + keys.texts["operator"].encode()),))
     for method in METHODS:
-        public = GRPC_ACCESS[method] is Access.PUBLIC
+        public = GRPC_ACCESS[method] is AccessLevel.PUBLIC
         for metadata in wrong:
             assert (await call(cluster, method, metadata) is REFUSED) != public, (method, metadata)
-    traces = [method for method in METHODS if GRPC_ACCESS[method] is Access.CONTROLLER]
+    traces = [method for method in METHODS if GRPC_ACCESS[method] is AccessLevel.CONTROLLER]
     assert traces == [method for method in METHODS if method.startswith("/tandem.v1.Traces/")]
     for method in traces:
         assert await call(cluster, method, keys.metadata("operator")) is REFUSED
@@ -183,7 +183,7 @@ async def test_every_method_refuses_no_key_and_wrong_keys(cluster: Any, keys: An
 
 async def test_every_method_lets_in_whom_it_is_for(cluster: Any, keys: Any) -> None:
     for method in METHODS:
-        if GRPC_ACCESS[method] is Access.CALLER:
+        if GRPC_ACCESS[method] is AccessLevel.CALLER:
             code = await call(cluster, method, keys.metadata("acme"))
             assert code not in (REFUSED, grpc.StatusCode.PERMISSION_DENIED), method
     for trick in ("/tandem.v1.Inference/generate", "//tandem.v1.Inference/Generate", "/tandem.v1.Inference/Generate/"):

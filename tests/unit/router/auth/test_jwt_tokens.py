@@ -22,7 +22,7 @@ from router.auth.authenticator import Authenticator
 from router.auth.calls import Calls
 from router.auth.jwks import MAX_JWKS_BYTES, fetch_jwks, parse_jwks
 from router.auth.jwt_tokens import JwtVerifier, UnknownSigningKey
-from router.auth.principal import Access
+from router.auth.principal import AccessLevel
 from router.auth.sources import KeySources
 from tandem.clock import SystemClock
 from tandem.config.auth import AuthSpec, ClaimsSpec, JwtSpec, LimitsSpec
@@ -177,9 +177,9 @@ def test_a_verified_token_is_remembered_until_it_ends_or_its_key_is_gone() -> No
 
 def test_admin_routes_ask_for_the_admin_claim() -> None:
     authenticator = Authenticator(verifier(claims=ClaimsSpec(admin="ops")))
-    authenticator.identify(f"Bearer {token(ops=True)}", Access.ADMIN)
+    authenticator.identify(f"Bearer {token(ops=True)}", AccessLevel.ADMIN)
     with pytest.raises(PermissionDenied):
-        authenticator.identify(f"Bearer {token()}", Access.ADMIN)
+        authenticator.identify(f"Bearer {token()}", AccessLevel.ADMIN)
 
 
 class _Issuer(HTTPServer):
@@ -240,7 +240,7 @@ async def test_keys_roll_over_and_an_issuer_that_is_gone_costs_nothing(issuer: _
     calls = Calls(auth, None, clock, lambda refused: None)
 
     async def authenticate(given: str) -> str:
-        call = calls.begin("GET /x", Access.CALLER, "", "", "")
+        call = calls.begin("GET /x", AccessLevel.CALLER, "", "", "")
         await calls.authenticate(call, f"Bearer {given}")
         return call.tenant
 
