@@ -83,7 +83,7 @@ class KeyList(Frozen):
         """Raises NotFound."""
         found = next((each for each in self.keys if each.id == key_id), None)
         if found is None:
-            raise NotFound(f"id: there is no key {key_id[:40]!r}; `tandem keys list` shows those there are", field="id")
+            raise NotFound(f"id: there is no key {key_id[:40]!r}; `tandem keys list` shows all keys", field="id")
         return found
 
     def with_key(self, record: KeyRecord) -> KeyList:

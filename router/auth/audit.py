@@ -93,22 +93,22 @@ class AuditLog:
             log.warning("security.auth.audit_log: written again; %d lines were lost", self._lost)
             self._lost = 0
         if self._dropped:
-            log.error("security.auth.audit_log: %d lines were dropped, the disk being too slow", self._dropped)
+            log.error("security.auth.audit_log: %d lines were dropped because the disk is too slow", self._dropped)
             self._dropped = 0
 
     def _follow_rotation(self) -> None:
         if self._path is None:
             return
-        ours = os.fstat(self._file)
+        opened = os.fstat(self._file)
         try:
-            theirs = os.stat(self._path)
-            moved = (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino)
+            named = os.stat(self._path)
+            moved = (opened.st_dev, opened.st_ino) != (named.st_dev, named.st_ino)
         except FileNotFoundError:
             moved = True
         if moved:
-            opened = _open(self._path)
+            file = _open(self._path)
             os.close(self._file)
-            self._file = opened
+            self._file = file
 
 
 def _open(path: str) -> int:

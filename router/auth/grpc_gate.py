@@ -36,7 +36,7 @@ class GrpcGate(grpc.aio.ServerInterceptor):
         call = self._calls.begin(
             method,
             grpc_access(method),
-            "",  # only the context knows the peer
+            "",  # the context has it
             client_request_id(value_of(metadata, "x-request-id")),
             trace_id_of((value_of(metadata, "traceparent") or "").encode()),
         )
@@ -47,7 +47,7 @@ class GrpcGate(grpc.aio.ServerInterceptor):
         return _with_call(handler, call)
 
     def _refusal(self, call: Call, error: TandemError) -> grpc.RpcMethodHandler[bytes, bytes]:
-        """Takes a stream, whatever the method takes, so that it answers before a request is read."""
+        """A handler that takes a stream, whatever the method takes: it answers before it reads a request."""
 
         async def refuse(requests: object, context: Any) -> bytes:
             call.source = source_of(context)
@@ -69,8 +69,8 @@ class CallContext:
 
 
 def _with_call(handler: Any, call: Call) -> Any:
-    """The handler of the same kind, whose method gets a CallContext. The method is a coroutine, as GuardedServer's are:
-    grpc.aio would run anything else in a thread."""
+    """A handler of the same kind whose method gets a CallContext. Methods are coroutines, as those of GuardedServer:
+    grpc.aio would run any other function in a thread."""
     method = handler.unary_unary or handler.unary_stream or handler.stream_stream
 
     async def with_call(request: Any, context: Any) -> Any:

@@ -17,7 +17,7 @@ from tandem.errors import ConfigError
 FETCH_TIMEOUT_S = 5.0
 MAX_JWKS_BYTES = 1 << 20
 MAX_KEYS = 256
-# The public members of a key: if an issuer has published its private key by mistake, we do not keep that.
+# The public members of a key. An issuer may have published its private key by mistake, which we do not keep.
 _PUBLIC = frozenset({"kty", "crv", "x", "y", "n", "e"})
 _RSA = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512")
 
@@ -51,7 +51,7 @@ def _signing_key(entry: dict[str, Any], allowed: tuple[str, ...]) -> SigningKey 
     if entry.get("use", "sig") != "sig":
         return None
     public = {name: value for name, value in entry.items() if name in _PUBLIC}
-    try:  # without `alg`, so that PyJWK derives the algorithm from key type and curve; it would do so for Ed25519 only
+    try:  # `alg` is not passed: key type and curve decide the algorithm. PyJWK does that for OKP with Ed25519 only.
         key = PyJWK(public, algorithm="EdDSA" if public.get("kty") == "OKP" else None)
     except (PyJWTError, KeyError, ValueError, TypeError):
         return None

@@ -37,8 +37,8 @@ def read_keys(path: Path) -> KeyList:
         raise _fault(path, "expected YAML") from None  # a parser's text could repeat secrets of the file
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise _fault(path, f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
+        location = ".".join(str(part) for part in first["loc"])
+        raise _fault(path, f"{location}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 def change_keys(path: Path, change: Callable[[KeyList], KeyList]) -> None:

@@ -43,9 +43,9 @@ class WatchedFile:
         try:
             self._read(self._path)
         except ConfigError as error:
-            log.error("%s; what was read before stays in force", error.message)
+            log.error("%s; the content loaded before stays in use", error.message)
             return
-        log.info("read again", extra={"file": str(self._path)})
+        log.info("reloaded", extra={"file": str(self._path)})
 
     def _identity(self) -> tuple[int, int, int, int] | None:
         try:
@@ -76,7 +76,7 @@ class FetchedKeys:
             try:
                 keys = await asyncio.to_thread(fetch_jwks, self._url, self._algorithms)
             except ConfigError as error:
-                log.error("%s; keys fetched before stay in force", error.message)
+                log.error("%s; the keys fetched before stay in use", error.message)
                 return
             finally:
                 self._tried_s = self._clock.now_s()

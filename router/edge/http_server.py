@@ -18,7 +18,7 @@ from router.edge.tls import HANDSHAKE_TIMEOUT_S, EdgeTls
 from tandem.errors import PortInUse
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """Leaves signals to the process, and shuts down without uvicorn's fixed waits of 0.1 s each."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -58,7 +58,7 @@ class _Server(uvicorn.Server):
                 task.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """With TLS, uvicorn would give a client a minute for its handshake."""
+        """Limits the time of a TLS handshake, for which uvicorn would give a client a minute."""
         config, state = self.config, self.server_state
         if config.ssl is None:
             await super().startup(sockets)
@@ -116,7 +116,7 @@ class HttpServer:
         config.load()
         if tls is not None:
             config.ssl = tls.http_context  # uvicorn's own context cannot be renewed
-        self._server = _Server(config)
+        self._server = _UvicornServer(config)
         self._tls = tls
         self._sock = sock
         self._task: asyncio.Task[None] | None = None

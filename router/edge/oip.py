@@ -57,9 +57,9 @@ class OipEdge(GRPCInferenceServiceServicer):
     async def ModelInfer(self, request: oip.ModelInferRequest, context: Any) -> oip.ModelInferResponse:
         with self._limit:
             terms = self._service.terms(header_of(context), context.time_remaining(), call_of(context))
-            asked = self._parse(request, terms.call)
-            parts = [part async for part in self._answer(asked, terms)]
-            return _response(asked, [piece for pieces, _ in parts for piece in pieces], parts[-1][1])
+            parsed = self._parse(request, terms.call)
+            parts = [part async for part in self._answer(parsed, terms)]
+            return _response(parsed, [piece for pieces, _ in parts for piece in pieces], parts[-1][1])
 
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Any
@@ -79,18 +79,18 @@ class OipEdge(GRPCInferenceServiceServicer):
                 if call is not None:
                     self._service.calls.authenticate_again(call, header("authorization"))
                 terms = self._service.terms(header, context.time_remaining(), call)
-                asked = self._parse(request, call)
-                async for pieces, reason in self._answer(asked, terms):
-                    reply = _response(asked, pieces, reason)
+                parsed = self._parse(request, call)
+                async for pieces, reason in self._answer(parsed, terms):
+                    reply = _response(parsed, pieces, reason)
                     reply.parameters["triton_final_response"].bool_param = reason is not None
                     yield oip.ModelStreamInferResponse(infer_response=reply)
         except TandemError as error:
             failed = oip.ModelInferResponse(model_name=request.model_name, id=request.id)
             yield oip.ModelStreamInferResponse(error_message=error.message, infer_response=failed)
 
-    async def _answer(self, asked: InferRequest, terms: Terms) -> AsyncIterator[tuple[list[Piece], str | None]]:
+    async def _answer(self, parsed: InferRequest, terms: Terms) -> AsyncIterator[tuple[list[Piece], str | None]]:
         """The pieces as they arrive, with the finish reason at the end."""
-        answers = await self._service.submit_all([asked.raw], 1, new_request_id(), terms)
+        answers = await self._service.submit_all([parsed.raw], 1, new_request_id(), terms)
         try:
             while not answers.ended:
                 for arrival in await answers.next():
@@ -118,6 +118,6 @@ def _metadata(name: str, datatype: str, shape: Iterable[int]) -> oip.ModelMetada
     return oip.ModelMetadataResponse.TensorMetadata(name=name, datatype=datatype, shape=shape)
 
 
-def _response(asked: InferRequest, pieces: list[Piece], reason: str | None) -> oip.ModelInferResponse:
+def _response(parsed: InferRequest, pieces: list[Piece], reason: str | None) -> oip.ModelInferResponse:
     token_ids = [token.token_id for token in tokens_of(pieces)]
-    return response(asked, asked.raw.model, text=text_of(pieces), token_ids=token_ids, reason=reason)
+    return response(parsed, parsed.raw.model, text=text_of(pieces), token_ids=token_ids, reason=reason)

@@ -145,21 +145,21 @@ def _ids(tensor: _Tensor, raw: bytes | None, check_tokens: Callable[[int], None]
 
 
 def response(
-    asked: InferRequest, model: str, *, text: str, token_ids: Sequence[int], reason: str | None
+    parsed: InferRequest, model: str, *, text: str, token_ids: Sequence[int], reason: str | None
 ) -> oip.ModelInferResponse:
     """`reason` None: more tokens follow."""
-    reply = oip.ModelInferResponse(model_name=model, model_version=VERSION, id=asked.id)
-    for name in asked.wanted:
+    reply = oip.ModelInferResponse(model_name=model, model_version=VERSION, id=parsed.id)
+    for name in parsed.wanted:
         if name == "output_ids":
             tensor = reply.outputs.add(name=name, datatype="INT32", shape=[len(token_ids)])
-            if asked.is_raw:
+            if parsed.is_raw:
                 reply.raw_output_contents.append(np.asarray(token_ids, "<i4").tobytes())
             else:
                 tensor.contents.int_contents.extend(token_ids)
             continue
         element = (text if name == "text_output" else reason or "").encode()
         tensor = reply.outputs.add(name=name, datatype="BYTES", shape=[1])
-        if asked.is_raw:
+        if parsed.is_raw:
             reply.raw_output_contents.append(struct.pack("<I", len(element)) + element)
         else:
             tensor.contents.bytes_contents.append(element)

@@ -81,8 +81,8 @@ def _answers() -> Schema:
 
 
 def _all_required(schema: Schema) -> Schema:
-    """Answers always contain their fields with a default, so these are required too. A field that may be UNSET has no
-    default here."""
+    """Marks fields with a default as required, as answers always contain them. In msgspec's schema, a field that may be
+    UNSET has no default."""
     if "properties" not in schema:
         return schema
     fields = schema["properties"].items()

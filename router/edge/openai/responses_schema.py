@@ -49,18 +49,18 @@ class InputItem(StrictModel):
 
     def parse(self, index: int) -> Message:
         """Raises InputError, UnsupportedField."""
-        where = f"input.{index}"
+        path = f"input.{index}"
         if self.type != "message":
-            raise unsupported(f"{where}.type", f"value {self.type[:40]!r}")
+            raise unsupported(f"{path}.type", f"value {self.type[:40]!r}")
         if self.model_extra:
-            field = f"{where}.{next(iter(self.model_extra))}"
+            field = f"{path}.{next(iter(self.model_extra))}"
             raise InputError(f"unknown field {field!r}", field=field)
         if self.role not in ("system", "developer", "user", "assistant"):
             raise InputError(
-                f"{where}.role: expected system, developer, user or assistant, got {self.role!r}", field=f"{where}.role"
+                f"{path}.role: expected system, developer, user or assistant, got {self.role!r}", field=f"{path}.role"
             )
         if self.content is None:
-            raise InputError(f"{where}.content: expected text, got nothing", field=f"{where}.content")
+            raise InputError(f"{path}.content: expected text, got nothing", field=f"{path}.content")
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return Message("system" if self.role == "developer" else self.role, text)
 
