@@ -1,10 +1,11 @@
-"""TLS at the edge: HTTP and gRPC alike, client certificates, renewal."""
+"""TLS at the edge, for HTTP and gRPC: versions, client certificates and renewal."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 import ssl
+import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -51,7 +52,7 @@ async def router(model_dir: Path, tls: EdgeTlsSpec, socket: str | None = None) -
 
 
 def put(files: dict[str, str], folder: Path, client_ca: Path | None = None) -> EdgeTlsSpec:
-    """At the same paths, whatever was there before."""
+    """Writes to the same paths each time."""
     folder.mkdir(exist_ok=True)
     for name in ("cert", "key"):
         shutil.copy(files[name], folder / name)
@@ -85,7 +86,7 @@ async def by_grpc(app: RouterApp, trusted: Path, own: dict[str, str] | None = No
         return [model.name for model in answer.models]
 
 
-async def test_both_ports_speak_tls_and_nothing_else(model_dir: Path, authority: MakeAuthority, tmp_path: Path) -> None:
+async def test_both_ports_accept_tls_only(model_dir: Path, authority: MakeAuthority, tmp_path: Path) -> None:
     ours, theirs = authority("ours"), authority("theirs")
     async with router(model_dir, put(ours.issue(NAME), tmp_path / "tls")) as app:
         assert await by_http(app, ours.ca) == 200
@@ -107,7 +108,8 @@ async def test_versions_below_1_2_are_refused_and_http_1_1_is_negotiated(
     context = client_context(ours.ca)
     context.set_alpn_protocols(["h2", "http/1.1"])
     context.set_ciphers("ALL:@SECLEVEL=0")
-    context.minimum_version = context.maximum_version = version
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of TLS 1.1
+        context.minimum_version = context.maximum_version = version
     async with router(model_dir, put(ours.issue(NAME), tmp_path / "tls")) as app:
         for port, protocol in ((app.http_port, "http/1.1"), (app.grpc_port, "h2")):
             try:
@@ -120,7 +122,7 @@ async def test_versions_below_1_2_are_refused_and_http_1_1_is_negotiated(
             writer.close()
 
 
-async def test_with_client_ca_who_shows_no_certificate_of_it_is_refused(
+async def test_with_client_ca_a_client_without_a_certificate_of_it_is_refused(
     model_dir: Path, authority: MakeAuthority, tmp_path: Path
 ) -> None:
     ours, clients, theirs = authority("ours"), authority("clients"), authority("theirs")
@@ -137,7 +139,7 @@ async def test_with_client_ca_who_shows_no_certificate_of_it_is_refused(
         assert list((await controller.list(trace_pb2.ListTracesRequest())).traces) == [], "it needs no certificate"
 
 
-async def test_renewed_files_are_shown_to_the_next_client_while_a_former_one_stays(
+async def test_new_connections_get_renewed_certificates_and_open_ones_stay(
     model_dir: Path, authority: MakeAuthority, tmp_path: Path
 ) -> None:
     ours, theirs = authority("ours"), authority("theirs")
@@ -159,7 +161,7 @@ async def test_renewed_files_are_shown_to_the_next_client_while_a_former_one_sta
         assert (await http.get(url)).status_code == 200
 
 
-async def test_who_begins_no_handshake_is_cut_off(
+async def test_a_client_without_a_handshake_is_disconnected(
     model_dir: Path, authority: MakeAuthority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert HANDSHAKE_TIMEOUT_S <= 10.0

@@ -1,4 +1,4 @@
-"""What the audit log says of a call with several answers, and of who is behind a gRPC peer."""
+"""The outcome of a call with several answers, and the source of a gRPC call."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FINISHED, REJECTED, CANCELLED = RequestState.FINISHED, RequestState.REJECTED, Re
         ([], "ok", None),
         ([(FINISHED, None)], "finished", None),
         ([(FINISHED, None), (CANCELLED, ErrorCode.CANCELLED), (FINISHED, None)], "cancelled", ErrorCode.CANCELLED),
-        # One was refused, and so the others are taken back.
+        # One was refused, which cancelled the others.
         ([(REJECTED, ErrorCode.OVERLOADED), (CANCELLED, ErrorCode.CANCELLED)], "rejected", ErrorCode.OVERLOADED),
     ],
 )
-def test_the_first_answer_that_did_not_finish_is_told_of(
+def test_a_call_reports_its_first_answer_that_did_not_finish(
     ends: list[tuple[RequestState, ErrorCode | None]], outcome: str, code: ErrorCode | None
 ) -> None:
     call = Call("POST /x", AccessLevel.CALLER, "", "", "", 0.0, RateLimiter(FakeClock()))
