@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import ssl
 import warnings
@@ -17,7 +18,8 @@ import pytest
 
 from cluster.control.router_traces import RouterTraces
 from router.app import RouterApp
-from router.edge.tls import HANDSHAKE_TIMEOUT_S, POLL_S
+from router.edge.tls import HANDSHAKE_TIMEOUT_S
+from router.testing.stub_worker import until
 from tandem.config.launch import RouterLaunch, ServedModel
 from tandem.config.spec import EdgeTlsSpec, RouterSpec
 from tandem.errors import ConfigError
@@ -140,8 +142,9 @@ async def test_with_client_ca_a_client_without_a_certificate_of_it_is_refused(
 
 
 async def test_new_connections_get_renewed_certificates_and_open_ones_stay(
-    model_dir: Path, authority: MakeAuthority, tmp_path: Path
+    model_dir: Path, authority: MakeAuthority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "router.edge.tls")
     ours, theirs = authority("ours"), authority("theirs")
     async with (
         router(model_dir, put(ours.issue(NAME), tmp_path / "tls")) as app,
@@ -151,11 +154,11 @@ async def test_new_connections_get_renewed_certificates_and_open_ones_stay(
         assert (await http.get(url)).status_code == 200
         renewed = theirs.issue(NAME)
         shutil.copy(renewed["cert"], tmp_path / "tls" / "cert")
-        await asyncio.sleep(POLL_S + 0.2)
+        await until(lambda: "could not be reloaded" in caplog.text)
         assert await by_http(app, ours.ca) == 200, "they do not fit each other yet"
         assert await by_grpc(app, ours.ca) == ["tiny"]
         shutil.copy(renewed["key"], tmp_path / "tls" / "key")
-        await asyncio.sleep(POLL_S + 0.2)
+        await until(lambda: "reloaded certificates" in caplog.text)
         assert await by_http(app, theirs.ca) == 200
         assert await by_grpc(app, theirs.ca) == ["tiny"]
         assert (await http.get(url)).status_code == 200

@@ -18,6 +18,7 @@ import pytest
 from cluster.cli.commands.generation import chat_request, generate
 from router.auth import api_keys
 from router.auth.keys_file import change_keys, read_keys
+from router.auth.principal import AccessLevel
 from router.testing.stub_worker import until
 from tandem.config.auth import LimitsSpec
 from tandem.errors import Unauthenticated
@@ -31,6 +32,21 @@ LONG = "the same words of every tenant " * 8
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+async def loaded(cluster: Any, keys: Any, tenant: str) -> None:
+    """Waits until the router has loaded a key that was added to the file."""
+    calls = cluster.app.service.calls
+
+    def is_known() -> bool:
+        call = calls.begin("GET /x", AccessLevel.CALLER, "", "", "")
+        try:
+            calls.authenticate_again(call, keys.bearer(tenant)["authorization"])
+        except Unauthenticated:
+            return False
+        return True
+
+    await until(is_known)
 
 
 async def complete(cluster: Any, headers: dict[str, str], **body: Any) -> httpx.Response:
@@ -84,7 +100,7 @@ async def test_the_tenant_is_that_of_the_key_and_only_admins_may_name_another(cl
 
 async def test_a_model_that_the_key_does_not_allow_is_not_found(cluster: Any, keys: Any) -> None:
     keys.add("narrow", models=("other",), priorities=("batch",))
-    await asyncio.sleep(1.0)  # the file is reloaded
+    await loaded(cluster, keys, "narrow")
     headers = keys.bearer("narrow")
     assert (await cluster.http.get("/v1/models", headers=headers)).json()["data"] == []
     for path in (f"/v1/models/{MODEL}", "/tokenizer_info"):
@@ -117,7 +133,7 @@ async def test_a_model_that_the_key_does_not_allow_is_not_found(cluster: Any, ke
 async def test_a_key_may_name_its_classes_only_and_defaults_to_its_first(cluster: Any, keys: Any) -> None:
     keys.add("nightly", priorities=("batch",))
     keys.add("lost", priorities=("gone-class",))
-    await asyncio.sleep(1.0)
+    await loaded(cluster, keys, "lost")
     refused = await complete(cluster, keys.bearer("nightly") | {"x-tandem-priority": "interactive"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (403, "x-tandem-priority")
     assert (await complete(cluster, keys.bearer("nightly"))).status_code == 200
@@ -128,7 +144,7 @@ async def test_both_limits_answer_429_with_a_delay_over_http_and_grpc(cluster: A
     cluster.says("one two three four")
     keys.add("few", limits=LimitsSpec(requests_per_minute=3))
     keys.add("short", limits=LimitsSpec(tokens_per_minute=30))
-    await asyncio.sleep(1.0)
+    await loaded(cluster, keys, "short")
     assert [(await complete(cluster, keys.bearer("few"))).status_code for _ in range(4)] == [200, 200, 200, 429]
     refused = await cluster.http.post("/tokenize", json={"prompt": "x"}, headers=keys.bearer("few"))
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
@@ -165,8 +181,9 @@ async def test_a_changed_file_is_reloaded_and_a_broken_one_leaves_the_keys(
         seen = len(caplog.records)
         await until(lambda seen=seen: any("stays in use" in each.message for each in caplog.records[seen:]))
         assert (await complete(cluster, new)).status_code == 200
+    seen = len(caplog.records)
     keys.path.unlink()
-    await asyncio.sleep(1.2)
+    await until(lambda: any("stays in use" in each.message for each in caplog.records[seen:]))
     assert (await complete(cluster, new)).status_code == 200
 
     keys.path.write_text(good)
