@@ -1,8 +1,7 @@
-"""`x-request-id` and W3C `traceparent` with `tracestate`: what a client sends of them comes back with its answer, over
-HTTP and gRPC. Every HTTP answer has a request id: ours, where none came.
+"""Echoes `x-request-id` and W3C `traceparent` with `tracestate` in the answers, over HTTP and gRPC. If a client sends
+no request id, the HTTP answer has that of the router.
 
-The client's request id is for its own books, and finds its trace; the trace context is also read
-(tandem/telemetry/trace_context.py).
+A client finds its trace by its own request id. tandem/telemetry/trace_context.py reads the trace context.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tandem.telemetry.log_context import name_logs
 
 HEADER = b"x-request-id"
 TRACEPARENT = b"traceparent"
-# Anything of another shape is not repeated. https://www.w3.org/TR/trace-context/#traceparent-header
+# Values of another shape are not echoed. https://www.w3.org/TR/trace-context/#traceparent-header
 _SHAPES = {
     HEADER: re.compile(rb"[\w.:-]{1,128}", re.ASCII),
     TRACEPARENT: re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"),
@@ -30,7 +29,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 def echoed(given: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """What of a request's headers or metadata goes into the answer's; the first of each name."""
+    """The headers or metadata of a request that go into its answer; the first of each name."""
     found: dict[bytes, bytes] = {}
     for name, value in given:
         if (shape := _SHAPES.get(name)) is not None and name not in found and shape.fullmatch(value):
@@ -39,12 +38,12 @@ def echoed(given: Iterable[tuple[bytes, bytes]]) -> Headers:
 
 
 def name_request(request_id: str, shown: Headers) -> None:
-    """What the logs of the task that serves a request call it. `shown`: what was `echoed`."""
+    """Adds the id to the logs of the task that serves the request. `shown`: the result of `echoed`."""
     name_logs({"request": request_id, **_trace_id(shown)})
 
 
 def name_call(shown: Headers) -> None:
-    """As `name_request`, of a call whose requests have no id yet."""
+    """As `name_request`, for a call whose requests have no id yet."""
     if names := _trace_id(shown):
         name_logs(names)
 
@@ -55,17 +54,17 @@ def _trace_id(shown: Headers) -> dict[str, str]:
 
 
 def trace_id_of(traceparent: bytes | None) -> str:
-    """Empty: there is none."""
+    """Empty if there is none."""
     return _trace_id(echoed([(TRACEPARENT, traceparent or b"")])).get("trace_id", "")
 
 
 def client_request_id(given: str | None) -> str:
-    """What a client calls its request; empty: it did not say, or in another shape."""
+    """The request id that a client sent; empty if there is none or it has another shape."""
     return given if given is not None and _SHAPES[HEADER].fullmatch(given.encode("utf-8", "replace")) else ""
 
 
 class RequestIds:
-    """Puts the id that we made into `scope["request_id"]`."""
+    """Puts the id that the router made into `scope["request_id"]`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
