@@ -18,10 +18,9 @@ from router.policies.types import Placement
 from router.requests.output import OutputAssembler
 from router.requests.request import ValidRequest
 from router.requests.run import RequestRun
-from router.terms import Terms
+from router.terms import RequestTerms
 from router.testing.controller import StubController
 from router.testing.stub_worker import StubWorker, until
-from tandem.clock import SystemClock
 from tandem.config.launch import RouterLaunch, ServedModel
 from tandem.config.spec import Role, RouterSpec
 from tandem.kvcache.blockhash import HASH_BYTES, BlockHash, HashKey, hash_blocks
@@ -126,9 +125,9 @@ def _decide_ms(app: RouterApp, prompt: list[int], hashes: list[BlockHash]) -> fl
         block_tokens=BLOCK_TOKENS,
     )
     assembler = OutputAssembler(app.service.models[MODEL].tokenizer, prompt, (), frozenset())
-    run = RequestRun(request, assembler, Terms("interactive"), SystemClock(), app.dispatcher, 0)
+    run = RequestRun(request, assembler, RequestTerms("interactive"), time.monotonic(), max_migrations=0)
     began_s = time.perf_counter()
-    placement = app.dispatcher.decide(run)
+    placement = app.dispatcher.core.placer.decide(run)
     took_ms = 1000 * (time.perf_counter() - began_s)
     if not isinstance(placement, Placement):
         raise RuntimeError(f"expected a placement, got {placement}")

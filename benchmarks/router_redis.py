@@ -23,7 +23,7 @@ from benchmarks.router_bench import MODEL, OTHER_CORES, Bench, Prompts, Setup, o
 from benchmarks.router_clients import HttpClient, closed_loop, open_loop
 from benchmarks.router_cost import ROUTER, measured
 from benchmarks.serving import percentile
-from router.testing.index import Server
+from router.testing.index import RedisServer
 from tandem.testing.models import write_tiny_llama
 from tandem.text.tokenizer import Tokenizer
 
@@ -45,7 +45,7 @@ WORKERS = ("--prefill", "2", "--decode", "4", "--step-ms", "20", "--prefill-toke
 
 
 @asynccontextmanager
-async def killed(server: Server) -> AsyncIterator[None]:
+async def killed(server: RedisServer) -> AsyncIterator[None]:
     server.kill()
     try:
         yield
@@ -54,7 +54,7 @@ async def killed(server: Server) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def frozen(server: Server) -> AsyncIterator[None]:
+async def frozen(server: RedisServer) -> AsyncIterator[None]:
     """It takes connections and never answers."""
     server.freeze()
     try:
@@ -64,7 +64,7 @@ async def frozen(server: Server) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def emptied(server: Server) -> AsyncIterator[None]:
+async def emptied(server: RedisServer) -> AsyncIterator[None]:
     async def empty() -> None:
         async with Redis.from_url(server.url) as redis:
             while True:
@@ -79,7 +79,7 @@ async def emptied(server: Server) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-FAULTS: dict[str, Callable[[Server], AbstractAsyncContextManager[None]]] = {
+FAULTS: dict[str, Callable[[RedisServer], AbstractAsyncContextManager[None]]] = {
     "killed": killed,
     "frozen": frozen,
     "emptied": emptied,
@@ -109,7 +109,7 @@ async def _measure(sizes: Sizes, folder: Path) -> dict[str, list[Pair]]:
     """By fault, the rounds."""
     model_dir = write_tiny_llama(folder / "model", vocab=4096, max_positions=4096)
     prompts = Prompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
-    server = Server(folder)
+    server = RedisServer(folder)
     server.start()
     pairs: dict[str, list[Pair]] = {fault: [] for fault in FAULTS}
     try:

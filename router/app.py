@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from zlib import crc32
 
 from prometheus_client import CollectorRegistry
@@ -25,7 +25,8 @@ from router.edge.traces import TracesEdge
 from router.observe.export import TraceExport
 from router.observe.metrics.certificates import CertificateCollector
 from router.observe.metrics.health import HealthMetrics
-from router.observe.observation import Observation, router_metrics
+from router.observe.metrics.requests import RouterMetrics
+from router.observe.observation import Observation, Observers
 from router.policies.estimates import Estimates
 from router.policies.profiles import policy_profile
 from router.prefix_index.follower import PrefixFollower
@@ -33,6 +34,8 @@ from router.prefix_index.mirror import PrefixMirror
 from router.probes.health_watch import HealthWatch
 from router.probes.readiness import Readiness
 from router.requests.dispatcher import Dispatcher
+from router.requests.facts import Facts
+from router.requests.recording_files import RecordingFiles
 from router.requests.request import ServingModel
 from router.service import RouterService
 from router.terms import TermsParser
@@ -66,24 +69,25 @@ class RouterApp:
         self._executor = ThreadPoolExecutor(PARSER_THREADS, thread_name_prefix="parser")
         self._export = TraceExport.of(launch.observability.tracing, launch.cluster, launch.router_id)
         self._registry = CollectorRegistry()
-        self.metrics = router_metrics(self._registry, launch)
+        self.metrics = RouterMetrics(
+            self._registry,
+            frozenset(model.name for model in launch.models),
+            is_enabled=launch.observability.metrics.enabled,
+        )
         self.feed = Feed(clock)
         self.mirror = PrefixMirror(spec.index_memory_bytes)
         self._follower = (
             PrefixFollower(launch.redis_url, launch.cluster, self.mirror, clock) if launch.redis_url else None
         )
         self.metrics.watch_index(self.mirror, self._follower)
-        self.dispatcher = Dispatcher(
-            spec=spec,
-            fleet_of=partial(self._new_fleet, Estimates(clock)),
-            mirror=self.mirror,
-            policy=policy_profile(spec, seed=crc32(launch.router_id.encode())),
-            metrics=self.metrics,
-            feed=self.feed,
-            clock=clock,
-            export=self._export,
+        self._files = None if spec.record is None else RecordingFiles(Path(spec.record), launch.router_id)
+        self.dispatcher = self._new_dispatcher(clock)
+        core = self.dispatcher.core
+        self.metrics.watch_core(core)
+        self.metrics.watch_classes(spec.classes)
+        self.observers = Observers(
+            core.facts, core, self.dispatcher.fleet, self.metrics, self.feed, spec.classes, self._export
         )
-        self.dispatcher.fleet.on_load = self.dispatcher.pump_waiting
         self._watch_fleet()
         self.service = self._new_service()
         self._snapshots = self._new_snapshots()
@@ -91,6 +95,27 @@ class RouterApp:
         self._bind_edges()
         self._ready = False
         self._background: set[asyncio.Task[None]] = set()
+
+    def _new_dispatcher(self, clock: Clock) -> Dispatcher:
+        launch, spec = self._launch, self._launch.router
+        seed = crc32(launch.router_id.encode())
+        recorder = None
+        if self._files is not None:
+            recorder = self._files.recorder(spec, seed=seed, text=spec.record_text)
+        dispatcher = Dispatcher(
+            spec=spec,
+            fleet=Fleet(launch.router_id, Estimates(clock), tls=self._tls),
+            mirror=self.mirror,
+            policy=policy_profile(spec, seed=seed),
+            facts=Facts(),
+            clock=clock,
+            recorder=recorder,
+        )
+        fleet = dispatcher.fleet
+        fleet.on_change = self._on_fleet_change
+        fleet.on_load = dispatcher.pump_waiting
+        fleet.on_work = lambda: self._watch.wake()
+        return dispatcher
 
     def _watch_fleet(self) -> None:
         launch, fleet, clock = self._launch, self.dispatcher.fleet, self._clock
@@ -127,6 +152,7 @@ class RouterApp:
             dispatcher=self.dispatcher,
             mirror=self.mirror,
             follower=self._follower,
+            traces=self.observers.traces,
             feed=self.feed,
             classes=launch.router.classes,
             clock=self._clock,
@@ -150,14 +176,14 @@ class RouterApp:
             keep_alive_s=spec.keep_alive_s,
             tls=tls,
         )
-        traces, tap = self.dispatcher.traces, self.dispatcher.tap
+        observers, dispatcher = self.observers, self.dispatcher
         self._grpc = GrpcServer(
             self.service,
             TracesEdge(
-                traces,
-                tap,
+                observers.traces.store,
+                observers.tap,
                 self._snapshots.router_json,
-                lambda: self.dispatcher.demand.report(self.dispatcher.admission.items(), self.dispatcher.fleet),
+                lambda: observers.demand.report(dispatcher.waiting(), dispatcher.fleet),
                 launch.controller_secret,
             ),
             host=spec.grpc_host,
@@ -200,6 +226,8 @@ class RouterApp:
             await self._follower.close()
         if self._export is not None:
             await asyncio.to_thread(self._export.close)
+        if self._files is not None:
+            await asyncio.to_thread(self._files.close)
         await self._calls.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
         log.info("router stopped")
@@ -211,23 +239,14 @@ class RouterApp:
         if self._follower is not None:
             self._follower.set_workers(fleet.keys())
 
-    def _new_fleet(self, estimates: Estimates, pump: Callable[[], None]) -> Fleet:
-        return Fleet(
-            self._launch.router_id,
-            estimates,
-            on_change=lambda: self._on_fleet_change(pump),
-            on_work=lambda: self._watch.wake(),
-            tls=self._tls,
-        )
-
-    def _on_fleet_change(self, pump: Callable[[], None]) -> None:
+    def _on_fleet_change(self) -> None:
         fleet = self.dispatcher.fleet
         prefill, decode = fleet.count_ready(Role.PREFILL), fleet.count_ready(Role.DECODE)
         self.metrics.set_workers(prefill=prefill, decode=decode)
-        self.feed.fleet_watch.look(fleet)
+        self.feed.fleet_watch.update(fleet)
         self._readiness.update()
         self._tell_readiness()
-        pump()
+        self.dispatcher.pump()
 
     def _tell_readiness(self) -> None:
         fleet = self.dispatcher.fleet

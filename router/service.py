@@ -1,4 +1,4 @@
-"""What both edges call: models, admission of a raw request, readiness. The edges only translate."""
+"""The router's API for all edges: models, submission of raw requests, readiness. Edges only translate protocols."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.probes.readiness import Readiness
 from router.requests.answers import Answers, Submitted
 from router.requests.dispatcher import Dispatcher
 from router.requests.request import Message, RawRequest, ServingModel, ValidRequest, new_request_id
-from router.terms import Terms, TermsParser
+from router.terms import RequestTerms, TermsParser
 from tandem.errors import InputError, ModelNotFound, RateLimited, TandemError
 
 
@@ -43,7 +43,7 @@ class RouterService:
         self._terms = terms
 
     def models_for(self, call: Call | None) -> Mapping[str, ServingModel]:
-        """Those that who calls may use: of others nothing is said."""
+        """The models the caller may use. Answers never mention others."""
         if call is None or call.principal.models is None:
             return self.models
         return {name: model for name, model in self.models.items() if call.principal.may_use(name)}
@@ -60,14 +60,17 @@ class RouterService:
         return found
 
     def check_tokens(self, name: str, count: int, call: Call | None = None) -> None:
-        """Before `count` token ids are looked at. Raises ModelNotFound, ContextExceeded."""
+        """Checks the number of token ids before any is parsed. Raises ModelNotFound, ContextExceeded."""
         self.model(name, call, required=False).check_tokens("prompt", count)
 
     def terms(
         self, header: Callable[[str], str | None], remaining_s: float | None = None, call: Call | None = None
-    ) -> Terms:
-        """The terms of a request that has just arrived, which counts against the limit of its key. Raises as
-        TermsParser.parse, and RateLimited."""
+    ) -> RequestTerms:
+        """Parses the terms of a request, and counts it against its key's limit. Call on arrival: deadlines count from
+        here.
+
+        Raises as TermsParser.parse does, and RateLimited.
+        """
         try:
             terms = self._terms.parse(header, remaining_s, call)
             if call is not None:
@@ -77,21 +80,25 @@ class RouterService:
             self.rejected("", error)
             raise
 
-    async def submit(self, raw: RawRequest, terms: Terms | None = None, *, model_required: bool = True) -> Submitted:
-        """Raises InputError, OverloadedError, UnavailableError, DeadlineExceeded; what fails later comes out of the
-        stream."""
+    async def submit(
+        self, raw: RawRequest, terms: RequestTerms | None = None, *, model_required: bool = True
+    ) -> Submitted:
+        """Parses and queues one request. Later failures are raised by the stream.
+
+        Raises InputError, OverloadedError, UnavailableError, DeadlineExceeded, RateLimited.
+        """
         model, request = await self._parse(raw, terms, model_required, new_request_id())
         self._check_limits([request], terms)
         stream = self.dispatcher.submit(model, request, terms)
-        self._took([request], terms)
+        self._count_prompts([request], terms)
         return Submitted(request, model, stream)
 
     async def submit_all(
-        self, raws: Sequence[RawRequest], choices: int, request_id: str, terms: Terms | None = None
+        self, raws: Sequence[RawRequest], choices: int, request_id: str, terms: RequestTerms | None = None
     ) -> Answers:
-        """`choices` answers for each of `raws`: all of them or, when one is refused, none. Raises as `submit`.
+        """Submits `choices` requests for each of `raws`; if one is refused, none runs. Raises as `submit`.
 
-        Choice i draws with the request's seed + i, so the first is what it would be alone.
+        Choice i samples with the request's seed + i, so choice 0 equals the answer to a request with one choice.
         """
         total = len(raws) * choices
         parsed = [await self._parse(raw, terms, model_required=True, request_id=request_id) for raw in raws]
@@ -106,11 +113,11 @@ class RouterService:
             for each in submitted:
                 each.stream.cancel()
             raise
-        self._took([request for _, request in parsed], terms)
+        self._count_prompts([request for _, request in parsed], terms)
         return Answers(request_id, submitted, choices)
 
     async def _parse(
-        self, raw: RawRequest, terms: Terms | None, model_required: bool, request_id: str
+        self, raw: RawRequest, terms: RequestTerms | None, model_required: bool, request_id: str
     ) -> tuple[ServingModel, ValidRequest]:
         try:
             call = None if terms is None else terms.call
@@ -127,8 +134,8 @@ class RouterService:
             self.rejected(raw.model, error)
             raise
 
-    def _check_limits(self, requests: Sequence[ValidRequest], terms: Terms | None) -> None:
-        """Before they are submitted. Raises RateLimited."""
+    def _check_limits(self, requests: Sequence[ValidRequest], terms: RequestTerms | None) -> None:
+        """Checks the caller's token rate before submission. Raises RateLimited."""
         if terms is None or terms.call is None:
             return
         try:
@@ -137,7 +144,7 @@ class RouterService:
             self.rejected(requests[0].model, error)
             raise
 
-    def _took(self, requests: Sequence[ValidRequest], terms: Terms | None) -> None:
+    def _count_prompts(self, requests: Sequence[ValidRequest], terms: RequestTerms | None) -> None:
         if terms is not None and terms.call is not None:
             tokens = sum(request.prompt_tokens for request in requests)
             terms.call.add_prompt(requests[0].model, tokens)
@@ -146,16 +153,16 @@ class RouterService:
         self, model: str, prompt: str | tuple[Message, ...], call: Call | None = None, *, special_tokens: bool = True
     ) -> tuple[ServingModel, tuple[int, ...]]:
         """Raises ModelNotFound, InputError, RateLimited."""
-        found = self._asked(model, call)
+        found = self._count_call(model, call)
         return found, await found.tokenize(prompt, self.executor, special_tokens=special_tokens)
 
     async def detokenize(self, model: str, tokens: Sequence[int], call: Call | None = None) -> str:
-        """The text of token ids, special ones too. Raises ModelNotFound, InputError, RateLimited."""
-        found = self._asked(model, call)
+        """The text of token ids, special tokens included. Raises ModelNotFound, InputError, RateLimited."""
+        found = self._count_call(model, call)
         return await found.detokenize(tokens, self.executor)
 
-    def _asked(self, name: str, call: Call | None) -> ServingModel:
-        """The model of a call that is work without being a request."""
+    def _count_call(self, name: str, call: Call | None) -> ServingModel:
+        """The model of a call that submits no request; counts against the caller's request rate."""
         if call is not None:
             call.take_request()
         model = self.model(name, call, required=False)
@@ -164,7 +171,7 @@ class RouterService:
         return model
 
     def rejected(self, model: str, error: TandemError) -> None:
-        """Counts a request that an edge refused before it was submitted."""
+        """Counts a request that an edge refused before submission."""
         self.metrics.rejected(model, error.code)
 
     def model_ready(self, name: str) -> bool:
@@ -172,11 +179,11 @@ class RouterService:
 
     @property
     def ready(self) -> bool:
-        """A request for at least one model could be served now: a canary was, and the router is not about to end."""
+        """Whether at least one model passed a canary and the router is not draining."""
         return not self.dispatcher.draining and any(self.model_ready(name) for name in self.models)
 
 
-def _authenticated_tenant(terms: Terms | None) -> str:
+def _authenticated_tenant(terms: RequestTerms | None) -> str:
     """Empty for a tenant that is only claimed: it has no salt, as anyone who claims it could share its blocks."""
     if terms is None or terms.call is None or terms.call.principal is ANONYMOUS:
         return ""

@@ -1,4 +1,4 @@
-"""The terms of a request: class, tenant and deadline, from the same headers on all edges."""
+"""How a client wants its request served: class, tenant, deadline. All edges read the same headers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,18 @@ _SECONDS = re.compile(r"\d{1,9}(\.\d{0,9})?|\.\d{1,9}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """`tenant` empty: none named. `deadline_s` in the router's clock; None: no deadline. `arrived_s`: when the request
-    arrived, before it was parsed; None: not measured. `call`: the call that carries it; None: calls are not watched.
-    `client_id`: the request id that the client sent, by which people find its trace."""
+class RequestTerms:
+    """The class, tenant and deadline of one request, and its origin.
+
+    Args:
+        priority: class name.
+        tenant: empty if the client named none.
+        deadline_s: on the router's clock; None for no deadline.
+        arrived_s: arrival time, before parsing; None if not measured.
+        trace: the client's trace context, or a new one if the request is sampled; else None.
+        call: the authenticated call; None without authentication.
+        client_id: the client's x-request-id, by which its trace can be found.
+    """
 
     priority: str
     tenant: str = ""
@@ -48,10 +56,15 @@ class TermsParser:
 
     def parse(
         self, header: Callable[[str], str | None], remaining_s: float | None = None, call: Call | None = None
-    ) -> Terms:
-        """`header` returns the value of a header by its lower-case name; `remaining_s` is the transport's own deadline.
+    ) -> RequestTerms:
+        """Parses a request's headers.
 
-        With a `call`, the terms stay within what its key allows. Raises InputError, PermissionDenied naming the header.
+        Args:
+            header: gives the value of a header by its lower-case name.
+            remaining_s: the deadline of the transport (gRPC), if any.
+            call: limits the terms to those that its key allows.
+
+        Raises InputError, PermissionDenied naming the header.
         """
         terms = self._parse(header, remaining_s)
         if call is None:
@@ -60,19 +73,19 @@ class TermsParser:
         priority = self._priority(call.principal, terms, is_named=header(PRIORITY) is not None)
         return replace(terms, tenant=call.tenant, priority=priority, call=call)
 
-    def _parse(self, header: Callable[[str], str | None], remaining_s: float | None) -> Terms:
+    def _parse(self, header: Callable[[str], str | None], remaining_s: float | None) -> RequestTerms:
         priority, tenant, timeout = header(PRIORITY), header(TENANT), header(TIMEOUT)
         arrived_s, trace = self._clock.now_s(), self._sampler.context(header)
         client_id = client_request_id(header(REQUEST_ID))
         if priority is None and tenant is None and timeout is None and remaining_s is None:
-            return Terms(self.names[0], arrived_s=arrived_s, trace=trace, client_id=client_id)
+            return RequestTerms(self.names[0], arrived_s=arrived_s, trace=trace, client_id=client_id)
         if priority is not None and priority not in self.names:
             known = ", ".join(repr(name) for name in self.names)
             raise InputError(f"{PRIORITY}: expected one of {known}, got {priority[:40]!r}", field=PRIORITY)
         if tenant is not None and not _TENANT.fullmatch(tenant):
             raise InputError(f"{TENANT}: expected 1 to 64 letters, digits and _.:@-, got {tenant[:80]!r}", field=TENANT)
         limits = [each for each in (_seconds(timeout), remaining_s) if each is not None]
-        return Terms(
+        return RequestTerms(
             priority=self.names[0] if priority is None else priority,
             tenant=tenant or "",
             deadline_s=None if not limits else arrived_s + min(*limits, MAX_TIMEOUT_S),
@@ -81,7 +94,7 @@ class TermsParser:
             client_id=client_id,
         )
 
-    def _priority(self, principal: Principal, terms: Terms, *, is_named: bool) -> str:
+    def _priority(self, principal: Principal, terms: RequestTerms, *, is_named: bool) -> str:
         """Without a named class, the first one that the key allows."""
         if principal.priorities is None or terms.priority in principal.priorities:
             return terms.priority
@@ -92,7 +105,7 @@ class TermsParser:
         return allowed[0]
 
 
-def _tenant(principal: Principal, terms: Terms) -> str:
+def _tenant(principal: Principal, terms: RequestTerms) -> str:
     if terms.tenant and terms.tenant != principal.tenant and not principal.admin:
         raise PermissionDenied(
             f"{TENANT}: the tenant is that of the key, {principal.tenant!r}; leave the header out", field=TENANT
@@ -106,6 +119,7 @@ def _seconds(text: str | None) -> float | None:
     value = float(text) if _SECONDS.fullmatch(text) else math.nan
     if not 0 < value <= MAX_TIMEOUT_S:
         raise InputError(
-            f"{TIMEOUT}: expected seconds above 0 and at most {MAX_TIMEOUT_S:g}, got {text[:40]!r}", field=TIMEOUT
+            f"{TIMEOUT}: expected a number of seconds above 0 and at most {MAX_TIMEOUT_S:g}, got {text[:40]!r}",
+            field=TIMEOUT,
         )
     return value

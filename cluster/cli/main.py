@@ -209,6 +209,18 @@ def pull(model: Annotated[str, typer.Argument(help="smollm2-135m, or a model hub
 
 
 @app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(help="A file that a router wrote to its router.record folder.")],
+    request: Annotated[str | None, typer.Option(help="Show every step of this request only.")] = None,
+    steps: Annotated[bool, typer.Option("--steps", help="Show every step: event, actions, state.")] = False,
+) -> None:
+    """Replay a router's recorded decisions and show the first difference. Exits with 1 if there is one."""
+    from cluster.cli.commands.replay import run_replay
+
+    raise typer.Exit(run_replay(file, request, steps))
+
+
+@app.command()
 def doctor(config: Config = None, model: Model = None) -> None:
     """Check ports, memory, shared memory, devices, Redis and model; every failure names its fix."""
     from cluster.cli.commands.doctor import run_doctor

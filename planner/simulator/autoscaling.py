@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from planner.autoscaler import SETTLE_S, Action, Autoscaler, Limits, Measured, Objectives, View
 from planner.pool_forecast import Capability, Layout, Load, LocalPrompts
 from planner.simulator.events import EventLoop
-from planner.simulator.fleet import MODEL
 from planner.simulator.recorder import Recorder
+from planner.simulator.requests import MODEL
 from planner.simulator.setup import Setup
 from tandem.config.spec import Role
 
@@ -68,7 +68,7 @@ class SimAutoscaler:
         cached_tokens = float(self._seen.cached_tokens[came].mean()) if count else 0.0
         uncached = max(1.0, prompt_tokens - cached_tokens)
         answer_tokens = float(fleet.estimates.answer_tokens(MODEL))
-        waiting = sum(each.prompt_tokens for each in self._cluster.waiting())
+        waiting = sum(each.prefill_tokens for each in self._cluster.core.waiting())
         on_workers = sum(worker.load().waiting_tokens for role in Role for worker in fleet.role(role))
         load = Load(
             requests_per_s=count / min(WINDOW_S, max(1.0, now_s)),
@@ -85,7 +85,7 @@ class SimAutoscaler:
             self._setup.decode.kv_tokens,
             LocalPrompts.of(self._setup.router),
         )
-        return View(Layout(fleet.count(Role.PREFILL), fleet.count(Role.DECODE)), load, can, self._measured(now_s))
+        return View(Layout(fleet.size(Role.PREFILL), fleet.size(Role.DECODE)), load, can, self._measured(now_s))
 
     def _measured(self, now_s: float) -> Measured:
         since_s = max(now_s - WINDOW_S, self._changed_s + SETTLE_S)

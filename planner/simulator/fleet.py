@@ -12,21 +12,22 @@ from operator import itemgetter
 
 from planner.shared_host import BusyCores
 from planner.simulator.events import EventLoop
-from planner.simulator.least_loaded import Idlest
+from planner.simulator.least_loaded import LeastLoadedIndex
 from planner.simulator.recorder import IntervalHistogram
+from planner.simulator.requests import MODEL
 from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker, WorkerHost
 from router.policies.estimates import Estimates, WorkerEstimates
 from router.policies.pace import Pace
-from router.policies.types import Candidate, Life
+from router.policies.types import Candidate, WorkerEpoch
 from router.prefix_index.mirror import WorkerKey
+from router.workers.account import Charge
 from tandem.config.spec import Role
 
-MODEL = "model"
 WHOLE_POOL = 24  # a pool of so many is looked at whole
 SHORTLIST = 20  # of a larger one so many: simulated p90 of TTFT within 2 % of the whole
 HOLDERS = 12  # of these: who holds the longest prefixes
-_NOWHERE: Mapping[Life, float] = {}  # no pair of workers was measured by itself
+_NOWHERE: Mapping[WorkerEpoch, float] = {}  # no pair of workers was measured by itself
 
 
 class SimFleet:
@@ -37,7 +38,7 @@ class SimFleet:
         self._pace: dict[Role, WorkerEstimates] = {role: self.estimates.worker(MODEL, role) for role in Role}
         self.workers: dict[str, SimWorker] = {}
         self._by_role: dict[Role, dict[str, SimWorker]] = {role: {} for role in Role}
-        self._idlest = {role: Idlest() for role, pool in setup.pools() if pool.workers > WHOLE_POOL}
+        self._least_loaded = {role: LeastLoadedIndex() for role, pool in setup.pools() if pool.workers > WHOLE_POOL}
         self.gone: list[SimWorker] = []  # ended lives
         for role, pool in setup.pools():
             for number in range(pool.workers):
@@ -55,8 +56,8 @@ class SimFleet:
         """So many workers prefill, the others decode; those with least to do change. What runs on them goes on."""
         for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
             wanted = prefill if role is Role.PREFILL else len(self.workers) - prefill
-            idlest = sorted(self._by_role[other].values(), key=lambda worker: worker.running_requests)
-            for worker in idlest[: max(0, wanted - self.count(role))]:
+            least_loaded = sorted(self._by_role[other].values(), key=lambda worker: worker.running_requests)
+            for worker in least_loaded[: max(0, wanted - self.size(role))]:
                 self._take_from_pool(worker)
                 self._by_role[role][worker.key.worker_id] = worker
                 worker.role = role
@@ -71,28 +72,76 @@ class SimFleet:
     def role(self, role: Role) -> Iterable[SimWorker]:
         return self._by_role[role].values()
 
-    def count(self, role: Role) -> int:
+    def size(self, role: Role) -> int:
         return len(self._by_role[role])
+
+    def find(self, key: WorkerKey) -> SimWorker | None:
+        worker = self.workers.get(key.worker_id)
+        return worker if worker is not None and worker.key == key else None
 
     def pace(self, role: Role) -> WorkerEstimates:
         return self._pace[role]
 
     def note(self, worker: SimWorker) -> None:
         """Its load may have changed."""
-        idlest = self._idlest.get(worker.role)
-        if idlest is not None and not worker.lost:
+        least_loaded = self._least_loaded.get(worker.role)
+        if least_loaded is not None and not worker.lost:
             load = worker.running_requests if worker.role is Role.DECODE else worker.outstanding_tokens
-            idlest.note(worker.key.worker_id, load)
+            least_loaded.note(worker.key.worker_id, load)
 
-    def candidates(self, role: Role, cached_blocks: Mapping[WorkerKey, int]) -> list[Candidate]:
+    # --- as the router's placer and observers see them ---------------------------------------------------------------
+
+    def candidates(
+        self, model: str, role: Role, cached_blocks: Mapping[WorkerKey, int], block_tokens: int
+    ) -> list[Candidate]:
         pool = self._by_role[role]
-        chosen = self._shortlist(role, cached_blocks) if role in self._idlest else pool.values()
-        size, pace = self._setup.block_tokens, self._pace[role].pace()
-        return [self._candidate(worker, cached_blocks.get(worker.key, 0) * size, pace) for worker in chosen]
+        chosen = self._shortlist(role, cached_blocks) if role in self._least_loaded else pool.values()
+        pace = self._pace[role].pace()
+        return [self._candidate(worker, cached_blocks.get(worker.key, 0) * block_tokens, pace) for worker in chosen]
 
-    def candidate(self, worker: SimWorker) -> Candidate:
-        """For a prompt of which it has nothing."""
-        return self._candidate(worker, 0, self._pace[worker.role].pace())
+    def candidate(self, key: WorkerKey, cached_tokens: int) -> Candidate | None:
+        worker = self.find(key)
+        return None if worker is None else self._candidate(worker, cached_tokens, self._pace[worker.role].pace())
+
+    def count(self, model: str, role: Role) -> int:
+        return len(self._by_role[role])
+
+    def pool_blocks(self, model: str) -> list[int]:
+        """Workers of a pool are alike."""
+        return [self._setup.decode.kv_tokens // self._setup.block_tokens] if self._by_role[Role.DECODE] else []
+
+    def ready_ids(self, model: str, role: Role) -> frozenset[str]:
+        return frozenset(self._by_role[role])
+
+    def answer_tokens(self, model: str) -> int:
+        return self.estimates.answer_tokens(model)
+
+    def leaving(self) -> tuple[WorkerKey, ...]:
+        return ()  # drains are not simulated
+
+    def add_charge(self, key: WorkerKey, charge: Charge) -> bool:
+        worker = self.find(key)
+        if worker is not None:
+            worker.account.add(charge)
+            self.note(worker)
+        return worker is not None
+
+    def remove_charge(self, key: WorkerKey, charge: Charge) -> None:
+        if (worker := self.find(key)) is not None:
+            worker.account.remove(charge)
+            self.note(worker)
+
+    def prefilled(self, key: WorkerKey, charge: Charge) -> None:
+        if (worker := self.find(key)) is not None:
+            worker.account.prefilled(charge)
+
+    def estimates_of(self, key: WorkerKey) -> WorkerEstimates | None:
+        worker = self.find(key)
+        return None if worker is None else self._pace[worker.role]
+
+    def running_requests_of(self, key: WorkerKey) -> int:
+        worker = self.find(key)
+        return 0 if worker is None else worker.running_requests
 
     def _candidate(self, worker: SimWorker, cached_tokens: int, pace: Pace) -> Candidate:
         account, load = worker.account, worker.load()
@@ -114,8 +163,8 @@ class SimFleet:
 
     def _take_from_pool(self, worker: SimWorker) -> None:
         del self._by_role[worker.role][worker.key.worker_id]
-        if (idlest := self._idlest.get(worker.role)) is not None:
-            idlest.forget(worker.key.worker_id)
+        if (least_loaded := self._least_loaded.get(worker.role)) is not None:
+            least_loaded.forget(worker.key.worker_id)
 
     def _shortlist(self, role: Role, cached_blocks: Mapping[WorkerKey, int]) -> list[SimWorker]:
         pool = self._by_role[role]
@@ -126,5 +175,5 @@ class SimFleet:
                 chosen[key.worker_id] = None
                 if len(chosen) == HOLDERS:
                     break
-        self._idlest[role].extend(chosen, SHORTLIST)
+        self._least_loaded[role].extend(chosen, SHORTLIST)
         return [pool[worker_id] for worker_id in chosen]

@@ -1,99 +1,107 @@
-"""What the router's frames do on a worker, between two of its steps: the engine's side of worker.service."""
+"""What the router's frames do on a worker, between two of its steps, and what the worker reports back.
+
+Stands for the engine's side of worker.service, and for the transfer agents of a handoff.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from planner.simulator.events import EventLoop
-from planner.simulator.recorder import Recorder
-from planner.simulator.requests import SimRequest
+from planner.simulator.links import push
+from planner.simulator.requests import LAST_TOKEN, SimRequest, SimToken
 from planner.simulator.sequence import BlockNames, SimSequence, TokenCount
 from planner.simulator.setup import Setup
-from planner.simulator.worker import SimWorker
-from tandem.errors import KvExhausted, TandemError
+from router.requests import actions as act
+from router.requests import events as ev
+from router.requests.run import RequestRun
+from tandem.errors import InternalError, TandemError
 from tandem.kvcache.blockhash import HashKey
-from tandem.request import SamplingParams
+from tandem.kvcache.layout import blocks_for
+from tandem.request import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from planner.simulator.worker import SimWorker
+    from tandem.scheduler.plan import ExportRange
 
 _KEY = HashKey("simulated")
 
 
-class FramesHost(Protocol):
-    """The router, which hears of it one network time later."""
+@dataclass(slots=True, eq=False)
+class SimTicket:
+    """One handoff, from the decode worker's side: it joins when the blocks and the router's Join are there."""
 
-    def is_over(self, request: SimRequest, attempt: int) -> bool: ...
-    def later(self, handle: Callable[..., None], *args: object) -> None: ...
-    def fail(self, request: SimRequest, attempt: int, error: TandemError) -> None: ...
-    def refused(self, request: SimRequest, attempt: int, refusal: TandemError) -> None: ...
-    def reserved(self, request: SimRequest, attempt: int) -> None: ...
-    def joined(self, moved_tokens: int, exposed_s: float) -> None: ...
+    decode: SimWorker
+    sequence: SimSequence
+    cached_blocks: int
+    first_token_s: float = 0.0  # when it was sampled
+    has_landed: bool = False
+    may_join: bool = False
 
 
-class Frames:
-    def __init__(self, host: FramesHost, setup: Setup, loop: EventLoop, recorder: Recorder, names: BlockNames) -> None:
-        self._host, self._setup, self._loop, self._recorder, self._names = host, setup, loop, recorder, names
+class WorkerSide:
+    """The workers' side of the protocol. `deliver` takes an event to the router, one network time later."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        loop: EventLoop,
+        names: BlockNames,
+        deliver: Callable[[SimWorker, str, ev.Event], None],
+        answered_s: Callable[[int], float],
+    ) -> None:
+        """`answered_s`: when the last token of a request, by its index, reached the router."""
+        self._setup, self._loop, self._names = setup, loop, names
+        self._deliver, self._answered_s = deliver, answered_s
         self._arrivals = 0
 
-    def generate(self, request: SimRequest, worker: SimWorker, attempt: int) -> None:
-        if self._host.is_over(request, attempt):
-            return
-        sequence = request.sequence = self._sequence(request)
-        try:
-            worker.scheduler.add(sequence)
-        except TandemError as error:
-            self._host.later(self._host.fail, request, attempt, error)
+    # --- frames --------------------------------------------------------------------------------------------------
 
-    def reserve(self, request: SimRequest, worker: SimWorker, attempt: int) -> None:
-        if self._host.is_over(request, attempt):
-            return
-        sequence = self._sequence(request)
-        try:
-            cached_blocks = worker.scheduler.reserve(sequence)
-        except KvExhausted as refusal:
-            self._host.later(self._host.refused, request, attempt, refusal)
-            return
-        except TandemError as error:
-            self._host.later(self._host.fail, request, attempt, error)
-            return
-        request.sequence, request.cached_blocks = sequence, cached_blocks
-        self._host.later(self._host.reserved, request, attempt)
+    def take(self, run: RequestRun, frame: act.Frame, worker: SimWorker) -> None:
+        """A frame, between two steps. Those of a request that has left meanwhile only cancel."""
+        wire_id = frame.wire_id
+        if isinstance(frame, act.Leave):
+            worker.tickets.pop(wire_id, None)
+            worker.scheduler.cancel(wire_id)
+        elif wire_id in worker.attached:
+            try:
+                self._begin(run, frame, worker)
+            except TandemError as error:
+                self._deliver(worker, wire_id, ev.AttemptEnded(worker.key, error=error))
 
-    def prefill(self, request: SimRequest, worker: SimWorker, attempt: int) -> None:
-        if self._host.is_over(request, attempt):
-            return
-        if request.cached_blocks * self._setup.block_tokens >= request.prompt_tokens:
-            request.landed_s = self._loop.now_s()  # nothing to send: only the first token is wanted
-        try:
-            worker.scheduler.add(self._sequence(request, export_from_block=request.cached_blocks))
-        except TandemError as error:
-            self._host.later(self._host.fail, request, attempt, error)
+    def _begin(self, run: RequestRun, frame: act.Frame, worker: SimWorker) -> None:
+        """Raises TandemError: the worker refuses."""
+        match frame:
+            case act.Generate():
+                worker.scheduler.add(self._sequence(run, frame.wire_id))
+            case act.Reserve():
+                sequence = self._sequence(run, frame.wire_id)
+                ticket = SimTicket(worker, sequence, worker.scheduler.reserve(sequence))
+                worker.tickets[frame.wire_id] = ticket
+                cached_tokens = ticket.cached_blocks * self._setup.block_tokens
+                self._deliver(worker, frame.wire_id, ev.Reserved(worker.key, ticket, cached_tokens))
+            case act.Prefill(ticket=SimTicket() as ticket):
+                worker.tickets[frame.wire_id] = ticket
+                ticket.has_landed = self._is_whole(ticket)
+                worker.scheduler.add(self._sequence(run, frame.wire_id, export_from_block=ticket.cached_blocks))
+            case act.Join():
+                ticket = worker.tickets[frame.wire_id]
+                ticket.may_join = True
+                self._join(ticket)
+            case _:
+                raise InternalError(f"expected a frame of a handoff or a local prefill, got {frame}")
 
-    def join(self, request: SimRequest, worker: SimWorker, attempt: int) -> None:
-        sequence = request.sequence
-        if self._host.is_over(request, attempt) or sequence is None or request.first_token_s is None:
-            return
-        worker.scheduler.join(sequence.request_id, 0)
-        sequence.last_token_s = request.first_token_s
-        request.lifecycle.start_decode()
-        exposed_s = max(0.0, self._loop.now_s() - request.first_token_s)
-        moved = request.prompt_tokens - request.cached_blocks * self._setup.block_tokens
-        self._host.joined(moved, exposed_s)
-
-    def cancel(self, request: SimRequest, worker: SimWorker, sequence_id: str) -> None:
-        worker.scheduler.cancel(sequence_id)
-
-    def release_export(self, request: SimRequest, worker: SimWorker, sequence_id: str) -> None:
-        if sequence_id in worker.scheduler.sequences:
-            worker.scheduler.release_export(sequence_id)
-
-    def _sequence(self, request: SimRequest, export_from_block: int | None = None) -> SimSequence:
+    def _sequence(self, run: RequestRun, wire_id: str, export_from_block: int | None = None) -> SimSequence:
         self._arrivals += 1
-        tokens = TokenCount(request.prompt_tokens)
+        request = request_of(run)
+        tokens, left = TokenCount(run.prefill_tokens), request.output_tokens - run.answer_tokens
         return SimSequence(
-            request_id=request.sequence_id,
+            request_id=wire_id,
             tokens=tokens,
-            prompt_tokens=request.prompt_tokens,
-            sampling=SamplingParams(max_tokens=request.output_tokens),
+            prompt_tokens=run.prefill_tokens,
+            sampling=SamplingParams(max_tokens=left),
             hash_key=_KEY,
             block_tokens=self._setup.block_tokens,
             arrival=self._arrivals,
@@ -102,10 +110,86 @@ class Frames:
             index=request.index,
             maker=self._names,
             counted=tokens,
-            last_token_s=self._last_token_s(request),
-            _hashes=request.block_hashes,
+            last_token_s=self._answered_s(request.index) if run.answer_tokens else 0.0,
+            _hashes=list(request.block_hashes),
         )
 
-    def _last_token_s(self, request: SimRequest) -> float:
-        """Of one that goes on elsewhere; 0 before its first token."""
-        return float(self._recorder.last_token_s[request.index]) if request.migrations else 0.0
+    # --- what the engine did -------------------------------------------------------------------------------------
+
+    def first_token(self, worker: SimWorker, sequence: SimSequence) -> None:
+        wire_id = sequence.request_id
+        is_last = sequence.generated >= sequence.sampling.max_tokens
+        token = SimToken(LAST_TOKEN if is_last else 0, sequence.cached_tokens or 0)
+        self._deliver(worker, wire_id, ev.TokenSampled(worker.key, token))
+        if sequence.is_exporting and (ticket := worker.tickets.get(wire_id)) is not None:
+            ticket.first_token_s = self._loop.now_s()
+            if self._is_whole(ticket):
+                self._sent(worker, wire_id)
+
+    def finished(self, worker: SimWorker, sequence: SimSequence) -> None:
+        wire_id = sequence.request_id
+        worker.tickets.pop(wire_id, None)
+        if sequence.generated > 1:
+            self._deliver(worker, wire_id, ev.TokensSampled(worker.key, [0] * (sequence.generated - 1)))
+        self._deliver(worker, wire_id, ev.AttemptEnded(worker.key, FinishReason.STOP))
+
+    def failed(self, worker: SimWorker, wire_id: str, error: TandemError) -> None:
+        self._deliver(worker, wire_id, ev.AttemptEnded(worker.key, error=error))
+
+    def export(self, worker: SimWorker, part: ExportRange, start_s: float, end_s: float) -> None:
+        """A computed range is pushed to the worker of its ticket."""
+        ticket, setup = worker.tickets.get(part.request_id), self._setup
+        if ticket is None:
+            return
+        tokens = (len(part.block_ids) - 1) * setup.block_tokens + part.last_block_tokens
+        num_bytes = tokens * setup.kv_token_bytes
+        done_s = push(
+            worker.egress,
+            ticket.decode.ingress,
+            start_s=start_s,
+            end_s=end_s,
+            layers=setup.layers,
+            transfer_s=worker.cost.transfer_s(int(num_bytes)),
+            num_bytes=num_bytes,
+        )
+        if part.is_last:
+            self._loop.at(done_s, self._landed, worker, part.request_id, ticket)
+
+    def _landed(self, worker: SimWorker, wire_id: str, ticket: SimTicket) -> None:
+        if not worker.lost:
+            self._sent(worker, wire_id)
+        ticket.has_landed = True
+        if not ticket.decode.lost:
+            ticket.decode.notify(self._join, ticket)
+
+    def _sent(self, worker: SimWorker, wire_id: str) -> None:
+        """The prefill worker's side is over: it reports, and its blocks are free for others."""
+        worker.notify(self._release_export, worker, wire_id)
+        report = ev.HandoffReported(worker.key, wire_id, 0, 0, self._setup.network_s, None, None)
+        self._deliver(worker, wire_id, report)
+
+    @staticmethod
+    def _release_export(worker: SimWorker, wire_id: str) -> None:
+        if worker.tickets.pop(wire_id, None) is not None:
+            worker.scheduler.release_export(wire_id)
+
+    def _join(self, ticket: SimTicket) -> None:
+        worker, wire_id = ticket.decode, ticket.sequence.request_id
+        if not (ticket.has_landed and ticket.may_join) or worker.tickets.get(wire_id) is not ticket:
+            return
+        del worker.tickets[wire_id]
+        worker.scheduler.join(wire_id, 0)
+        ticket.sequence.last_token_s = ticket.first_token_s
+        blocks = blocks_for(ticket.sequence.prompt_tokens, self._setup.block_tokens) - ticket.cached_blocks
+        num_bytes = int(blocks * self._setup.block_tokens * self._setup.kv_token_bytes)
+        report = ev.HandoffReported(worker.key, wire_id, num_bytes, blocks, self._setup.network_s, 0.0, None)
+        self._deliver(worker, wire_id, report)
+
+    def _is_whole(self, ticket: SimTicket) -> bool:
+        """The decode worker has every block: only the first token is wanted."""
+        return ticket.cached_blocks * self._setup.block_tokens >= ticket.sequence.prompt_tokens
+
+
+def request_of(run: RequestRun) -> SimRequest:
+    assert isinstance(run.request, SimRequest)
+    return run.request

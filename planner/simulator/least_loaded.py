@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 
 
-class Idlest:
+class LeastLoadedIndex:
     """Workers of one load stand in a line, in the order in which they came to it. Whoever leaves a line stays in it
     until somebody looks there."""
 

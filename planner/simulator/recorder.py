@@ -8,7 +8,11 @@ from copy import copy
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.simulator.requests import SimRequest
 from planner.simulator.setup import Slo
+from router.requests import actions as act
+from router.requests.facts import Facts, Placed, Requeued
+from router.requests.run import RequestRun
 from tandem.request import RequestState
 
 STATES = tuple(RequestState)
@@ -54,6 +58,38 @@ class Recorder:
         self.local_prefills = 0
         self.refusals: dict[str, int] = {}
 
+    def subscribe(self, facts: Facts) -> None:
+        """To what becomes of simulated requests."""
+        facts.subscribe(Placed, "recorder", self._placed)
+        facts.subscribe(act.FirstToken, "recorder", self._first_token)
+        facts.subscribe(Requeued, "recorder", self._requeued)
+        facts.subscribe(act.End, "recorder", self._ended)
+
+    def _placed(self, run: RequestRun, fact: Placed, now_s: float) -> None:
+        if fact.placement.prefill is None:
+            self.local_prefills += 1
+        else:
+            self.handoffs += 1
+        index = _index(run)
+        if not self.migrations[index]:
+            self.dispatched_s[index] = now_s
+
+    def _first_token(self, run: RequestRun, fact: act.FirstToken, now_s: float) -> None:
+        if fact.of_answer:
+            index = _index(run)
+            self.first_token(index, now_s)
+            self.cached_tokens[index] = run.cached_tokens
+
+    def _requeued(self, run: RequestRun, fact: Requeued, now_s: float) -> None:
+        if not fact.refused:
+            self.migrations[_index(run)] += 1
+
+    def _ended(self, run: RequestRun, fact: act.End, now_s: float) -> None:
+        if fact.error is not None:
+            code = fact.error.code.value
+            self.refusals[code] = self.refusals.get(code, 0) + 1
+        self.end(_index(run), fact.state)
+
     def first_token(self, index: int, now_s: float) -> None:
         self.first_token_s[index] = now_s
         if self._slo.ttft_s is not None and now_s - self._arrival_s[index] > self._slo.ttft_s:
@@ -79,3 +115,8 @@ class Recorder:
 
     def count(self, state: RequestState) -> int:
         return int((self.state == STATES.index(state)).sum())
+
+
+def _index(run: RequestRun) -> int:
+    assert isinstance(run.request, SimRequest)
+    return run.request.index

@@ -1,51 +1,50 @@
-"""One request on its way through the simulated cluster: what router.requests.run keeps of a real one."""
+"""One request of a trace, as the router's core reads it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from planner.simulator.sequence import SimSequence
-from planner.simulator.worker import SimWorker
-from router.policies.types import WaitReason
-from router.terms import Terms
-from router.workers.account import Charge
+from router.requests.output import Piece
 from tandem.kvcache.blockhash import BlockHash
-from tandem.request import Lifecycle
+from tandem.request import SamplingParams
+
+MODEL = "model"
+LAST_TOKEN = 1  # the stop token of simulated answers; all other tokens are 0
+# As a router with `max_tokens` of its clients would: an answer's length is not known before its end.
+SAMPLING = SamplingParams(max_tokens=1 << 30, stop_token_ids=frozenset({LAST_TOKEN}))
+_NO_TEXT = Piece("", ())
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class SimRequest:
-    """`prompt_tokens` grows by what was answered when it goes on elsewhere. Times are virtual."""
+    """`output_tokens`: what the trace says its answer has; only the workers know."""
 
     index: int
-    arrival_s: float
+    request_id: str
     prompt_tokens: int
-    output_tokens: int  # still to come when this attempt began
-    terms: Terms
-    block_hashes: list[BlockHash]
-    lifecycle: Lifecycle = field(default_factory=Lifecycle)
-    waiting_since_s: float = 0.0
-    excluded: frozenset[str] = frozenset()
-    waiting_for: WaitReason | None = None
-    attempt: int = 0
-    migrations: int = 0
-    was_answered: bool = False  # in part, before its last attempt
-    charges: list[tuple[SimWorker, Charge]] = field(default_factory=list)
-    decode: SimWorker | None = None
-    prefill: SimWorker | None = None
-    tokens_ahead: int = 0
-    dispatched_s: float = 0.0
-    reserve_sent_s: float = 0.0
-    prefill_sent_s: float = 0.0
-    sequence: SimSequence | None = None  # on the decode worker
-    cached_blocks: int = 0  # of those the decode worker had
-    first_token_s: float | None = None  # of this attempt
-    landed_s: float | None = None  # the decode worker has every block
+    output_tokens: int
+    block_hashes: Sequence[BlockHash]
+    block_tokens: int
+    model: str = MODEL
+    sampling: SamplingParams = SAMPLING
+    prompt: Sequence[int] = ()
+    session: bytes | None = None
 
-    @property
-    def sequence_id(self) -> str:
-        return f"{self.index}.{self.attempt}"
 
-    @property
-    def workers(self) -> list[SimWorker]:
-        return [each for each in (self.decode, self.prefill) if each is not None]
+@dataclass(frozen=True, slots=True)
+class SimToken:
+    token_id: int
+    cached_tokens: int
+
+
+class NoText:
+    """Simulated tokens have no text."""
+
+    stopped = False
+
+    def push(self, token: SimToken) -> Piece:
+        return _NO_TEXT
+
+    def flush(self) -> None:
+        return None

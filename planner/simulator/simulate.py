@@ -81,17 +81,19 @@ def _plan_fault(fault: Fault, cluster: SimCluster, loop: EventLoop) -> None:
         known = ", ".join(list(cluster.fleet.workers)[:8])
         raise ConfigError(f"--fault: expected a worker of {known}, ..., got {fault.worker_id!r}", field="--fault")
     if fault.kind is FaultKind.WORKER:
-        loop.at(fault.at_s, cluster.losses.lose_worker, fault.worker_id, fault.for_s)
+        loop.at(fault.at_s, cluster.lose_worker, fault.worker_id, fault.for_s)
         return
-    loop.at(fault.at_s, cluster.losses.slow_link, fault.worker_id, fault.factor)
+    loop.at(fault.at_s, cluster.slow_link, fault.worker_id, fault.factor)
     if fault.for_s is not None:
-        loop.at(fault.at_s + fault.for_s, cluster.losses.slow_link, fault.worker_id, 1.0)
+        loop.at(fault.at_s + fault.for_s, cluster.slow_link, fault.worker_id, 1.0)
 
 
 def _check_conservation(cluster: SimCluster, recorder: Recorder) -> None:
     """Nothing is left: every request ended once, no block is held, every block is in one state."""
     if cluster.active or recorder.ended != len(recorder.state):
         raise InternalError(f"{cluster.active} simulated requests never ended")
+    if failures := cluster.core.facts.failures:
+        raise InternalError(f"observers failed in a simulation: {dict(failures)}")
     for role in Role:
         for worker in cluster.fleet.role(role):
             counts = worker.blocks.counts()

@@ -16,6 +16,7 @@ from planner.simulator.links import Port
 from planner.simulator.scheduler import RepeatingScheduler, SimBlockPool
 from planner.simulator.sequence import SimSequence
 from router.prefix_index.mirror import WorkerKey
+from router.requests.run import RequestRun
 from router.workers.account import Account
 from tandem.config.spec import Role
 from tandem.errors import TandemError
@@ -23,6 +24,7 @@ from tandem.errors import TandemError
 if TYPE_CHECKING:
     from planner.shared_host import BusyCores
     from planner.simulator.events import EventLoop
+    from planner.simulator.frames import SimTicket
     from planner.simulator.recorder import IntervalHistogram
     from planner.simulator.setup import PoolSetup, Setup
     from tandem.scheduler.plan import ExportRange, StepPlan
@@ -67,6 +69,8 @@ class SimWorker:
         )
         self.cost: CostModel = pool.cost
         self.account = Account()
+        self.attached: dict[str, RequestRun] = {}  # whose messages reach the router, by wire id
+        self.tickets: dict[str, SimTicket] = {}  # of handoffs under way, on either side
         self.egress, self.ingress = Port(), Port()
         self.lost = False
         self.busy_s = 0.0
@@ -87,9 +91,13 @@ class SimWorker:
 
     def receive(self, frame: int, handle: Callable[..., None], *args: object) -> None:
         """`frame` is counted as the session's frames are; `handle` runs between two steps."""
+        self.notify(self._take_frame, frame, handle, args)
+
+    def notify(self, handle: Callable[..., None], *args: object) -> None:
+        """`handle` runs between two steps."""
         if self.lost:
             return
-        self._inbox.append((self._take_frame, (frame, handle, args)))
+        self._inbox.append((handle, args))
         if not self._stepping:
             self._turn()
         elif self._repeat is not None:
@@ -117,7 +125,7 @@ class SimWorker:
     def load(self) -> Load:
         """Its report, which is as old as its last turn; it tells which frames have been taken up."""
         if self.account.unreported_requests:
-            self.account.seen(self._seen_frames)
+            self.account.acknowledge(self._seen_frames)
         if self._load is None:
             scheduler = self.scheduler
             self._load = Load(

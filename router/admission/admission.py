@@ -1,8 +1,8 @@
-"""The router's waiting room: bounded, fair between classes and tenants, and closed to who would wait too long.
+"""The router's request queue: bounded, fair between classes and tenants, refusing requests that would wait too long.
 
-Each model has a line of two tiers: batch classes have their turn while nobody else waits. A request waits while its
-pool has no room or is restarting, and is refused when that takes longer than its class or its deadline allows; at once,
-when the pool's pace shows that it would. Pure; the dispatcher passes the time.
+Each model has a line of two tiers: batch classes are dispatched only while no other request waits. A request waits
+while its pool has no room or is restarting. It is refused when it waits longer than its class or its deadline allows,
+or at once when the pool's measured rate predicts that. Pure; the dispatcher passes the time.
 """
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-from router.admission.fair_queue import FairQueue
-from router.admission.waiting_line import Line, Waiting
-from router.terms import Terms
+from router.admission.fair_queue import WeightedFairQueue
+from router.admission.waiting_line import WaitingLine, WaitingRequest
+from router.terms import RequestTerms
 from tandem.config.spec import ClassSpec
 from tandem.errors import DeadlineExceeded, NoWorker, OverloadedError, TandemError
 
 Item = TypeVar("Item")
 
-MIN_RETRY_AFTER_S = 1.0  # where nothing better is known
+MIN_RETRY_AFTER_S = 1.0  # without a better estimate
 SHORTEST_RETRY_S = 0.1
-REFUSED_HOLD_S = 0.05  # between two tries of a request that workers could not take
-SLO_SHARE = 0.8  # a prediction is a mean: what is predicted within this share of the objective will mostly keep it
+REFUSED_HOLD_S = 0.05  # between two attempts of a request that a worker refused
+SLO_SHARE = 0.8  # a prediction is a mean: within this share of the objective, most requests meet it
 NO_WORKER_RETRY_S = 5.0
-SPARE_DUES = 64
+SPARE_EXPIRIES = 64
 
 
 class Refusal(StrEnum):
     """Why a request was refused; a metric label."""
 
-    SLO = "slo"  # its first token would come later than its class promises
-    DEADLINE = "deadline"  # its deadline passed, or cannot be met any more
+    SLO = "slo"  # predicted to miss the TTFT objective of its class
+    DEADLINE = "deadline"  # passed, or can no longer be met
     QUEUE_FULL = "queue_full"
-    PUSHED_OUT = "pushed_out"  # the queue was full, and somebody with less in it came
-    TIMEOUT = "timeout"  # it waited as long as it may
+    PUSHED_OUT = "pushed_out"  # the queue was full, and a tenant with fewer queued requests took the place
+    TIMEOUT = "timeout"  # waited for the queue timeout
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefilling(Generic[Item]):
-    line: Line[Item]
+    line: WaitingLine[Item]
     tokens: int
     batch: bool
 
 
 class Admission(Generic[Item]):
-    """Items are hashable.
+    """The queue of all models. Items must be hashable.
 
     Args:
         classes: as configured.
-        max_queued_requests: of all models together.
-        queue_timeout_s: of classes that have none of their own.
-        budget_tokens: prompt tokens that one worker is given at a time.
+        max_queued_requests: for all models together.
+        queue_timeout_s: for classes without one of their own.
+        budget_tokens: prompt tokens dispatched to one worker at a time.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class Admission(Generic[Item]):
         self._max_queued = max_queued_requests
         self._timeouts_s = {each.name: each.queue_timeout_s or queue_timeout_s for each in classes}
         self._budget_tokens = budget_tokens
-        self._lines: dict[str, Line[Item]] = {}
-        self._waiting: dict[Item, tuple[Line[Item], Waiting[Item]]] = {}
+        self._lines: dict[str, WaitingLine[Item]] = {}
+        self._waiting: dict[Item, tuple[WaitingLine[Item], WaitingRequest[Item]]] = {}
         self._prefilling: dict[Item, _Prefilling[Item]] = {}
-        self._dues: list[tuple[float, int, Waiting[Item]]] = []  # a heap; some no longer wait
+        self._expiries: list[tuple[float, int, WaitingRequest[Item]]] = []  # a heap; may hold entries that left
         self._order = itertools.count()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __contains__(self, item: Item) -> bool:
-        """It waits."""
+        """Whether the item waits."""
         return item in self._waiting
 
     def items(self) -> list[Item]:
@@ -87,49 +87,51 @@ class Admission(Generic[Item]):
         return {name: counts[name] for name in self._classes}
 
     def rates(self) -> dict[str, float]:
-        """Prompt tokens per second of each model's pool, where that was seen."""
+        """Prompt tokens per second of each model's pool, where measured."""
         known = {model: line.rate.tokens_per_s() for model, line in self._lines.items()}
         return {model: rate for model, rate in known.items() if rate is not None}
 
     # ---- in
 
-    def offer(self, model: str, item: Item, terms: Terms, tokens: int, now_s: float) -> list[tuple[Item, TandemError]]:
-        """Queues a request of `tokens` prompt tokens. Returns who lost the place to it, each with the reason.
+    def offer(
+        self, model: str, item: Item, terms: RequestTerms, tokens: int, now_s: float
+    ) -> list[tuple[Item, TandemError]]:
+        """Queues a request of `tokens` prompt tokens. Returns the items evicted for it, each with its error.
 
-        Raises OverloadedError when it would wait too long or finds no place, DeadlineExceeded when it is too late.
+        Raises OverloadedError if it would wait too long or the queue is full, DeadlineExceeded if its deadline passed.
         """
         line = self._line(model)
-        self._check_time(line, terms, tokens, now_s)
-        pushed_out = self._make_place(line, terms, now_s)
-        entry = Waiting(item, terms, tokens, now_s, now_s)
+        self._check_ttft(line, terms, tokens, now_s)
+        evicted = self._make_room(line, terms, now_s)
+        entry = WaitingRequest(item, terms, tokens, now_s, now_s)
         line.tier(self._classes[terms.priority]).add(entry)
-        self._note(line, entry)
-        return pushed_out
+        self._track(line, entry)
+        return evicted
 
     def put_back(
         self,
         model: str,
         item: Item,
-        terms: Terms,
+        terms: RequestTerms,
         tokens: int,
         *,
         since_s: float,
         now_s: float,
         refusal: TandemError | None,
     ) -> None:
-        """A request that had been dispatched waits again, first in its tier. It waits since `since_s`."""
-        self.over(item)
+        """Puts a dispatched request back at the front of its tier. Its wait counts from `since_s`."""
+        self.remove(item)
         line, hold_s = self._line(model), 0.0 if refusal is None else REFUSED_HOLD_S
-        entry = Waiting(item, terms, tokens, since_s, now_s + hold_s, refusal)
+        entry = WaitingRequest(item, terms, tokens, since_s, now_s + hold_s, refusal)
         line.tier(self._classes[terms.priority]).put_first(entry)
-        self._note(line, entry)
+        self._track(line, entry)
 
     # ---- out
 
     def dispatch(self, now_s: float, place: Callable[[Item], bool], prefillers: Callable[[str], int]) -> None:
-        """Offers the next of each line to `place`, and the one after it as long as that says it took one.
+        """Passes the next request of each line to `place`, and goes on while `place` returns True.
 
-        `prefillers` gives how many workers prefill for a model; 0: none of its workers can take a request.
+        `prefillers` gives the number of workers that prefill for a model; 0 if none of them takes requests.
         """
         for line in self._lines.values():
             workers = prefillers(line.model) if len(line) else 0
@@ -140,57 +142,61 @@ class Admission(Generic[Item]):
                 self._dispatch_tier(line, tier, now_s, place)
                 if tier:
                     break
-            # Without a worker nothing moves, and that is no pace.
-            line.rate.set_waiting(now_s, bool(workers and line.first))
+            # Time without a worker must not lower the measured rate.
+            line.rate.set_waiting(now_s, bool(workers and line.regular))
 
-    def in_the_way(self) -> list[Item]:
-        """Batch prompts longer than a dispatch budget that are being prefilled while others wait."""
-        if not any(line.batch_tokens and line.first for line in self._lines.values()):
+    def oversized_batch(self) -> list[Item]:
+        """The batch prompts longer than the dispatch budget that prefill while requests of other classes wait."""
+        if not any(line.batch_tokens and line.regular for line in self._lines.values()):
             return []
         return [
             item
             for item, each in self._prefilling.items()
-            if each.batch and each.tokens > self._budget_tokens and each.line.first
+            if each.batch and each.tokens > self._budget_tokens and each.line.regular
         ]
 
     def first_token(self, item: Item, now_s: float) -> None:
-        """A dispatched request's prompt is computed."""
-        if (done := self._stop(item)) is not None:
+        """The prompt of a dispatched request is computed."""
+        if (done := self._end_prefill(item)) is not None:
             done.line.rate.first_token(done.tokens, now_s)
 
-    def over(self, item: Item) -> None:
-        """A request has ended, or its attempt has. Idempotent."""
-        self._stop(item)
+    def remove(self, item: Item) -> None:
+        """Forgets a request that ended, or whose attempt ended. Idempotent."""
+        self._end_prefill(item)
         if (found := self._waiting.pop(item, None)) is not None:
             line, entry = found
             line.tier(self._classes[entry.priority]).remove(entry)
 
     def expire(self, now_s: float) -> list[tuple[Item, TandemError]]:
-        """Takes out those that have waited too long or can no longer be in time, each with the reason."""
+        """Removes and returns the requests that timed out or can no longer meet their deadline, with their errors."""
         expired: list[tuple[Item, TandemError]] = []
-        while (next_s := self._next_expiry_s()) is not None and next_s <= now_s:
-            _, _, entry = heapq.heappop(self._dues)
+        while (next_s := self._earliest_expiry_s()) is not None and next_s <= now_s:
+            _, _, entry = heapq.heappop(self._expiries)
             line, _ = self._waiting[entry.item]
-            due_s = self._due_s(line, entry)
-            if due_s > now_s:  # the pool has become faster since
-                heapq.heappush(self._dues, (due_s, next(self._order), entry))
+            due_s = self._expiry_s(line, entry)
+            if due_s > now_s:  # the pool has become faster
+                heapq.heappush(self._expiries, (due_s, next(self._order), entry))
                 continue
-            expired.append((entry.item, self._too_late(line, entry, now_s)))
-            self.over(entry.item)
+            expired.append((entry.item, self._expiry_error(line, entry, now_s)))
+            self.remove(entry.item)
         return expired
 
     def next_due_s(self, now_s: float) -> float | None:
-        """When time alone changes something: a wait ends or a hold is over. None while nothing waits."""
+        """The next time a wait or a hold ends. None if nothing waits."""
         heads = [tier.head() for line in self._lines.values() for tier in line.tiers]
         due = [head.hold_until_s for head in heads if head is not None and head.hold_until_s > now_s]
-        if (next_s := self._next_expiry_s()) is not None:
+        if (next_s := self._earliest_expiry_s()) is not None:
             due.append(next_s)
         return min(due, default=None)
 
     # ---- inside
 
     def _dispatch_tier(
-        self, line: Line[Item], tier: FairQueue[Waiting[Item]], now_s: float, place: Callable[[Item], bool]
+        self,
+        line: WaitingLine[Item],
+        tier: WeightedFairQueue[WaitingRequest[Item]],
+        now_s: float,
+        place: Callable[[Item], bool],
     ) -> None:
         batch = tier is line.batch
         while (entry := tier.head()) is not None and entry.hold_until_s <= now_s:
@@ -199,29 +205,31 @@ class Admission(Generic[Item]):
             line.start(entry.tokens, batch=batch)
             self._prefilling[entry.item] = _Prefilling(line, entry.tokens, batch)
             if not place(entry.item):
-                self._stop(entry.item)
+                self._end_prefill(entry.item)
                 return
-            if self._is_waiting(entry):  # else it ended while it was placed
+            if self._is_waiting(entry):  # false if it ended during `place`
                 del self._waiting[entry.item]
                 tier.take(entry)
 
-    def _stop(self, item: Item) -> _Prefilling[Item] | None:
+    def _end_prefill(self, item: Item) -> _Prefilling[Item] | None:
         found = self._prefilling.pop(item, None)
         if found is not None:
             found.line.stop(found.tokens, batch=found.batch)
         return found
 
-    def _check_time(self, line: Line[Item], terms: Terms, tokens: int, now_s: float) -> None:
+    def _check_ttft(self, line: WaitingLine[Item], terms: RequestTerms, tokens: int, now_s: float) -> None:
         spec = self._classes[terms.priority]
         limits_s: list[tuple[float, Refusal, str]] = []
         if terms.deadline_s is not None:
             left_s = terms.deadline_s - now_s
-            limits_s.append((left_s, Refusal.DEADLINE, f"{left_s:.3g} s, its deadline"))
+            limits_s.append((left_s, Refusal.DEADLINE, f"{left_s:.3g} s (its deadline)"))
             if left_s <= 0:
                 self.refusals[spec.name, Refusal.DEADLINE] += 1
-                raise DeadlineExceeded("the request's deadline passed before it could be queued")
+                raise DeadlineExceeded("the deadline of the request passed before it was queued")
         if spec.ttft_slo_s is not None:
-            limits_s.append((SLO_SHARE * spec.ttft_slo_s, Refusal.SLO, f"{spec.ttft_slo_s:g} s (class {spec.name!r})"))
+            slo_s = SLO_SHARE * spec.ttft_slo_s
+            wanted = f"{slo_s:.3g} s ({SLO_SHARE:.0%} of ttft_slo_s of class {spec.name!r})"
+            limits_s.append((slo_s, Refusal.SLO, wanted))
         predicted_s = line.predicted_ttft_s(spec, terms.tenant, tokens) if limits_s else None
         if predicted_s is None:
             return
@@ -229,77 +237,87 @@ class Admission(Generic[Item]):
         if predicted_s > limit_s:
             self.refusals[spec.name, refusal] += 1
             raise OverloadedError(
-                f"expected a first token within {wanted}; with those before it, it would take {predicted_s:.3g} s; "
+                f"expected a first token within {wanted}; predicted {predicted_s:.3g} s behind the queued requests; "
                 "retry later",
                 retry_after_s=max(SHORTEST_RETRY_S, predicted_s - limit_s),
             )
 
-    def _make_place(self, line: Line[Item], terms: Terms, now_s: float) -> list[tuple[Item, TandemError]]:
-        """When the queue is full, who has most in it gives a place to who has less; batch classes before others."""
+    def _make_room(self, line: WaitingLine[Item], terms: RequestTerms, now_s: float) -> list[tuple[Item, TandemError]]:
+        """If the queue is full, evicts the newest request of the tenant with most; batch classes first.
+
+        Raises OverloadedError if no tenant has more queued than this one.
+        """
         if len(self) < self._max_queued:
             return []
         spec = self._classes[terms.priority]
-        own = (line.tier(spec).waiting_of(spec.name, terms.tenant) + 1) / spec.weight
-        full = f"expected at most {self._max_queued} queued requests, and so many are waiting; retry later"
+        share = (line.tier(spec).count(spec.name, terms.tenant) + 1) / spec.weight
+        full = f"the queue is full ({self._max_queued} requests, router.max_queued_requests); retry later"
         retry_s = self._retry_after_s(line, now_s)
         lines = ((each, one) for each in self._lines.values() for one in each.tiers)
         longest = max(
-            ((one is each.batch, count / weight, entry) for each, one in lines for weight, count, entry in one.lines()),
+            (
+                (one is each.batch, count / weight, entry)
+                for each, one in lines
+                for weight, count, entry in one.tenant_queues()
+            ),
             key=lambda found: found[:2],
             default=None,
         )
-        if longest is None or longest[:2] <= (spec.batch, own):
+        if longest is None or longest[:2] <= (spec.batch, share):
             self.refusals[spec.name, Refusal.QUEUE_FULL] += 1
             raise OverloadedError(full, retry_after_s=retry_s)
         entry = longest[2]
         self.refusals[entry.priority, Refusal.PUSHED_OUT] += 1
-        self.over(entry.item)
+        self.remove(entry.item)
         return [(entry.item, OverloadedError(full, retry_after_s=retry_s))]
 
-    def _due_s(self, line: Line[Item], entry: Waiting[Item]) -> float:
-        """When its wait ends: by its class, or because it could not have its first token before its deadline."""
+    def _expiry_s(self, line: WaitingLine[Item], entry: WaitingRequest[Item]) -> float:
+        """When the wait ends: the timeout of its class, or the last moment that leaves time for the prefill."""
         due_s = entry.since_s + self._timeouts_s[entry.priority]
         if entry.terms.deadline_s is None:
             return due_s
         return min(due_s, entry.terms.deadline_s - line.least_s(entry.tokens))
 
-    def _too_late(self, line: Line[Item], entry: Waiting[Item], now_s: float) -> TandemError:
+    def _expiry_error(self, line: WaitingLine[Item], entry: WaitingRequest[Item], now_s: float) -> TandemError:
         waited = f"waited {now_s - entry.since_s:.3g} s in the queue"
         timeout_s = self._timeouts_s[entry.priority]
         if now_s - entry.since_s < timeout_s:
             self.refusals[entry.priority, Refusal.DEADLINE] += 1
-            return DeadlineExceeded(f"{waited}; its deadline cannot be met any more")
+            return DeadlineExceeded(f"{waited}; its deadline can no longer be met")
         self.refusals[entry.priority, Refusal.TIMEOUT] += 1
         if line.worker_seen_s is None or line.worker_seen_s < entry.since_s:
-            missing = f"there was no decode worker for model {line.model!r}"
-            return NoWorker(f"{waited}, and {missing}", retry_after_s=NO_WORKER_RETRY_S)
+            return NoWorker(
+                f"{waited}; no decode worker for model {line.model!r} was ready", retry_after_s=NO_WORKER_RETRY_S
+            )
         retry_s = self._retry_after_s(line, now_s)
         if entry.refusal is not None:
-            return type(entry.refusal)(f"{waited}; the last refusal: {entry.refusal.message}", retry_after_s=retry_s)
-        return OverloadedError(f"{waited}, and no worker had room", retry_after_s=retry_s)
+            return type(entry.refusal)(
+                f"{waited}; a worker last refused it: {entry.refusal.message}", retry_after_s=retry_s
+            )
+        return OverloadedError(f"{waited}; no worker had room", retry_after_s=retry_s)
 
-    def _retry_after_s(self, line: Line[Item], now_s: float) -> float:
-        """As long as the first in line has waited: what a newcomer may expect at the least."""
+    def _retry_after_s(self, line: WaitingLine[Item], now_s: float) -> float:
+        """The wait of the line's head: a new request waits at least that long."""
         return max(MIN_RETRY_AFTER_S, line.longest_wait_s(now_s))
 
-    def _note(self, line: Line[Item], entry: Waiting[Item]) -> None:
+    def _track(self, line: WaitingLine[Item], entry: WaitingRequest[Item]) -> None:
         self._waiting[entry.item] = (line, entry)
-        heapq.heappush(self._dues, (self._due_s(line, entry), next(self._order), entry))
-        if len(self._dues) > 2 * len(self._waiting) + SPARE_DUES:  # most have had their turn
-            self._dues = [due for due in self._dues if self._is_waiting(due[2])]
-            heapq.heapify(self._dues)
+        heapq.heappush(self._expiries, (self._expiry_s(line, entry), next(self._order), entry))
+        if len(self._expiries) > 2 * len(self._waiting) + SPARE_EXPIRIES:  # mostly entries that left
+            self._expiries = [due for due in self._expiries if self._is_waiting(due[2])]
+            heapq.heapify(self._expiries)
 
-    def _next_expiry_s(self) -> float | None:
-        while self._dues and not self._is_waiting(self._dues[0][2]):
-            heapq.heappop(self._dues)
-        return self._dues[0][0] if self._dues else None
+    def _earliest_expiry_s(self) -> float | None:
+        while self._expiries and not self._is_waiting(self._expiries[0][2]):
+            heapq.heappop(self._expiries)
+        return self._expiries[0][0] if self._expiries else None
 
-    def _is_waiting(self, entry: Waiting[Item]) -> bool:
+    def _is_waiting(self, entry: WaitingRequest[Item]) -> bool:
         found = self._waiting.get(entry.item)
         return found is not None and found[1] is entry
 
-    def _line(self, model: str) -> Line[Item]:
+    def _line(self, model: str) -> WaitingLine[Item]:
         line = self._lines.get(model)
         if line is None:
-            line = self._lines[model] = Line(model, list(self._classes.values()))
+            line = self._lines[model] = WaitingLine(model, list(self._classes.values()))
         return line

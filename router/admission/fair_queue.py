@@ -1,7 +1,7 @@
-"""Whose turn it is: start-time fair queueing (Goyal, Vin, Cheng: SIGCOMM 1996) of classes, and of tenants in each.
+"""Start-time fair queueing (Goyal, Vin, Cheng: SIGCOMM 1996) of classes, and of the tenants in each class. Pure.
 
-Work is counted in prompt tokens. While two keys both wait, the tokens they were served, divided by their weights,
-differ by no more than one request of each. A key that had nothing waiting gains nothing by it. Pure.
+Work is counted in prompt tokens. While two keys both wait, their served tokens divided by their weights differ by at
+most one request of each. A key that had no requests waiting saves up no turns.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Generic, Protocol, TypeVar
 
-MAX_REMEMBERED = 1024  # keys without work whose last turn still counts
+MAX_REMEMBERED = 1024  # keys without work that are ahead of the virtual clock
 
 
-class Queued(Protocol):
+class QueueEntry(Protocol):
     @property
     def priority(self) -> str: ...
 
@@ -25,75 +25,76 @@ class Queued(Protocol):
 
 
 Key = TypeVar("Key", bound=Hashable)
-Entry = TypeVar("Entry", bound=Queued)
+Entry = TypeVar("Entry", bound=QueueEntry)
 
 
 class FairShares(Generic[Key]):
-    """A virtual clock over keys: the next is the one whose tag is least, and a turn moves its tag by cost / weight."""
+    """A virtual clock over keys. The key with the lowest tag is next; each turn advances its tag by cost / weight."""
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._waiting: dict[Key, float] = {}  # tags, in the order in which the keys came
-        self._resting: dict[Key, float] = {}  # tags of keys without work that are ahead of the clock
+        self._waiting: dict[Key, float] = {}  # tags, in arrival order of the keys
+        self._idle: dict[Key, float] = {}  # tags of keys without work that are ahead of the clock
 
     def tag(self, key: Key) -> float:
-        """Where a newcomer of `key` would stand if nothing of it waited."""
+        """The tag of `key`, or the one it gets when its first request arrives."""
         waiting = self._waiting.get(key)
-        return max(self._now, self._resting.get(key, 0.0)) if waiting is None else waiting
+        return max(self._now, self._idle.get(key, 0.0)) if waiting is None else waiting
 
-    def wake(self, key: Key) -> None:
-        """`key` has work."""
+    def activate(self, key: Key) -> None:
+        """`key` has work from now on."""
         if key not in self._waiting:
             self._waiting[key] = self.tag(key)
-            self._resting.pop(key, None)
+            self._idle.pop(key, None)
 
     def next(self) -> Key:
-        """Whose turn it is; among equals who came first. Some key has work."""
+        """The key with the lowest tag; of equals, the first to arrive. At least one key must have work."""
         return min(self._waiting, key=self._waiting.__getitem__)
 
     def serve(self, key: Key, cost: float) -> None:
-        """`key` has its turn; `cost` is work / weight."""
+        """Counts a turn of `key`; `cost` is work / weight."""
         self._now = self._waiting[key]
         self._waiting[key] += cost
 
-    def rest(self, key: Key) -> None:
-        """`key` has no work. When nobody has, all begin anew."""
+    def deactivate(self, key: Key) -> None:
+        """`key` has no work left. When no key has any, the clock restarts at 0."""
         tag = self._waiting.pop(key)
         if not self._waiting:
             self._now = 0.0
-            self._resting.clear()
+            self._idle.clear()
             return
-        self._resting[key] = tag
-        if len(self._resting) > MAX_REMEMBERED:
-            self._resting = {each: tag for each, tag in self._resting.items() if tag > self._now}
-        if len(self._resting) > MAX_REMEMBERED:
-            del self._resting[min(self._resting, key=self._resting.__getitem__)]
+        self._idle[key] = tag
+        if len(self._idle) > MAX_REMEMBERED:
+            self._idle = {each: tag for each, tag in self._idle.items() if tag > self._now}
+        if len(self._idle) > MAX_REMEMBERED:
+            del self._idle[min(self._idle, key=self._idle.__getitem__)]
 
 
-class _Flow(Generic[Entry]):
-    """What one tenant has waiting in one class, first come first served."""
+class _TenantQueue(Generic[Entry]):
+    """The waiting requests of one tenant in one class, first in first out."""
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque()
         self.tokens = 0
 
 
-class _Class(Generic[Entry]):
+class _ClassQueue(Generic[Entry]):
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self.shares: FairShares[str] = FairShares()
-        self.flows: dict[str, _Flow[Entry]] = {}
+        self.tenants: dict[str, _TenantQueue[Entry]] = {}
         self.tokens = 0
 
 
-class FairQueue(Generic[Entry]):
-    """Classes share by weight; the tenants of a class share alike. Entries compare by identity.
+class WeightedFairQueue(Generic[Entry]):
+    """Classes share by weight; tenants of one class share equally. Entries compare by identity.
 
-    Args: `weights` of all classes that entries may have.
+    Args:
+        weights: of every class an entry may have.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        self._classes: dict[str, _Class[Entry]] = {name: _Class(weight) for name, weight in weights.items()}
+        self._classes: dict[str, _ClassQueue[Entry]] = {name: _ClassQueue(weight) for name, weight in weights.items()}
         self._shares: FairShares[str] = FairShares()
         self._returned: deque[Entry] = deque()
         self._count = 0
@@ -102,32 +103,32 @@ class FairQueue(Generic[Entry]):
         return self._count
 
     def add(self, entry: Entry) -> None:
-        """At the end of its tenant's line."""
+        """Appends to the queue of its tenant."""
         each = self._classes[entry.priority]
-        flow = each.flows.setdefault(entry.tenant, _Flow())
-        flow.entries.append(entry)
-        flow.tokens += entry.tokens
+        queue = each.tenants.setdefault(entry.tenant, _TenantQueue())
+        queue.entries.append(entry)
+        queue.tokens += entry.tokens
         each.tokens += entry.tokens
-        each.shares.wake(entry.tenant)
-        self._shares.wake(entry.priority)
+        each.shares.activate(entry.tenant)
+        self._shares.activate(entry.priority)
         self._count += 1
 
     def put_first(self, entry: Entry) -> None:
-        """Before everybody: it had its turn already, and the next one is not counted."""
+        """Puts an entry at the very front. It has had its turn, so `take` counts no second one."""
         self._returned.appendleft(entry)
         self._count += 1
 
     def head(self) -> Entry | None:
-        """Whose turn it is; nothing changes."""
+        """The entry whose turn it is; changes nothing."""
         if self._returned:
             return self._returned[0]
         if not self._count:
             return None
         each = self._classes[self._shares.next()]
-        return each.flows[each.shares.next()].entries[0]
+        return each.tenants[each.shares.next()].entries[0]
 
     def take(self, entry: Entry) -> None:
-        """The head has its turn."""
+        """Removes the head and counts its turn."""
         if entry not in self._returned:
             each = self._classes[entry.priority]
             each.shares.serve(entry.tenant, entry.tokens)
@@ -135,49 +136,49 @@ class FairQueue(Generic[Entry]):
         self.remove(entry)
 
     def remove(self, entry: Entry) -> None:
-        """It no longer waits, and had no turn."""
+        """Removes an entry without counting a turn."""
         self._count -= 1
         if entry in self._returned:
             self._returned.remove(entry)
             return
         each = self._classes[entry.priority]
-        flow = each.flows[entry.tenant]
-        flow.entries.remove(entry)
-        flow.tokens -= entry.tokens
+        queue = each.tenants[entry.tenant]
+        queue.entries.remove(entry)
+        queue.tokens -= entry.tokens
         each.tokens -= entry.tokens
-        if not flow.entries:
-            del each.flows[entry.tenant]
-            each.shares.rest(entry.tenant)
-        if not each.flows:
-            self._shares.rest(entry.priority)
+        if not queue.entries:
+            del each.tenants[entry.tenant]
+            each.shares.deactivate(entry.tenant)
+        if not each.tenants:
+            self._shares.deactivate(entry.priority)
 
     def tokens_ahead(self, priority: str, tenant: str) -> float:
-        """Prompt tokens whose turn comes before that of a newcomer, as far as those who wait now decide it."""
+        """Prompt tokens of the waiting entries whose turn comes before that of a new entry."""
         each = self._classes[priority]
-        queued = {name: flow.tokens for name, flow in each.flows.items()}
+        queued = {name: queue.tokens for name, queue in each.tenants.items()}
         weights = dict.fromkeys(queued, 1.0)
         inside = _ahead(each.shares, queued, weights, tenant, queued.get(tenant, 0), 1.0)
-        others = {name: other.tokens for name, other in self._classes.items() if other.flows}
+        others = {name: other.tokens for name, other in self._classes.items() if other.tenants}
         weights = {name: self._classes[name].weight for name in others}
         returned = sum(entry.tokens for entry in self._returned)
         return returned + _ahead(self._shares, others, weights, priority, inside, each.weight)
 
-    def waiting_of(self, priority: str, tenant: str) -> int:
-        """Requests in one tenant's line."""
-        flow = self._classes[priority].flows.get(tenant)
-        return 0 if flow is None else len(flow.entries)
+    def count(self, priority: str, tenant: str) -> int:
+        """Waiting entries of one tenant in one class."""
+        queue = self._classes[priority].tenants.get(tenant)
+        return 0 if queue is None else len(queue.entries)
 
-    def lines(self) -> Iterator[tuple[float, int, Entry]]:
-        """Of each tenant's line the weight of its class, its length and its newest entry."""
+    def tenant_queues(self) -> Iterator[tuple[float, int, Entry]]:
+        """Class weight, length and newest entry of each tenant's queue."""
         for each in self._classes.values():
-            for flow in each.flows.values():
-                yield each.weight, len(flow.entries), flow.entries[-1]
+            for queue in each.tenants.values():
+                yield each.weight, len(queue.entries), queue.entries[-1]
 
     def __iter__(self) -> Iterator[Entry]:
         yield from self._returned
         for each in self._classes.values():
-            for flow in each.flows.values():
-                yield from flow.entries
+            for queue in each.tenants.values():
+                yield from queue.entries
 
 
 def _ahead(
@@ -188,7 +189,7 @@ def _ahead(
     own: float,
     weight: float,
 ) -> float:
-    """Work before a newcomer of `key` that stands behind `own` of its own: of the others, what their tags let pass."""
+    """Work ahead of a new entry of `key`: `own` of the same key, and the work of other keys with lower tags."""
     start = shares.tag(key) + own / weight
     return own + sum(
         min(work, max(0.0, (start - shares.tag(other)) * weights[other]))

@@ -1,5 +1,4 @@
-"""What the controller adds to a router's own view: workers that are not ready, other routers, the links'
-own figures."""
+"""Adds the controller's status to a router's snapshot: workers that are not ready, other routers, links' figures."""
 
 from __future__ import annotations
 
@@ -9,18 +8,18 @@ import msgspec
 
 from router.dashboard import snapshot
 from router.dashboard.events import EventKind, Severity
-from router.dashboard.snapshot import Flow, Router, Snapshot, Worker
+from router.dashboard.snapshot import FlowRow, RouterRow, Snapshot, WorkerRow
 from tandem.v1 import cluster_pb2, worker_pb2
 
 _ROLES = {cluster_pb2.ROLE_PREFILL: "prefill", cluster_pb2.ROLE_DECODE: "decode"}
 _SEVERITIES = {"done": Severity.GOOD, "under_way": Severity.INFO, "dry_run": Severity.INFO}
-_STATES = ("ready", "connecting", "down", "refused")  # the last is the worst
+_STATES = ("ready", "connecting", "down", "refused")  # best first
 
 
 def with_status(view: Snapshot, status: cluster_pb2.ClusterStatus) -> Snapshot:
-    """A new snapshot: the router's own, and what only the controller knows."""
+    """A new snapshot: `view` with the controller's status."""
     workers = with_all_workers(view.workers, status)
-    routers = [Router(each.router_id, each.state, each.restarts, each.http_address) for each in status.routers]
+    routers = [RouterRow(each.router_id, each.state, each.restarts, each.http_address) for each in status.routers]
     return msgspec.structs.replace(
         view,
         controller=True,
@@ -31,16 +30,19 @@ def with_status(view: Snapshot, status: cluster_pb2.ClusterStatus) -> Snapshot:
     )
 
 
-def with_all_workers(seen: Iterable[Worker], status: cluster_pb2.ClusterStatus) -> list[Worker]:
-    """`seen`: by routers, who know health and pace. In the controller's order, then those it does not know."""
-    own = {(each.worker_id, each.epoch): each for each in seen}
-    workers = [_worker(each, own.get((each.info.worker_id, str(each.info.epoch)))) for each in status.workers]
-    names = {each.worker_id for each in workers}
-    return [*workers, *(each for each in own.values() if each.worker_id not in names)]
+def with_all_workers(seen: Iterable[WorkerRow], status: cluster_pb2.ClusterStatus) -> list[WorkerRow]:
+    """All workers, in the controller's order, then those it does not list.
+
+    `seen`: rows of routers, which have health and pace.
+    """
+    by_key = {(each.worker_id, each.epoch): each for each in seen}
+    workers = [_worker(each, by_key.get((each.info.worker_id, str(each.info.epoch)))) for each in status.workers]
+    listed = {each.worker_id for each in workers}
+    return [*workers, *(each for each in by_key.values() if each.worker_id not in listed)]
 
 
-def with_links(seen: Iterable[Flow], status: cluster_pb2.ClusterStatus) -> list[Flow]:
-    """`seen`: by routers, and one for each pair of workers with links."""
+def with_links(seen: Iterable[FlowRow], status: cluster_pb2.ClusterStatus) -> list[FlowRow]:
+    """The flows that routers saw, and a row for each other pair of workers with links."""
     flows = {(each.prefill_worker, each.decode_worker): each for each in seen}
     for worker in status.workers:
         if worker.info.role != cluster_pb2.ROLE_PREFILL:
@@ -50,11 +52,11 @@ def with_links(seen: Iterable[Flow], status: cluster_pb2.ClusterStatus) -> list[
             by_peer.setdefault(link.peer_worker, []).append(link)
         for peer, links in by_peer.items():
             pair = worker.info.worker_id, peer
-            flows[pair] = _linked(flows.get(pair) or Flow(*pair), links)
+            flows[pair] = _linked(flows.get(pair) or FlowRow(*pair), links)
     return list(flows.values())
 
 
-def scaling(workers: Iterable[Worker]) -> snapshot.Scaling:
+def scaling(workers: Iterable[WorkerRow]) -> snapshot.Scaling:
     pools = [(each.role, each.state == "ready") for each in workers]
     return snapshot.Scaling(
         prefill_ready=pools.count(("prefill", True)),
@@ -73,7 +75,7 @@ def with_autoscaler(scaling: snapshot.Scaling, autoscaler: cluster_pb2.Autoscale
         scaling,
         autoscaler=f"{mode}: {outlook}" if outlook else mode,
         decisions=[
-            snapshot.Event(
+            snapshot.EventRow(
                 kind=EventKind.SCALING,
                 severity=_SEVERITIES.get(each.outcome, Severity.BAD),
                 subject=each.model,
@@ -87,7 +89,7 @@ def with_autoscaler(scaling: snapshot.Scaling, autoscaler: cluster_pb2.Autoscale
     )
 
 
-def with_load(worker: Worker, load: worker_pb2.WorkerLoad) -> Worker:
+def with_load(worker: WorkerRow, load: worker_pb2.WorkerLoad) -> WorkerRow:
     blocks = load.blocks
     return msgspec.structs.replace(
         worker,
@@ -99,27 +101,28 @@ def with_load(worker: Worker, load: worker_pb2.WorkerLoad) -> Worker:
     )
 
 
-def _worker(status: cluster_pb2.WorkerStatus, own: Worker | None) -> Worker:
-    if own is not None and status.state == "ready":
-        known = msgspec.structs.replace(own, restarts=status.restarts)
-        # What routers hear is as old as their last request.
+def _worker(status: cluster_pb2.WorkerStatus, seen: WorkerRow | None) -> WorkerRow:
+    """`seen`: the row of a router for the same epoch, if any."""
+    if seen is not None and status.state == "ready":
+        known = msgspec.structs.replace(seen, restarts=status.restarts)
+        # The controller's load is newer: routers get reports only while they have requests on the worker.
         return with_load(known, status.live.load) if status.HasField("live") else known
-    seen = Worker(
+    row = WorkerRow(
         worker_id=status.info.worker_id,
         role=_ROLES.get(status.info.role, "unknown"),
         model=status.info.model,
         epoch=str(status.info.epoch),
         tp=status.info.layout.tp,
         state=status.state,
-        health=None if own is None else own.health,
+        health=None if seen is None else seen.health,
         reason=status.reason,
         restarts=status.restarts,
     )
-    return with_load(seen, status.live.load)
+    return with_load(row, status.live.load)
 
 
-def _linked(flow: Flow, links: list[worker_pb2.LinkState]) -> Flow:
-    """One link for each pair of ranks: the slowest way and the sum of what they carry."""
+def _linked(flow: FlowRow, links: list[worker_pb2.LinkState]) -> FlowRow:
+    """Adds the links of all pairs of ranks: the worst state, the highest latency, the summed throughput."""
     latencies = [each.latency_s for each in links if each.HasField("latency_s")]
     speeds = [each.bytes_per_s for each in links if each.HasField("bytes_per_s")]
     return msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""`/dashboard`: a page of static files that hold no data, and the API that it asks. Read-only."""
+"""`/dashboard`: static files without data, and the read-only API that the page polls."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # also what clients call theirs
-# Nothing but what this router serves; no inline script or style, no frame around it.
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # allows clients' x-request-id, too
+# Allows only content of this router; no inline script or style, no frames.
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -59,7 +59,7 @@ class DashboardEdge:
         ]
 
     async def redirect(self, request: Request) -> Response:
-        """Relative, so that it holds behind a proxy that puts something before the path."""
+        """Redirects to a relative location, which works behind a proxy with a path prefix."""
         return Response(status_code=307, headers=SECURITY_HEADERS | {"location": "dashboard/"})
 
     async def index(self, request: Request) -> Response:
@@ -75,7 +75,9 @@ class DashboardEdge:
         """Raises InputError, NotFound."""
         request_id = request.path_params["request_id"]
         if not _REQUEST_ID.fullmatch(request_id):
-            raise InputError("request_id: expected letters, digits and '_.:-', at most 128", field="request_id")
+            raise InputError(
+                f"request_id: expected 1 to 128 letters, digits and '_.:-', got {request_id[:40]!r}", field="request_id"
+            )
         return _json(msgspec.json.encode(self._source.timeline(request_id)))
 
     def _file(self, request: Request, name: str) -> Response:
@@ -92,13 +94,13 @@ def _json(content: bytes) -> Response:
 
 
 def _load(folder: Path) -> dict[str, _File]:
-    """Every file there is, by its name: no path that a client sends is ever looked up on the disk."""
+    """All files by name, read once: no client's path is looked up on the disk."""
     files = {}
     for path in sorted(folder.iterdir()):
         content = path.read_bytes()
         headers = {
             "content-type": _TYPES[path.suffix],
-            "cache-control": "no-cache",  # asked for again each time, and mostly not sent again
+            "cache-control": "no-cache",  # revalidated by etag on each load
             "etag": f'"{hashlib.sha256(content).hexdigest()[:32]}"',
         }
         files[path.name] = _File(content, SECURITY_HEADERS | headers)

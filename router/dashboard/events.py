@@ -1,5 +1,7 @@
-"""What happened lately, for people: workers that came and went, ejections, requests that moved on. Bounded. Pure but
-for the wall clock, which nothing is computed with."""
+"""Recent events for the dashboard: workers that joined or left, ejections, migrations. Bounded.
+
+Pure apart from the wall clock, which only stamps events.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ SAME_WITHIN_S = 10.0
 class EventKind(StrEnum):
     WORKER_JOINED = "worker_joined"
     WORKER_LEFT = "worker_left"
-    WORKER_LOST = "worker_lost"  # it is listed, but its link broke
+    WORKER_LOST = "worker_lost"  # still listed, but its link broke
     WORKER_HEALTH = "worker_health"
-    MIGRATION = "migration"  # requests that went on elsewhere, or began anew
+    MIGRATION = "migration"  # requests went back to the queue
     HANDOFF_FAILED = "handoff_failed"
     ROUTER = "router"
-    SCALING = "scaling"  # the ratio of the pools was changed, or it was decided not to
+    SCALING = "scaling"  # the autoscaler changed the ratio of the pools, or decided not to
 
 
 class Severity(StrEnum):
@@ -37,8 +39,8 @@ class Severity(StrEnum):
 
 
 @dataclass(slots=True)
-class Event:
-    """`times`: so often within a short time; the first and the last of them."""
+class DashboardEvent:
+    """An event, or `times` equal events in a short time, with the times of the first and the last."""
 
     kind: EventKind
     severity: Severity
@@ -50,10 +52,10 @@ class Event:
 
 
 class EventLog:
-    """The same again within SAME_WITHIN_S is counted, not listed: a worker lost with 1,000 requests is one line."""
+    """Equal events within SAME_WITHIN_S are merged: a worker lost with 1,000 requests is one line."""
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._events: deque[DashboardEvent] = deque(maxlen=MAX_EVENTS)
 
     def note(self, kind: EventKind, severity: Severity, subject: str, text: str) -> None:
         now_s = time.time()
@@ -64,15 +66,15 @@ class EventLog:
                 known.times += 1
                 known.last_unix_s = now_s
                 return
-        self._events.append(Event(kind, severity, subject, text, now_s, now_s))
+        self._events.append(DashboardEvent(kind, severity, subject, text, now_s, now_s))
 
-    def latest(self) -> Iterable[Event]:
-        """The newest first."""
+    def latest(self) -> Iterable[DashboardEvent]:
+        """All events, newest first."""
         return reversed(self._events)
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _WorkerState:
     role: Role
     ready: bool
     health: HealthState
@@ -87,28 +89,30 @@ _SEVERITIES = {
 
 
 class FleetWatch:
-    """Notes what changed among the workers since the last look."""
+    """Logs the changes among the workers since the last update."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
-        self._seen: dict[WorkerKey, _Seen] = {}
+        self._known: dict[WorkerKey, _WorkerState] = {}
         self._ejected: Counter[tuple[Role, EjectReason]] = Counter()
 
-    def look(self, fleet: Fleet) -> None:
+    def update(self, fleet: Fleet) -> None:
         now = {
-            each.key: _Seen(each.role, each.link.ready, fleet.health.state(each.key))
+            each.key: _WorkerState(each.role, each.link.ready, fleet.health.state(each.key))
             for each in fleet.workers()
             if each.listed
         }
         reasons = self._new_reasons(fleet.health.ejected)
-        for key, seen in now.items():
-            self._compare(key, self._seen.get(key), seen, reasons)
-        for key in self._seen.keys() - now.keys():
+        for key, state in now.items():
+            self._compare(key, self._known.get(key), state, reasons)
+        for key in self._known.keys() - now.keys():
             self._log.note(EventKind.WORKER_LEFT, Severity.WARNING, key.worker_id, "left")
-        # Who was never ready has not come yet.
-        self._seen = {key: seen for key, seen in now.items() if seen.ready or key in self._seen}
+        # A worker joins when it is first ready.
+        self._known = {key: state for key, state in now.items() if state.ready or key in self._known}
 
-    def _compare(self, key: WorkerKey, before: _Seen | None, now: _Seen, reasons: dict[Role, str]) -> None:
+    def _compare(
+        self, key: WorkerKey, before: _WorkerState | None, now: _WorkerState, reasons: dict[Role, str]
+    ) -> None:
         worker = key.worker_id
         if before is None:
             if now.ready:
@@ -124,7 +128,7 @@ class FleetWatch:
             self._log.note(EventKind.WORKER_HEALTH, _SEVERITIES[now.health], worker, text)
 
     def _new_reasons(self, ejected: Counter[tuple[Role, EjectReason]]) -> dict[Role, str]:
-        """Why workers of a role were ejected since the last look."""
+        """Reasons for ejections since the last update, by role."""
         new = ejected - self._ejected
         self._ejected = Counter(ejected)
         return {

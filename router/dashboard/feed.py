@@ -1,26 +1,22 @@
-"""What the dispatcher tells the dashboard while it works. Every call costs O(1) and keeps bounded memory; what a viewer
-sees is worked out when somebody looks (router.dashboard.view). Never prompt text, only ids and numbers."""
+"""The dashboard's observer. Every fact costs O(1) and bounded memory; `router.dashboard.view` computes on demand what a
+viewer sees. Holds ids and numbers, never prompt text."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvtransfer.session.causes import HandoffFault
 from router.dashboard.events import EventKind, EventLog, FleetWatch, Severity
 from router.dashboard.flows import Flows
 from router.dashboard.slices import Count, Latency, Slices, bucket_of
-from router.observe.trace import Attempt
-from router.policies.types import Placement, PlacementReason
+from router.policies.types import PlacementReason
+from router.requests import actions as act
+from router.requests.facts import Facts, Placed, Requeued
+from router.requests.run import RequestRun
 from tandem.clock import Clock
-from tandem.errors import TandemError
 from tandem.v1 import worker_pb2
-
-if TYPE_CHECKING:
-    from router.requests.run import RequestRun
 
 MAX_DECISIONS = 50
 _ITL, _OUTPUT_TOKENS = int(Latency.ITL), int(Count.OUTPUT_TOKENS)
@@ -50,7 +46,18 @@ class Feed:
         self.started_s = clock.now_s()
         self._clock = clock
 
-    def placed(self, run: RequestRun, placement: Placement) -> None:
+    def subscribe(self, facts: Facts) -> None:
+        name = "dashboard"
+        facts.subscribe(Placed, name, self._placed)
+        facts.subscribe(act.FirstToken, name, self._first_token)
+        facts.subscribe(act.TokenGaps, name, self._token_gaps)
+        facts.subscribe(act.HandoffSeen, name, self._handoff_seen)
+        facts.subscribe(act.HandoffFailed, name, self._handoff_failed)
+        facts.subscribe(Requeued, name, self._requeued)
+        facts.subscribe(act.End, name, self._ended)
+
+    def _placed(self, run: RequestRun, fact: Placed, now_s: float) -> None:
+        placement = fact.placement
         self.placements[placement.reason] += 1
         decision = Decision(
             at_unix_s=time.time(),
@@ -63,9 +70,9 @@ class Feed:
         )
         self.decisions.append(decision)
 
-    def first_token(self, run: RequestRun) -> None:
-        """Of an answer, not of its continuation elsewhere."""
-        now_s = self._clock.now_s()
+    def _first_token(self, run: RequestRun, fact: act.FirstToken, now_s: float) -> None:
+        if not fact.of_answer:
+            return
         self.slices.observe(Latency.TTFT, now_s - run.received_s, now_s)
         for count, number in (
             (Count.PROMPT_TOKENS, run.request.prompt_tokens),
@@ -76,37 +83,40 @@ class Feed:
         ):
             self.slices.add(count, number, now_s)
 
-    def next_tokens(self, gaps_s: Sequence[float], now_s: float) -> None:
-        """Tokens of one answer came, each so long after the one before it."""
-        now = self.slices.at(now_s)
+    def _token_gaps(self, run: RequestRun, fact: act.TokenGaps, now_s: float) -> None:
+        now = self.slices.at(fact.last_token_s)
         buckets = now.buckets[_ITL]
-        for gap_s in gaps_s:
+        for gap_s in fact.gaps_s:
             buckets[bucket_of(gap_s)] += 1
-        now.longest_s[_ITL] = max(now.longest_s[_ITL], *gaps_s)
-        now.counts[_OUTPUT_TOKENS] += len(gaps_s)
+        now.longest_s[_ITL] = max(now.longest_s[_ITL], *fact.gaps_s)
+        now.counts[_OUTPUT_TOKENS] += len(fact.gaps_s)
 
-    def handed_off(self, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
-        """By the decode worker's report; the prefill worker's is about the same bytes."""
-        if done.HasField("received"):
-            now_s = self._clock.now_s()
-            self.slices.add(Count.HANDOFFS, 1, now_s)
-            self.slices.add(Count.HANDOFF_BYTES, done.bytes, now_s)
-            self.flows.handed_off((attempt.prefill_worker, attempt.decode_worker), done.bytes, now_s)
-
-    def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None:
-        if run.prefill is None or run.decode is None:
+    def _handoff_seen(self, run: RequestRun, fact: act.HandoffSeen, now_s: float) -> None:
+        """The decode worker's report alone: the prefill worker's is about the same bytes."""
+        done = fact.report
+        if not isinstance(done, worker_pb2.HandoffDone) or not done.HasField("received"):
             return
-        pair = run.prefill.key.worker_id, run.decode.key.worker_id
+        self.slices.add(Count.HANDOFFS, 1, now_s)
+        self.slices.add(Count.HANDOFF_BYTES, done.bytes, now_s)
+        if run.prefill is not None and run.decode is not None:
+            self.flows.handed_off((run.prefill.worker_id, run.decode.worker_id), done.bytes, now_s)
+
+    def _handoff_failed(self, run: RequestRun, fact: act.HandoffFailed, now_s: float) -> None:
+        if run.prefill is None or run.decode is None or not isinstance(fact.error, HandoffFault):
+            return
+        pair = run.prefill.worker_id, run.decode.worker_id
         self.flows.failed(pair)
-        self.events.note(EventKind.HANDOFF_FAILED, Severity.BAD, " → ".join(pair), fault.cause.value.replace("_", " "))
+        cause = fact.error.cause.value.replace("_", " ")
+        self.events.note(EventKind.HANDOFF_FAILED, Severity.BAD, " → ".join(pair), cause)
 
-    def requeued(self, run: RequestRun, cause: TandemError) -> None:
-        worker = "" if run.decode is None else run.decode.key.worker_id
-        text = f"requests went back in line: {cause.code.value.replace('_', ' ')}"
-        self.events.note(EventKind.MIGRATION, Severity.WARNING, worker, text)
+    def _requeued(self, run: RequestRun, fact: Requeued, now_s: float) -> None:
+        if not fact.refused:
+            worker = "" if run.decode is None else run.decode.worker_id
+            text = f"requests went back in line: {fact.cause.code.value.replace('_', ' ')}"
+            self.events.note(EventKind.MIGRATION, Severity.WARNING, worker, text)
 
-    def ended(self, run: RequestRun) -> None:
-        now_s, final = self._clock.now_s(), run.stream.final
+    def _ended(self, run: RequestRun, fact: act.End, now_s: float) -> None:
+        final = fact.final
         self.slices.add(Count.NOT_FINISHED if final is None else Count.FINISHED, 1, now_s)
         if final is not None:
             self.slices.observe(Latency.E2E, final.timeline.total_s, now_s)

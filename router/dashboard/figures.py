@@ -1,4 +1,4 @@
-"""Percentiles, rates and shares out of the feed's slices. Pure."""
+"""Computes percentiles, rates and shares from the feed's slices. Pure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def history(slices: Slices, now_s: float, now_unix_s: float) -> snapshot.History
 
 def rates(slices: Slices, up_s: float, now_s: float) -> snapshot.Rates:
     recent = slices.recent(RATE_WINDOW_S, now_s)
-    # From the start of the oldest slice that counts to now, and never longer than the router lives.
+    # From the start of the oldest slice in the window to now, at most the router's uptime.
     covered_s = max(1.0, min(up_s, RATE_WINDOW_S - SLICE_S + now_s % SLICE_S))
 
     def rate(count: Count) -> float:
@@ -91,9 +91,9 @@ def _summary(recent: Sequence[Slice], window_s: float) -> snapshot.LatencySummar
     return snapshot.LatencySummary(window_s, ttft, tpot, itl, e2e)
 
 
-def _percentiles(buckets: Sequence[int], longest_s: float) -> snapshot.Percentiles:
+def _percentiles(buckets: Sequence[int], longest_s: float) -> snapshot.LatencyPercentiles:
     p50, p90, p99 = (quantile(buckets, each, longest_s) for each in QUANTILES)
-    return snapshot.Percentiles(sum(buckets), p50, p90, p99)
+    return snapshot.LatencyPercentiles(sum(buckets), p50, p90, p99)
 
 
 def _series(known: Sequence[Slice | None], latency: Latency) -> snapshot.Series:

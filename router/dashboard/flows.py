@@ -1,4 +1,4 @@
-"""How much flows from each prefill worker to each decode worker, by the decode workers' reports. Pure."""
+"""KV traffic from each prefill worker to each decode worker, as decode workers report it. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 MAX_PAIRS = 1024
 TIME_CONSTANT_S = 3.0
 
-Pair = tuple[str, str]  # worker ids: prefill, decode
+WorkerPair = tuple[str, str]  # worker ids: prefill, decode
 
 
 @dataclass(slots=True)
 class Flow:
-    """`recent_...`: weighted by their age, so that divided by TIME_CONSTANT_S they are rates."""
+    """Totals of one pair. `recent_...` decay exponentially; divided by TIME_CONSTANT_S they are rates per second."""
 
     handoffs: int = 0
     bytes: int = 0
@@ -43,19 +43,19 @@ class Flow:
 
 class Flows:
     def __init__(self) -> None:
-        self._flows: OrderedDict[Pair, Flow] = OrderedDict()
+        self._flows: OrderedDict[WorkerPair, Flow] = OrderedDict()
 
-    def handed_off(self, pair: Pair, size_bytes: int, now_s: float) -> None:
+    def handed_off(self, pair: WorkerPair, size_bytes: int, now_s: float) -> None:
         self._of(pair).add(size_bytes, now_s)
 
-    def failed(self, pair: Pair) -> None:
+    def failed(self, pair: WorkerPair) -> None:
         self._of(pair).failures += 1
 
-    def items(self) -> list[tuple[Pair, Flow]]:
+    def items(self) -> list[tuple[WorkerPair, Flow]]:
         return list(self._flows.items())
 
-    def _of(self, pair: Pair) -> Flow:
-        """The pairs that were silent longest make room for others."""
+    def _of(self, pair: WorkerPair) -> Flow:
+        """The flow of a pair. A new one replaces the least recently used if there are MAX_PAIRS."""
         flow = self._flows.setdefault(pair, Flow())
         self._flows.move_to_end(pair)
         if len(self._flows) > MAX_PAIRS:

@@ -1,4 +1,4 @@
-"""Counts and latencies of the last minutes, in slices of time. Fixed memory; noting something costs O(1). Pure."""
+"""Counts and latency histograms of the last minutes, in slices of time. Fixed memory, O(1) per observation. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLICE_S = 10.0
 SLICES = 60
 BUCKETS = 245
 LEAST_S = 50e-6
-GROWTH = 1.07  # of the buckets' bounds: a percentile is off by 7 % at most
+GROWTH = 1.07  # ratio of neighbouring bounds: percentiles are off by at most 7 %
 QUANTILES = (0.5, 0.9, 0.99)
 
 _BOUNDS = [LEAST_S * GROWTH**power for power in range(BUCKETS - 1)]
@@ -39,13 +39,15 @@ class Count(IntEnum):
 
 
 def bucket_of(seconds: float) -> int:
-    """The first bucket holds everything up to LEAST_S, the last everything beyond the others."""
+    """The bucket of a duration. The first holds all up to LEAST_S, the last all above the highest bound."""
     return bisect_left(_BOUNDS, seconds)
 
 
 def quantile(buckets: Sequence[int], share: float, longest_s: float) -> float | None:
-    """Seconds; None without observations. Between a bucket's bounds, on a logarithmic scale, and never above
-    `longest_s`, the largest of what was observed."""
+    """The quantile in seconds; None without observations.
+
+    Interpolates logarithmically between the bounds of a bucket, up to `longest_s`, the largest observation.
+    """
     total = sum(buckets)
     if not total:
         return None
@@ -61,14 +63,14 @@ def quantile(buckets: Sequence[int], share: float, longest_s: float) -> float | 
 
 @dataclass(slots=True)
 class Slice:
-    number: int  # its start, in SLICE_S
+    number: int  # start time / SLICE_S
     buckets: list[list[int]] = field(default_factory=lambda: [[0] * BUCKETS for _ in Latency])
     longest_s: list[float] = field(default_factory=lambda: [0.0] * len(Latency))
     counts: list[int] = field(default_factory=lambda: [0] * len(Count))
     _final: list[list[float | None]] | None = None
 
     def quantiles(self, latency: Latency, *, is_closed: bool) -> list[float | None]:
-        """At QUANTILES. Of a closed slice they are worked out once."""
+        """The quantiles at QUANTILES; cached once the slice is closed."""
         if self._final is not None:
             return self._final[latency]
         found = [
@@ -81,7 +83,7 @@ class Slice:
 
 
 class Slices:
-    """Times are monotonic seconds and never run backwards."""
+    """The slices of the last SLICES * SLICE_S seconds. Times are monotonic seconds and must not decrease."""
 
     def __init__(self) -> None:
         self._slices: deque[Slice] = deque(maxlen=SLICES)
@@ -97,18 +99,18 @@ class Slices:
         self.at(now_s).counts[count] += number
 
     def history(self, now_s: float) -> list[Slice | None]:
-        """The last SLICES slices, oldest first, the one that is still open last. None: nothing happened in it."""
+        """The last SLICES slices, oldest first; the last is still open. None for a slice without observations."""
         last = int(now_s // SLICE_S)
         known = {each.number: each for each in self._slices}
         return [known.get(number) for number in range(last - SLICES + 1, last + 1)]
 
     def recent(self, window_s: float, now_s: float) -> list[Slice]:
-        """Those that began within the last `window_s`, which the open one does too."""
+        """The slices that began within the last `window_s`, the open one included."""
         first = int((now_s - window_s) // SLICE_S) + 1
         return [each for each in self._slices if each.number >= first]
 
     def at(self, now_s: float) -> Slice:
-        """The open slice: what is noted for every token goes straight into it."""
+        """The open slice; per-token observations write to it directly."""
         if now_s >= self._open_until_s:
             self._open = Slice(int(now_s // SLICE_S))
             self._open_until_s = (self._open.number + 1) * SLICE_S
@@ -121,11 +123,11 @@ def total(slices: Iterable[Slice], count: Count) -> int:
 
 
 def longest(slices: Iterable[Slice], latency: Latency) -> float:
-    """Seconds; 0 without observations."""
+    """The longest duration in seconds; 0 without observations."""
     return max((each.longest_s[latency] for each in slices), default=0.0)
 
 
 def merged(slices: Iterable[Slice], latency: Latency) -> list[int]:
-    """One histogram of several slices."""
+    """The sum of the slices' histograms."""
     rows = [each.buckets[latency] for each in slices]
     return [sum(column) for column in zip(*rows, strict=True)] if rows else []

@@ -1,7 +1,7 @@
-"""What the dashboard and `tandem top` show: one value, read-only, as JSON. Ids and numbers, never prompt text.
+"""The JSON snapshot that the dashboard and `tandem top` show. Ids and numbers, never prompt text.
 
-Times are seconds, sizes bytes; None is "not known". A reader that finds another `version` than it knows says so;
-fields may be added without a new version.
+Times are seconds, sizes bytes; None means unknown. Readers must report an unknown `version`. New fields do not change
+the version.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ class Blocks(msgspec.Struct, frozen=True):
     total: int = 0
 
 
-class Router(msgspec.Struct, frozen=True):
+class RouterRow(msgspec.Struct, frozen=True):
     router_id: str
-    state: str  # as the controller sees it: starting, ready, not_ready, restarting, failed
+    state: str  # by the controller: starting, ready, not_ready, restarting, failed
     restarts: int = 0
     http_address: str = ""
 
 
-class Worker(msgspec.Struct, frozen=True):
+class WorkerRow(msgspec.Struct, frozen=True):
     worker_id: str
     role: str
     model: str
-    epoch: str  # 64 bits, more than JSON's readers can be trusted with
+    epoch: str  # a string, because many JSON readers lose precision of 64-bit integers
     tp: int
-    state: str  # ready, link_lost, leaving; or as the controller sees it: starting, unreachable, restarting, failed
+    state: str  # ready, link_lost, leaving; or by the controller: starting, unreachable, restarting, failed
     health: str | None  # healthy, suspect, ejected, probation; None: this router has no link to it
     reason: str = ""  # why it is not ready
     restarts: int = 0
@@ -41,29 +41,29 @@ class Worker(msgspec.Struct, frozen=True):
     reserved_requests: int = 0
     waiting_tokens: int = 0
     blocks: Blocks = Blocks()
-    prefill_tokens_per_s: float | None = None  # what the router reckons with, prefill workers
-    tpot_s: float | None = None  # likewise, at its present batch; decode workers
+    prefill_tokens_per_s: float | None = None  # the router's estimate; prefill workers
+    tpot_s: float | None = None  # the router's estimate at the present batch size; decode workers
 
 
-class Flow(msgspec.Struct, frozen=True):
-    """From a prefill to a decode worker. Of this router's requests, but for what the links themselves say."""
+class FlowRow(msgspec.Struct, frozen=True):
+    """KV traffic from a prefill to a decode worker, of this router's requests. The last four fields are the links'."""
 
     prefill_worker: str
     decode_worker: str
     bytes_per_s: float = 0.0  # over the last seconds
     handoffs_per_s: float = 0.0
-    in_flight: int = 0  # handoffs reserved and not yet joined
+    in_flight: int = 0  # handoffs not yet joined
     handoffs: int = 0
     bytes: int = 0
     failures: int = 0
     state: str | None = None  # of the worst of its links: connecting, ready, refused, down
     transport: str | None = None
     latency_s: float | None = None
-    link_bytes_per_s: float | None = None  # what handoffs got while they moved
+    link_bytes_per_s: float | None = None  # throughput while pieces are in flight
 
 
-class Queue(msgspec.Struct, frozen=True):
-    """One class."""
+class QueueRow(msgspec.Struct, frozen=True):
+    """The queue of one class."""
 
     name: str
     queued: int
@@ -72,8 +72,8 @@ class Queue(msgspec.Struct, frozen=True):
     refusals: dict[str, int]  # by reason, since the router's start
 
 
-class Percentiles(msgspec.Struct, frozen=True):
-    """Seconds."""
+class LatencyPercentiles(msgspec.Struct, frozen=True):
+    """Percentiles in seconds of `count` observations."""
 
     count: int
     p50: float | None
@@ -83,14 +83,14 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 class LatencySummary(msgspec.Struct, frozen=True):
     window_s: float
-    ttft: Percentiles
-    tpot: Percentiles
-    itl: Percentiles
-    e2e: Percentiles
+    ttft: LatencyPercentiles
+    tpot: LatencyPercentiles
+    itl: LatencyPercentiles
+    e2e: LatencyPercentiles
 
 
 class Series(msgspec.Struct, frozen=True):
-    """One value for each slice; None where nothing happened."""
+    """One value per slice; None without observations."""
 
     p50: list[float | None]
     p90: list[float | None]
@@ -98,7 +98,7 @@ class Series(msgspec.Struct, frozen=True):
 
 
 class History(msgspec.Struct, frozen=True):
-    """Slices of `slice_s`, oldest first; the last is still open and began at `last_unix_s`."""
+    """Slices of `slice_s` seconds, oldest first. The last began at `last_unix_s` and is still open."""
 
     slice_s: float
     last_unix_s: float
@@ -114,7 +114,7 @@ class History(msgspec.Struct, frozen=True):
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """Over the last `window_s`."""
+    """Means over the last `window_s`."""
 
     window_s: float
     requests_per_s: float
@@ -126,8 +126,8 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class Cache(msgspec.Struct, frozen=True):
-    hit_share: float | None  # prompt tokens found in a cache, over the last `window_s`
-    wrong_credit_share: float | None  # of the tokens the index promised, those that had to be computed after all
+    hit_share: float | None  # share of prompt tokens found in a cache, over the last `window_s`
+    wrong_credit_share: float | None  # share of the tokens credited by the index that were not cached
     window_s: float
     hit_share_history: list[float | None]  # in the slices of History
     index_blocks: int
@@ -136,7 +136,7 @@ class Cache(msgspec.Struct, frozen=True):
     redis: str  # none, up, down
 
 
-class Request(msgspec.Struct, frozen=True):
+class RequestRow(msgspec.Struct, frozen=True):
     request_id: str
     model: str
     state: str
@@ -146,14 +146,14 @@ class Request(msgspec.Struct, frozen=True):
     cached_tokens: int
     completion_tokens: int
     ttft_s: float | None
-    total_s: float  # so far, while it runs
+    total_s: float  # until now if it is in flight
     attempts: int
     prefill_worker: str  # of the last attempt; empty: prefilled on the decode worker
-    decode_worker: str  # empty: no worker yet
+    decode_worker: str  # empty: not placed yet
     handoff_bytes: int
 
 
-class Placement(msgspec.Struct, frozen=True):
+class PlacementRow(msgspec.Struct, frozen=True):
     at_unix_s: float
     request_id: str
     reason: str
@@ -163,7 +163,7 @@ class Placement(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class Event(msgspec.Struct, frozen=True):
+class EventRow(msgspec.Struct, frozen=True):
     kind: str
     severity: str
     subject: str
@@ -174,14 +174,14 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Scaling(msgspec.Struct, frozen=True):
-    """The ratio of the pools. `decisions`: of the autoscaler, newest first."""
+    """The pools. `decisions`: the autoscaler's, newest first."""
 
     prefill_ready: int
     prefill_total: int
     decode_ready: int
     decode_total: int
-    autoscaler: str  # off: the ratio is the operator's
-    decisions: list[Event]
+    autoscaler: str  # mode and outlook; off: the operator sets the ratio
+    decisions: list[EventRow]
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -193,11 +193,11 @@ class Snapshot(msgspec.Struct, frozen=True):
     up_s: float
     ready: bool
     models: list[str]
-    controller: bool  # whether it answered; without it, routers and workers are what this router knows
-    routers: list[Router]
-    workers: list[Worker]
-    flows: list[Flow]
-    queues: list[Queue]
+    controller: bool  # whether it answered; if not, the lists hold what this router knows
+    routers: list[RouterRow]
+    workers: list[WorkerRow]
+    flows: list[FlowRow]
+    queues: list[QueueRow]
     queued_requests: int
     running_requests: int
     rates: Rates
@@ -206,23 +206,23 @@ class Snapshot(msgspec.Struct, frozen=True):
     cache: Cache
     scaling: Scaling
     placements: dict[str, int]  # by reason, since the router's start
-    decisions: list[Placement]
-    events: list[Event]
-    requests: list[Request]  # on their way, then the last that ended; newest first
+    decisions: list[PlacementRow]
+    events: list[EventRow]
+    requests: list[RequestRow]  # in flight, then recently ended; newest first
 
 
-class Span(msgspec.Struct, frozen=True):
-    """Seconds since the request was received."""
+class SpanRow(msgspec.Struct, frozen=True):
+    """Start and end in seconds since the request was received."""
 
     stage: str
     start_s: float
     end_s: float
 
 
-class Attempt(msgspec.Struct, frozen=True):
+class AttemptRow(msgspec.Struct, frozen=True):
     prefill_worker: str
     decode_worker: str
-    spans: list[Span]
+    spans: list[SpanRow]
     bytes: int
     blocks: int
     pieces: int
@@ -235,5 +235,5 @@ class Attempt(msgspec.Struct, frozen=True):
 
 class RequestTimeline(msgspec.Struct, frozen=True):
     version: int
-    request: Request
-    attempts: list[Attempt]
+    request: RequestRow
+    attempts: list[AttemptRow]

@@ -1,4 +1,4 @@
-"""The snapshot of one router, worked out when somebody looks."""
+"""Builds the dashboard's snapshot of one router, and timelines of requests, on demand."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from router.dashboard import cluster_status, figures, snapshot, timeline
-from router.dashboard.events import Event
+from router.dashboard import cluster_status, figures, snapshot
+from router.dashboard.events import DashboardEvent
 from router.dashboard.feed import Decision, Feed
-from router.observe.trace import Trace
+from router.observe.trace import Trace, Traces
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
 from router.requests.dispatcher import Dispatcher
@@ -20,14 +20,15 @@ from router.workers.fleet import Worker
 from tandem.clock import Clock
 from tandem.config.spec import ClassSpec, Role
 from tandem.request import RequestState
+from tandem.v1 import trace_pb2
 from tandem.version import tandem_version
 
-LISTED_REQUESTS = 60  # on their way, and as many that ended
-_UNDER_WAY = (RequestState.PREFILLING, RequestState.HANDOFF)
+LISTED_REQUESTS = 60  # in flight, and as many that ended
+_HANDING_OFF = (RequestState.PREFILLING, RequestState.HANDOFF)
 
 
 class RouterView:
-    """Reads everything, changes nothing."""
+    """Reads the router's state and changes nothing."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class RouterView:
         dispatcher: Dispatcher,
         mirror: PrefixMirror,
         follower: PrefixFollower | None,
+        traces: Traces,
         feed: Feed,
         classes: Sequence[ClassSpec],
         clock: Clock,
@@ -44,6 +46,7 @@ class RouterView:
         self._dispatcher = dispatcher
         self._mirror = mirror
         self._follower = follower
+        self._traces = traces
         self._feed = feed
         self._classes = classes
         self._clock = clock
@@ -65,7 +68,7 @@ class RouterView:
             ready=is_ready,
             models=list(self._service.models),
             controller=False,
-            routers=[snapshot.Router(self._service.router_id, "ready" if is_ready else "not_ready")],
+            routers=[snapshot.RouterRow(self._service.router_id, "ready" if is_ready else "not_ready")],
             workers=workers,
             flows=list(self._flows(now_s)),
             queues=self._queues(),
@@ -83,20 +86,20 @@ class RouterView:
         )
 
     def request_timeline(self, request_id: str) -> snapshot.RequestTimeline:
-        """Of a request on its way or that ended lately. Raises NotFound."""
+        """The timeline of a request in flight or recently ended. Raises NotFound."""
         now_s = self._clock.now_s()
-        for run in (*self._dispatcher.running(), *self._dispatcher.admission.items()):
-            if run.trace.request_id == request_id:
-                return _timeline(run.trace, _running_row(run, now_s))
-        trace = self._dispatcher.traces.get(request_id)
+        for run in (*self._dispatcher.running(), *self._dispatcher.waiting()):
+            if run.request.request_id == request_id:
+                return _timeline(self._traces.of(run), self._running_row(run, now_s))
+        trace = self._traces.store.get(request_id)
         return _timeline(trace, _ended_row(trace, now_s))
 
-    def _worker(self, worker: Worker) -> snapshot.Worker:
+    def _worker(self, worker: Worker) -> snapshot.WorkerRow:
         info, load = worker.link.info, worker.link.load
         pace = worker.estimates.pace()
         is_prefill = worker.role is Role.PREFILL
         state = "ready" if worker.link.ready else "link_lost"
-        seen = snapshot.Worker(
+        seen = snapshot.WorkerRow(
             worker_id=info.worker_id,
             role=worker.role.value,
             model=info.model,
@@ -110,19 +113,19 @@ class RouterView:
         )
         return seen if load is None else cluster_status.with_load(seen, load)
 
-    def _flows(self, now_s: float) -> Iterator[snapshot.Flow]:
+    def _flows(self, now_s: float) -> Iterator[snapshot.FlowRow]:
         in_flight = Counter(
-            (run.prefill.key.worker_id, run.decode.key.worker_id)
+            (run.prefill.worker_id, run.decode.worker_id)
             for run in self._dispatcher.running()
-            if run.prefill is not None and run.decode is not None and run.lifecycle.state in _UNDER_WAY
+            if run.prefill is not None and run.decode is not None and run.lifecycle.state in _HANDING_OFF
         )
         known = dict(self._feed.flows.items())
         for pair in [*known, *(pair for pair in in_flight if pair not in known)]:
             flow = known.get(pair)
             if flow is None:
-                yield snapshot.Flow(*pair, in_flight=in_flight[pair])
+                yield snapshot.FlowRow(*pair, in_flight=in_flight[pair])
                 continue
-            yield snapshot.Flow(
+            yield snapshot.FlowRow(
                 *pair,
                 bytes_per_s=flow.bytes_per_s(now_s),
                 handoffs_per_s=flow.handoffs_per_s(now_s),
@@ -132,11 +135,11 @@ class RouterView:
                 failures=flow.failures,
             )
 
-    def _queues(self) -> list[snapshot.Queue]:
+    def _queues(self) -> list[snapshot.QueueRow]:
         admission = self._dispatcher.admission
         queued, refusals = admission.queued_by_class(), admission.refusals
         return [
-            snapshot.Queue(
+            snapshot.QueueRow(
                 name=each.name,
                 queued=queued[each.name],
                 is_batch=each.batch,
@@ -162,37 +165,80 @@ class RouterView:
             redis=redis,
         )
 
-    def _requests(self, now_s: float) -> Iterator[snapshot.Request]:
-        under_way = [*self._dispatcher.running(), *self._dispatcher.admission.items()]
-        under_way.sort(key=lambda run: run.received_s, reverse=True)
-        for run in under_way[:LISTED_REQUESTS]:
-            yield _running_row(run, now_s)
-        for trace in self._dispatcher.traces.latest(LISTED_REQUESTS):
+    def _requests(self, now_s: float) -> Iterator[snapshot.RequestRow]:
+        in_flight = [*self._dispatcher.running(), *self._dispatcher.waiting()]
+        in_flight.sort(key=lambda run: run.received_s, reverse=True)
+        for run in in_flight[:LISTED_REQUESTS]:
+            yield self._running_row(run, now_s)
+        for trace in self._traces.store.latest(LISTED_REQUESTS):
             yield _ended_row(trace, now_s)
 
+    def _running_row(self, run: RequestRun, now_s: float) -> snapshot.RequestRow:
+        cached_tokens = run.cached_tokens if run.answer_tokens else 0
+        return _request_row(self._traces.of(run), run.state.value, cached_tokens, run.answer_tokens, now_s)
 
-def _running_row(run: RequestRun, now_s: float) -> snapshot.Request:
-    cached_tokens = run.cached_tokens if run.answer_tokens else 0
-    return timeline.request_row(run.trace, run.lifecycle.state.value, cached_tokens, run.answer_tokens, now_s)
 
-
-def _ended_row(trace: Trace, now_s: float) -> snapshot.Request:
+def _ended_row(trace: Trace, now_s: float) -> snapshot.RequestRow:
     usage = trace.usage or Usage(trace.prompt_tokens, 0, 0)
-    return timeline.request_row(trace, trace.state.value, usage.cached_tokens, usage.completion_tokens, now_s)
+    return _request_row(trace, trace.state.value, usage.cached_tokens, usage.completion_tokens, now_s)
 
 
-def _timeline(trace: Trace, row: snapshot.Request) -> snapshot.RequestTimeline:
-    return snapshot.RequestTimeline(snapshot.VERSION, row, timeline.attempts(trace.to_wire()))
+def _timeline(trace: Trace, row: snapshot.RequestRow) -> snapshot.RequestTimeline:
+    return snapshot.RequestTimeline(snapshot.VERSION, row, _attempts(trace.to_wire()))
 
 
-def _event(event: Event) -> snapshot.Event:
-    return snapshot.Event(
+def _request_row(
+    trace: Trace, state: str, cached_tokens: int, completion_tokens: int, now_s: float
+) -> snapshot.RequestRow:
+    last = trace.last
+    first_tokens = [each.first_token_s for each in trace.attempts if each.first_token_s is not None]
+    received = None if last is None or last.received is None else last.received.done
+    return snapshot.RequestRow(
+        request_id=trace.request_id,
+        model=trace.model,
+        state=state,
+        error="" if trace.error is None else trace.error.value,
+        received_unix_s=trace.received_unix_s,
+        prompt_tokens=trace.prompt_tokens,
+        cached_tokens=cached_tokens,
+        completion_tokens=completion_tokens,
+        ttft_s=first_tokens[0] - trace.received_s if first_tokens else None,
+        total_s=(now_s if trace.ended_s is None else trace.ended_s) - trace.received_s,
+        attempts=len(trace.attempts),
+        prefill_worker="" if last is None else last.prefill_worker,
+        decode_worker="" if last is None else last.decode_worker,
+        handoff_bytes=0 if received is None else received.bytes,
+    )
+
+
+def _attempts(wire: trace_pb2.RequestTrace) -> list[snapshot.AttemptRow]:
+    return [_attempt(each) for each in wire.attempts]
+
+
+def _attempt(wire: trace_pb2.Attempt) -> snapshot.AttemptRow:
+    return snapshot.AttemptRow(
+        prefill_worker=wire.prefill_worker,
+        decode_worker=wire.decode_worker,
+        spans=[snapshot.SpanRow(span.stage, span.start_s, span.end_s) for span in wire.spans],
+        bytes=wire.bytes,
+        blocks=wire.blocks,
+        pieces=wire.pieces,
+        overlap_share=wire.overlap_share if wire.HasField("overlap_share") else None,
+        exposed_s=wire.exposed_s if wire.HasField("exposed_s") else None,
+        error=wire.error,
+        cause=wire.cause,
+        message=wire.message,
+    )
+
+
+def _event(event: DashboardEvent) -> snapshot.EventRow:
+    return snapshot.EventRow(
         event.kind, event.severity, event.subject, event.text, event.first_unix_s, event.last_unix_s, event.times
     )
 
 
-def _decision(decision: Decision) -> snapshot.Placement:
-    return snapshot.Placement(
+def _decision(decision: Decision) -> snapshot.PlacementRow:
+    return snapshot.PlacementRow(
         at_unix_s=decision.at_unix_s,
         request_id=decision.request_id,
         reason=decision.reason.value,

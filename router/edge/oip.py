@@ -13,7 +13,7 @@ from router.edge.openai.format import text_of, tokens_of
 from router.requests.output import Piece
 from router.requests.request import new_request_id
 from router.service import RouterService
-from router.terms import Terms
+from router.terms import RequestTerms
 from tandem.errors import InputError, NotFound, TandemError
 from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceServicer
@@ -88,7 +88,7 @@ class OipEdge(GRPCInferenceServiceServicer):
             failed = oip.ModelInferResponse(model_name=request.model_name, id=request.id)
             yield oip.ModelStreamInferResponse(error_message=error.message, infer_response=failed)
 
-    async def _answer(self, parsed: InferRequest, terms: Terms) -> AsyncIterator[tuple[list[Piece], str | None]]:
+    async def _answer(self, parsed: InferRequest, terms: RequestTerms) -> AsyncIterator[tuple[list[Piece], str | None]]:
         """The pieces as they arrive, with the finish reason at the end."""
         answers = await self._service.submit_all([parsed.raw], 1, new_request_id(), terms)
         try:

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from router.observe.slo import SloOutcome, slo_outcome
 from router.policies.pace import Pace
+from router.requests import actions as act
+from router.requests.facts import Facts, Received
+from router.requests.run import RequestRun
+from router.workers.fleet import Fleet
 from tandem.config.spec import ClassSpec, Role
-from tandem.errors import ErrorCode
 from tandem.request import RequestState
 from tandem.v1 import trace_pb2
-
-if TYPE_CHECKING:
-    from router.requests.run import RequestRun
-    from router.workers.fleet import Fleet
 
 _LATE = (SloOutcome.MISSED_TTFT, SloOutcome.MISSED_BOTH)
 _SLOW = (SloOutcome.MISSED_TPOT, SloOutcome.MISSED_BOTH)
@@ -30,25 +28,30 @@ class DemandMeter:
         self._models: dict[str, trace_pb2.ModelDemand] = {}
         self._life = secrets.randbits(62) + 1
 
-    def came(self, run: RequestRun) -> None:
+    def subscribe(self, facts: Facts) -> None:
+        facts.subscribe(Received, "demand", self._received)
+        facts.subscribe(act.FirstToken, "demand", self._first_token)
+        facts.subscribe(act.End, "demand", self._ended)
+
+    def _received(self, run: RequestRun, fact: Received, now_s: float) -> None:
         if run.terms.priority in self._classes:
             demand = self._of(run.request.model)
             demand.requests += 1
             demand.prompt_tokens += run.request.prompt_tokens
 
-    def first_token(self, run: RequestRun, now_s: float) -> None:
-        """Of an answer, not of its continuation elsewhere."""
-        if run.terms.priority in self._classes:
+    def _first_token(self, run: RequestRun, fact: act.FirstToken, now_s: float) -> None:
+        if fact.of_answer and run.terms.priority in self._classes:
             demand = self._of(run.request.model)
             demand.first_tokens += 1
             demand.prefilled_tokens += run.request.prompt_tokens
             demand.cached_tokens += run.cached_tokens
             demand.ttft_s += now_s - run.received_s
 
-    def ended(self, run: RequestRun, code: ErrorCode | None) -> None:
+    def _ended(self, run: RequestRun, fact: act.End, now_s: float) -> None:
         if (objectives := self._classes.get(run.terms.priority)) is None:
             return
-        final, state, demand = run.stream.final, run.lifecycle.state, self._of(run.request.model)
+        final, state, demand = fact.final, fact.state, self._of(run.request.model)
+        code = None if fact.error is None else fact.error.code
         if final is not None:
             demand.finished += 1
             demand.answer_tokens += final.usage.completion_tokens

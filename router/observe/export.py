@@ -1,6 +1,6 @@
-"""Sends the traces of sampled requests to a collector, from a thread of its own: the event loop only queues them.
+"""Exports the traces of sampled requests to a collector, in its own thread. The event loop only queues them.
 
-The queue is bounded; what finds no room, or what the collector does not take, is counted and forgotten.
+The queue is bounded. Traces that find no room, or that the collector refuses, are counted and dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from router.observe.span_tree import span_tree
-from router.observe.trace import Trace
+from router.observe.trace import Trace, Traces
+from router.requests import actions as act
+from router.requests.facts import Facts
 from tandem.config.observability import TracingSpec
 
 if TYPE_CHECKING:
@@ -30,15 +32,15 @@ CLOSE_S = 1.0
 
 
 class ExportOutcome(StrEnum):
-    """Of a sampled request's trace; a metric label."""
+    """What became of the trace of a sampled request; a metric label."""
 
     EXPORTED = "exported"
     DROPPED = "dropped"  # no room in the queue
-    FAILED = "failed"  # the collector was away, or refused it
+    FAILED = "failed"  # the collector was away or refused it
 
 
 class TraceExport:
-    """`offer` from the event loop; everything else happens in the thread."""
+    """Call `offer` on the event loop; the thread does the rest."""
 
     def __init__(self, tracing: Tracing, router_id: str) -> None:
         self.outcomes: Counter[ExportOutcome] = Counter()
@@ -51,7 +53,7 @@ class TraceExport:
 
     @classmethod
     def of(cls, spec: TracingSpec, cluster: str, router_id: str) -> TraceExport | None:
-        """None when no endpoint is set: then nothing of OpenTelemetry is even imported. Raises ConfigError."""
+        """None without an endpoint; then OpenTelemetry is not imported. Raises ConfigError."""
         if spec.otlp_endpoint is None:
             return None
         tracing: Tracing = import_module("tandem.telemetry.tracing").Tracing(spec, cluster)
@@ -60,8 +62,12 @@ class TraceExport:
     def start(self) -> None:
         self._thread.start()
 
+    def subscribe(self, facts: Facts, traces: Traces) -> None:
+        """Offers the trace of every request that ends."""
+        facts.subscribe(act.End, "trace_export", lambda run, end, now_s: self.offer(traces.of(run)))
+
     def offer(self, trace: Trace) -> None:
-        """A request that ended; never waits."""
+        """Queues the trace of a request that ended, if sampled. Never blocks."""
         if trace.context is None or not trace.context.sampled:
             return
         if len(self._queue) >= MAX_QUEUED:
@@ -70,7 +76,7 @@ class TraceExport:
         self._queue.append((time.monotonic() + HOLD_S, trace))
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Sends what there is; waits no longer than that."""
+        """Sends the queued traces; waits at most `timeout_s`."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -96,13 +102,13 @@ class TraceExport:
                 if trace.context is not None:
                     self._tracing.add(span_tree(trace, self._router_id), trace.context)
             sent = self._tracing.export()
-        except Exception:  # tracing may fail itself, never the router; what was added with it is lost
-            log.exception("traces could not be exported")
+        except Exception:  # a fault of tracing must not end the thread; this batch is lost
+            log.exception("failed to export traces")
             sent = False
         self.outcomes[ExportOutcome.EXPORTED if sent else ExportOutcome.FAILED] += len(batch)
         if sent == self._failing:
             self._failing = not sent
             if sent:
-                log.info("the trace collector takes traces again")
+                log.info("the trace collector accepts traces again")
             else:
-                log.warning("the trace collector does not take traces; they are dropped meanwhile")
+                log.warning("the trace collector does not accept traces; dropping them")

@@ -11,13 +11,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
+from router.observe.trace import Traces
+from router.requests import actions as act
+from router.requests.facts import Facts
+from router.requests.run import RequestRun
 from tandem.errors import InputError, OverloadedError
 from tandem.v1 import trace_pb2
-
-if TYPE_CHECKING:
-    from router.requests.run import RequestRun
 
 MAX_LISTENERS = 4
 MAX_WAITING = 1024  # requests that a listener has not taken; further ones are counted instead
@@ -40,18 +40,26 @@ class _Listener:
 class RequestTap:
     """Runs on the event loop's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, traces: Traces) -> None:
+        self._traces = traces
         self._listeners: set[_Listener] = set()
 
-    def ended(self, run: RequestRun) -> None:
-        """Never waits. Costs nothing while nobody listens."""
+    def subscribe(self, facts: Facts) -> None:
+        facts.subscribe(act.End, "request_tap", self._ended)
+
+    def _ended(self, run: RequestRun, fact: act.End, now_s: float) -> None:
+        if self._listeners:
+            self.note(run, self._traces.of(run).received_unix_s)
+
+    def note(self, run: RequestRun, received_unix_s: float) -> None:
+        """Offers an ended request to each listener. Never waits."""
         for listener in self._listeners:
             if listener.model not in ("", run.request.model):
                 continue
             if listener.waiting.full():
                 listener.lost += 1
             else:
-                listener.waiting.put_nowait(_ended(run))
+                listener.waiting.put_nowait(_logged(run, received_unix_s))
 
     async def listen(self, salt: bytes, model: str) -> AsyncGenerator[trace_pb2.LoggedRequest, None]:
         """Until it is closed. `model` empty: all. Raises InputError, OverloadedError."""
@@ -74,18 +82,18 @@ class RequestTap:
             self._listeners.discard(listener)
 
 
-def _ended(run: RequestRun) -> _Ended:
+def _logged(run: RequestRun, received_unix_s: float) -> _Ended:
     request = run.request
     logged = trace_pb2.LoggedRequest(
         model=request.model,
-        received_unix_s=run.trace.received_unix_s,
+        received_unix_s=received_unix_s,
         prompt_tokens=request.prompt_tokens,
         output_tokens=run.answer_tokens,
         block_tokens=request.block_tokens,
         priority=run.terms.priority,
         tenant=run.terms.tenant,
     )
-    return logged, request.block_hashes[:MAX_BLOCKS]
+    return logged, tuple(request.block_hashes[:MAX_BLOCKS])
 
 
 def _hashes(blocks: Sequence[bytes], salt: bytes) -> list[int]:

@@ -1,4 +1,4 @@
-"""Whether a request met the objectives of its class: goodput counts those that did."""
+"""Whether a request met the objectives of its class. Goodput counts the requests that did."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class SloOutcome(StrEnum):
     MISSED_TTFT = "missed_ttft"
     MISSED_TPOT = "missed_tpot"
     MISSED_BOTH = "missed_both"
-    FAILED = "failed"  # by our fault, or refused for want of room
+    FAILED = "failed"  # an error of ours, or a refusal for lack of capacity
 
 
-# Refusals that a larger cluster would not have given.
+# Refusals that a larger cluster would avoid.
 _NO_ROOM = frozenset(
     {
         ErrorCode.OVERLOADED,
@@ -39,7 +39,7 @@ _NO_ROOM = frozenset(
 def slo_outcome(
     objectives: ClassSpec, final: Final | None, state: RequestState, code: ErrorCode | None
 ) -> SloOutcome | None:
-    """None: it says nothing about us (bad input, cancelled by its client). An objective that is not set is met."""
+    """None for requests that are not counted: bad input, cancelled by the client. An unset objective counts as met."""
     if final is None:
         ours = state is RequestState.FAILED or (state is RequestState.REJECTED and code in _NO_ROOM)
         return SloOutcome.FAILED if ours else None
@@ -54,7 +54,7 @@ def slo_outcome(
 
 
 class SloCollector(Collector):
-    """The objectives themselves, for dashboards and alerts to compare with."""
+    """The objectives as a metric, for dashboards and alerts."""
 
     def __init__(self, classes: Sequence[ClassSpec]) -> None:
         self._classes = classes

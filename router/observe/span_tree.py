@@ -1,10 +1,9 @@
-"""One finished request as a tree of spans: what the router saw, and what the workers told it, each under its own
-service. Pure.
+"""One finished request as a tree of spans, each under the service that did the work. Pure.
 
-    request ┬ parse
-            ├ queue                       one for each attempt
-            └ attempt ┬ reserve ─ dispatch ─ prefill ─ first_token      one after the other, without a gap
-                      └ connect, pieces, verify, join, decode           beside and after them
+request ┬ parse
+        ├ queue                       one for each attempt
+        └ attempt ┬ reserve ─ dispatch ─ prefill ─ first_token      consecutive, without gaps
+                  └ connect, pieces, verify, join, decode           in parallel and after them
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tandem.telemetry.spans import FinishedSpan, Service
 REQUEST, PARSE, ATTEMPT = "request", "parse", "attempt"
 _TO_FIRST_TOKEN = (Stage.QUEUE, Stage.RESERVE, Stage.DISPATCH, Stage.PREFILL, Stage.FIRST_TOKEN)
 CHAIN = (PARSE, *(stage.value for stage in _TO_FIRST_TOKEN))
-"""Of a request with one attempt these add up to its time to first token."""
+"""With one attempt, the durations of these spans add up to the time to first token."""
 
 _DECODE_STAGES = frozenset({Stage.PIECES, Stage.VERIFY, Stage.JOIN, Stage.DECODE})
 
@@ -50,37 +49,37 @@ class _Tree:
 
 
 def span_tree(trace: Trace, router_id: str) -> list[FinishedSpan]:
-    """Parents first; times on the wall clock of the router's host. Of a trace that has ended."""
+    """The spans of an ended trace, parents first. Times are on the wall clock of the router's host."""
     tree = _Tree(trace, router_id, [])
     arrived_s = trace.received_s if trace.arrived_s is None else trace.arrived_s
     ended_s = trace.received_s if trace.ended_s is None else trace.ended_s
     error = None if trace.error is None else trace.error.value
     root = tree.add(REQUEST, arrived_s, ended_s, None, attributes=_request_attributes(trace), error=error)
     tree.add(PARSE, arrived_s, trace.received_s, root)
-    before: tuple[int, ...] = ()
+    previous: tuple[int, ...] = ()
     for attempt in trace.attempts:
         tree.add(Stage.QUEUE.value, attempt.queued_s, attempt.dispatched_s, root)
         end_s = ended_s if attempt.ended_s is None else attempt.ended_s
-        own = tree.add(
+        parent = tree.add(
             ATTEMPT,
             attempt.dispatched_s,
             end_s,
             root,
             attributes=_attempt_attributes(attempt),
-            links=before,  # what it continues elsewhere
+            links=previous,  # the attempt it retries
             error=None if attempt.failure is None else attempt.failure.code.value,
         )
-        before = (own,)
+        previous = (parent,)
         for span in attempt.spans():
             if span.stage is not Stage.QUEUE:
-                tree.add(span.stage.value, span.start_s, span.end_s, own, at=_owner(attempt, span.stage))
+                tree.add(span.stage.value, span.start_s, span.end_s, parent, at=_owner(attempt, span.stage))
     if not trace.attempts:
         tree.add(Stage.QUEUE.value, trace.received_s, ended_s, root)
     return tree.spans
 
 
 def _owner(attempt: Attempt, stage: Stage) -> tuple[Service, str] | None:
-    """Whose work it was; None: the router's."""
+    """The service and instance that did the work; None: the router."""
     if stage in _DECODE_STAGES or (stage is Stage.PREFILL and not attempt.prefill_worker):
         return Service.DECODE, attempt.decode_worker
     if stage is Stage.PREFILL or stage is Stage.CONNECT:
@@ -89,7 +88,7 @@ def _owner(attempt: Attempt, stage: Stage) -> tuple[Service, str] | None:
 
 
 def _request_attributes(trace: Trace) -> dict[str, str | int | float | bool]:
-    """Where OpenTelemetry's conventions for generative AI have a name, theirs."""
+    """Uses OpenTelemetry's semantic conventions for generative AI where they define a name."""
     found: dict[str, str | int | float | bool] = {
         "gen_ai.request.model": trace.model,
         "gen_ai.response.model": trace.model,

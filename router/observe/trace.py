@@ -17,9 +17,12 @@ from itertools import islice
 import msgspec
 
 from kvtransfer.session.causes import HandoffFault
+from router.requests import actions as act
+from router.requests.facts import Facts, Received
 from router.requests.output import Usage
-from router.requests.request import ValidRequest
-from router.terms import Terms
+from router.requests.run import Request, RequestRun
+from router.terms import RequestTerms
+from router.workers.fleet import Fleet
 from tandem.errors import ErrorCode, NotFound, TandemError
 from tandem.request import RequestState
 from tandem.telemetry.trace_context import TraceContext
@@ -195,7 +198,7 @@ class Trace:
     ended_s: float | None = None
 
     @classmethod
-    def of(cls, request: ValidRequest, terms: Terms, received_s: float) -> Trace:
+    def of(cls, request: Request, terms: RequestTerms, received_s: float) -> Trace:
         return cls(
             request.request_id,
             request.model,
@@ -242,14 +245,15 @@ class Trace:
 
     def report(self, done: worker_pb2.HandoffDone, anchor_s: float) -> Attempt | None:
         """A worker's word about an attempt, perhaps after the request's end. Returns the attempt."""
-        for attempt in reversed(self.attempts):
-            if attempt.wire_id == done.request_id:
-                if done.HasField("received"):
-                    attempt.received = Report(done, max(anchor_s, attempt.dispatched_s))
-                elif done.HasField("sent"):
-                    attempt.sent = Report(done, max(anchor_s, attempt.prefill_sent_s or attempt.dispatched_s))
-                return attempt
-        return None
+        attempt = self.attempt(done.request_id)
+        if attempt is not None and done.HasField("received"):
+            attempt.received = Report(done, max(anchor_s, attempt.dispatched_s))
+        elif attempt is not None and done.HasField("sent"):
+            attempt.sent = Report(done, max(anchor_s, attempt.prefill_sent_s or attempt.dispatched_s))
+        return attempt
+
+    def attempt(self, wire_id: str) -> Attempt | None:
+        return next((each for each in reversed(self.attempts) if each.wire_id == wire_id), None)
 
     def end(self, state: RequestState, error: ErrorCode | None, usage: Usage | None, now_s: float) -> None:
         self.state, self.error, self.usage, self.ended_s = state, error, usage, now_s
@@ -339,3 +343,82 @@ class TraceStore:
     def latest(self, number: int) -> list[Trace]:
         """The last to end first."""
         return list(islice(reversed(self._traces.values()), number or DEFAULT_LISTED))
+
+
+class Traces:
+    """Keeps the trace of every request under way, and hands it to `store` when the request ends. The first observer to
+    subscribe: others read what it noted."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.store = TraceStore()
+        self._fleet = fleet
+        self._live: dict[RequestRun, Trace] = {}
+
+    def subscribe(self, facts: Facts) -> None:
+        name = "traces"
+        facts.subscribe(Received, name, self._received)
+        facts.subscribe(act.AttemptStarted, name, self._started)
+        facts.subscribe(act.PrefillSent, name, self._prefill_sent)
+        facts.subscribe(act.FirstToken, name, self._first_token)
+        facts.subscribe(act.HandoffSeen, name, self._handoff_seen)
+        facts.subscribe(act.Joined, name, self._joined)
+        facts.subscribe(act.AttemptFailed, name, self._attempt_failed)
+        facts.subscribe(act.End, name, self._ended)
+
+    def subscribe_last(self, facts: Facts) -> None:
+        """After all observers that read a trace at the end of its request."""
+        facts.subscribe(act.End, "traces", self._store)
+
+    def of(self, run: RequestRun) -> Trace:
+        """Of a request under way, or of one that ended lately. Raises NotFound."""
+        return self._live.get(run) or self.store.get(run.request.request_id)
+
+    def attempt(self, run: RequestRun) -> Attempt | None:
+        """The latest one."""
+        return self.of(run).last
+
+    def reported(self, run: RequestRun, wire_id: str) -> Attempt | None:
+        """The attempt that a worker's report is about."""
+        return self.of(run).attempt(wire_id)
+
+    def _received(self, run: RequestRun, fact: Received, now_s: float) -> None:
+        self._live[run] = Trace.of(run.request, run.terms, run.received_s)
+
+    def _started(self, run: RequestRun, fact: act.AttemptStarted, now_s: float) -> None:
+        prefill = "" if fact.prefill is None else fact.prefill.worker_id
+        self._live[run].begin(fact.wire_id, prefill, fact.decode.worker_id, now_s)
+
+    def _prefill_sent(self, run: RequestRun, fact: act.PrefillSent, now_s: float) -> None:
+        if (last := self._live[run].last) is not None:
+            last.reserved_s = last.prefill_sent_s = now_s
+
+    def _first_token(self, run: RequestRun, fact: act.FirstToken, now_s: float) -> None:
+        last, link = self._live[run].last, self._fleet.link(fact.worker)
+        if last is None:
+            return
+        last.first_token_s = now_s
+        token = fact.token
+        if link is not None and isinstance(token, worker_pb2.StepToken) and token.HasField("computing_at_s"):
+            last.computing_s = link.local_s(token.computing_at_s)
+            last.sampled_s = link.local_s(token.sampled_at_s)
+
+    def _handoff_seen(self, run: RequestRun, fact: act.HandoffSeen, now_s: float) -> None:
+        if isinstance(fact.report, worker_pb2.HandoffDone):
+            self.of(run).report(fact.report, fact.anchor_s)
+
+    def _joined(self, run: RequestRun, fact: act.Joined, now_s: float) -> None:
+        if (last := self._live[run].last) is not None:
+            last.joined_s = fact.at_s
+
+    def _attempt_failed(self, run: RequestRun, fact: act.AttemptFailed, now_s: float) -> None:
+        self._live[run].failed(fact.error, now_s)
+
+    def _ended(self, run: RequestRun, fact: act.End, now_s: float) -> None:
+        trace = self._live[run]
+        trace.cached_tokens_prefill, trace.cached_tokens_decode = fact.cached_prefill_tokens, fact.cached_decode_tokens
+        if fact.error is not None:
+            trace.failed(fact.error, now_s)
+        trace.end(fact.state, None if fact.error is None else fact.error.code, fact.usage, now_s)
+
+    def _store(self, run: RequestRun, fact: act.End, now_s: float) -> None:
+        self.store.add(self._live.pop(run))

@@ -1,20 +1,20 @@
-"""How fast a worker is: a pure value, measured by router.policies.estimates or set by the simulator."""
+"""How fast a worker is: a value that router.policies.estimates measures or the simulator sets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Before anything was measured: all workers are alike, and their ratios are those of a mid-sized GPU.
+# Until something is measured, all workers are equal, with the ratios of a mid-sized GPU.
 START_PREFILL_S_PER_TOKEN = 1 / 4000
 START_RESERVE_S = 0.001
 START_TRANSFER_S_PER_TOKEN = 20e-6
 START_TPOT_S = 0.03
-MEMORY_BOUND_REQUESTS = 32  # a decode batch of so many is taken to need twice the step time of an empty one
-BATCH_SIZES = tuple(1 << power for power in range(11))  # at which TPOT is kept
+MEMORY_BOUND_REQUESTS = 32  # assumed batch size at which a decode step takes twice as long as an empty one
+BATCH_SIZES = tuple(1 << power for power in range(11))  # where TPOT is measured
 
 
 def batch_shape(batch: float) -> float:
-    """Step time of a batch relative to an empty one: carries a TPOT to batch sizes at which none was measured."""
+    """Step time of a batch relative to an empty one. Extrapolates TPOT to batch sizes without a measurement."""
     return 1 + batch / MEMORY_BOUND_REQUESTS
 
 
@@ -30,7 +30,7 @@ class Pace:
     tpot_s: tuple[float, ...] = _start_tpots()  # at each of BATCH_SIZES
 
     def tpot_at_s(self, batch: int) -> float:
-        """Between two measured sizes on a straight line; beyond the last by `batch_shape`."""
+        """TPOT at a batch size: linear between two of BATCH_SIZES, beyond the last by `batch_shape`."""
         power = max(1, batch).bit_length() - 1
         if power >= len(BATCH_SIZES) - 1:
             return self.tpot_s[-1] * batch_shape(batch) / batch_shape(BATCH_SIZES[-1])

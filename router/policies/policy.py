@@ -1,4 +1,4 @@
-"""Filter → Score → Pick for one role, and the placement of a request from the two."""
+"""Filter → Score → Pick for one role, and the placement of a request with both roles."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from msgspec.structs import replace
 from router.policies.costs import prefill_s
 from router.policies.filters import HasPrefillRoom
 from router.policies.local_prefill import LocalPrefill
-from router.policies.types import Ask, Candidate, Filter, Pick, Placement, PlacementReason, Score, WaitReason
+from router.policies.types import Candidate, Filter, Pick, Placement, PlacementQuery, PlacementReason, Score, WaitReason
 from tandem.config.spec import Disaggregation
 
 
 @dataclass(frozen=True, slots=True)
 class HighestScore:
-    """The most points; among equals the fewest running requests, then the first by name, so that it is repeatable."""
+    """The most points; then the fewest running requests; then the first id, for repeatable choices."""
 
     def pick(self, candidates: Sequence[Candidate], points: Sequence[float]) -> Candidate:
         most = max(points)
-        equals = [each for each, its_points in zip(candidates, points, strict=True) if its_points == most]
-        return min(equals, key=lambda each: (each.running_requests, each.worker_id))
+        ties = [each for each, its_points in zip(candidates, points, strict=True) if its_points == most]
+        return min(ties, key=lambda each: (each.running_requests, each.worker_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,15 @@ class Policy:
     scores: tuple[tuple[Score, float], ...]  # with weights
     picker: Pick = HighestScore()
 
-    def choose(self, ask: Ask, candidates: Sequence[Candidate]) -> Candidate | None:
+    def choose(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> Candidate | None:
         kept = candidates
         for each in self.filters:
-            kept = [candidate for candidate in kept if each.keep(ask, candidate)]
+            kept = [candidate for candidate in kept if each.keep(query, candidate)]
         if not kept:
             return None
         totals = [0.0] * len(kept)
         for score, weight in self.scores:
-            totals = [total + weight * points for total, points in zip(totals, score.points(ask, kept), strict=True)]
+            totals = [total + weight * points for total, points in zip(totals, score.points(query, kept), strict=True)]
         return self.picker.pick(kept, totals)
 
 
@@ -53,69 +53,71 @@ class PlacementPolicy:
     local: LocalPrefill
 
     def place(
-        self, ask: Ask, decode_workers: Sequence[Candidate], prefill_workers: Sequence[Candidate]
+        self, query: PlacementQuery, decode_workers: Sequence[Candidate], prefill_workers: Sequence[Candidate]
     ) -> Placement | WaitReason:
-        """Where the request goes now, or why it waits."""
+        """The workers for the request now, or why it waits."""
         if not decode_workers:
             return WaitReason.NO_DECODE_WORKER
         if self.disaggregation is Disaggregation.NEVER:
             prefill_workers = ()
-        ask = self._with_prefill_time(ask, prefill_workers)
-        decode = self.decode.choose(ask, decode_workers)
+        query = self._with_prefill_time(query, prefill_workers)
+        decode = self.decode.choose(query, decode_workers)
         if decode is None:
             return WaitReason.DECODE_REFUSED
         reachable = [each for each in prefill_workers if each.can_reach(decode)]
         if len(reachable) < len(prefill_workers):
-            ask = self._with_prefill_time(ask, reachable)
-        return self._place_prefill(replace(ask, decode=decode), decode, reachable)
+            query = self._with_prefill_time(query, reachable)
+        return self._place_prefill(replace(query, decode=decode), decode, reachable)
 
     def _place_prefill(
-        self, ask: Ask, decode: Candidate, prefill_workers: Sequence[Candidate]
+        self, query: PlacementQuery, decode: Candidate, prefill_workers: Sequence[Candidate]
     ) -> Placement | WaitReason:
-        local = self._local_reason(ask, decode, prefill_workers)
+        local = self._local_reason(query, decode, prefill_workers)
         if local is not None:
-            if not self.prefill_room.keep(ask, decode):
+            if not self.prefill_room.keep(query, decode):
                 return WaitReason.PREFILL_FULL
             return Placement(decode, None, local)
-        prefill = self.prefill.choose(ask, prefill_workers)
+        prefill = self.prefill.choose(query, prefill_workers)
         if prefill is not None:
-            return Placement(decode, prefill, self._handoff_reason(ask, decode))
-        if self.disaggregation is Disaggregation.AUTO and self.local.stands_in(ask, decode):
+            return Placement(decode, prefill, self._handoff_reason(query, decode))
+        if self.disaggregation is Disaggregation.AUTO and self.local.stands_in(query, decode):
             return Placement(decode, None, PlacementReason.LOCAL_PREFILL_FULL)
         return WaitReason.PREFILL_FULL
 
-    def another_decode(self, ask: Ask, decode_workers: Sequence[Candidate], prefill: Candidate) -> Candidate | None:
-        """Instead of a decode worker that refused, for the same prefill worker. None: there is none."""
-        ask = self._with_prefill_time(ask, [prefill])
-        return self.decode.choose(ask, [each for each in decode_workers if prefill.can_reach(each)])
+    def another_decode(
+        self, query: PlacementQuery, decode_workers: Sequence[Candidate], prefill: Candidate
+    ) -> Candidate | None:
+        """Another decode worker for the same prefill worker, after one refused. None if there is none."""
+        query = self._with_prefill_time(query, [prefill])
+        return self.decode.choose(query, [each for each in decode_workers if prefill.can_reach(each)])
 
-    def next_decode(self, ask: Ask, decode_workers: Sequence[Candidate]) -> Candidate | None:
-        """For a request that decodes already and has to leave its worker. None: nobody has room."""
-        return self.decode.choose(ask, decode_workers)
+    def next_decode(self, query: PlacementQuery, decode_workers: Sequence[Candidate]) -> Candidate | None:
+        """The decode worker to move a decoding request to. None if none is left."""
+        return self.decode.choose(query, decode_workers)
 
-    def _with_prefill_time(self, ask: Ask, prefill_workers: Sequence[Candidate]) -> Ask:
-        times_s = (prefill_s(ask, each) for each in prefill_workers if each.worker_id not in ask.excluded)
-        return replace(ask, prefill_s=min(times_s, default=None))
+    def _with_prefill_time(self, query: PlacementQuery, prefill_workers: Sequence[Candidate]) -> PlacementQuery:
+        times_s = (prefill_s(query, each) for each in prefill_workers if each.worker_id not in query.excluded)
+        return replace(query, prefill_s=min(times_s, default=None))
 
     def _local_reason(
-        self, ask: Ask, decode: Candidate, prefill_workers: Sequence[Candidate]
+        self, query: PlacementQuery, decode: Candidate, prefill_workers: Sequence[Candidate]
     ) -> PlacementReason | None:
         if self.disaggregation is Disaggregation.NEVER:
             return PlacementReason.LOCAL_CONFIGURED
         if not prefill_workers:
             return PlacementReason.LOCAL_NO_PREFILL_WORKER
-        if ask.prefill_s is None:
+        if query.prefill_s is None:
             return PlacementReason.LOCAL_PREFILL_FAILED
         if self.disaggregation is Disaggregation.ALWAYS:
             return None
-        if self.local.is_short(ask, decode):
+        if self.local.is_short(query, decode):
             return PlacementReason.LOCAL_SHORT_SUFFIX
-        return PlacementReason.LOCAL_SOONER if self.local.takes(ask, decode) else None
+        return PlacementReason.LOCAL_SOONER if self.local.takes(query, decode) else None
 
-    def _handoff_reason(self, ask: Ask, decode: Candidate) -> PlacementReason:
+    def _handoff_reason(self, query: PlacementQuery, decode: Candidate) -> PlacementReason:
         if self.disaggregation is Disaggregation.ALWAYS:
             return PlacementReason.HANDOFF_CONFIGURED
         if not self.local.predicts:
             return PlacementReason.HANDOFF_LONG_SUFFIX
-        sooner = self.local.is_sooner(ask, decode)
+        sooner = self.local.is_sooner(query, decode)
         return PlacementReason.HANDOFF_SPARES_DECODES if sooner else PlacementReason.HANDOFF_AS_SOON

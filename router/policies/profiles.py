@@ -1,4 +1,4 @@
-"""The policies that `router.policy` names: the default, and baselines to compare it with."""
+"""The policies that `router.policy` names: the default and the baselines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Weighted = tuple[tuple[Score, float], ...]
 
 
 def policy_profile(spec: RouterSpec, *, seed: int = 0) -> PlacementPolicy:
-    """`seed` is what `random` draws from; routers of one cluster should have different ones."""
+    """`seed` is for the policy `random`; routers of one cluster should have different seeds."""
     room = HasPrefillRoom(spec.max_prefill_tokens_in_flight)
     local = LocalPrefill(
         max_tokens=spec.local_prefill_max_tokens,
@@ -42,7 +42,10 @@ def policy_profile(spec: RouterSpec, *, seed: int = 0) -> PlacementPolicy:
 
 
 def _scores(name: PolicyName, local: LocalPrefill | None, seed: int) -> tuple[Weighted, Weighted]:
-    """Of decode and of prefill workers. Room and affinity decide between workers that are about as soon."""
+    """Weighted scores of decode workers and of prefill workers.
+
+    The small weights of free blocks and affinity decide between workers with similar times.
+    """
     affinity = (SessionAffinity(), 0.1)
     match name:
         case PolicyName.EXPECTED_TTFT:

@@ -1,4 +1,4 @@
-"""Scores: how good a candidate is for a request, in one respect each."""
+"""Scores: each rates the candidates for a request in one respect."""
 
 from __future__ import annotations
 
@@ -6,103 +6,110 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from router.policies.costs import decode_s, handoff_s, later_price, later_s, prefill_s, transfer_s
+from router.policies.costs import caused_delay_s, decode_s, delay_factor, handoff_s, prefill_s, transfer_s
 from router.policies.local_prefill import LocalPrefill
-from router.policies.types import Ask, Candidate
+from router.policies.types import Candidate, PlacementQuery
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTtft:
-    """For prefill workers: 1 where the prompt is computed and moved soonest, ½ where that takes twice as long. What it
-    costs later requests is in it."""
+    """For prefill workers: (shortest time) / (its time) until the prompt is computed and moved.
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        price = later_price(candidates)
-        times_s = [prefill_s(ask, each) + later_s(ask, each, price) for each in candidates]
-        if ask.decode is not None:
-            times_s = [s + transfer_s(ask, ask.decode, each) for s, each in zip(times_s, candidates, strict=True)]
+    The time includes the delay to later requests.
+    """
+
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
+        factor = delay_factor(candidates)
+        times_s = [prefill_s(query, each) + caused_delay_s(query, each, factor) for each in candidates]
+        if query.decode is not None:
+            times_s = [s + transfer_s(query, query.decode, each) for s, each in zip(times_s, candidates, strict=True)]
         return _shortest_first(times_s)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTime:
-    """For decode workers: 1 where the answer would be whole soonest, from the time until it decodes and the pace there.
-    So a popular prefix draws requests only until its worker's batch costs them more than moving the prefix would."""
+    """For decode workers: (shortest time) / (its time) until the answer is complete.
 
-    local: LocalPrefill | None  # None: always handed off, if there is anybody
+    The time is that until the request decodes plus that of decoding. So a popular prefix attracts requests only until
+    the batch of its worker costs them more time than a transfer of the prefix.
+    """
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        price = later_price(candidates)
-        return _shortest_first([self._time_s(ask, each, price) for each in candidates])
+    local: LocalPrefill | None  # None: always hand off if there is a prefill worker
 
-    def _time_s(self, ask: Ask, worker: Candidate, price: float) -> float:
-        if ask.prefill_s is None or (self.local is not None and self.local.takes(ask, worker)):
-            return prefill_s(ask, worker) + decode_s(ask, worker) + later_s(ask, worker, price)
-        return handoff_s(ask, worker, ask.prefill_s) + decode_s(ask, worker)
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
+        factor = delay_factor(candidates)
+        return _shortest_first([self._time_s(query, each, factor) for each in candidates])
+
+    def _time_s(self, query: PlacementQuery, worker: Candidate, factor: float) -> float:
+        if query.prefill_s is None or (self.local is not None and self.local.takes(query, worker)):
+            return prefill_s(query, worker) + decode_s(query, worker) + caused_delay_s(query, worker, factor)
+        return handoff_s(query, worker, query.prefill_s) + decode_s(query, worker)
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """Share of the prompt that needs no computing or sending."""
+    """Share of the prompt that is cached."""
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        return [min(1.0, candidate.cached_tokens / max(1, ask.prompt_tokens)) for candidate in candidates]
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
+        return [min(1.0, candidate.cached_tokens / max(1, query.prompt_tokens)) for candidate in candidates]
 
 
 @dataclass(frozen=True, slots=True)
 class FreeBlocks:
     """Share of the KV pool that is free or evictable."""
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [candidate.free_blocks / max(1, candidate.total_blocks) for candidate in candidates]
 
 
 @dataclass(frozen=True, slots=True)
 class FewestRunning:
-    """1 for an idle worker, less with every running request."""
+    """1 / (1 + running requests)."""
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [1.0 / (1 + candidate.running_requests) for candidate in candidates]
 
 
 @dataclass(frozen=True, slots=True)
 class FewestTokens:
-    """1 for a worker with no prompt tokens to compute, less with every one; blind to what is cached."""
+    """1 / (1 + prompt tokens to compute); ignores what is cached."""
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         return [1.0 / (1 + candidate.outstanding_tokens) for candidate in candidates]
 
 
 @dataclass(frozen=True, slots=True)
 class SessionAffinity:
-    """1 for one worker of each session: that with the highest hash of both. All routers agree on it without a word, and
-    when workers come or go only their own sessions move."""
+    """1 for the session's worker, which has the highest hash of session and worker id (rendezvous hashing).
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        if ask.session is None:
+    All routers agree on it without communication. When workers join or leave, only their own sessions move.
+    """
+
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
+        if query.session is None:
             return [0.0] * len(candidates)
-        home = max(candidates, key=lambda each: _hash(ask.session, each.worker_id)).worker_id
+        home = max(candidates, key=lambda each: _hash(query.session, each.worker_id)).worker_id
         return [float(candidate.worker_id == home) for candidate in candidates]
 
 
 @dataclass(frozen=True, slots=True)
 class Shuffled:
-    """Points by chance, the same for the same request."""
+    """Random points, equal for the same request number and seed."""
 
     seed: int
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
-        key = b"%d.%d" % (self.seed, ask.number)
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
+        key = b"%d.%d" % (self.seed, query.number)
         return [_hash(key, candidate.worker_id) / 2**64 for candidate in candidates]
 
 
 @dataclass(frozen=True, slots=True)
 class InTurn:
-    """1 for the worker whose turn it is, in the order of their names."""
+    """1 for the worker whose turn it is, ordered by id."""
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]:
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]:
         names = sorted(candidate.worker_id for candidate in candidates)
-        turn = names[ask.number % len(names)]
+        turn = names[query.number % len(names)]
         return [float(candidate.worker_id == turn) for candidate in candidates]
 
 

@@ -1,4 +1,4 @@
-"""What routing policies see and say: Filter → Score → Pick over candidates. Pure values, shared with the simulator."""
+"""Inputs and results of placement policies: Filter → Score → Pick over candidates. The simulator uses them too."""
 
 from __future__ import annotations
 
@@ -11,78 +11,80 @@ import msgspec
 
 from router.policies.pace import START_PACE, Pace
 
-Life = tuple[str, int]  # worker id, epoch
+WorkerEpoch = tuple[str, int]  # worker id, epoch
 
 
-class Ask(msgspec.Struct, frozen=True):  # as Candidate made for every decision: cheaper than a frozen dataclass
-    """A request in the eyes of a policy, and what the choice so far has settled."""
+class PlacementQuery(
+    msgspec.Struct, frozen=True
+):  # as Candidate made for every decision: cheaper than a frozen dataclass
+    """The request to place, and what earlier steps of the choice found."""
 
     prompt_tokens: int
-    excluded: frozenset[str] = frozenset()  # workers that refused it just now, or failed it
-    answer_tokens: int = 0  # how long its answer is expected to be
-    session: bytes | None = None  # digest of what the client names its session by
-    number: int = 0  # so many requests were placed before it
-    prefill_s: float | None = None  # until the prefill worker that is soonest would have computed it
-    decode: Candidate | None = None  # while the prefill worker is chosen: where the blocks go
+    excluded: frozenset[str] = frozenset()  # ids of workers that just refused or failed it
+    answer_tokens: int = 0  # expected length of the answer
+    session: bytes | None = None  # digest of the client's session key
+    number: int = 0  # requests placed before it
+    prefill_s: float | None = None  # time until the soonest prefill worker would finish the prompt
+    decode: Candidate | None = None  # the chosen decode worker, while the prefill worker is chosen
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A live worker as seen for one request. Loads are the worker's last report and what of ours is not in it yet."""
+    """A worker that may take one request. Loads are its last report plus what this router has sent since."""
 
     worker_id: str
     epoch: int
     cached_tokens: int
-    dispatched_tokens: int  # prompt tokens this router gave it that are not yet computed
-    outstanding_tokens: int  # prompt tokens it has not yet computed, whichever router gave it them
+    dispatched_tokens: int  # prompt tokens to compute, from this router
+    outstanding_tokens: int  # prompt tokens to compute, from all routers
     running_requests: int
     free_blocks: int  # free or evictable
     total_blocks: int
-    reaches: frozenset[Life] | None = None  # lives it has good links to; None: it has not said
+    reaches: frozenset[WorkerEpoch] | None = None  # workers it has good links to; None: not reported
     pace: Pace = START_PACE
-    transfer_to: Mapping[Life, float] = msgspec.field(default_factory=dict)  # seconds per token, where measured
+    transfer_to: Mapping[WorkerEpoch, float] = msgspec.field(default_factory=dict)  # seconds per token, where measured
 
     @property
-    def life(self) -> Life:
+    def worker_epoch(self) -> WorkerEpoch:
         return self.worker_id, self.epoch
 
     def can_reach(self, other: Candidate) -> bool:
-        return self.reaches is None or other.life in self.reaches
+        return self.reaches is None or other.worker_epoch in self.reaches
 
-    def uncached_tokens(self, ask: Ask) -> int:
-        """Tokens this worker would compute. A prompt that is cached whole still has its last token computed."""
-        left = ask.prompt_tokens - self.cached_tokens
-        return left if left > 1 else 1  # asked hundreds of times for a decision: twice as fast as `max`
+    def uncached_tokens(self, query: PlacementQuery) -> int:
+        """Tokens this worker would compute. The last token of a fully cached prompt is computed too."""
+        left = query.prompt_tokens - self.cached_tokens
+        return left if left > 1 else 1  # twice as fast as `max`; called hundreds of times per decision
 
 
 class Filter(Protocol):
-    def keep(self, ask: Ask, candidate: Candidate) -> bool: ...
+    def keep(self, query: PlacementQuery, candidate: Candidate) -> bool: ...
 
 
 class Score(Protocol):
-    """Points in [0, 1] for each candidate, in their order; more is better."""
+    """Points in [0, 1] for each candidate, in the order given; more is better."""
 
-    def points(self, ask: Ask, candidates: Sequence[Candidate]) -> list[float]: ...
+    def points(self, query: PlacementQuery, candidates: Sequence[Candidate]) -> list[float]: ...
 
 
 class Pick(Protocol):
     def pick(self, candidates: Sequence[Candidate], points: Sequence[float]) -> Candidate:
-        """One of `candidates`, which is not empty."""
+        """Returns one of `candidates`, which is not empty."""
         ...
 
 
 class PlacementReason(StrEnum):
-    """Why a request is prefilled where it is; a metric label. Those of handoffs say why it is not prefilled locally."""
+    """Why a request is prefilled where it is; a metric label. HANDOFF_* say why it is not prefilled locally."""
 
     LOCAL_CONFIGURED = "local_configured"  # disaggregation: never
     LOCAL_NO_PREFILL_WORKER = "local_no_prefill_worker"
     LOCAL_PREFILL_FAILED = "local_prefill_failed"  # every prefill worker failed this request
-    LOCAL_SHORT_SUFFIX = "local_short_suffix"  # next to nothing to compute
-    LOCAL_SOONER = "local_sooner"  # by the prediction, clearly
-    LOCAL_PREFILL_FULL = "local_prefill_full"  # no prefill worker has room, the decode worker has
+    LOCAL_SHORT_SUFFIX = "local_short_suffix"  # at most router.local_prefill_max_tokens to compute
+    LOCAL_SOONER = "local_sooner"  # predicted to be clearly sooner
+    LOCAL_PREFILL_FULL = "local_prefill_full"  # only the decode worker has room
     HANDOFF_CONFIGURED = "handoff_configured"  # disaggregation: always
-    HANDOFF_LONG_SUFFIX = "handoff_long_suffix"  # too long for a policy that predicts nothing
+    HANDOFF_LONG_SUFFIX = "handoff_long_suffix"  # the policy predicts no times, and the suffix is not short
     HANDOFF_AS_SOON = "handoff_as_soon"  # local prefill would not be clearly sooner
-    HANDOFF_SPARES_DECODES = "handoff_spares_decodes"  # it would be, but would hold up those that decode there
+    HANDOFF_SPARES_DECODES = "handoff_spares_decodes"  # local prefill would be, but would delay requests that decode
 
 
 class WaitReason(StrEnum):
@@ -95,7 +97,7 @@ class WaitReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`prefill` None: prefilled locally on the decode worker."""
+    """The chosen workers. `prefill` None: local prefill on the decode worker."""
 
     decode: Candidate
     prefill: Candidate | None

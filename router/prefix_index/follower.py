@@ -1,8 +1,8 @@
-"""Keeps the prefix mirror in step with Redis: loads snapshots, follows every worker's stream, and checks itself.
+"""Keeps the prefix mirror up to date from Redis: loads snapshots, follows each worker's stream, verifies the result.
 
-Which workers there are comes from the directory, not from Redis. No request waits for Redis, and no other module of the
-router speaks to it. While Redis is away the mirror stays as it was; what nothing has confirmed for MAX_STALE_S is
-forgotten. docs/routing.md says what recovers how.
+The list of workers comes from the directory, not from Redis. No request waits for Redis, and no other module of the
+router uses it. While Redis is away the mirror stays as it was; after MAX_STALE_S without confirmation a worker's blocks
+are dropped. docs/routing.md describes each recovery.
 """
 
 from __future__ import annotations
@@ -40,39 +40,39 @@ from tandem.rpc.redis_client import ANSWER_TIMEOUT_S, answer, connect
 log = logging.getLogger(__name__)
 
 MAX_STALE_S = 60.0
-CHECK_S = 1.0  # between looks at the headers of the snapshots
-SNAPSHOT_POLL_S = 0.25  # the same while a worker lacks its snapshot or seems to be behind
-READ_PAUSE_S = 0.01  # events that come meanwhile are applied together, which costs hardly more than one
+CHECK_S = 1.0  # between checks of the snapshots' headers
+SNAPSHOT_POLL_S = 0.25  # the same while a worker lacks its snapshot or may be behind
+READ_PAUSE_S = 0.01  # collects events into batches: applying many costs little more than one
 READ_ENTRIES = 512  # of each worker
-APPLY_BYTES = 64 << 10  # at once: two milliseconds, then requests have their turn
-FAR_EVENTS = 1 << 20  # a worker writes its snapshot anew long before it has said so much since
-ASK_S = 5.0  # between requests for the same snapshot
-# Together with the longest pause before another try: a Redis that is back is noticed within 5 s.
-QUICK_ANSWER_S = 2.0  # for anything but whole snapshots
+APPLY_BYTES = 64 << 10  # applied at once: 2 ms, then other tasks run
+FAR_EVENTS = 1 << 20  # a worker rewrites its snapshot long before this many events
+SNAPSHOT_REQUEST_S = 5.0  # between requests for the same snapshot
+# With MAX_BACKOFF_S, the router notices within 5 s that Redis is back.
+QUICK_ANSWER_S = 2.0  # for everything except whole snapshots
 MAX_BACKOFF_S = 2.0
 
 Entries = list[tuple[bytes, dict[bytes, bytes]]]
 
 
 class IndexFault(StrEnum):
-    """Why what was known of a worker was thrown away, or what Redis holds of it could not be used."""
+    """Why the blocks of a worker were dropped, or its data in Redis was unusable."""
 
     GAP = "gap"  # events are missing
-    OTHER_EPOCH = "other_epoch"  # an entry of another life in its stream
-    MALFORMED = "malformed"  # an entry or a snapshot that nobody can read
-    BEHIND = "behind"  # the snapshot is newer than what the stream led to
-    AHEAD = "ahead"  # it led to events that the worker never wrote, or Redis went back
+    OTHER_EPOCH = "other_epoch"  # its stream has an entry of another epoch
+    MALFORMED = "malformed"  # an entry or a snapshot cannot be decoded
+    BEHIND = "behind"  # the snapshot is newer than the end of the stream
+    AHEAD = "ahead"  # the stream is far ahead of the snapshot: forged events, or Redis was restored
     UNCONFIRMED = "unconfirmed"  # Redis or the worker's keys were away for too long
 
 
 @dataclass(slots=True)
 class _Follow:
-    """What is known of one worker life."""
+    """The state of following one epoch of a worker."""
 
     confirmed_at_s: float
-    needs_seq: int | None = 0  # a snapshot up to at least this event is needed; None: it is followed
-    suspect_seq: int | None = None  # where it stood when its snapshot was seen to be newer
-    asked_at_s: float | None = None  # for a snapshot
+    needs_seq: int | None = 0  # needs a snapshot up to at least this event; None: following the stream
+    suspect_seq: int | None = None  # the last event applied when the snapshot was found to be newer
+    requested_at_s: float | None = None  # when a snapshot was requested
 
 
 class PrefixFollower:
@@ -111,7 +111,7 @@ class PrefixFollower:
         await self._redis.aclose()
 
     def set_workers(self, workers: Iterable[WorkerKey]) -> None:
-        """The worker lives of the directory. What is known of any other is dropped at once."""
+        """Sets the workers to follow, from the directory. Drops all others at once."""
         wanted = frozenset(workers)
         if wanted == self._follows.keys():
             return
@@ -131,13 +131,13 @@ class PrefixFollower:
                     log.info("redis is back")
                 self.connected = True
                 backoff_s = 0.1
-            except Exception as error:  # whatever Redis or its client does costs cache hits, never the router
+            except Exception as error:  # no fault of Redis or its client may end this task
                 if not isinstance(error, RedisError | OSError):
-                    log.exception("following the prefix events failed")
+                    log.exception("failed to follow the prefix events; retrying")
                 if self.connected:
                     log.warning("redis is not reachable; the prefix index is frozen", extra={"error": str(error)})
                 self.connected = False
-                self._check_due_s = 0.0  # it may come back empty, or older
+                self._check_due_s = 0.0  # Redis may come back empty or with older data
                 self._forget_unconfirmed()
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
@@ -159,7 +159,7 @@ class PrefixFollower:
         positions: dict[KeyT, StreamIdT] = {
             key: entry_id(worker.epoch, self._mirror.seq(worker) or 0) for key, worker in following.items()
         }
-        # redis-py types the replies of all its protocols and decoders at once; protocol 2 undecoded is this one.
+        # redis-py's type is a union over protocols and decoders; this is protocol 2, undecoded.
         reply = cast(
             list[tuple[bytes, Entries]] | None,
             await answer(
@@ -177,7 +177,7 @@ class PrefixFollower:
     def _apply(self, worker: WorkerKey, entries: Entries) -> None:
         follow = self._follows.get(worker)
         if follow is None or follow.needs_seq is not None:
-            return  # left while we were reading, or distrusted for an entry before these
+            return  # removed during the read, or reset by an earlier entry
         events: list[PrefixEvent] = []
         bad: PrefixEventError | None = None
         for entry, fields in entries:
@@ -189,15 +189,15 @@ class PrefixFollower:
         before = self._mirror.seq(worker) or 0
         match self._mirror.apply(worker, events):
             case Applied.GAP:
-                self._distrust(worker, follow, IndexFault.GAP, before + 1)
+                self._reset(worker, follow, IndexFault.GAP, before + 1)
             case Applied.OTHER_EPOCH:
-                self._distrust(worker, follow, IndexFault.OTHER_EPOCH, before + 1)
+                self._reset(worker, follow, IndexFault.OTHER_EPOCH, before + 1)
             case Applied.OK if bad is not None:
                 log.warning("bad prefix event", extra={"worker": worker.worker_id, "error": str(bad)})
-                self._distrust(worker, follow, IndexFault.MALFORMED, (self._mirror.seq(worker) or 0) + 1)
+                self._reset(worker, follow, IndexFault.MALFORMED, (self._mirror.seq(worker) or 0) + 1)
 
     async def _check(self) -> None:
-        """Compares every worker with the header of its snapshot, and loads the snapshots that are needed."""
+        """Compares each worker with the header of its snapshot, and loads the snapshots needed."""
         workers = list(self._follows)
         async with self._redis.pipeline(transaction=False) as pipe:
             for worker in workers:
@@ -207,19 +207,19 @@ class PrefixFollower:
             follow = self._follows.get(worker)
             header = self._header(worker, value) if value else None  # no key reads as empty
             if follow is None or header is None or header.epoch != worker.epoch:
-                continue  # nothing, or of an earlier life; the worker writes it soon
+                continue  # missing, or of an earlier epoch; the worker will write it
             if follow.needs_seq is not None:
                 if header.seq >= follow.needs_seq:
                     await self._load(worker, follow, follow.needs_seq)
                 else:
-                    await self._ask(worker, follow)
+                    await self._request_snapshot(worker, follow)
             elif header.seq + FAR_EVENTS < (self._mirror.seq(worker) or 0):
-                self._distrust(worker, follow, IndexFault.AHEAD, header.seq + 1)
+                self._reset(worker, follow, IndexFault.AHEAD, header.seq + 1)
             elif header.seq <= (self._mirror.seq(worker) or 0):
                 follow.confirmed_at_s, follow.suspect_seq = self._clock.now_s(), None
             elif follow.suspect_seq == self._mirror.seq(worker):
-                self._distrust(worker, follow, IndexFault.BEHIND, header.seq)
-            else:  # the events in between may be on their way
+                self._reset(worker, follow, IndexFault.BEHIND, header.seq)
+            else:  # the events in between may not have arrived yet
                 follow.suspect_seq = self._mirror.seq(worker)
         self._forget_unconfirmed()
 
@@ -235,21 +235,21 @@ class PrefixFollower:
             self._malformed(worker, error)
             return
         if snapshot.epoch != worker.epoch or snapshot.seq < needs_seq:
-            return  # written anew since its header was read
-        for _ in self._mirror.loading(worker.worker_id, snapshot):
+            return  # rewritten since its header was read
+        for _ in self._mirror.load_in_steps(worker.worker_id, snapshot):
             await asyncio.sleep(0)
             if self._follows.get(worker) is not follow:
                 self._mirror.drop(worker)
                 return
         follow.confirmed_at_s, follow.needs_seq, follow.suspect_seq = self._clock.now_s(), None, None
 
-    async def _ask(self, worker: WorkerKey, follow: _Follow) -> None:
-        """For a snapshot: the worker looks for the key every few seconds. It may never see that one is needed."""
+    async def _request_snapshot(self, worker: WorkerKey, follow: _Follow) -> None:
+        """Sets a key that the worker polls every few seconds; otherwise it may never write the snapshot needed."""
         now_s = asyncio.get_running_loop().time()
-        if follow.asked_at_s is None or now_s - follow.asked_at_s > ASK_S:
-            follow.asked_at_s = now_s
+        if follow.requested_at_s is None or now_s - follow.requested_at_s > SNAPSHOT_REQUEST_S:
+            follow.requested_at_s = now_s
             key = wanted_key(self._cluster, worker.worker_id)
-            await answer(self._redis.set(key, b"1", px=round(ASK_S * 1000)), self._answer_timeout_s)
+            await answer(self._redis.set(key, b"1", px=round(SNAPSHOT_REQUEST_S * 1000)), self._answer_timeout_s)
 
     def _header(self, worker: WorkerKey, value: bytes) -> SnapshotHeader | None:
         try:
@@ -262,8 +262,8 @@ class PrefixFollower:
         self._faults[IndexFault.MALFORMED] += 1
         log.warning("bad prefix snapshot", extra={"worker": worker.worker_id, "error": str(error)})
 
-    def _distrust(self, worker: WorkerKey, follow: _Follow, fault: IndexFault, needs_seq: int) -> None:
-        """No credit until there is a snapshot up to `needs_seq`: an older one would lead to the same place."""
+    def _reset(self, worker: WorkerKey, follow: _Follow, fault: IndexFault, needs_seq: int) -> None:
+        """Drops the worker's blocks until there is a snapshot up to `needs_seq`: an older one repeats the fault."""
         self._faults[fault] += 1
         self._mirror.drop(worker)
         follow.needs_seq, follow.suspect_seq = needs_seq, None
@@ -273,7 +273,7 @@ class PrefixFollower:
         now_s = self._clock.now_s()
         for worker, follow in self._follows.items():
             if follow.needs_seq is None and now_s - follow.confirmed_at_s > MAX_STALE_S:
-                self._distrust(worker, follow, IndexFault.UNCONFIRMED, 0)
+                self._reset(worker, follow, IndexFault.UNCONFIRMED, 0)
 
     async def _wait_for_change(self, timeout_s: float) -> None:
         try:
@@ -285,7 +285,7 @@ class PrefixFollower:
 
 
 def _portions(entries: Entries) -> Iterator[Entries]:
-    """The entries of one read, in portions of about APPLY_BYTES."""
+    """Splits the entries of one read into portions of about APPLY_BYTES."""
     portion: Entries = []
     size_bytes = 0
     for entry in entries:

@@ -1,8 +1,8 @@
-"""Prompts on their way into workers' caches. Their blocks count as cached there from dispatch on: a second request of
-the same conversation or system prompt is sent after the first, not beside it. Pure but for the injected clock.
+"""Prompts that workers are computing now. Pure apart from the injected clock.
 
-The worker's own events are there within `EVENT_LAG_S` of the first token. A wrong credit costs a miss, and is counted
-like any other.
+Their blocks count as cached from dispatch on, so a second request with the same prefix goes to the same worker. The
+worker's own events arrive within `EVENT_LAG_S` of the first token. A wrong credit costs a cache miss and is counted as
+such.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tandem.kvcache.blockhash import BlockHash
 
 EVENT_LAG_S = 1.0
 MAX_ENTRIES = 4096
-MAX_COMPARED = 16  # of the prompts that begin alike, the latest
+MAX_COMPARED = 16  # the latest prompts with the same first block
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
     worker: WorkerKey
     hashes: Sequence[BlockHash]
-    until_s: float | None = None  # None: it is being computed
+    until_s: float | None = None  # None while it is computed
 
 
 class InFlightPrefills:
@@ -35,7 +35,7 @@ class InFlightPrefills:
         self._oldest_first: deque[_Entry] = deque()
 
     def began(self, request: Hashable, worker: WorkerKey, hashes: Sequence[BlockHash]) -> None:
-        """`worker` was given this prompt to compute."""
+        """This prompt was dispatched to `worker`."""
         self.failed(request)
         if not hashes:
             return
@@ -45,20 +45,20 @@ class InFlightPrefills:
         self._forget()
 
     def computed(self, request: Hashable) -> None:
-        """Its first token is there."""
+        """The first token of the request came."""
         self._until(request, self._clock.now_s() + EVENT_LAG_S)
 
     def failed(self, request: Hashable) -> None:
-        """It left the worker. Means nothing once it was computed."""
+        """The request left the worker. No effect after `computed`."""
         self._until(request, self._clock.now_s())
 
     def credit(self, cached: dict[WorkerKey, int], hashes: Sequence[BlockHash]) -> dict[WorkerKey, int]:
-        """`cached` (leading blocks by worker) with what is on its way."""
-        line = self._by_first_block.get(hashes[0]) if hashes else None
-        if not line:
+        """`cached` (leading blocks by worker) plus the blocks being computed."""
+        entries = self._by_first_block.get(hashes[0]) if hashes else None
+        if not entries:
             return cached
         found, now_s = dict(cached), self._clock.now_s()
-        for _, entry in zip(range(MAX_COMPARED), reversed(line), strict=False):
+        for _, entry in zip(range(MAX_COMPARED), reversed(entries), strict=False):
             if entry.until_s is None or entry.until_s > now_s:
                 known = found.get(entry.worker, 0)
                 if _shares_more(entry.hashes, hashes, known):
@@ -80,19 +80,19 @@ class InFlightPrefills:
             if not is_over and len(self._oldest_first) <= MAX_ENTRIES:
                 return
             self._oldest_first.popleft()
-            line = self._by_first_block[oldest.hashes[0]]
-            line.remove(oldest)
-            if not line:
+            entries = self._by_first_block[oldest.hashes[0]]
+            entries.remove(oldest)
+            if not entries:
                 del self._by_first_block[oldest.hashes[0]]
 
 
 def _shares_more(a: Sequence[BlockHash], b: Sequence[BlockHash], blocks: int) -> bool:
-    """Than so many leading blocks: one comparison tells, and most prompts share no more than the one before."""
+    """Whether more than `blocks` leading blocks are equal. One comparison; mostly avoids the binary search."""
     return blocks < min(len(a), len(b)) and a[blocks] == b[blocks]
 
 
 def _shared(a: Sequence[BlockHash], b: Sequence[BlockHash]) -> int:
-    """Leading blocks in common. Hashes are chained, so where two are equal all before them are."""
+    """The number of equal leading blocks. Hashes are chained: if two are equal, all before them are."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,6 +1,6 @@
-"""The prefix index in memory: which worker life holds which block hashes. Pure; the follower feeds it.
+"""The prefix index in memory: which worker, in which epoch, holds which block hashes. Pure; the follower feeds it.
 
-Keeps the books of the workers (which life, up to which event) over a BlockTable, which keeps the blocks.
+Tracks the workers (epoch, last event applied); a BlockTable holds the blocks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tandem.kvcache.blockhash import HASH_BYTES, BlockHash
 from tandem.kvcache.prefix_events import PrefixEvent, PrefixSnapshot
 
 DEFAULT_MEMORY_BYTES = 64 << 20
-FEW_OWNERS = 16  # so many bits are faster found one by one; a popular prefix of a large pool has hundreds
-MATCH_BLOCKS = 512  # looked up first: most prompts whole, and a long one not far beyond where nobody holds it
+FEW_OWNERS = 16  # up to this many bits are faster to find one by one; a popular prefix may have hundreds
+MATCH_BLOCKS = 512  # in the first lookup: covers most prompts, and stops early for a long one with few cached blocks
 
 
 class WorkerKey(NamedTuple):
-    """One life of one worker."""
+    """One epoch of one worker."""
 
     worker_id: str
     epoch: int
@@ -30,8 +30,8 @@ class WorkerKey(NamedTuple):
 
 class Applied(StrEnum):
     OK = "ok"
-    GAP = "gap"  # events are missing: the worker counts for nothing until a snapshot
-    OTHER_EPOCH = "other_epoch"  # likewise
+    GAP = "gap"  # events are missing; the worker needs a snapshot
+    OTHER_EPOCH = "other_epoch"  # an event of another epoch; the worker needs a snapshot
 
 
 @dataclass(slots=True)
@@ -44,42 +44,45 @@ class PrefixMirror:
     def __init__(self, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
         self._table = BlockTable(memory_bytes)
         self._slots: dict[WorkerKey, _Slot] = {}
-        self._by_owner: dict[int, WorkerKey] = {}  # by the number of its bit
-        self._everybody = 0
+        self._by_owner: dict[int, WorkerKey] = {}  # by bit number
+        self._all_owners = 0
 
     def __len__(self) -> int:
-        """Distinct hashes held anywhere. Walks through the sets of owners: for metrics, not for every request."""
+        """Distinct hashes held anywhere. Iterates over all owner sets: for metrics, not for each request."""
         return len(self._table)
 
     @property
     def lost_blocks(self) -> int:
-        """Blocks that were not noted for want of memory, ever."""
+        """Blocks not recorded for lack of memory, since the start."""
         return self._table.lost_blocks
 
     def workers(self) -> frozenset[WorkerKey]:
         return frozenset(self._slots)
 
     def seq(self, worker: WorkerKey) -> int | None:
-        """The last event applied; None when the worker needs a snapshot."""
+        """The last event applied; None if the worker needs a snapshot."""
         slot = self._slots.get(worker)
         return None if slot is None else slot.seq
 
     def load(self, worker_id: str, snapshot: PrefixSnapshot) -> WorkerKey:
-        """Replaces everything known of a worker by its snapshot."""
-        for _ in self.loading(worker_id, snapshot):
+        """Replaces a worker's blocks with its snapshot."""
+        for _ in self.load_in_steps(worker_id, snapshot):
             pass
         return WorkerKey(worker_id, snapshot.epoch)
 
-    def loading(self, worker_id: str, snapshot: PrefixSnapshot) -> Iterator[None]:
-        """`load` in steps of about two milliseconds, for whoever has to let others run in between. The worker counts
-        for what is loaded so far. No event may be applied before the last step; a drop in between ends it."""
+    def load_in_steps(self, worker_id: str, snapshot: PrefixSnapshot) -> Iterator[None]:
+        """`load` in steps of about 2 ms; the caller may run other tasks between them.
+
+        The worker gets credit for the blocks loaded so far. Apply no events before the last step. A `drop` in between
+        ends the load.
+        """
         for known in [key for key in self._slots if key.worker_id == worker_id]:
             self.drop(known)
         key = WorkerKey(worker_id, snapshot.epoch)
-        slot = _Slot(~self._everybody & (self._everybody + 1), snapshot.seq)
+        slot = _Slot(~self._all_owners & (self._all_owners + 1), snapshot.seq)
         self._slots[key] = slot
         self._by_owner[_number(slot.owner)] = key
-        self._everybody |= slot.owner
+        self._all_owners |= slot.owner
         step = SLICE_BLOCKS * HASH_BYTES
         for start in range(0, len(snapshot.hashes), step):
             if self._slots.get(key) is not slot:
@@ -88,8 +91,10 @@ class PrefixMirror:
             yield
 
     def apply(self, worker: WorkerKey, events: Sequence[PrefixEvent]) -> Applied:
-        """Applies the next events of a worker, all at once; those already known are passed over. After GAP or
-        OTHER_EPOCH the worker is dropped: load a snapshot."""
+        """Applies the next events of a worker together; skips events already applied.
+
+        GAP and OTHER_EPOCH drop the worker: load a snapshot.
+        """
         slot = self._slots.get(worker)
         if slot is None:
             return Applied.GAP
@@ -110,17 +115,17 @@ class PrefixMirror:
         return Applied.OK
 
     def drop(self, worker: WorkerKey) -> None:
-        """Forgets a worker."""
+        """Removes a worker and its blocks."""
         slot = self._slots.pop(worker, None)
         if slot is not None:
             del self._by_owner[_number(slot.owner)]
-            self._everybody &= ~slot.owner
+            self._all_owners &= ~slot.owner
             self._table.drop(slot.owner)
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerKey, int]:
-        """Leading blocks of `hashes` cached on each worker; workers with none are left out."""
+        """The number of leading blocks of `hashes` cached on each worker; omits workers with none."""
         found: dict[WorkerKey, int] = {}
-        left = self._everybody
+        left = self._all_owners
         start, end = 0, MATCH_BLOCKS
         while left and start < len(hashes):
             for at, owners in self._table.owners(b"".join(hashes[start:end])):
@@ -139,7 +144,7 @@ class PrefixMirror:
             found |= dict.fromkeys([self._by_owner[number] for number in _numbers(owners)], depth)
 
     def _change(self, events: Sequence[PrefixEvent], owner: int) -> None:
-        """The net effect of a run of events, in one or two changes of the table."""
+        """Applies the net effect of the events, in at most two changes of the table."""
         keys = words_of(b"".join([event.hashes for event in events]))
         kinds = {event.stored for event in events}
         if len(kinds) == 1:
@@ -148,7 +153,7 @@ class PrefixMirror:
             stored = np.repeat(
                 [event.stored for event in events], [len(event.hashes) // HASH_BYTES for event in events]
             )
-            last, where = np.unique(keys[::-1], return_index=True)  # what was said last of a block counts
+            last, where = np.unique(keys[::-1], return_index=True)  # the last event of a block wins
             holds = stored[::-1][where]
             self._table.discard(last[~holds], owner)
             self._table.add(last[holds], owner)
@@ -159,7 +164,7 @@ def _number(owner: int) -> int:
 
 
 def _numbers(owners: int) -> list[int]:
-    """Of the bits that are set, from the lowest."""
+    """The numbers of the set bits, lowest first."""
     if owners.bit_count() > FEW_OWNERS:
         raw = owners.to_bytes(-(-owners.bit_length() // 8), "little")
         numbers: list[int] = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little").nonzero()[0].tolist()

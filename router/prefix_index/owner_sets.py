@@ -1,7 +1,7 @@
-"""Sets of owners, each kept once: a block carries the number of its set instead of the set.
+"""Sets of owners, each stored once: a block refers to its set by number.
 
-Most blocks are held by the same few combinations of workers. So a set costs its memory once, may name any number of
-workers, and a worker that leaves is struck from the sets, never from millions of blocks.
+Most blocks belong to the same few combinations of workers. So the memory of a set is paid once, for any number of
+workers, and removing a worker changes the sets instead of millions of blocks.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-NOBODY = 0  # the number of the empty set
+NO_OWNER = 0  # the number of the empty set
 
 SetNumbers = NDArray[np.int64]
 
 
 class OwnerSets:
-    """An owner is one bit; a set is a bit mask. At most `limit` different sets; what needs more is lost and counted."""
+    """An owner is one bit; a set is a bit mask. There are at most `limit` sets; blocks that need another are lost."""
 
     def __init__(self, limit: int) -> None:
         self._masks = [0]
-        self._refs = [0]  # blocks that carry the number; of the empty set not counted
-        self._by_mask = {0: NOBODY}
+        self._refs = [0]  # blocks with the number; not counted for the empty set
+        self._by_mask = {0: NO_OWNER}
         self._unused: list[int] = []
         self._limit = limit
-        self.vacant = np.zeros(limit, dtype=np.bool_)  # by number: nobody owns what carries it
-        self.vacant[NOBODY] = True
-        self.lost = 0  # blocks whose owner could not be noted or had to be forgotten
+        self.vacant = np.zeros(limit, dtype=np.bool_)  # by number: whether the set is empty
+        self.vacant[NO_OWNER] = True
+        self.lost = 0  # blocks whose owner was not recorded, or was removed, for lack of a set
 
     @property
     def owned(self) -> int:
-        """Blocks that somebody owns."""
+        """Blocks with at least one owner."""
         return sum(refs for refs, mask in zip(self._refs, self._masks, strict=True) if mask)
 
     def mask(self, number: int) -> int:
         return self._masks[number]
 
     def number_of(self, mask: int) -> int | None:
-        """None: there are `limit` others already."""
+        """The number of a set, new if needed. None if there are `limit` sets already."""
         number = self._by_mask.get(mask)
         if number is not None:
             return number
@@ -56,24 +56,24 @@ class OwnerSets:
         return number
 
     def join(self, number: int, blocks: int) -> None:
-        """`blocks` more blocks carry the number."""
+        """Adds `blocks` references to a number."""
         self._refs[number] += blocks
 
     def leave(self, numbers: SetNumbers) -> None:
-        """Blocks that carried these numbers are overwritten."""
+        """Removes one reference to each of these numbers."""
         for number, blocks in _counted(numbers.tolist()):
-            if number != NOBODY:
+            if number != NO_OWNER:
                 self._release(number, blocks)
 
     def with_owner(self, numbers: SetNumbers, owner: int) -> SetNumbers:
-        """The numbers that blocks carrying `numbers` carry once `owner` holds them too."""
+        """The new numbers of blocks with `numbers` after `owner` is added to their sets."""
         return self._moved(numbers, owner, adding=True)
 
     def without_owner(self, numbers: SetNumbers, owner: int) -> SetNumbers:
         return self._moved(numbers, owner, adding=False)
 
     def drop(self, owner: int) -> None:
-        """Strikes an owner from every set. Sets that become equal keep their numbers."""
+        """Removes an owner from every set. Sets that become equal keep their numbers."""
         for number, mask in enumerate(self._masks):
             if mask & owner:
                 self._rename(number, mask & ~owner)
@@ -90,14 +90,14 @@ class OwnerSets:
             if wanted == mask:
                 continue
             new = self.number_of(wanted)
-            if new is None:  # losing credit is allowed, inventing it is not
+            if new is None:  # may lose credit, must not invent it
                 self.lost += blocks
                 if adding:
                     continue
-                new = NOBODY
-            if new != NOBODY:
+                new = NO_OWNER
+            if new != NO_OWNER:
                 self.join(new, blocks)
-            if old != NOBODY:
+            if old != NO_OWNER:
                 self._release(old, blocks)
             news[old] = new
         return np.array([news[old] for old in olds], dtype=np.int64)
@@ -120,5 +120,5 @@ class OwnerSets:
 
 
 def _counted(numbers: list[int]) -> list[tuple[int, int]]:
-    """How often each occurs, in order. Not np.unique: it takes longer for the few blocks of an event."""
+    """The count of each number, in order. For the few blocks of an event, this is faster than np.unique."""
     return sorted(Counter(numbers).items())

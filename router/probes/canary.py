@@ -1,26 +1,28 @@
 """Canaries: tiny requests of the router's own, sent to chosen workers along the path that clients' requests take.
 
-They have no queue, no place in the accounts, and show in no client's metrics; they are continued nowhere else.
+Canaries do not wait in the queue, are not charged to workers, do not show in the metrics of clients' requests, and
+do not continue on other workers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
-from kvtransfer.session.causes import HandoffFault
-from router.observe.trace import Attempt
+from router.requests.actions import Action, ChooseDecode, End, Frame, Opening, Requeue
+from router.requests.carried import Carried
+from router.requests.events import Cancelled, Event, Queued, Started, Submitted, WorkerGone
 from router.requests.output import OutputAssembler
 from router.requests.request import ValidRequest
 from router.requests.run import RequestRun
-from router.terms import Terms
-from router.workers.fleet import Worker
+from router.terms import RequestTerms
+from router.workers.fleet import Fleet, Worker
 from tandem.clock import Clock
-from tandem.errors import TandemError
+from tandem.errors import WorkerLost
 from tandem.request import SamplingParams
-from tandem.v1 import worker_pb2
 
 CANARY_ID_PREFIX = "canary-"
 PROMPT = (0,)  # a token that every model has; less than a block, so never found in a cache
@@ -32,7 +34,7 @@ class CanaryResult(StrEnum):
 
     PASSED = "passed"
     FAILED = "failed"
-    REFUSED = "refused"  # no room: nothing was learnt
+    REFUSED = "refused"  # no room: says nothing about the worker
 
 
 class _NoText:
@@ -44,68 +46,64 @@ class _NoText:
 
 
 class Canary:
-    """One canary (a router.requests.run_host.RunHost). `on_end` is called exactly once."""
+    """One canary: a run of its own on the links. `on_end` is called exactly once."""
 
-    def __init__(self, model: str, clock: Clock, timeout_s: float, on_end: Callable[[CanaryResult], None]) -> None:
+    def __init__(
+        self, model: str, fleet: Fleet, clock: Clock, timeout_s: float, on_end: Callable[[CanaryResult], None]
+    ) -> None:
+        self._clock = clock
         self._on_end = on_end
         self._was_refused = False
-        sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
-        self._run = RequestRun(
-            ValidRequest(
-                request_id=CANARY_ID_PREFIX + secrets.token_hex(8),
-                model=model,
-                prompt=PROMPT,
-                sampling=sampling,
-                stop=(),
-                block_hashes=(),
-                block_tokens=1,
-            ),
-            OutputAssembler(_NoText(), PROMPT, (), frozenset()),
-            Terms(priority=""),  # it never waits
-            clock,
-            self,
-            migrations=0,
+        request = ValidRequest(
+            request_id=CANARY_ID_PREFIX + secrets.token_hex(8),
+            model=model,
+            prompt=PROMPT,
+            sampling=SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS),
+            stop=(),
+            block_hashes=(),
+            block_tokens=1,
         )
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._run.cancel)
+        terms = RequestTerms(priority="")  # it never waits
+        assembler = OutputAssembler(_NoText(), PROMPT, (), frozenset())
+        self._run = RequestRun(request, assembler, terms, clock.now_s(), max_migrations=0)
+        self._carried = Carried(self._run, request, None, self, fleet.link, clock)
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self.cancel)
 
     def start(self, decode: Worker, prefill: Worker | None) -> None:
-        self._run.lifecycle.admit()
-        self._run.lifecycle.enqueue()
-        self._run.start(decode, prefill)
+        for event in (Submitted(), Queued(), Started(decode.key, None if prefill is None else prefill.key)):
+            self.on(self._run, event)
 
     def cancel(self) -> None:
         """It ends as failed."""
-        self._run.cancel()
+        self.on(self._run, Cancelled())
 
-    def refused(self, run: RequestRun, refusal: TandemError) -> None:
-        self._was_refused = True
-        run.cancel()
+    # ---- what happens to its run (a router.requests.carried.EventSink)
 
-    def requeue(self, run: RequestRun, cause: TandemError, *, refused: bool) -> None:
-        self._was_refused = refused
-        run.cancel()
+    def on(self, run: RequestRun, event: Event) -> None:
+        self.perform(run, run.on(event, self._clock.now_s()))
 
-    def ended(self, run: RequestRun, error: TandemError | None) -> None:
-        self._timer.cancel()
-        if error is None:
-            self._on_end(CanaryResult.PASSED)
-        else:
-            self._on_end(CanaryResult.REFUSED if self._was_refused else CanaryResult.FAILED)
+    def perform(self, run: RequestRun, actions: deque[Action]) -> None:
+        if run.is_performing:
+            return
+        run.is_performing = True
+        while actions:
+            self._perform(run, actions.popleft())
+        run.is_performing = False
 
-    def sent(self, run: RequestRun, worker: Worker) -> None: ...
-
-    def paced(self, run: RequestRun, seconds: float) -> None: ...
-
-    def prefilled(self, run: RequestRun) -> None: ...
-
-    def gaps(self, run: RequestRun, gaps_s: Sequence[float], now_s: float) -> None: ...
-
-    def handed_off(self, run: RequestRun, attempt: Attempt, done: worker_pb2.HandoffDone) -> None: ...
-
-    def moved(self, run: RequestRun, source: Worker) -> None: ...
-
-    def move_failed(self, run: RequestRun, target: Worker) -> None: ...
-
-    def handoff_failed(self, run: RequestRun, fault: HandoffFault) -> None: ...
-
-    def blamed(self, run: RequestRun, worker_ids: Sequence[str]) -> None: ...
+    def _perform(self, run: RequestRun, action: Action) -> None:
+        match action:
+            case Frame():
+                if self._carried.send(action) is None and isinstance(action, Opening):
+                    self.on(run, WorkerGone(action.worker, WorkerLost(f"worker {action.worker.worker_id} was lost")))
+            case ChooseDecode():
+                self._was_refused = True
+                self.cancel()
+            case Requeue(refused=refused):
+                self._was_refused = refused
+                self.cancel()
+            case End(final=final):
+                self._timer.cancel()
+                failed = CanaryResult.REFUSED if self._was_refused else CanaryResult.FAILED
+                self._on_end(failed if final is None else CanaryResult.PASSED)
+            case _:
+                pass  # its answer is not read and its facts are not observed

@@ -1,38 +1,47 @@
-"""What requests tell of their workers' health."""
+"""What requests show of their workers' health."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from router.requests.output import Final
+from router.requests import actions as act
+from router.requests.facts import Facts
+from router.requests.placer import Placer
 from router.requests.run import RequestRun
-from router.workers.fleet import Worker
-from router.workers.health import HealthBoard
+from router.workers.fleet import Fleet
 
-LATENCY_TOKENS = 64  # prefill latency is that of so many tokens; of a shorter prompt it is the whole
-LEAST_TOKENS = 8  # a shorter answer says nothing of the time per token
+LATENCY_TOKENS = 64  # prefill latency is that of 64 tokens; of a shorter prompt it is the whole
+LEAST_TOKENS = 8  # a shorter answer says nothing about the time per token
 
 
-def prefilled(board: HealthBoard, run: RequestRun, worker: Worker, tokens: int, now_s: float) -> None:
-    """The prefill worker's first token is there; it computed `tokens`, after those that it was given before."""
-    sent_s = run.trace.attempts[-1].prefill_sent_s
-    latency_s = None
-    if sent_s is not None:
-        began_s = max(sent_s, worker.last_prefill_s)
+class HealthFacts:
+    """An observer that feeds the fleet's health board."""
+
+    def __init__(self, fleet: Fleet, placer: Placer) -> None:
+        self._fleet, self._placer = fleet, placer
+
+    def subscribe(self, facts: Facts) -> None:
+        facts.subscribe(act.FirstToken, "health", self._first_token)
+        facts.subscribe(act.WorkersBlamed, "health", self._blamed)
+        facts.subscribe(act.End, "health", self._ended)
+
+    def _first_token(self, run: RequestRun, fact: act.FirstToken, now_s: float) -> None:
+        """The latency of a prefill worker: since it was given the prompt, or was done with the one before."""
+        worker = self._fleet.find(fact.worker)
+        if run.prefill is None or run not in self._placer or worker is None:
+            return
+        tokens = self._placer.prefill_tokens(run)
+        began_s = max(fact.sent_s, worker.last_prefill_s)
         latency_s = (now_s - began_s) * LATENCY_TOKENS / max(tokens, LATENCY_TOKENS)
-    worker.last_prefill_s = now_s
-    board.succeeded(worker.key, now_s, latency_s)
+        worker.last_prefill_s = now_s
+        self._fleet.health.succeeded(worker.key, now_s, latency_s)
 
+    def _blamed(self, run: RequestRun, fact: act.WorkersBlamed, now_s: float) -> None:
+        for key in fact.workers:
+            self._fleet.health.failed(key, now_s)
 
-def finished(board: HealthBoard, run: RequestRun, final: Final, now_s: float) -> None:
-    if run.decode is None:
-        return
-    tokens = final.usage.completion_tokens
-    whole = len(run.trace.attempts) == 1 and tokens >= LEAST_TOKENS
-    board.succeeded(run.decode.key, now_s, final.timeline.decode_s / (tokens - 1) if whole else None)
-
-
-def blamed(board: HealthBoard, run: RequestRun, worker_ids: Sequence[str], now_s: float) -> None:
-    for worker in (run.decode, run.prefill):
-        if worker is not None and worker.key.worker_id in worker_ids:
-            board.failed(worker.key, now_s)
+    def _ended(self, run: RequestRun, fact: act.End, now_s: float) -> None:
+        if fact.final is None or run.decode is None:
+            return
+        tokens = fact.usage.completion_tokens
+        is_whole = run.attempts == 1 and tokens >= LEAST_TOKENS
+        tpot_s = fact.final.timeline.decode_s / (tokens - 1) if is_whole else None
+        self._fleet.health.succeeded(run.decode, now_s, tpot_s)

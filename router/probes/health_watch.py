@@ -14,7 +14,7 @@ from router.observe.metrics.health import CanaryPurpose, HealthMetrics
 from router.prefix_index.mirror import WorkerKey
 from router.probes.canary import Canary, CanaryResult
 from router.workers.fleet import Fleet, Worker
-from router.workers.health import HealthState, Move, SendCanary, Silence
+from router.workers.health import HealthState, MigrateRequests, SendCanary, Silence
 from tandem.clock import Clock
 from tandem.config.spec import Role
 
@@ -65,7 +65,7 @@ class HealthWatch:
         for action in board.check(now_s, [each for each in map(partial(self._silence, now_s), busy) if each]):
             worker = self._fleet.worker(action.key.worker_id, action.key.epoch)
             match action:
-                case Move(silent_s=silent_s) if worker is not None:
+                case MigrateRequests(silent_s=silent_s) if worker is not None:
                     self._move(worker, silent_s)
                 case SendCanary():
                     self._send_canary(action.key, worker)
@@ -92,7 +92,11 @@ class HealthWatch:
             self._fleet.health.canary_ended(key, self._clock.now_s(), passed=None)
             return
         canary = Canary(
-            worker.link.info.model, self._clock, self._stall_s, lambda result: self._canary_ended(key, canary, result)
+            worker.link.info.model,
+            self._fleet,
+            self._clock,
+            self._stall_s,
+            lambda result: self._canary_ended(key, canary, result),
         )
         self._canaries.add(canary)
         canary.start(*path)

@@ -64,7 +64,7 @@ class Readiness:
         prefills = [each for each in self._fleet.ready(model, Role.PREFILL) if each.reaches(decode)]
         prefill = prefills[pair % len(prefills)] if prefills and not is_local else None
         self._tries[model] = self._tries.get(model, 0) + 1
-        canary = Canary(model, self._clock, CANARY_TIMEOUT_S, lambda result: self._ended(model, result))
+        canary = Canary(model, self._fleet, self._clock, CANARY_TIMEOUT_S, lambda result: self._ended(model, result))
         self._running[model] = canary
         canary.start(decode, prefill)
 

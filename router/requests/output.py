@@ -76,10 +76,8 @@ class OutputAssembler:
         self._has_stops = bool(stop)
         self._stop_token_ids = stop_token_ids
         self.stopped = False  # a stop string is complete
-        self.tokens = 0
 
     def push(self, message: worker_pb2.StepToken) -> Piece:
-        self.tokens += 1
         token_id = message.token_id
         is_stop = token_id in self._stop_token_ids
         token = _scored(message, is_stop) if message.HasField("logprobs") else OutToken(token_id, None, (), is_stop)

@@ -1,81 +1,163 @@
-"""One request on its way through the workers: a state machine driven by what they say. Nothing in it waits.
+"""One request on its way through the workers: a pure state machine. Events go in, actions come out.
 
     queued ── Reserve → D ── Reserved ── Prefill → P ── first token ── Join → D ── tokens ── end
            └─ Generate → D (local prefill) ─────────── first token ──────────────── tokens ── end
 
-A handoff that fails or a worker that is lost leads back to queued, at any point: prompt and answer so far are the next
-attempt's prompt, and as noise depends on a token's position alone, the answer goes on as if nothing had happened.
+A handoff that fails or a worker that is lost leads back to queued, at any point. The prompt and the answer so far are
+then the next attempt's prompt. Sampling noise depends on a token's position alone, so the answer stays the same.
 
-Every way out cancels the request on each worker that may still know it, and ends in exactly one end state.
+Every way out takes the request off each worker that may still have it, and ends in exactly one end state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence, Sized
+from typing import Any, Protocol
 
 from kvtransfer.session.causes import HandoffFault
-from router.observe.paces import PaceMeter
-from router.observe.trace import Trace
 from router.policies.types import WaitReason
-from router.requests import frames
-from router.requests.attempt_faults import BLAMED, HANDOFF_FAULTS, REFUSALS, RETRIED
-from router.requests.deadlines import DEADLINE_SLACK_S
-from router.requests.move import Move, Mover
-from router.requests.output import OutputAssembler, ResponseStream, Usage
-from router.requests.request import ValidRequest
-from router.requests.run_account import RunAccount
-from router.requests.run_host import RunHost
-from router.requests.wire_names import WireNames
-from router.terms import Terms
-from router.workers.fleet import Worker
-from router.workers.link import WorkerLink
-from tandem.clock import Clock
-from tandem.errors import DeadlineExceeded, InternalError, RequestCancelled, TandemError, WorkerLost
-from tandem.request import FinishReason, Lifecycle, RequestState
-from tandem.v1 import inference_pb2, worker_pb2
-from worker.wire import FINISH_REASONS, parse_error
+from router.prefix_index.mirror import WorkerKey
+from router.requests import actions as act
+from router.requests import events as ev
+from router.requests.move import Move, MovePhase
+from router.requests.output import Piece
+from router.requests.timeline import PaceMeter, RunTimeline
+from router.terms import RequestTerms
+from tandem.errors import DeadlineExceeded, ErrorCode, InternalError, RequestCancelled, TandemError
+from tandem.kvcache.blockhash import BlockHash
+from tandem.request import FinishReason, Lifecycle, RequestState, SamplingParams
 
-GAPS_AT_ONCE = 8  # that many tokens late the metrics may be
-_REASONS = {number: reason for reason, number in FINISH_REASONS.items()}
+GAPS_AT_ONCE = 8  # tokens between two TokenGaps facts
+DEADLINE_SLACK_S = 0.05  # a client that leaves this shortly before its deadline left because of it
+
+# The worker is well but cannot take the request now (no KV blocks, a transfer agent being replaced).
+REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
+HANDOFF_FAULTS = frozenset({ErrorCode.HANDOFF_FAILED, ErrorCode.DEADLINE_EXCEEDED})
+BLAMED = HANDOFF_FAULTS | {ErrorCode.INTERNAL}  # a lost worker is known as such
+_UNSTARTED = (RequestState.RECEIVED, RequestState.ADMITTED, RequestState.QUEUED)
+RETRIED = HANDOFF_FAULTS | REFUSALS | {ErrorCode.WORKER_LOST}
+
+
+class Request(Protocol):
+    """What the core reads of a valid request. `prompt` is read only if its logprobs were asked for."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def prompt(self) -> Sequence[int]: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def block_hashes(self) -> Sequence[BlockHash]: ...
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def session(self) -> bytes | None: ...
+
+
+class Assembler(Protocol):
+    """Tokens to pieces of text."""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string is complete."""
+        ...
+
+    def push(self, token: Any) -> Piece: ...
+
+    def flush(self) -> Piece | None:
+        """The text held back, at an end that is no stop string."""
+        ...
 
 
 class RequestRun:
+    """Reads `decode` and `prefill` (None: local prefill) as the workers of the current attempt."""
+
+    __slots__ = (
+        "__weakref__",
+        "_actions",
+        "_answer",
+        "_assembler",
+        "_attempt_dispatched_s",
+        "_attempt_first_token_s",
+        "_attempt_joined_s",
+        "_attempts",
+        "_gaps",
+        "_meter",
+        "_migrations",
+        "_move",
+        "_now_s",
+        "_on",
+        "_prefill_sent_s",
+        "_prompt_scores",
+        "_resumed_at",
+        "_timeline",
+        "_wire_id",
+        "credited_tokens",
+        "decode",
+        "excluded",
+        "is_performing",
+        "lifecycle",
+        "max_migrations",
+        "prefill",
+        "request",
+        "terms",
+        "tokens_ahead",
+        "waiting_for",
+        "waiting_since_s",
+    )
+
     def __init__(
-        self, request: ValidRequest, output: OutputAssembler, terms: Terms, clock: Clock, host: RunHost, migrations: int
+        self, request: Request, assembler: Assembler, terms: RequestTerms, now_s: float, max_migrations: int
     ) -> None:
-        """`migrations`: how many there may be."""
         self.request = request
         self.terms = terms
         self.lifecycle = Lifecycle()
-        self.stream = ResponseStream(request.request_id, self.cancel)
-        self.excluded: frozenset[str] = frozenset()
-        self.waiting_since_s = clock.now_s()
-        self.trace = Trace.of(request, terms, self.waiting_since_s)
-        self.decode: Worker | None = None
-        self.prefill: Worker | None = None  # None: local prefill
+        self.excluded: frozenset[str] = frozenset()  # workers the next attempt avoids if there are others
+        self.waiting_since_s = now_s
         self.waiting_for: WaitReason | None = None
-        self.credited_tokens = 0  # what the prefix index said whoever prefills has cached
-        self.tokens_ahead = 0  # prompt tokens that whoever prefills had to compute before it
+        self.decode: WorkerKey | None = None
+        self.prefill: WorkerKey | None = None
+        self.credited_tokens = 0
+        self.tokens_ahead = 0
+        self.is_performing = False  # its actions are being carried out, further up the stack
+        self._actions: deque[act.Action] = deque()
+        self._assembler = assembler
         self._attempts = 0
         self._migrations = 0
-        self._max_migrations = migrations
+        self.max_migrations = max_migrations
         self._answer: list[int] = []  # the tokens given out
-        self._prompt_scores: list[inference_pb2.TokenLogprobs] = []  # of the current attempt
         self._resumed_at = 0  # so many of them before the current attempt
-        self._assembler = output
-        self._clock = clock
-        self._host = host
+        self._prompt_scores: list[ev.ScoredToken] = []  # of the current attempt
         self._meter = PaceMeter()
-        self._gaps: list[float] = []  # seconds between tokens, not told yet
+        self._gaps: list[float] = []  # seconds between tokens, not yet in a fact
         self._wire_id = ""
-        self._names = WireNames()
-        self._asked: worker_pb2.Work | None = None  # of the decode worker; the prefill worker is asked for the same
-        self._mover = Mover(self._names, host)
-        self._account = RunAccount.open(self.waiting_since_s)
+        self._on: list[tuple[WorkerKey, str]] = []  # workers that may have it, with its wire id there
+        self._move: Move | None = None
+        self._timeline = RunTimeline.open(now_s)
+        self._attempt_dispatched_s = now_s
+        self._attempt_first_token_s: float | None = None
+        self._attempt_joined_s: float | None = None
+        self._prefill_sent_s: float | None = None
+        self._now_s = now_s  # of the event being handled
 
     @property
     def received_s(self) -> float:
-        return self._account.received_s
+        return self._timeline.received_s
+
+    @property
+    def now_s(self) -> float:
+        """When the event happened that it handled last."""
+        return self._now_s
+
+    @property
+    def state(self) -> RequestState:
+        return self.lifecycle.state
 
     @property
     def answer(self) -> Sequence[int]:
@@ -88,215 +170,382 @@ class RequestRun:
 
     @property
     def prefill_tokens(self) -> int:
-        """What the next attempt has to prefill: the prompt, and the answer so far."""
+        """What the next attempt has to prefill: the prompt and the answer so far."""
         return self.request.prompt_tokens + len(self._answer)
 
     @property
+    def attempts(self) -> int:
+        """Wire ids used so far."""
+        return self._attempts
+
+    @property
+    def actions(self) -> Sized:
+        """Those that were not carried out yet."""
+        return self._actions
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string is complete."""
+        return self._assembler.stopped
+
+    @property
     def cached_tokens(self) -> int:
-        """At the answer's first token: what whoever prefilled had cached."""
-        return self._account.cached_decode if self.prefill is None else self._account.cached_prefill
+        """At the answer's first token: what the worker that prefilled had cached."""
+        return self._timeline.cached_decode if self.prefill is None else self._timeline.cached_prefill
 
     @property
     def wrong_credit_tokens(self) -> int:
         """At the answer's first token: credited tokens that had to be computed after all. The last block of a prompt
-        is never asked of a cache, for its last token is computed in any case."""
+        does not count: its last token is computed in any case."""
         block_tokens = self.request.block_tokens
         most = (self.request.prompt_tokens - 1) // block_tokens * block_tokens
         return max(0, min(self.credited_tokens, most) - self.cached_tokens)
 
-    # ---- on its way
+    # ---- in
 
-    def start(self, decode: Worker, prefill: Worker | None) -> None:
-        """QUEUED: goes to the workers. A wire id of its own keeps words about an earlier attempt apart."""
-        self._attempts += 1
-        self._wire_id = f"{self.request.request_id}.{self._attempts}"
-        self.decode, self.prefill = decode, prefill
-        self._resumed_at = len(self._answer)
-        self._meter.reset()
-        if not self._answer:
-            self._account.dispatched_s = self._clock.now_s()
-            self._prompt_scores.clear()
-        if prefill is None:
-            self.trace.begin(self._wire_id, "", decode.key.worker_id, self._clock.now_s())
-            self.lifecycle.start_prefill()
-            self._names.attach(decode, self._wire_id, self)
-            frames.generate(decode, self._work())
-            self._host.sent(self, decode)
-        else:
-            self._reserve(decode, prefill)
+    def on(self, event: ev.Event, now_s: float) -> deque[act.Action]:
+        """Takes an event of `now_s` (monotonic seconds). Returns the queue of actions not carried out yet; the caller
+        takes them from its left."""
+        self._now_s = now_s
+        _HANDLERS[type(event)](self, event)
+        return self._actions
 
-    def try_next(self, decode: Worker) -> None:
-        """QUEUED, refused by a decode worker: asks another, with the same prefill worker."""
-        if self.prefill is None:
-            raise InternalError("only a request that is handed off is refused before its prefill")
-        self.decode = decode
-        self._reserve(decode, self.prefill)
-
-    def _reserve(self, decode: Worker, prefill: Worker) -> None:
-        self.trace.begin(self._wire_id, prefill.key.worker_id, decode.key.worker_id, self._clock.now_s())
-        self._names.attach(decode, self._wire_id, self)
-        self._asked = self._work()
-        frames.reserve(decode, self._asked, prefill)
-        self._host.sent(self, decode)
-
-    def _work(self) -> worker_pb2.Work:
-        """Of the current attempt: the prompt and the answer so far."""
-        return self.request.work(self._wire_id, self._answer, self.trace.trace_id)
-
-    def move_to(self, target: Worker) -> bool:
-        """Goes on on `target` as soon as its KV is there. False: it does not decode, or is on its way already."""
-        source = self.decode
-        if source is None or not self._answer or self.lifecycle.state is not RequestState.DECODING:
-            return False
-        if self._mover.is_moving:
-            return False
-        self._attempts += 1
-        target_id = f"{self.request.request_id}.{self._attempts}"
-        self._mover.begin(Move(self, source, target, self._wire_id, target_id))
-        return True
-
-    # ---- what workers say
-
-    def on_held(self, link: WorkerLink, held: worker_pb2.Held) -> None:
-        self._mover.on_held(link, held)
-
-    def on_reserved(self, link: WorkerLink, reserved: worker_pb2.Reserved) -> None:
-        if self._mover.is_moving:
-            self._mover.on_reserved(link, reserved)
-            return
-        prefill = self.prefill
-        if prefill is None or self.lifecycle.state is not RequestState.QUEUED:
-            return
-        attempt = self.trace.attempts[-1]
-        attempt.reserved_s = attempt.prefill_sent_s = self._clock.now_s()
-        if not prefill.link.ready:
-            lost = prefill.key.worker_id
-            self._fail_or_retry(WorkerLost(f"worker {lost} was lost; a retry may succeed"), lost)
-            return
-        if not self._answer:
-            self._account.cached_decode = reserved.ticket.cached_tokens
-        self.lifecycle.start_prefill()
-        self._names.attach(prefill, self._wire_id, self)
-        frames.prefill(prefill, self._asked or self._work(), reserved.ticket)
-        self._asked = None
-        self._host.sent(self, prefill)
-
-    def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:
-        if (move := self._mover.on_handoff(link)) is not None:
-            self.decode, self._wire_id = move.target, move.target_id
-            self._account.moved(done)
-            self._meter.reset()
-            self._host.moved(self, move.source)
-            return
-        if (attempt := self.trace.report(done, self._clock.now_s() - age_s)) is not None:
-            self._host.handed_off(self, attempt, done)
-        if self._is_decode(link):
-            self._account.moved(done)
-            self._joined()
-            if attempt is not None and (told_s := attempt.joined_at_s()) is not None:
-                first = attempt.joined_s == self._account.joined_s
-                attempt.joined_s = max(told_s, attempt.first_token_s or told_s)
-                if first:
-                    self._account.joined_s = attempt.joined_s
-        elif self._has_first_token:
-            self._names.detach(link)  # the prefill worker's side is over
-
-    def on_prompt_scores(self, link: WorkerLink, scores: worker_pb2.PromptScores) -> None:
-        """They come before the answer's first token; a continuation does not ask for them."""
-        if not self._answer:
-            self._prompt_scores += scores.tokens
-
-    def on_token(self, link: WorkerLink, token: worker_pb2.StepToken) -> None:
-        if not self._answer and not self._take_prompt_scores():
-            worker = link.key.worker_id
-            self._fail_or_retry(InternalError(f"worker {worker} left out logprobs of the prompt"))
-            return
-        account, now_s = self._account, self._clock.now_s()
-        if self._answer:
-            self._gaps.append(now_s - account.last_token_s)
+    def on_token(self, worker: WorkerKey, token: ev.Token, now_s: float) -> deque[act.Action]:
+        """As `on(TokenSampled(worker, token))`: the hot path, of which a decoding request makes one action, a Piece."""
+        self._now_s = now_s
+        answer, timeline = self._answer, self._timeline
+        if answer:
+            self._gaps.append(now_s - timeline.last_token_s)
             if len(self._gaps) == GAPS_AT_ONCE:
-                self._tell_gaps()
-        account.last_token_s = now_s
+                self._flush_gaps()
+        elif not self._emit_prompt_scores():
+            self._fail_or_retry(InternalError(f"worker {worker.worker_id} left out logprobs of the prompt"))
+            return self._actions
+        timeline.last_token_s = now_s
         decodes = self.lifecycle.state is RequestState.DECODING
         if not decodes:
-            self._before_decoding(link, token, now_s)
+            self._before_decoding(worker, token)
         elif (seconds := self._meter.token(now_s)) is not None:
-            self._host.paced(self, seconds)
-        token_id = token.token_id
-        self._answer.append(token_id)
-        if not self.stream.put(self._assembler.push(token)):
-            self._end_cancelled(RequestCancelled("the client left too much of the answer unread"))
-        elif self._assembler.stopped:
+            self._actions.append(act.DecodePaced(seconds))
+        answer.append(token.token_id)
+        self._actions.append(self._assembler.push(token))
+        if self._assembler.stopped:
             self._finish(FinishReason.STOP)
         elif not decodes and self.lifecycle.state is RequestState.PREFILLING:
-            self._after_first_token(token_id)
+            self._after_first_token(token.token_id)
+        return self._actions
 
-    def _before_decoding(self, link: WorkerLink, token: worker_pb2.StepToken, now_s: float) -> None:
-        """A token of an attempt that is not known to decode: its first, or the one that shows that it joined."""
-        if not self._has_first_token:
-            self._on_first_token(token, now_s)
-        elif self.lifecycle.state is RequestState.HANDOFF and self._is_decode(link):
-            self._joined()
-            self._meter.token(now_s)
+    def _on_submitted(self, event: ev.Submitted) -> None:
+        self.lifecycle.admit()
 
-    def on_ended(self, link: WorkerLink, ended: worker_pb2.Ended) -> None:
-        self._names.detach(link)
-        if self._mover.on_target_gone(link):
+    def _on_queued(self, event: ev.Queued) -> None:
+        self.lifecycle.enqueue()
+
+    # ---- on its way
+
+    def _on_started(self, event: ev.Started) -> None:
+        """A wire id of its own keeps messages about an earlier attempt apart."""
+        self.credited_tokens, self.tokens_ahead = event.credited_tokens, event.tokens_ahead
+        self._wire_id = self._next_wire_id()
+        self.decode, self.prefill = event.decode, event.prefill
+        self._resumed_at = len(self._answer)
+        self._attempt_first_token_s = self._attempt_joined_s = self._prefill_sent_s = None
+        self._meter.reset()
+        if not self._answer:
+            self._timeline.dispatched_s = self._now_s
+            self._prompt_scores.clear()
+        if event.prefill is not None:
+            self._reserve(event.decode, event.prefill)
             return
-        if ended.HasField("error"):
-            self._on_worker_error(link, ended.error)
-        elif ended.finish_reason in _REASONS and self._has_first_token:
-            self._finish(_REASONS[ended.finish_reason])
-        elif self._is_decode(link):
-            self._fail_or_retry(InternalError(f"worker {link.key.worker_id} ended the request without a reason"))
-        # else: the prefill worker's side is over
+        self._begin_attempt(event.decode, None)
+        self.lifecycle.start_prefill()
+        self._open(act.Generate(event.decode, self._wire_id))
 
-    def on_lost(self, link: WorkerLink, error: WorkerLost) -> None:
-        self._names.detach(link)
-        if self._mover.on_target_gone(link):
+    def _on_rerouted(self, event: ev.Rerouted) -> None:
+        if self.prefill is None:
+            raise InternalError("only a request that is handed off is refused before its prefill")
+        self.decode = event.decode
+        self._reserve(event.decode, self.prefill)
+
+    def _reserve(self, decode: WorkerKey, prefill: WorkerKey) -> None:
+        self._begin_attempt(decode, prefill)
+        self._open(act.Reserve(decode, self._wire_id, prefill, len(self._answer)))
+
+    def _begin_attempt(self, decode: WorkerKey, prefill: WorkerKey | None) -> None:
+        self._attempt_dispatched_s = self._now_s
+        self._actions.append(act.AttemptStarted(self._wire_id, decode, prefill))
+
+    def _on_reserved(self, event: ev.Reserved) -> None:
+        if (move := self._move) is not None:
+            if event.worker == move.target and move.phase is MovePhase.RESERVING:
+                move.phase = MovePhase.PUSHING
+                self._actions.append(act.Push(move.source, move.source_id, event.ticket))
+                self._actions.append(act.Join(move.target, move.target_id, self._answer[-1]))
             return
-        if self._is_decode(link) or self.lifecycle.state is not RequestState.DECODING:
-            self._fail_or_retry(error, link.key.worker_id)
+        if self.prefill is None or self.lifecycle.state is not RequestState.QUEUED:
+            return
+        if not self._answer:
+            self._timeline.cached_decode = event.cached_tokens
+        self.lifecycle.start_prefill()
+        self._prefill_sent_s = self._now_s
+        self._actions.append(act.PrefillSent())
+        self._open(act.Prefill(self.prefill, self._wire_id, event.ticket))
 
-    def _take_prompt_scores(self) -> bool:
-        """Gives the prompt's logprobs to the client, if it wants any. False when they are not its tokens'."""
+    def _on_prompt_scored(self, event: ev.PromptScored) -> None:
+        """A continuation does not ask for them."""
+        if not self._answer:
+            self._prompt_scores += event.tokens
+
+    def _emit_prompt_scores(self) -> bool:
+        """Before the first token, if the client wants them. False when they are not those of its tokens."""
         if self.request.sampling.prompt_logprobs is None:
             return True
-        self.stream.prompt_scores = tuple(self._prompt_scores)
+        self._actions.append(act.EmitPromptScores(tuple(self._prompt_scores)))
         return [each.token_id for each in self._prompt_scores] == [*self.request.prompt[1:]]
 
-    @property
-    def _has_first_token(self) -> bool:
-        """Of the current attempt."""
-        return len(self._answer) > self._resumed_at
+    def _on_token_sampled(self, event: ev.TokenSampled) -> None:
+        self.on_token(event.worker, event.token, self._now_s)
 
-    def _on_first_token(self, token: worker_pb2.StepToken, now_s: float) -> None:
-        attempt, prefiller = self.trace.attempts[-1], self.prefill or self.decode
-        attempt.first_token_s = now_s
-        if prefiller is not None and token.HasField("computing_at_s"):
-            attempt.computing_s = prefiller.link.local_s(token.computing_at_s)
-            attempt.sampled_s = prefiller.link.local_s(token.sampled_at_s)
-        if not self._answer:
-            self._account.first_token(token, self.prefill, now_s)
-        self._host.prefilled(self)
+    def _on_tokens_sampled(self, event: ev.TokensSampled) -> None:
+        if self.lifecycle.state is RequestState.HANDOFF and event.worker == self.decode:
+            self._joined(self._now_s)
+        self._answer.extend(event.token_ids)
+        self._timeline.last_token_s = self._now_s
+
+    def _before_decoding(self, worker: WorkerKey, token: ev.Token) -> None:
+        """A token of an attempt that is not known to decode: its first, or the one that shows that it joined."""
+        if not self._has_first_token:
+            self._on_first_token(token)
+        elif self.lifecycle.state is RequestState.HANDOFF and worker == self.decode:
+            self._joined(self._now_s)
+            self._meter.token(self._now_s)
+
+    def _on_first_token(self, token: ev.Token) -> None:
+        self._attempt_first_token_s = self._now_s
+        of_answer = not self._answer
+        if of_answer:
+            self._timeline.first_token(token.cached_tokens, self.prefill, self._now_s)
+        worker, sent_s, reserve_s = self.prefill or self.decode, self._attempt_dispatched_s, None
+        if self._prefill_sent_s is not None:
+            sent_s, reserve_s = self._prefill_sent_s, self._prefill_sent_s - sent_s
+        if worker is not None:
+            self._actions.append(act.FirstToken(worker, token, of_answer, sent_s, reserve_s))
 
     def _after_first_token(self, token_id: int) -> None:
         if self.prefill is None:
-            self._start_decode()  # the engine says when it ends
+            self._timeline.joined(self._now_s)
+            self.lifecycle.start_decode()  # the engine reports its end
         elif (reason := self._whole_by()) is not None:
             self._finish(reason)
         elif self.decode is not None:
             self.lifecycle.start_handoff()
-            frames.join(self.decode, self._wire_id, token_id)
+            self._actions.append(act.Join(self.decode, self._wire_id, token_id))
 
-    def _joined(self) -> None:
+    def _on_handoff_reported(self, event: ev.HandoffReported) -> None:
+        if (move := self._move) is not None and event.worker == move.target:
+            self._end_move(move, event)
+            return
+        is_decode = event.worker == self.decode
+        sent_s = self._attempt_dispatched_s if is_decode else self._prefill_sent_s or self._attempt_dispatched_s
+        anchor_s, joined_s, exposed_s = max(self._now_s - event.age_s, sent_s), None, None
+        if is_decode and event.joined_after_s is not None and event.wire_id == self._wire_id:
+            # The report says when it joined: the frame that carries it is a step late.
+            first_s = self._attempt_first_token_s
+            joined_s = anchor_s + event.joined_after_s
+            if first_s is not None:
+                joined_s = max(joined_s, first_s)
+                exposed_s = joined_s - first_s
+        self._actions.append(act.HandoffSeen(event.wire_id, anchor_s, event.moved_blocks, exposed_s, event.report))
+        if is_decode:
+            self._timeline.moved(event)
+            self._joined(self._now_s if joined_s is None else joined_s, corrects=joined_s is not None)
+        elif self._has_first_token:
+            self._leave(event.worker, cancel=False)  # the prefill worker's side is over
+
+    def _joined(self, at_s: float, *, corrects: bool = False) -> None:
+        """`corrects`: `at_s` is better than the time that a token before it showed."""
         if self.lifecycle.state is RequestState.HANDOFF:
-            self.trace.attempts[-1].joined_s = self._clock.now_s()
-            self._start_decode()
+            self._timeline.joined(at_s)
+            self.lifecycle.start_decode()
+        elif corrects and self._attempt_joined_s is not None:
+            if self._timeline.joined_s == self._attempt_joined_s:
+                self._timeline.joined_s = at_s
+        else:
+            return
+        self._attempt_joined_s = at_s
+        self._actions.append(act.Joined(at_s))
 
-    def _start_decode(self) -> None:
-        self._account.joined(self._clock.now_s())
-        self.lifecycle.start_decode()
+    # ---- moves
+
+    def _on_move_started(self, event: ev.MoveStarted) -> None:
+        """Goes on at the target as soon as its KV is there. Nothing happens unless it decodes and does not move."""
+        if not self.can_move or self.decode is None:
+            return
+        source = self.decode
+        self._move = Move(source, event.target, self._wire_id, self._next_wire_id())
+        self._actions.append(act.Hold(source, self._wire_id))
+
+    @property
+    def can_move(self) -> bool:
+        decodes = self.decode is not None and bool(self._answer) and self.lifecycle.state is RequestState.DECODING
+        return decodes and self._move is None
+
+    def _on_hold_answered(self, event: ev.HoldAnswered) -> None:
+        move = self._move
+        if move is None or event.worker != move.source:
+            return
+        if not event.held:
+            self._give_up_move(move)
+        elif move.phase is MovePhase.HOLDING:
+            move.phase = MovePhase.RESERVING
+            self._open(act.Reserve(move.target, move.target_id, move.source, len(self._answer) - 1))
+
+    def _end_move(self, move: Move, event: ev.HandoffReported) -> None:
+        self._move = None
+        self._leave(move.source, cancel=False)
+        self.decode, self._wire_id = move.target, move.target_id
+        self._timeline.moved(event)
+        self._meter.reset()
+        self._actions.append(act.Moved(move.source))
+
+    def _ends_move(self, worker: WorkerKey) -> bool:
+        """Whether `worker` is a move's target that refused, failed or was lost: the request goes on where it was."""
+        move = self._move
+        if move is None or worker != move.target:
+            return False
+        self._actions.append(act.Resume(move.source, move.source_id))
+        self._give_up_move(move)
+        return True
+
+    def _give_up_move(self, move: Move) -> None:
+        self._move = None
+        self.excluded |= {move.target.worker_id}
+        self._leave(move.target, cancel=True)
+        self._actions.append(act.MoveFailed(move.target))
+
+    # ---- what ends an attempt
+
+    def _on_attempt_ended(self, event: ev.AttemptEnded) -> None:
+        worker = event.worker
+        self._forget(worker)
+        if self._ends_move(worker):
+            return
+        if event.error is not None:
+            self._on_worker_error(worker, event.error)
+        elif event.reason is not None and self._has_first_token:
+            self._finish(event.reason)
+        elif worker == self.decode:
+            self._fail_or_retry(InternalError(f"worker {worker.worker_id} ended the request without a reason"))
+        # else: the prefill worker's side is over
+
+    def _on_worker_gone(self, event: ev.WorkerGone) -> None:
+        self._forget(event.worker)
+        if self._ends_move(event.worker):
+            return
+        if event.worker == self.decode or self.lifecycle.state is not RequestState.DECODING:
+            self._fail_or_retry(event.error, event.worker)
+
+    def _on_worker_error(self, worker: WorkerKey, error: TandemError) -> None:
+        is_decode = worker == self.decode
+        if is_decode and error.code in REFUSALS and self.lifecycle.state is RequestState.QUEUED:
+            self.excluded |= {worker.worker_id}
+            self._actions.append(act.AttemptFailed(error))
+            self._actions.append(act.ChooseDecode(error))
+        elif not is_decode and self.lifecycle.state is RequestState.DECODING:
+            pass  # verified and joined: an error of the prefill worker no longer matters
+        elif error.code in HANDOFF_FAULTS:  # either side may be at fault
+            if isinstance(error, HandoffFault):
+                self._actions.append(act.HandoffFailed(error))
+            self._fail_or_retry(error, *(each for each in (self.decode, self.prefill) if each is not None))
+        else:
+            self._fail_or_retry(error, worker)
+
+    def _fail_or_retry(self, error: TandemError, *failed: WorkerKey) -> None:
+        """The attempt is over. The next one prefers other workers to those that `failed`."""
+        state = self.lifecycle.state
+        if state.is_end:
+            return
+        if failed and error.code in BLAMED:
+            self._actions.append(act.WorkersBlamed(failed))
+        if (reason := self._whole_by()) is not None:
+            self._finish(reason)
+            return
+        # No room to start is no fault: such a request may try as long as it may wait.
+        no_room = error.code in REFUSALS and state in (RequestState.QUEUED, RequestState.PREFILLING)
+        if not no_room and (error.code not in RETRIED or self._migrations >= self.max_migrations):
+            self.lifecycle.fail()
+            self._end(error)
+            return
+        self._actions.append(act.AttemptFailed(error))
+        self._migrations += not no_room
+        self.excluded |= {each.worker_id for each in failed}
+        self._leave_workers()
+        if state is not RequestState.QUEUED:
+            self.lifecycle.migrate()
+            self.lifecycle.enqueue()
+            if not no_room:
+                self.waiting_since_s = self._now_s  # it had its turn: this is another wait
+        self._actions.append(act.Requeue(error, no_room))
+
+    # ---- ends
+
+    def _on_cancelled(self, event: ev.Cancelled) -> None:
+        """The client may notice before the router that its deadline passed."""
+        if (at_s := self.terms.deadline_s) is not None and self._now_s >= at_s - DEADLINE_SLACK_S:
+            self._on_expired(ev.Expired())
+        elif not self.lifecycle.state.is_end:
+            self._end_cancelled(RequestCancelled("cancelled by the client"))
+
+    def _on_reader_behind(self, event: ev.ReaderBehind) -> None:
+        if not self.lifecycle.state.is_end:
+            self._end_cancelled(RequestCancelled("the client left too much of the answer unread"))
+
+    def _on_yielded(self, event: ev.Yielded) -> None:
+        if self._on and self.lifecycle.state in (RequestState.QUEUED, RequestState.PREFILLING):
+            self._fail_or_retry(event.cause)
+
+    def _on_expired(self, event: ev.Expired) -> None:
+        if not self.lifecycle.state.is_end:
+            self._reject(DeadlineExceeded(f"its deadline passed after {len(self._answer)} tokens of the answer"))
+
+    def _on_rejected(self, event: ev.Rejected) -> None:
+        self._reject(event.error)
+
+    def _reject(self, error: TandemError) -> None:
+        """Rejected before it was given to a worker, else failed."""
+        if self._answer or self.lifecycle.state not in _UNSTARTED:
+            self.lifecycle.fail()
+        else:
+            self.lifecycle.reject()
+        self._end(error)
+
+    def _end_cancelled(self, error: RequestCancelled) -> None:
+        self.lifecycle.cancel()
+        self._end(error)
+
+    def _finish(self, reason: FinishReason) -> None:
+        last = None if self._assembler.stopped else self._assembler.flush()
+        if last is not None:
+            self._actions.append(last)
+        self.lifecycle.finish()
+        reason = FinishReason.STOP if self._assembler.stopped else reason
+        self._flush_gaps()
+        self._leave_workers()
+        timeline = self._timeline
+        usage = timeline.usage(self.request.prompt_tokens, len(self._answer))
+        final = timeline.final(reason, usage, self.decode, self._now_s)
+        self._actions.append(
+            act.End(self.lifecycle.state, usage, timeline.cached_prefill, timeline.cached_decode, final=final)
+        )
+
+    def _end(self, error: TandemError) -> None:
+        self._flush_gaps()
+        self._leave_workers()
+        timeline = self._timeline
+        usage = timeline.usage(self.request.prompt_tokens, len(self._answer))
+        self._actions.append(
+            act.End(self.lifecycle.state, usage, timeline.cached_prefill, timeline.cached_decode, error=error)
+        )
 
     def _whole_by(self) -> FinishReason | None:
         """Why the answer is whole, if the last token given out ended it."""
@@ -305,117 +554,66 @@ class RequestRun:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self._answer) >= sampling.max_tokens else None
 
-    def _on_worker_error(self, link: WorkerLink, error: worker_pb2.WorkerError) -> None:
-        typed = parse_error(error)
-        refused = typed.code in REFUSALS and self.lifecycle.state is RequestState.QUEUED
-        if refused and self._is_decode(link):
-            self.excluded |= {link.key.worker_id}
-            self.trace.failed(typed, self._clock.now_s())
-            self._host.refused(self, typed)
-        elif not self._is_decode(link) and self.lifecycle.state is RequestState.DECODING:
-            pass  # verified and joined: what the prefill worker says no longer matters
-        elif typed.code in HANDOFF_FAULTS:  # either side may be at fault
-            if isinstance(typed, HandoffFault):
-                self._host.handoff_failed(self, typed)
-            self._fail_or_retry(typed, *(each.key.worker_id for each in (self.decode, self.prefill) if each))
-        else:
-            self._fail_or_retry(typed, link.key.worker_id)
-
-    # ---- ends
-
-    def cancel(self) -> None:
-        """The client went away, perhaps because its deadline passed: it may know of that before we do."""
-        if (at_s := self.terms.deadline_s) is not None and self._clock.now_s() >= at_s - DEADLINE_SLACK_S:
-            self.expire()
-        elif not self.lifecycle.state.is_end:
-            self._end_cancelled(RequestCancelled("cancelled by the client"))
-
-    def step_back(self, cause: TandemError) -> None:
-        """Gives its place on the workers to others and waits again, unless it has its first token."""
-        if self._names and self.lifecycle.state in (RequestState.QUEUED, RequestState.PREFILLING):
-            self._fail_or_retry(cause)
-
-    def expire(self) -> None:
-        """The client's deadline passed."""
-        if not self.lifecycle.state.is_end:
-            self.reject(DeadlineExceeded(f"its deadline passed after {len(self._answer)} tokens of the answer"))
-
-    def reject(self, error: TandemError) -> None:
-        """Ended by the router: refused, or, if it is on its way or has a part of its answer, failed."""
-        if self._answer or self.lifecycle.state not in (RequestState.ADMITTED, RequestState.QUEUED):
-            self.lifecycle.fail()
-        else:
-            self.lifecycle.reject()
-        self._end(error)
-
-    def leave_workers(self) -> None:
-        """Takes the current attempt off its workers."""
-        self._mover.forget()
-        self._names.leave(self.prefill if self._account.joined_s is not None else None)
-
-    def _finish(self, reason: FinishReason) -> None:
-        last = None if self._assembler.stopped else self._assembler.flush()
-        if last is not None:
-            self.stream.put(last)
-        self.lifecycle.finish()
-        reason = FinishReason.STOP if self._assembler.stopped else reason
-        self._tell_gaps()
-        self.stream.finish(self._account.final(reason, self._usage(), self.decode, self._clock.now_s()))
-        self._end_trace(None)
-        self.leave_workers()
-        self._host.ended(self, None)
-
-    def _end_cancelled(self, error: RequestCancelled) -> None:
-        self.lifecycle.cancel()
-        self._end(error)
-
-    def _fail_or_retry(self, error: TandemError, *failed: str) -> None:
-        """The attempt is over; the next one prefers others to the workers that `failed`, if there are any."""
-        state = self.lifecycle.state
-        if state.is_end:
-            return
-        self.trace.failed(error, self._clock.now_s())
-        if failed and error.code in BLAMED:
-            self._host.blamed(self, failed)
-        if (reason := self._whole_by()) is not None:
-            self._finish(reason)
-            return
-        # No room to start is no fault: such a request may try as long as it may wait.
-        no_room = error.code in REFUSALS and state in (RequestState.QUEUED, RequestState.PREFILLING)
-        if no_room or (error.code in RETRIED and self._migrations < self._max_migrations):
-            self._migrations += not no_room
-            self.excluded |= set(failed)
-            self.leave_workers()
-            if state is not RequestState.QUEUED:
-                self.lifecycle.migrate()
-                self.lifecycle.enqueue()
-                if not no_room:
-                    self.waiting_since_s = self._clock.now_s()  # it had its turn: this is another wait
-            self._host.requeue(self, error, refused=no_room)
-            return
-        self.lifecycle.fail()
-        self._end(error)
-
-    def _end(self, error: TandemError) -> None:
-        self._tell_gaps()
-        self.stream.fail(error)
-        self.trace.failed(error, self._clock.now_s())
-        self._end_trace(error)
-        self.leave_workers()
-        self._host.ended(self, error)
-
-    def _tell_gaps(self) -> None:
+    def _flush_gaps(self) -> None:
         if self._gaps:
-            self._host.gaps(self, self._gaps, self._account.last_token_s)
+            self._actions.append(act.TokenGaps(self._gaps, self._timeline.last_token_s))
             self._gaps = []
 
-    def _end_trace(self, error: TandemError | None) -> None:
-        self.trace.cached_tokens_prefill = self._account.cached_prefill
-        self.trace.cached_tokens_decode = self._account.cached_decode
-        self.trace.end(self.lifecycle.state, None if error is None else error.code, self._usage(), self._clock.now_s())
+    @property
+    def _has_first_token(self) -> bool:
+        """Of the current attempt."""
+        return len(self._answer) > self._resumed_at
 
-    def _is_decode(self, link: WorkerLink) -> bool:
-        return self.decode is not None and self.decode.link is link
+    # ---- workers that have it
 
-    def _usage(self) -> Usage:
-        return self._account.usage(self.request.prompt_tokens, self._assembler.tokens)
+    def _next_wire_id(self) -> str:
+        self._attempts += 1
+        return f"{self.request.request_id}.{self._attempts}"
+
+    def _open(self, frame: act.Opening) -> None:
+        self._on.append((frame.worker, frame.wire_id))
+        self._actions.append(frame)
+
+    def _forget(self, worker: WorkerKey) -> None:
+        """The worker no longer has it."""
+        self._on = [each for each in self._on if each[0] != worker]
+
+    def _leave(self, worker: WorkerKey, *, cancel: bool) -> None:
+        for each, wire_id in self._on:
+            if each == worker:
+                self._actions.append(act.Leave(worker, wire_id, cancel))
+        self._forget(worker)
+
+    def _leave_workers(self) -> None:
+        """All of them. The prefill worker's report on a handoff that is done may still come."""
+        self._move = None
+        reporting = self.prefill if self._timeline.joined_s is not None else None
+        for worker, wire_id in self._on:
+            self._actions.append(act.Leave(worker, wire_id, cancel=True, may_report=worker == reporting))
+        self._on = []
+
+
+def _handlers() -> dict[type, Callable[[RequestRun, Any], None]]:
+    return {
+        ev.Submitted: RequestRun._on_submitted,
+        ev.Queued: RequestRun._on_queued,
+        ev.Started: RequestRun._on_started,
+        ev.Rerouted: RequestRun._on_rerouted,
+        ev.MoveStarted: RequestRun._on_move_started,
+        ev.Yielded: RequestRun._on_yielded,
+        ev.Rejected: RequestRun._on_rejected,
+        ev.Cancelled: RequestRun._on_cancelled,
+        ev.Expired: RequestRun._on_expired,
+        ev.ReaderBehind: RequestRun._on_reader_behind,
+        ev.Reserved: RequestRun._on_reserved,
+        ev.PromptScored: RequestRun._on_prompt_scored,
+        ev.TokenSampled: RequestRun._on_token_sampled,
+        ev.TokensSampled: RequestRun._on_tokens_sampled,
+        ev.HandoffReported: RequestRun._on_handoff_reported,
+        ev.HoldAnswered: RequestRun._on_hold_answered,
+        ev.AttemptEnded: RequestRun._on_attempt_ended,
+        ev.WorkerGone: RequestRun._on_worker_gone,
+    }
+
+
+_HANDLERS = _handlers()

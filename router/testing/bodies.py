@@ -1,4 +1,4 @@
-"""JSON bodies that are small on the wire and large in memory. For tests of what refuses them."""
+"""JSON bodies that are small on the wire and large in memory, to test that they are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def keys(count: int) -> bytes:
 
 
 def multiplying_bodies() -> list[tuple[str, bytes]]:
-    """(path below /v1/, body); each is refused with 400."""
+    """Pairs of (path below /v1/, body). Each must be refused with 400."""
     messages = items(b'{"role":"user","content":"x"}', 130_000, b'{"role":"user","content":"x"}')
     return [
         ("completions", HEAD + items(b'"a"', MANY - 100) + b"}"),

@@ -1,4 +1,4 @@
-"""How a stand-in worker answers canaries: at once, and apart from clients' requests. For tests."""
+"""How a stub worker answers canaries: at once, and separately from clients' requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for the controller, of which it is the half that routers follow: the directory."""
+"""A stub controller with the one service that routers follow: the directory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tandem.v1.cluster_pb2_grpc import ClusterServicer, add_ClusterServicer_to_s
 
 
 class StubController(ClusterServicer):
-    """Serves a directory that tests set by hand."""
+    """Serves the directory that a test sets."""
 
     def __init__(self) -> None:
         self.address = ""
-        self.places: list[cluster_pb2.WorkerPlace] = []  # told with the next change
+        self.places: list[cluster_pb2.WorkerPlace] = []  # sent with the next change
         self._workers: list[cluster_pb2.WorkerInfo] = []
         self._version = 0
         self._changed = asyncio.Condition()
@@ -55,15 +55,15 @@ class StubController(ClusterServicer):
             yield directory
 
     async def Scale(self, request: cluster_pb2.ScaleRequest, context: Any) -> cluster_pb2.ScaleResponse:
-        raise NotImplementedError("only the half of a controller that routers follow")
+        raise NotImplementedError("the stub controller has no Scale")
 
     async def DrainWorker(
         self, request: cluster_pb2.DrainWorkerRequest, context: Any
     ) -> cluster_pb2.DrainWorkerResponse:
-        raise NotImplementedError("only the half of a controller that routers follow")
+        raise NotImplementedError("the stub controller has no DrainWorker")
 
     async def Apply(self, request: cluster_pb2.ApplyRequest, context: Any) -> cluster_pb2.ApplyResponse:
-        raise NotImplementedError("only the half of a controller that routers follow")
+        raise NotImplementedError("the stub controller has no Apply")
 
     async def Register(self, request: cluster_pb2.RegisterRequest, context: Any) -> cluster_pb2.RegisterResponse:
         return cluster_pb2.RegisterResponse()

@@ -1,9 +1,9 @@
-"""Clients that mean harm, in a process of their own:
+"""Malicious clients in a separate process:
 
     python -m router.testing.hostile ATTACK HTTP_PORT GRPC_PORT MODEL N
 
-Prints what it saw as one line of JSON when the attack is made, holds its connections until its input ends, and then
-prints how many of them the router had closed. `Attack` begins one, and hears of it.
+Starts the attack and prints the number of open connections as a line of JSON. Then holds them until a line comes on
+stdin, and prints how many of them the router had closed. `Attack` starts such a process and reads its output.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tandem.v1.inference_pb2_grpc import InferenceStub
 
 HOST = "127.0.0.1"
 AT_ONCE = 48
-STORM_AT_ONCE = 16  # about a hundred requests each second
+STORM_AT_ONCE = 16  # about 100 requests per second
 PATIENCE_S = 600.0
-LONG_S = 0.3  # an answer of the stub workers takes longer
+LONG_S = 0.3  # shorter than an answer of the stub workers
 STREAM: dict[str, object] = {"prompt": "x", "stream": True, "max_tokens": 1500}  # `main` adds the model
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -38,32 +38,32 @@ class Attack:
 
     @classmethod
     async def begin(cls, name: str, ports: tuple[int, int], model: str, count: int, nice: int = 0) -> Attack:
-        """`ports`: of HTTP and gRPC. `nice`: how far everybody else on its cores goes first."""
+        """Starts a process. `ports`: HTTP and gRPC. `nice`: its niceness, to leave the cores to the router."""
         command = ["nice", "-n", f"{nice}", sys.executable, "-m", "router.testing.hostile"]
         pipe = asyncio.subprocess.PIPE
         about = (name, *map(str, ports), model, f"{count}")
         return cls(await asyncio.create_subprocess_exec(*command, *about, stdin=pipe, stdout=pipe))
 
     async def made(self) -> int:
-        """Waits until it is; its connections that are open then."""
-        return await self._says("made")
+        """Waits until the attack is running; returns the number of its open connections."""
+        return await self._read_count("made")
 
     async def end(self) -> int:
-        """How many of its connections the router had closed."""
+        """Ends the attack; returns how many of its connections the router had closed."""
         self._input.write(b"\n")
-        closed = await self._says("closed")
+        closed = await self._read_count("closed")
         await self._process.wait()
         return closed
 
     async def drop(self) -> None:
-        """Ends it at once, with all its connections."""
+        """Kills the process with all its connections."""
         self._process.kill()
         await self._process.wait()
 
-    async def _says(self, word: str) -> int:
+    async def _read_count(self, key: str) -> int:
         async with asyncio.timeout(PATIENCE_S):
             line = await self._output.readline()
-        return int(json.loads(line)[word])
+        return int(json.loads(line)[key])
 
 
 def http_request(body: dict[str, object]) -> bytes:
@@ -72,7 +72,7 @@ def http_request(body: dict[str, object]) -> bytes:
 
 
 async def cancel_storm(http_port: int, grpc_port: int, count: int) -> list[Connection]:
-    """Requests that are dropped at random moments: in the head, the body, the queue, the prefill, the answer."""
+    """Requests dropped at random moments: in the head, the body, the queue, the prefill or the answer."""
     room, dice = asyncio.Semaphore(STORM_AT_ONCE), random.Random(0)
     channel = grpc.aio.insecure_channel(f"{HOST}:{grpc_port}")
     stub = InferenceStub(channel)
@@ -82,7 +82,7 @@ async def cancel_storm(http_port: int, grpc_port: int, count: int) -> list[Conne
         request = http_request(STREAM)
         if dice.random() < 0.2:
             request = request[: dice.randrange(len(request))]
-        if dice.random() < 0.5:  # a reset in place of an end
+        if dice.random() < 0.5:  # TCP reset instead of FIN
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.write(request)
         await asyncio.sleep(dice.random() * LONG_S)
@@ -103,7 +103,7 @@ async def cancel_storm(http_port: int, grpc_port: int, count: int) -> list[Conne
 
 
 async def slow_readers(http_port: int, grpc_port: int, count: int) -> list[Connection]:
-    """Ask for long answers and read nothing of them; a quarter by gRPC."""
+    """Clients that request long answers and read nothing; a quarter by gRPC."""
     request = http_request(STREAM | {"logprobs": 20})
 
     async def one() -> Connection:
@@ -112,7 +112,7 @@ async def slow_readers(http_port: int, grpc_port: int, count: int) -> list[Conne
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, (HOST, http_port))
         reader, writer = await asyncio.open_connection(sock=sock)
-        writer.transport.pause_reading()  # type: ignore[attr-defined]  # every socket's transport has it
+        writer.transport.pause_reading()  # type: ignore[attr-defined]  # socket transports have it
         writer.write(request)
         return reader, writer
 
@@ -120,7 +120,7 @@ async def slow_readers(http_port: int, grpc_port: int, count: int) -> list[Conne
 
 
 async def _windowless(grpc_port: int, count: int) -> Connection:
-    """Calls whose answers may not be sent: the window of each is empty from the beginning, and stays so."""
+    """Calls whose answers cannot be sent: the flow-control window of each stream stays 0."""
     reader, writer = await asyncio.open_connection(HOST, grpc_port)
     no_window = struct.pack(">HI", 4, 0)
     writer.write(_PREFACE + _frame(4, 0, 0, no_window) + _frame(4, 1, 0, b""))
@@ -130,28 +130,28 @@ async def _windowless(grpc_port: int, count: int) -> Connection:
 
 
 async def readers(http_port: int, grpc_port: int, count: int) -> list[Connection]:
-    """No harm: what slow readers ask for, all by HTTP, and read."""
+    """Harmless: the requests of `slow_readers`, all by HTTP, with their answers read."""
     request = http_request(STREAM | {"logprobs": 20})
 
     async def one() -> Connection:
         reader, writer = await asyncio.open_connection(HOST, http_port)
         writer.write(request)
-        _KEPT_UP.append(asyncio.create_task(_read_on(reader)))
+        _TASKS.append(asyncio.create_task(_read_all(reader)))
         return reader, writer
 
     return await _all(one, count)
 
 
-async def _read_on(reader: asyncio.StreamReader) -> None:
+async def _read_all(reader: asyncio.StreamReader) -> None:
     while await reader.read(1 << 16):
         pass
 
 
-_KEPT_UP: list[asyncio.Task[None]] = []
+_TASKS: list[asyncio.Task[None]] = []
 
 
 async def idle(http_port: int, grpc_port: int, count: int) -> list[Connection]:
-    """Half of them say nothing at all, half nothing more after one request; some are on the gRPC port."""
+    """Idle connections: half never send, half send one request; a tenth is on the gRPC port."""
 
     async def silent() -> Connection:
         return await asyncio.open_connection(HOST, http_port)
@@ -170,7 +170,7 @@ async def idle(http_port: int, grpc_port: int, count: int) -> list[Connection]:
 
 
 async def slowloris(http_port: int, grpc_port: int, count: int) -> list[Connection]:
-    """A head, or a body, that never comes to its end."""
+    """Requests whose head or body never ends."""
 
     async def one(begin: bytes, more: bytes) -> Connection:
         reader, writer = await asyncio.open_connection(HOST, http_port)
@@ -181,7 +181,7 @@ async def slowloris(http_port: int, grpc_port: int, count: int) -> list[Connecti
                 writer.write(more)
                 await asyncio.sleep(0.1)
 
-        _KEPT_UP.append(asyncio.create_task(drip()))
+        _TASKS.append(asyncio.create_task(drip()))
         return reader, writer
 
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -192,12 +192,12 @@ async def slowloris(http_port: int, grpc_port: int, count: int) -> list[Connecti
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """RFC 9113, section 4.1."""
+    """An HTTP/2 frame (RFC 9113, section 4.1)."""
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 
 def _header(name: bytes, value: bytes) -> bytes:
-    """RFC 7541, section 6.2.2: a literal that is not indexed, no Huffman code."""
+    """A literal header field without indexing or Huffman coding (RFC 7541, section 6.2.2)."""
     return bytes([0, len(name)]) + name + bytes([len(value)]) + value
 
 
@@ -205,7 +205,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 def _call(stream: int) -> bytes:
-    """Opens a stream with a whole request for a long answer."""
+    """The frames of a whole request for a long answer."""
     head = b"".join(_header(*each) for each in (
         (b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/tandem.v1.Inference/Generate"),
         (b":authority", b"x"), (b"content-type", b"application/grpc"), (b"te", b"trailers"),
@@ -216,7 +216,7 @@ def _call(stream: int) -> bytes:
 
 
 async def rapid_reset(http_port: int, grpc_port: int, count: int) -> list[Connection]:
-    """CVE-2023-44487: streams that are reset as soon as they are open."""
+    """CVE-2023-44487: streams that are reset right after they open."""
     made = []
     for _ in range(4):
         reader, writer = await asyncio.open_connection(HOST, grpc_port)
@@ -229,7 +229,7 @@ async def rapid_reset(http_port: int, grpc_port: int, count: int) -> list[Connec
                 try:
                     await writer.drain()
                 except ConnectionError:
-                    break  # cut off, as one who does so may be
+                    break  # the router may close such a connection
     return made
 
 
@@ -244,7 +244,7 @@ async def _all(one: Callable[[], Awaitable[Connection]], count: int) -> list[Con
 
 
 async def _is_closed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-    """Reads all that came before."""
+    """Reads everything sent so far, up to the end of the stream."""
     try:
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         writer.transport.resume_reading()  # type: ignore[attr-defined]
@@ -266,7 +266,7 @@ async def main(attack: str, http_port: int, grpc_port: int, model: str, count: i
     made = await ATTACKS[attack](http_port, grpc_port, count)
     print(json.dumps({"made": len(made)}), flush=True)
     await asyncio.to_thread(sys.stdin.readline)
-    for task in _KEPT_UP:
+    for task in _TASKS:
         task.cancel()
     closed = await asyncio.gather(*(_is_closed(*each) for each in made))
     print(json.dumps({"closed": sum(closed)}), flush=True)

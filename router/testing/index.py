@@ -1,4 +1,4 @@
-"""For tests of the prefix index: a real server, one router's view of it, and what workers write by rule or by hand."""
+"""For tests of the prefix index: a Redis server, a router's mirror of it, and writers of workers' keys."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from worker.event_publisher import EventPublisher
 CHAIN = [number.to_bytes(16, "little") for number in range(8)]
 A1, A2 = WorkerKey("a", 1), WorkerKey("a", 2)
 
-# Any other compatible server that is installed here is tried too.
+# Tests also run with redis-server if it is installed.
 BINARIES = [str(get_binary_path()), *filter(None, [shutil.which("redis-server")])]
 
 
-class Place(Protocol):
+class HasUrl(Protocol):
     url: str
 
 
-class Server:
+class RedisServer:
     def __init__(self, folder: Path, binary: str = BINARIES[0]) -> None:
         self._folder = folder
         self._binary = binary
@@ -62,10 +62,10 @@ class Server:
                 return
             except RedisError:
                 time.sleep(0.02)
-        raise TimeoutError("valkey did not start")
+        raise TimeoutError("the Redis server did not start within 5 s")
 
     def freeze(self) -> None:
-        """Until `thaw` it takes connections and answers nothing."""
+        """Until `thaw`, the server accepts connections and answers nothing."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
@@ -82,10 +82,10 @@ class Server:
             self._process = None
 
 
-class Side:
-    """One router's view."""
+class IndexReplica:
+    """One router's mirror of the index."""
 
-    def __init__(self, server: Place) -> None:
+    def __init__(self, server: HasUrl) -> None:
         self.clock = FakeClock()
         self.mirror = PrefixMirror()
         self.follower = PrefixFollower(server.url, "c", self.mirror, self.clock)
@@ -95,7 +95,7 @@ class Side:
 
 
 @asynccontextmanager
-async def publishing(server: Place, epoch: int = 1, stream_entries: int = 64) -> AsyncIterator[EventPublisher]:
+async def publishing(server: HasUrl, epoch: int = 1, stream_entries: int = 64) -> AsyncIterator[EventPublisher]:
     publisher = EventPublisher(
         cluster="c",
         worker_id="a",
@@ -114,10 +114,10 @@ def store(publisher: EventPublisher, count: int) -> None:
     publisher.publish(True, join_hashes(CHAIN[:count]))
 
 
-class Hand:
-    """Writes what a worker "a" of epoch 1 would write, or should not have written."""
+class IndexKeyWriter:
+    """Writes the keys of worker "a" directly, correct or not."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: RedisServer) -> None:
         self.redis = Redis.from_url(server.url)
 
     def snapshot(self, seq: int, count: int, epoch: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""A real OTLP receiver for tests and benchmarks: the collector's gRPC service, in this process."""
+"""An OTLP receiver for tests and benchmarks: the gRPC service of a trace collector, in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 @dataclass(frozen=True, slots=True)
 class GotSpan:
-    """A span with the resource it came under. Times are Unix nanoseconds."""
+    """A received span with its resource. Times are Unix nanoseconds."""
 
     service: str
     instance: str
@@ -36,7 +36,7 @@ class GotSpan:
 
 
 class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """`refuse`: answers UNAUTHENTICATED and keeps nothing."""
+    """Collects spans. If `refuse` is set, answers UNAUTHENTICATED and keeps nothing."""
 
     def __init__(self) -> None:
         self.endpoint = ""
@@ -80,7 +80,7 @@ def _value(value: common_pb2.AnyValue) -> str | int | float:
 
 @contextmanager
 def otlp_receiver(credentials: grpc.ServerCredentials | None = None) -> Iterator[OtlpReceiver]:
-    """Listens on loopback until the end of the block."""
+    """A receiver that listens on loopback until the block ends."""
     server = grpc.server(ThreadPoolExecutor(2))
     receiver = OtlpReceiver()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]

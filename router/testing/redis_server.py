@@ -1,5 +1,4 @@
-"""The ways a Redis may be set up, from real servers: behind TLS, with a restricted user, watched by a sentinel, a
-cluster. For tests of what speaks to Redis."""
+"""Redis deployments from real servers, for tests of Redis clients: TLS, Sentinel, Cluster."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ START_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class At:
+class RedisAddress:
     url: str
 
 
 class TcpServer:
-    """A server on a port of its own; `lines` are of its configuration file."""
+    """A server on a free port; `lines` are added to its configuration file."""
 
     def __init__(self, folder: Path, binary: str, *lines: str, sentinel: bool = False) -> None:
         folder.mkdir()
@@ -51,7 +50,7 @@ class TcpServer:
 
 
 def eventually(condition: Callable[[], object], timeout_s: float = START_S) -> None:
-    """Until it says something true. Raises TimeoutError."""
+    """Waits until the condition is true. Raises TimeoutError."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
@@ -60,11 +59,11 @@ def eventually(condition: Callable[[], object], timeout_s: float = START_S) -> N
         except RedisError:
             pass
         time.sleep(0.05)
-    raise TimeoutError("the servers did not come together")
+    raise TimeoutError(f"the Redis servers were not ready within {timeout_s:g} s")
 
 
 def free_port() -> int:
-    """Far below where the port of a cluster's bus, 10,000 above, would end."""
+    """A free port below 55,000: the port of the cluster bus is 10,000 higher."""
     while True:
         with socket.socket() as sock:
             sock.bind((HOST, 0))
@@ -74,8 +73,8 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def watched_pair(folder: Path, binary: str) -> Iterator[tuple[At, TcpServer]]:
-    """A master, its replica and a sentinel; what is given is the place and the master."""
+def watched_pair(folder: Path, binary: str) -> Iterator[tuple[RedisAddress, TcpServer]]:
+    """A master with a replica and a sentinel; yields their address and the master."""
     master = TcpServer(folder / "master", binary)
     replica = TcpServer(folder / "replica", binary, f"replicaof {HOST} {master.port}", "repl-diskless-sync-delay 0")
     lines = (
@@ -87,30 +86,30 @@ def watched_pair(folder: Path, binary: str) -> Iterator[tuple[At, TcpServer]]:
     sentinel = TcpServer(folder / "sentinel", binary, *lines, sentinel=True)
     try:
         eventually(lambda: sentinel.redis.sentinel_slaves("ours"))
-        yield At(f"redis+sentinel://{HOST}:{free_port()},{HOST}:{sentinel.port}/ours"), master
+        yield RedisAddress(f"redis+sentinel://{HOST}:{free_port()},{HOST}:{sentinel.port}/ours"), master
     finally:
         for each in (sentinel, replica, master):
             each.kill()
 
 
-def _tell(node: TcpServer, *command: str | int) -> str:
+def _execute(node: TcpServer, *command: str | int) -> str:
     return str(node.redis.execute_command(*command))  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
-def sharded(folder: Path, binary: str) -> Iterator[tuple[At, list[TcpServer]]]:
+def sharded(folder: Path, binary: str) -> Iterator[tuple[RedisAddress, list[TcpServer]]]:
     """Three masters that share the slots."""
     lines = ("cluster-enabled yes", "cluster-node-timeout 1000")
     nodes = [TcpServer(folder / f"node-{number}", binary, *lines) for number in range(3)]
     try:
         for number, node in enumerate(nodes):
             first, last = number * 16384 // 3, (number + 1) * 16384 // 3 - 1
-            _tell(node, "CLUSTER ADDSLOTSRANGE", first, last)
-            _tell(node, "CLUSTER MEET", HOST, nodes[0].port)
+            _execute(node, "CLUSTER ADDSLOTSRANGE", first, last)
+            _execute(node, "CLUSTER MEET", HOST, nodes[0].port)
         for node in nodes:
-            eventually(lambda node=node: "'cluster_state': 'ok'" in _tell(node, "CLUSTER INFO"))  # type: ignore[misc]
+            eventually(lambda node=node: "'cluster_state': 'ok'" in _execute(node, "CLUSTER INFO"))  # type: ignore[misc]
         places = ",".join(f"{HOST}:{node.port}" for node in nodes)
-        yield At(f"redis+cluster://{places}"), nodes
+        yield RedisAddress(f"redis+cluster://{places}"), nodes
     finally:
         for node in nodes:
             node.kill()
@@ -120,9 +119,9 @@ def sharded(folder: Path, binary: str) -> Iterator[tuple[At, list[TcpServer]]]:
 async def behind_tls(
     socket_path: Path, certificate: Mapping[str, str], client_ca: Path | None = None
 ) -> AsyncIterator[int]:
-    """A port that takes TLS for a server on a unix socket: not every build of a server has it.
+    """A port that terminates TLS for a server on a unix socket, because some server builds lack TLS.
 
-    `client_ca`: clients must show a certificate that it signed.
+    `client_ca`: clients must present a certificate signed by it.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate["cert"], certificate["key"])

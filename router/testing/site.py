@@ -1,4 +1,4 @@
-"""A router in a process of its own, before stub workers of this one: what it takes and leaves can be measured."""
+"""A router in a separate process, with stub workers in this one, so that its resource use can be measured."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TIMEOUT_S = 30.0
 
 class RouterSite:
     """Args:
-    folder: where the router's launch file and its log go.
-    model_dir: the checkpoint whose tokenizer the router uses.
+    folder: for the router's launch file and log.
+    model_dir: checkpoint with the router's tokenizer.
     """
 
     def __init__(self, folder: Path, model_dir: Path, spec: RouterSpec) -> None:
@@ -35,7 +35,7 @@ class RouterSite:
         ]
 
     async def start(self) -> None:
-        """Until the router is ready."""
+        """Starts all processes and waits until the router is ready."""
         await self._controller.start()
         for worker in self.workers:
             await worker.start()
@@ -63,11 +63,11 @@ class RouterSite:
         return self._launch_file.with_suffix(".log").read_text()
 
     async def stop(self) -> None:
-        """Raises RuntimeError when the router did not end as it was asked to."""
+        """Stops all processes. Raises RuntimeError if the router exits with an error."""
         self._router.terminate()
         code = await self._router.wait()
         for worker in self.workers:
             await worker.kill()
         await self._controller.stop()
         if code != 0:
-            raise RuntimeError(f"the router ended with {code}:\n{self.log()[-4000:]}")
+            raise RuntimeError(f"the router exited with {code}:\n{self.log()[-4000:]}")

@@ -1,4 +1,4 @@
-"""A stand-in for workers that speaks the real protocol without an engine. For tests of the router and of clients."""
+"""A stub worker: the real protocol without an engine. For tests of the router and of clients."""
 
 from __future__ import annotations
 
@@ -33,40 +33,40 @@ SENT = worker_pb2.SendStages(
     first_token_s=0.005, hidden_bytes=BLOCK_BYTES // 2,
 )  # fmt: skip
 
-Answer = Callable[[Sequence[int]], Sequence[int]]
+AnswerScript = Callable[[Sequence[int]], Sequence[int]]
 
 
 @dataclass(slots=True)
 class StubBehaviour:
-    """What a stub worker does with requests; may be changed while it runs."""
+    """What a stub worker does with requests. Tests may change it while the worker runs."""
 
-    answer: Answer = lambda prompt: list(prompt[:8])  # all tokens of the answer to a prompt
+    answer: AnswerScript = lambda prompt: list(prompt[:8])  # gives all tokens of the answer to a prompt
     token_delay_s: float = 0.0
-    prefill_wait_s: float = 0.0  # before a prompt is computed
-    refuse_reservations: int = 0  # so many are answered with kv_exhausted
-    fail_handoffs: int = 0  # so many joins end with handoff_failed, of the cause digest_mismatch
-    sent_report_after_s: float = 0.0  # the prefill worker's word that its side is over comes so late
-    fail_decodes: int = 0  # so many answers break off with worker_lost after one token of this worker
-    talk_after_failure: bool = False  # goes on with the tokens of what it said has failed
-    hold_joins: bool = False  # Join is never answered
-    hold_acknowledgements: bool = False  # a prefill worker's side of a handoff is never over
-    hold_reservations: bool = False  # Reserve is never answered
-    hold_prefills: bool = False  # Prefill and Generate are never answered
+    prefill_wait_s: float = 0.0  # before the computation of a prompt
+    refuse_reservations: int = 0  # this many are refused with kv_exhausted
+    fail_handoffs: int = 0  # this many joins end with handoff_failed, cause digest_mismatch
+    sent_report_after_s: float = 0.0  # delay of the prefill worker's report of its side
+    fail_decodes: int = 0  # this many answers end with worker_lost after one token of this worker
+    talk_after_failure: bool = False  # keep sending tokens of a failed request
+    hold_joins: bool = False  # never answer Join
+    hold_acknowledgements: bool = False  # never finish a prefill worker's side of a handoff
+    hold_reservations: bool = False  # never answer Reserve
+    hold_prefills: bool = False  # never answer Prefill and Generate
     cached_tokens: int = 0
     logprob: float = -0.5
     drop_prompt_scores: bool = False
-    reports_steps: bool = True  # as real workers do: its load, several times a second while it has requests
-    is_stuck: bool = False  # the port answers, and nothing else happens
+    reports_steps: bool = True  # send the load several times per second while there are requests, as real workers do
+    is_stuck: bool = False  # accept connections and frames, and send nothing
     fail_canaries: bool = False
-    takes_more: bool = True  # several frames in a message; workers before that do not
+    takes_more: bool = True  # accept several frames per message; older workers do not
 
 
-def script(tokens: Sequence[int]) -> Answer:
-    """Says `tokens` to any prompt, and goes on with them where a prompt already ends in the first of them."""
+def script(tokens: Sequence[int]) -> AnswerScript:
+    """Answers any prompt with `tokens`; if the prompt already ends with the first of them, with the rest."""
 
     def answer(prompt: Sequence[int]) -> Sequence[int]:
-        said = next(n for n in range(len(tokens), -1, -1) if list(prompt[len(prompt) - n :]) == list(tokens[:n]))
-        return tokens[said:]
+        known = next(n for n in range(len(tokens), -1, -1) if list(prompt[len(prompt) - n :]) == list(tokens[:n]))
+        return tokens[known:]
 
     return answer
 
@@ -79,7 +79,7 @@ class _Session:
 
 
 class StubWorker(WorkerServicer):
-    """One worker life. `received` and `cancelled` tell what the router asked of it (wire ids)."""
+    """One epoch of a worker. `received` and `cancelled` record the router's frames by wire id."""
 
     def __init__(
         self, worker_id: str, role: Role, model: str, *, epoch: int = 1, total_blocks: int = TOTAL_BLOCKS
@@ -94,11 +94,11 @@ class StubWorker(WorkerServicer):
         self.received: list[tuple[str, str]] = []  # (frame, wire id)
         self.works: dict[str, worker_pb2.Work] = {}
         self.cancelled: set[str] = set()
-        self.canaries: list[str] = []  # kinds of frames; canaries are in none of the other lists
-        self.messages = 0  # of routers; one may hold several frames
+        self.canaries: list[str] = []  # kinds of the canaries' frames; the other lists have none of them
+        self.messages = 0  # from routers; each holds one or more frames
         self.steps = 0
-        self.meters = worker_pb2.WorkerMeters()  # told with the hello
-        self.known: set[str] = set()  # requests it would still do something for
+        self.meters = worker_pb2.WorkerMeters()  # sent with the hello
+        self.known: set[str] = set()  # unfinished requests
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._port = 0
 
@@ -108,7 +108,7 @@ class StubWorker(WorkerServicer):
         await self._server.start()
 
     async def kill(self) -> None:
-        """The worker vanishes with everything it had."""
+        """Ends the worker and all its requests at once."""
         await self._server.stop(None)
 
     def info(self) -> cluster_pb2.WorkerInfo:
@@ -124,7 +124,7 @@ class StubWorker(WorkerServicer):
         )
 
     def frames(self, kind: str) -> list[str]:
-        """Wire ids of the frames of one kind that came, in order."""
+        """Wire ids of the received frames of one kind, in order."""
         return [wire_id for frame, wire_id in self.received if frame == kind]
 
     async def GetState(self, request: worker_pb2.GetStateRequest, context: Any) -> worker_pb2.WorkerState:
@@ -145,7 +145,7 @@ class StubWorker(WorkerServicer):
             yield worker_pb2.WorkerFrame(hello=hello, load=self._load(), meters=self.meters)
             while True:
                 frame = await self._next(session)
-                while self.behaviour.is_stuck:  # noqa: ASYNC110  # tests set it as they like
+                while self.behaviour.is_stuck:  # noqa: ASYNC110  # tests set it without an event
                     await asyncio.sleep(REPORT_S)
                 frame.sent_at_s = time.monotonic()
                 yield frame
@@ -311,11 +311,11 @@ class StubWorker(WorkerServicer):
                 return
 
     async def _compute(self) -> float:
-        """A prompt. Returns when that began."""
+        """Waits as if computing a prompt. Returns when the computation began."""
         await asyncio.sleep(self.behaviour.prefill_wait_s)
-        began_s = time.monotonic()
+        start_s = time.monotonic()
         await asyncio.sleep(self.behaviour.token_delay_s)
-        return began_s
+        return start_s
 
     def _answer(self, work: worker_pb2.Work) -> list[int]:
         return list(self.behaviour.answer(list(work.prompt)))[: work.sampling.max_tokens]
@@ -328,7 +328,7 @@ class StubWorker(WorkerServicer):
         return inference_pb2.FINISH_REASON_LENGTH if count == len(tokens) else None
 
     def _token(self, work: worker_pb2.Work, token_id: int, computing_at_s: float | None) -> worker_pb2.StepToken:
-        """`computing_at_s` None: not the first one."""
+        """One token of an answer. `computing_at_s`: start of the prompt's computation; None after the first token."""
         token = worker_pb2.StepToken(request_id=work.request_id, token_id=token_id)
         if computing_at_s is not None:
             token.cached_tokens = self.behaviour.cached_tokens
@@ -372,7 +372,7 @@ class StubWorker(WorkerServicer):
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Waits for what other tasks are about to bring. Raises TimeoutError."""
+    """Waits until the condition is true. Raises TimeoutError."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110  # conditions are about state that has no event
+        while not condition():  # noqa: ASYNC110  # the state has no event
             await asyncio.sleep(0.005)

@@ -1,8 +1,8 @@
-"""What this router gave a worker, and which part of that the worker's last report of its load cannot know of yet.
+"""The load that this router put on a worker, and the part that the worker's last load report does not include yet.
 
-The load of a worker that serves several routers is what it says itself. Frames are counted on both sides, and the
-worker says with every frame how many it has taken up; what went out later, or has not gone out yet, is added to its
-report.
+Several routers share a worker, so its load is what it reports. Router and worker both count frames, and each worker
+frame carries the number of router frames it has handled. The router adds the charges of later frames, and of frames not
+sent yet, to the report.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class Charge:
-    """What one request is expected to cost one worker. `frame`: the number of the frame that took it there."""
+    """The expected cost of one request on one worker. `frame`: number of the frame that carried it; None: not sent."""
 
     prefill_tokens: int  # to compute; 0 from the first token on
     blocks: int
@@ -21,7 +21,7 @@ class Charge:
 
 @dataclass(slots=True)
 class Account:
-    """`requests` and `prefill_tokens`: all that is ours; `unreported_...`: what is missing in the worker's report."""
+    """`requests` and `prefill_tokens`: totals of this router; `unreported_...`: not yet in the worker's report."""
 
     requests: int = 0
     prefill_tokens: int = 0
@@ -40,7 +40,7 @@ class Account:
         self._unreported.add(charge)
 
     def prefilled(self, charge: Charge) -> None:
-        """Its prompt is computed, whatever the report says."""
+        """The prompt of a charge is computed, even if the worker's report still counts it."""
         self.prefill_tokens -= charge.prefill_tokens
         if charge in self._unreported:
             self.unreported_tokens -= charge.prefill_tokens
@@ -51,9 +51,9 @@ class Account:
         self.prefill_tokens -= charge.prefill_tokens
         self._reported(charge)
 
-    def seen(self, frames: int) -> None:
-        """The worker's report knows of the session's first `frames` frames."""
-        if frames == self._seen_frames:  # asked for every decision; what was sent since has a higher number
+    def acknowledge(self, frames: int) -> None:
+        """The worker's report includes the session's first `frames` frames."""
+        if frames == self._seen_frames:  # called for every decision; later frames have higher numbers
             return
         self._seen_frames = frames
         for charge in [each for each in self._unreported if each.frame is not None and each.frame <= frames]:

@@ -1,4 +1,4 @@
-"""Follows the controller's directory of ready workers. When the controller is away the last known one stays."""
+"""Follows the controller's directory of ready workers. While the controller is away, the last directory stays valid."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ OnDirectory = Callable[[cluster_pb2.Directory], None]
 
 
 class DirectoryFollower:
+    """Calls `on_directory` with each version of the directory. Reconnects with backoff."""
+
     def __init__(self, address: str, watcher: str, on_directory: OnDirectory, tls: ClusterTls | None = None) -> None:
         self._address = address
         self._watcher = watcher
@@ -40,7 +42,8 @@ class DirectoryFollower:
     async def _run(self) -> None:
         backoff_s = 0.05
         request = cluster_pb2.WatchDirectoryRequest(watcher=self._watcher)
-        waits = self._tls is None  # a channel shows the certificate that it was opened with, renewed or not
+        # With TLS, fail fast: a channel keeps the certificate it was opened with, so a renewed one needs a new channel.
+        waits = self._tls is None
         while True:
             try:
                 async with open_channel(self._address, self._tls, Identity.CONTROLLER, CLIENT_OPTIONS) as channel:
@@ -48,10 +51,10 @@ class DirectoryFollower:
                     async for directory in stub.WatchDirectory(request, wait_for_ready=waits):
                         backoff_s = 0.05
                         self._on_directory(directory)
-                log.info("the controller ended the directory stream; following again")
+                log.info("the controller closed the directory stream; reconnecting")
             except grpc.aio.AioRpcError as error:
-                log.warning("controller lost; keeping the last directory", extra={"error": error.details()})
-            except Exception:  # a fault of ours in taking one directory must not end the following
-                log.exception("the directory could not be taken; following again")
+                log.warning("lost the controller; keeping the last directory", extra={"error": error.details()})
+            except Exception:  # a bug in applying one directory must not end the task
+                log.exception("failed to apply a directory; reconnecting")
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)

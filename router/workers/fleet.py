@@ -1,16 +1,19 @@
-"""All workers the router knows, each with its link and the router's own account of what it gave it."""
+"""All workers the router knows, each with its link and the router's own account of what it gave it.
+
+The placer's view of the workers (`router.requests.placer.FleetView`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from router.policies.estimates import Estimates, WorkerEstimates
 from router.policies.types import Candidate
 from router.prefix_index.mirror import WorkerKey
-from router.workers.account import Account
+from router.workers.account import Account, Charge
 from router.workers.health import HealthBoard
 from router.workers.link import WorkerLink
 from tandem.config.spec import Role
@@ -44,7 +47,7 @@ class Worker:
     @property
     def running_requests(self) -> int:
         """Running or about to, whichever router they came from: its report, and what of ours it cannot know of yet."""
-        self.account.seen(self.link.seen_frames)
+        self.account.acknowledge(self.link.seen_frames)
         load = self.link.load or _NO_LOAD
         reported = load.running_requests + load.waiting_requests + load.reserved_requests
         return reported + self.account.unreported_requests
@@ -75,27 +78,25 @@ class Worker:
 
 
 class Fleet:
-    """Reconciles links with the directory. `on_change` is called when a worker comes, goes, or reports room."""
+    """Reconciles links with the directory.
+
+    The hooks are set by the composition root: `on_change` runs when a worker comes, goes, or reports room; `on_load`
+    when a worker reports its load, which it does with every step; `on_work` when a worker that had nothing of this
+    router's to do gets something.
+    """
 
     def __init__(
-        self,
-        router_id: str,
-        estimates: Estimates,
-        on_change: Callable[[], None],
-        health: HealthBoard | None = None,
-        on_work: Callable[[], None] = lambda: None,
-        tls: ClusterTls | None = None,
+        self, router_id: str, estimates: Estimates, health: HealthBoard | None = None, tls: ClusterTls | None = None
     ) -> None:
-        """`on_work` is called when a worker that had nothing of ours to do gets something."""
         self.estimates = estimates
         self.health = health or HealthBoard()
+        self.on_change: Callable[[], None] = _nothing
+        self.on_load: Callable[[], None] = _nothing
+        self.on_work: Callable[[], None] = _nothing
         self._router_id = router_id
-        self._on_change = on_change
-        self._on_work = on_work
         self._tls = tls
         self._workers: dict[WorkerKey, Worker] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self.on_load = on_change  # called when a worker reports its load, which it does with every step
 
     def set_directory(self, infos: Sequence[cluster_pb2.WorkerInfo]) -> None:
         listed = {WorkerKey(info.worker_id, info.epoch): info for info in infos}
@@ -114,7 +115,7 @@ class Fleet:
         for key, worker in self._workers.items():
             worker.listed = key in listed
         self.sweep()
-        self._on_change()
+        self.on_change()
 
     def _update(self, worker: Worker, role: Role, info: cluster_pb2.WorkerInfo) -> None:
         """A worker that changes its role keeps its link and what runs on it; its paces and its health begin anew."""
@@ -125,9 +126,11 @@ class Fleet:
             self.health.add(worker.key, info.model, role)
             self.health.set_up(worker.key, is_up=worker.link.ready)
 
-    def leaving(self) -> list[Worker]:
+    def leaving(self) -> list[WorkerKey]:
         """Those whose requests are to go on elsewhere."""
-        return [worker for worker in self._workers.values() if worker.drain == cluster_pb2.DRAIN_MOVE and worker.listed]
+        return [
+            key for key, worker in self._workers.items() if worker.drain == cluster_pb2.DRAIN_MOVE and worker.listed
+        ]
 
     def workers(self) -> list[Worker]:
         return list(self._workers.values())
@@ -137,6 +140,60 @@ class Fleet:
 
     def worker(self, worker_id: str, epoch: int) -> Worker | None:
         return self._workers.get(WorkerKey(worker_id, epoch))
+
+    def find(self, key: WorkerKey) -> Worker | None:
+        return self._workers.get(key)
+
+    def link(self, key: WorkerKey) -> WorkerLink | None:
+        worker = self._workers.get(key)
+        return None if worker is None else worker.link
+
+    def estimates_of(self, key: WorkerKey) -> WorkerEstimates | None:
+        worker = self._workers.get(key)
+        return None if worker is None else worker.estimates
+
+    def running_requests_of(self, key: WorkerKey) -> int:
+        worker = self._workers.get(key)
+        return 0 if worker is None else worker.running_requests
+
+    # ---- as the placer sees them
+
+    def candidates(
+        self, model: str, role: Role, cached_blocks: Mapping[WorkerKey, int], block_tokens: int
+    ) -> list[Candidate]:
+        return [worker.candidate(cached_blocks.get(worker.key, 0) * block_tokens) for worker in self.ready(model, role)]
+
+    def candidate(self, key: WorkerKey, cached_tokens: int) -> Candidate | None:
+        worker = self._workers.get(key)
+        return None if worker is None else worker.candidate(cached_tokens)
+
+    def count(self, model: str, role: Role) -> int:
+        return len(self.ready(model, role))
+
+    def pool_blocks(self, model: str) -> list[int]:
+        return [worker.total_blocks for worker in self.ready(model, Role.DECODE)]
+
+    def ready_ids(self, model: str, role: Role) -> frozenset[str]:
+        return frozenset(worker.key.worker_id for worker in self.ready(model, role))
+
+    def answer_tokens(self, model: str) -> int:
+        return self.estimates.answer_tokens(model)
+
+    def add_charge(self, key: WorkerKey, charge: Charge) -> bool:
+        worker = self._workers.get(key)
+        if worker is not None:
+            worker.account.add(charge)
+        return worker is not None
+
+    def remove_charge(self, key: WorkerKey, charge: Charge) -> None:
+        if (worker := self._workers.get(key)) is not None:
+            worker.account.remove(charge)
+
+    def prefilled(self, key: WorkerKey, charge: Charge) -> None:
+        if (worker := self._workers.get(key)) is not None:
+            worker.account.prefilled(charge)
+
+    # ---- by state
 
     def ready(self, model: str, role: Role) -> list[Worker]:
         """Workers that can take a request now."""
@@ -165,17 +222,17 @@ class Fleet:
     def link_changed(self, link: WorkerLink) -> None:
         self.health.set_up(link.key, is_up=link.ready)
         self.sweep()
-        self._on_change()
+        self.on_change()
 
     def load_changed(self, link: WorkerLink) -> None:
         self.on_load()
 
     def changed(self) -> None:
         """Another set of workers may take requests."""
-        self._on_change()
+        self.on_change()
 
     def work_began(self, link: WorkerLink) -> None:
-        self._on_work()
+        self.on_work()
 
     async def close(self) -> None:
         workers, self._workers = list(self._workers.values()), {}
@@ -190,3 +247,7 @@ class Fleet:
                 task = asyncio.create_task(worker.link.close())
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
+
+
+def _nothing() -> None:
+    pass

@@ -1,11 +1,11 @@
-"""Which workers may be given requests, from what they do: stuck, failing and slow ones are left out for a while.
+"""Which workers may get requests. Stalled, failing and slow workers are ejected for a while.
 
     healthy ⇄ suspect → ejected → probation → healthy
        └────────────────↗   ↖────────┘
 
-Pure: facts and the time go in, decisions come out; `router.probes.health_watch` executes them. A worker that shows no
-progress is out whatever its pool has left, for it serves nobody. One that fails or is slow is out only while at least
-half of its pool is not, and the last one never.
+Pure: facts and the time go in, actions come out; `router.probes.health_watch` executes them. A worker without progress
+is always ejected, because it serves no request. A failing or slow worker is ejected only if at least half of its pool
+stays; the last worker of a pool is never ejected for these reasons.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tandem.errors import InternalError
 
 class HealthState(StrEnum):
     HEALTHY = "healthy"
-    SUSPECT = "suspect"  # takes requests; after failures it is asked to answer a canary
+    SUSPECT = "suspect"  # takes requests; after failures, it gets a canary
     EJECTED = "ejected"  # takes none
-    PROBATION = "probation"  # takes none until it answered a canary, then twice as many every second
+    PROBATION = "probation"  # takes none until it passes a canary; then its limit doubles every second
 
 
 class EjectReason(StrEnum):
@@ -51,13 +51,13 @@ class HealthRules:
 
     suspect_failures: int = 3  # in a row
     eject_failures: int = 5
-    slow_factor: float = 4.0  # of the median of its peers
-    slow_floor_s: float = 0.02  # and at least so much slower
+    slow_factor: float = 4.0  # times the median of its peers
+    slow_floor_s: float = 0.02  # and at least this much slower
     slow_samples: int = 24
     first_ejection_s: float = 5.0
     longest_ejection_s: float = 120.0
-    probation_requests: int = 16  # at once; beyond, it is healthy
-    step_s: float = 1.0  # between two canaries, and two enlargements of its share
+    probation_requests: int = 16  # at once; above this limit the worker is healthy
+    step_s: float = 1.0  # between two canaries, and between two increases of the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """Of a worker with outstanding work: for how long it showed nothing, and how long it may."""
+    """How long a worker with outstanding work has shown no progress, and how long it may."""
 
     key: WorkerKey
     silent_s: float
@@ -76,8 +76,8 @@ class Silence:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """The worker is stuck: its requests go on elsewhere."""
+class MigrateRequests:
+    """The worker is stalled: migrate its requests."""
 
     key: WorkerKey
     silent_s: float
@@ -85,30 +85,30 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class SendCanary:
-    """Ends with a call of `HealthBoard.canary_ended`."""
+    """The caller sends a canary and reports its result to `HealthBoard.canary_ended`."""
 
     key: WorkerKey
 
 
-Action = Move | SendCanary
+HealthAction = MigrateRequests | SendCanary
 
 
 @dataclass(slots=True)
 class WorkerHealth:
-    """One worker. The only way to another state is `_enter`."""
+    """The state of one worker; only `_enter` changes it."""
 
     pool: Pool
     state: HealthState = HealthState.HEALTHY
-    is_up: bool = False  # its link stands
+    is_up: bool = False  # its link is connected
     failures: int = 0  # in a row
-    is_silent: bool = False  # what makes it suspect
-    admitted: int = 0  # in probation: requests at once
-    until_s: float = 0.0  # ejected
-    ejections: int = 0  # lately
-    since_s: float = 0.0  # in this state
+    is_silent: bool = False  # why it is suspect: no progress
+    admitted: int = 0  # in probation: the limit of requests at once
+    until_s: float = 0.0  # end of the ejection
+    ejections: int = 0  # recent ones; sets the length of the next
+    since_s: float = 0.0  # start of this state
     next_step_s: float = 0.0
     canary_out: bool = False
-    latency_s: float = 0.0  # recent ones count most
+    latency_s: float = 0.0  # moving mean
     samples: int = 0
 
     def suspect(self, now_s: float, *, is_silent: bool) -> None:
@@ -120,8 +120,10 @@ class WorkerHealth:
         self.is_silent = False
 
     def eject(self, now_s: float, rules: HealthRules, *, is_alone: bool) -> None:
-        """Twice as long as the last time, unless it was well for long in between. One that has no peers is asked
-        again at once: nobody else could serve."""
+        """Ejects for twice as long as last time; a long healthy period resets that.
+
+        A worker without peers is retried after one step, because no other worker could serve.
+        """
         if self.state is HealthState.HEALTHY and now_s - self.since_s > rules.longest_ejection_s:
             self.ejections = 0
         for_s = min(rules.first_ejection_s * 2**self.ejections, rules.longest_ejection_s)
@@ -131,12 +133,12 @@ class WorkerHealth:
         self.failures = self.samples = 0
         self.is_silent = False
 
-    def try_again(self, now_s: float) -> None:
+    def begin_probation(self, now_s: float) -> None:
         self._enter(HealthState.PROBATION, now_s)
         self.admitted, self.next_step_s = 0, now_s
 
     def admit_more(self, now_s: float, rules: HealthRules) -> None:
-        """In probation, it did something well."""
+        """Doubles the limit after a success in probation, at most once per step."""
         if now_s < self.next_step_s and self.admitted:
             return
         self.next_step_s = now_s + rules.step_s
@@ -144,7 +146,7 @@ class WorkerHealth:
         if self.admitted > rules.probation_requests:
             self._enter(HealthState.HEALTHY, now_s)
 
-    def measured(self, latency_s: float) -> None:
+    def add_latency(self, latency_s: float) -> None:
         self.samples += 1
         self.latency_s += (latency_s - self.latency_s) / min(self.samples, 16)
 
@@ -156,14 +158,14 @@ class WorkerHealth:
 
 @dataclass(slots=True)
 class HealthBoard:
-    """All workers of a router. Facts about workers it does not know are ignored."""
+    """The health of all workers of a router. Facts about unknown workers are ignored."""
 
     rules: HealthRules = HealthRules()
-    ejected: Counter[tuple[Role, EjectReason]] = field(default_factory=Counter)  # so often, ever
-    changes: int = 0  # grows whenever another set of workers may take requests
+    ejected: Counter[tuple[Role, EjectReason]] = field(default_factory=Counter)  # ejections since the start
+    changes: int = 0  # incremented when the set of workers that may take requests changes
     _workers: dict[WorkerKey, WorkerHealth] = field(default_factory=dict)
 
-    # ---- who there is
+    # ---- members
 
     def add(self, key: WorkerKey, model: str, role: Role) -> None:
         self._workers.setdefault(key, WorkerHealth(Pool(model, role)))
@@ -180,7 +182,7 @@ class HealthBoard:
         return HealthState.HEALTHY if worker is None else worker.state
 
     def admits(self, key: WorkerKey, requests: int) -> bool:
-        """May it be given another request, while it has so many of ours?"""
+        """Whether the worker may get another request; it has `requests` of this router."""
         worker = self._workers.get(key)
         if worker is None or worker.state is HealthState.HEALTHY:
             return True
@@ -196,13 +198,13 @@ class HealthBoard:
         return all(worker.state is HealthState.HEALTHY for worker in self._workers.values())
 
     def counts(self) -> Counter[tuple[Role, HealthState]]:
-        """Of the workers whose link stands."""
+        """Workers with a connected link, by role and state."""
         return Counter((worker.pool.role, worker.state) for worker in self._workers.values() if worker.is_up)
 
     # ---- facts
 
     def succeeded(self, key: WorkerKey, now_s: float, latency_s: float | None) -> None:
-        """It did its part of a request. `latency_s`: None where it could not be measured."""
+        """The worker completed its part of a request. `latency_s` None: not measured."""
         worker = self._workers.get(key)
         if worker is None:
             return
@@ -212,12 +214,12 @@ class HealthBoard:
         elif worker.state is HealthState.PROBATION and worker.admitted:
             self._admit_more(worker, now_s)
         if latency_s is not None:
-            worker.measured(latency_s)
+            worker.add_latency(latency_s)
             if worker.samples % self.rules.slow_samples == 0 and self._is_outlier(key, worker):
                 self._eject(key, worker, EjectReason.SLOW, now_s)
 
     def failed(self, key: WorkerKey, now_s: float) -> None:
-        """A typed failure for which it may be to blame."""
+        """A request failed with an error that the worker may have caused."""
         worker = self._workers.get(key)
         if worker is None or worker.state is HealthState.EJECTED:
             return
@@ -230,7 +232,7 @@ class HealthBoard:
             worker.suspect(now_s, is_silent=False)
 
     def canary_ended(self, key: WorkerKey, now_s: float, *, passed: bool | None) -> None:
-        """`passed` None: it could not be asked."""
+        """Takes the result of a canary. `passed` None: it could not be sent, or the worker refused it."""
         worker = self._workers.get(key)
         if worker is None:
             return
@@ -240,7 +242,7 @@ class HealthBoard:
         elif passed and worker.state is HealthState.PROBATION:
             self._admit_more(worker, now_s)
         elif passed and worker.state is HealthState.SUSPECT:
-            worker.clear(now_s)  # its failures are not forgotten: only a real request does that
+            worker.clear(now_s)  # keeps the failure count: only a real request resets it
         elif worker.state is HealthState.PROBATION:
             self._fall_back(key, worker, EjectReason.CANARY, now_s)
         elif worker.state is HealthState.SUSPECT:
@@ -249,14 +251,14 @@ class HealthBoard:
 
     # ---- time
 
-    def check(self, now_s: float, silences: Iterable[Silence]) -> list[Action]:
-        """What follows from the time alone. `silences`: of all workers with outstanding work that report steps."""
-        actions: list[Action] = []
+    def check(self, now_s: float, silences: Iterable[Silence]) -> list[HealthAction]:
+        """The actions due at `now_s`. `silences`: one per worker with outstanding work that reports steps."""
+        actions: list[HealthAction] = []
         seen = {silence.key: silence for silence in silences}
         for key, worker in self._workers.items():
             actions += self._judge_silence(key, worker, seen.get(key), now_s)
             if worker.state is HealthState.EJECTED and now_s >= worker.until_s and worker.is_up:
-                worker.try_again(now_s)
+                worker.begin_probation(now_s)
             if self._needs_canary(worker) and now_s >= worker.next_step_s:
                 worker.canary_out = True
                 actions.append(SendCanary(key))
@@ -264,11 +266,11 @@ class HealthBoard:
 
     def _judge_silence(
         self, key: WorkerKey, worker: WorkerHealth, silence: Silence | None, now_s: float
-    ) -> Iterator[Action]:
+    ) -> Iterator[HealthAction]:
         if silence is not None and silence.silent_s > silence.limit_s:
             if worker.state is not HealthState.EJECTED:
-                self._out(key, worker, EjectReason.STALLED, now_s)
-            yield Move(key, silence.silent_s)
+                self._eject_now(key, worker, EjectReason.STALLED, now_s)
+            yield MigrateRequests(key, silence.silent_s)
         elif silence is not None and silence.silent_s > silence.limit_s / 2:
             if worker.state is HealthState.HEALTHY:
                 worker.suspect(now_s, is_silent=True)
@@ -283,20 +285,20 @@ class HealthBoard:
     # ---- decisions
 
     def _eject(self, key: WorkerKey, worker: WorkerHealth, reason: EjectReason, now_s: float) -> bool:
-        """Unless too many of its pool would be out."""
+        """Ejects the worker unless more than half of its pool would be out. Returns whether it did."""
         pool = [each for each in self._workers.values() if each.pool == worker.pool and each.is_up]
         out = sum(each.state is HealthState.EJECTED for each in pool) + 1
-        may = worker.state is not HealthState.EJECTED and 2 * out <= len(pool)
-        if may:
-            self._out(key, worker, reason, now_s)
-        return may
+        is_allowed = worker.state is not HealthState.EJECTED and 2 * out <= len(pool)
+        if is_allowed:
+            self._eject_now(key, worker, reason, now_s)
+        return is_allowed
 
     def _fall_back(self, key: WorkerKey, worker: WorkerHealth, reason: EjectReason, now_s: float) -> None:
-        """Probation failed. One that may not be ejected waits for the next canary."""
+        """Ends a failed probation. A worker that may not be ejected waits for the next canary."""
         if not self._eject(key, worker, reason, now_s):
             worker.admitted, worker.next_step_s = 0, now_s + self.rules.step_s
 
-    def _out(self, key: WorkerKey, worker: WorkerHealth, reason: EjectReason, now_s: float) -> None:
+    def _eject_now(self, key: WorkerKey, worker: WorkerHealth, reason: EjectReason, now_s: float) -> None:
         worker.eject(now_s, self.rules, is_alone=not self._peers(key, worker.pool))
         self.ejected[worker.pool.role, reason] += 1
         self.changes += 1

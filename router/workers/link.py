@@ -114,7 +114,7 @@ class WorkerLink:
         began = not self._sinks
         self._sinks[wire_id] = sink
         if began:
-            self.progress.began(time.monotonic())
+            self.progress.work_started(time.monotonic())
             self._listener.work_began(self)
 
     def detach(self, wire_id: str) -> None:
@@ -228,7 +228,7 @@ class WorkerLink:
         sinks = self._sinks
         now_s = time.monotonic()
         if frame.sent_at_s:
-            self._offset.frame(frame.sent_at_s, now_s)
+            self._offset.add_sample(frame.sent_at_s, now_s)
         for reserved in frame.reserved:
             if (sink := sinks.get(reserved.request_id)) is not None:
                 sink.on_reserved(self, reserved)
@@ -254,7 +254,7 @@ class WorkerLink:
             self.reaches = frozenset((life.worker_id, life.epoch) for life in frame.reach.lives)
             self._listener.load_changed(self)
         if frame.reserved or frame.tokens or frame.handoffs or frame.ended or frame.prompt_scores:
-            self.progress.spoke(now_s)
+            self.progress.request_event(now_s)
         if frame.HasField("meters"):
             self.meters.take(frame.meters, now_s)
         if frame.HasField("load"):
@@ -264,7 +264,7 @@ class WorkerLink:
 
     def _take_load(self, load: worker_pb2.WorkerLoad, now_s: float) -> None:
         self.load = load
-        self.progress.reported(
+        self.progress.load_reported(
             now_s,
             steps=load.steps if load.HasField("steps") else None,
             has_work=load.running_requests + load.waiting_requests > 0,

@@ -1,4 +1,4 @@
-"""What one worker told of its steps, and how well they used the device lately. Pure."""
+"""The step meters that one worker reported, and its recent device utilization. Pure."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ class _Moment:
 
 
 class MeterHistory:
-    """`latest`: None until the worker has told something."""
+    """`latest`: the last report; None before the first."""
 
     def __init__(self) -> None:
         self.latest: worker_pb2.WorkerMeters | None = None
         self._moments: deque[_Moment] = deque()
 
     def take(self, meters: worker_pb2.WorkerMeters, now_s: float) -> None:
-        """The steps' histograms are left out where they are not as ours."""
-        fitting = [each for each in meters.steps if each.kind in _KINDS and len(each.counts) == len(STEP_BOUNDS_S) + 1]
-        if len(fitting) != len(meters.steps):
+        """Records a report, without step histograms of unknown kinds or other buckets."""
+        known = [each for each in meters.steps if each.kind in _KINDS and len(each.counts) == len(STEP_BOUNDS_S) + 1]
+        if len(known) != len(meters.steps):
             del meters.steps[:]
-            meters.steps.extend(fitting)
+            meters.steps.extend(known)
         self.latest = meters
         stepping_s = sum(each.total_s for each in meters.steps)
         self._moments.append(_Moment(now_s, meters.flops, meters.memory_bytes, stepping_s))
         self._forget(now_s)
 
     def mfu(self, now_s: float) -> float | None:
-        """Share of the peak arithmetic that the steps of the last WINDOW_S reached; None when there were none."""
+        """Share of peak FLOP/s that the steps of the last WINDOW_S reached; None if there were none."""
         used = self._used(now_s)
         peak = 0.0 if self.latest is None else self.latest.peak_flops_per_s
         return used.flops / (used.stepping_s * peak) if used is not None and peak > 0 else None
 
     def mbu(self, now_s: float) -> float | None:
-        """As `mfu`, of the memory's bandwidth."""
+        """As `mfu`, for memory bandwidth."""
         used = self._used(now_s)
         peak = 0.0 if self.latest is None else self.latest.peak_memory_bytes_per_s
         return used.memory_bytes / (used.stepping_s * peak) if used is not None and peak > 0 else None
@@ -61,7 +61,7 @@ class MeterHistory:
         return _Moment(now_s, last.flops - first.flops, last.memory_bytes - first.memory_bytes, stepping_s)
 
     def _forget(self, now_s: float) -> None:
-        """Keeps the last moment before the window: what was done since then is the window's."""
+        """Keeps the last moment before the window as its baseline."""
         moments = self._moments
         while len(moments) > 1 and moments[1].at_s <= now_s - WINDOW_S:
             moments.popleft()

@@ -284,6 +284,13 @@ class RouterSpec(Frozen):
     keep_alive_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         75.0, description="An HTTP connection without a request is closed after this."
     )
+    record: str | None = Field(
+        None,
+        min_length=1,
+        description="A folder in which the router keeps the last minutes of its decisions (at most 128 MiB), for "
+        "`tandem replay`; unset: nothing is recorded.",
+    )
+    record_text: bool = Field(False, description="Recordings also hold token ids and text.")
     dashboard: bool = Field(True, description="Serve the web dashboard at `/dashboard` on the HTTP port.")
     index_memory_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = Field(
         64 << 20,

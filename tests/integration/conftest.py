@@ -60,6 +60,7 @@ def routed(short_folder: Path, forks: ForkServer) -> Callable[..., AbstractAsync
         engine: EngineSpec | None = None,
         observability: ObservabilitySpec | None = None,
         auth: AuthSpec | None = None,
+        router: RouterSpec | None = None,
     ) -> AsyncIterator[Routed]:
         model = ModelSpec(source=str(model_dir), engine=engine or EngineSpec(kv_blocks=256))
         roles = {f"prefill-{n}": Role.PREFILL for n in range(prefill)}
@@ -68,7 +69,7 @@ def routed(short_folder: Path, forks: ForkServer) -> Callable[..., AbstractAsync
             await asyncio.gather(
                 *(running.start(worker_id, role, model, TransferSpec()) for worker_id, role in roles.items())
             )
-            app = RouterApp(router_launch(model, model_dir, running.controller_address, observability, auth))
+            app = RouterApp(router_launch(model, model_dir, running.controller_address, observability, auth, router))
             await app.start()
             try:
                 await until(lambda: app.dispatcher.fleet.count_ready(Role.DECODE) == decode)
@@ -92,6 +93,7 @@ def router_launch(
     controller_address: str,
     observability: ObservabilitySpec | None = None,
     auth: AuthSpec | None = None,
+    router: RouterSpec | None = None,
 ) -> RouterLaunch:
     served = ServedModel(
         name="tiny",
@@ -102,7 +104,7 @@ def router_launch(
     return RouterLaunch(
         cluster="test",
         router_id="router-0",
-        router=RouterSpec(http_port=0, grpc_port=0, disaggregation=Disaggregation.ALWAYS),
+        router=router or RouterSpec(http_port=0, grpc_port=0, disaggregation=Disaggregation.ALWAYS),
         models=(served,),
         controller_address=controller_address,
         redis_url=None,

@@ -19,7 +19,7 @@ import pytest_asyncio
 from router.app import RouterApp
 from router.policies.types import Candidate
 from router.requests.request import RawRequest, RawSampling
-from router.testing.index import Server
+from router.testing.index import RedisServer
 from router.testing.stub_worker import until
 from router.workers.fleet import Worker
 from tandem.checkpoint.model_config import fingerprint
@@ -141,7 +141,7 @@ async def router(number: int, model_dir: Path, controller_address: str, redis_ur
 async def running_world(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> AsyncIterator[World]:
     folder = tmp_path_factory.mktemp("w")
     model_dir = write_tiny_llama(folder / "tiny", vocab=VOCAB, seed=1, scale=2.0)
-    redis = Server(folder)
+    redis = RedisServer(folder)
     redis.start()
     try:
         async with AsyncExitStack() as stack:

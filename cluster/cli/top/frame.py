@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from router.dashboard.cluster_status import with_all_workers, with_links
-from router.dashboard.snapshot import VERSION, Event, Flow, Queue, Request, Snapshot, Worker
+from router.dashboard.snapshot import VERSION, EventRow, FlowRow, QueueRow, RequestRow, Snapshot, WorkerRow
 from tandem.errors import UnavailableError
 from tandem.v1 import cluster_pb2
 
@@ -37,11 +37,11 @@ class Frame:
     version: str
     redis: str
     routers: list[RouterRow]
-    workers: list[Worker]
-    flows: list[Flow]
-    queues: list[Queue]
-    requests: list[Request]
-    events: list[Event]
+    workers: list[WorkerRow]
+    flows: list[FlowRow]
+    queues: list[QueueRow]
+    requests: list[RequestRow]
+    events: list[EventRow]
 
 
 def parse_snapshot(raw: bytes) -> Snapshot:
@@ -78,9 +78,9 @@ def build(status: cluster_pb2.ClusterStatus, views: Sequence[Snapshot]) -> Frame
     )
 
 
-def worst_of_each(views: Iterable[Snapshot]) -> list[Worker]:
+def worst_of_each(views: Iterable[Snapshot]) -> list[WorkerRow]:
     """Each life once, with the worst health that a router gave it."""
-    found: dict[tuple[str, str], Worker] = {}
+    found: dict[tuple[str, str], WorkerRow] = {}
     for worker in (worker for view in views for worker in view.workers):
         key = worker.worker_id, worker.epoch
         known = found.get(key)
@@ -89,12 +89,12 @@ def worst_of_each(views: Iterable[Snapshot]) -> list[Worker]:
     return list(found.values())
 
 
-def _badness(worker: Worker) -> int:
+def _badness(worker: WorkerRow) -> int:
     return _HEALTH.index(worker.health) if worker.health in _HEALTH else -1
 
 
-def _flows(flows: Iterable[Flow]) -> list[Flow]:
-    found: dict[tuple[str, str], Flow] = {}
+def _flows(flows: Iterable[FlowRow]) -> list[FlowRow]:
+    found: dict[tuple[str, str], FlowRow] = {}
     for flow in flows:
         pair = flow.prefill_worker, flow.decode_worker
         known = found.get(pair)
@@ -114,8 +114,8 @@ def _flows(flows: Iterable[Flow]) -> list[Flow]:
     return list(found.values())
 
 
-def _queues(queues: Iterable[Queue]) -> list[Queue]:
-    found: dict[str, Queue] = {}
+def _queues(queues: Iterable[QueueRow]) -> list[QueueRow]:
+    found: dict[str, QueueRow] = {}
     for queue in queues:
         known = found.get(queue.name)
         found[queue.name] = (

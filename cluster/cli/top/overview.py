@@ -11,7 +11,7 @@ from rich.text import Text
 from cluster.cli.console import fitted
 from cluster.cli.top.frame import Frame, RouterRow
 from cluster.cli.top.tables import FLOWS, REQUESTS, WORKERS, Column, Item, number, seconds
-from router.dashboard.snapshot import Percentiles, Queue, Worker
+from router.dashboard.snapshot import LatencyPercentiles, QueueRow, WorkerRow
 from tandem.text.words import size
 
 STYLES = {
@@ -77,7 +77,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     )
 
 
-def block_bar(worker: Worker, width: int) -> Text:
+def block_bar(worker: WorkerRow, width: int) -> Text:
     """In use, leased, cached, free."""
     blocks = worker.blocks
     if not blocks.total:
@@ -120,11 +120,11 @@ def _routers(routers: Sequence[RouterRow], width: int) -> Table:
     return fitted(width, titles, rows, left=(titles[0], titles[-1]), spare=_SPARE_ROUTERS, header_style="dim")
 
 
-def _pair(found: Percentiles) -> str:
+def _pair(found: LatencyPercentiles) -> str:
     return "–" if found.p50 is None else f"{seconds(found.p50)} / {seconds(found.p99)}"
 
 
-def _queues(queues: Sequence[Queue]) -> Text:
+def _queues(queues: Sequence[QueueRow]) -> Text:
     parts = [
         f"{queue.name} {queue.queued} waiting" + (f", {number(refused)} refused" if refused else "")
         for queue in queues
@@ -133,7 +133,7 @@ def _queues(queues: Sequence[Queue]) -> Text:
     return Text("queues: " + "   ".join(parts), no_wrap=True, overflow="ellipsis")
 
 
-def _workers(workers: Sequence[Worker], width: int) -> Table:
+def _workers(workers: Sequence[WorkerRow], width: int) -> Table:
     columns = [column for column in WORKERS if column.title in _WORKERS]
     bar = max(8, min(40, width - 62 if width < NARROW else width - 86))
     rows = [[*(_cell(column, worker) for column in columns), block_bar(worker, bar)] for worker in workers]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from router.dashboard.snapshot import Event, Flow, Request, Worker
+from router.dashboard.snapshot import EventRow, FlowRow, RequestRow, WorkerRow
 from tandem.text.words import size
 
 Item = TypeVar("Item")
@@ -80,7 +80,7 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "–"
 
 
-def path_of(request: Request) -> str:
+def path_of(request: RequestRow) -> str:
     if not request.decode_worker:
         return "–"
     way = f"{request.prefill_worker} → {request.decode_worker}" if request.prefill_worker else request.decode_worker
@@ -102,18 +102,18 @@ def _figure(title: str, value: Callable[[Any], float | None], write: Callable[[f
     return Column(title, lambda item: write(value(item)), value)
 
 
-def _busy(worker: Worker) -> float:
+def _busy(worker: WorkerRow) -> float:
     blocks = worker.blocks
     return (blocks.in_use + blocks.leased) / blocks.total if blocks.total else 0.0
 
 
-def _pace(worker: Worker) -> str:
+def _pace(worker: WorkerRow) -> str:
     if worker.prefill_tokens_per_s is not None:
         return f"{number(worker.prefill_tokens_per_s)} tok/s"
     return "–" if worker.tpot_s is None else f"{seconds(worker.tpot_s)}/tok"
 
 
-WORKERS: tuple[Column[Worker], ...] = (
+WORKERS: tuple[Column[WorkerRow], ...] = (
     _text("worker", lambda worker: worker.worker_id),
     _text("role", lambda worker: worker.role),
     _text("state", lambda worker: worker.state.replace("_", " ")),
@@ -131,7 +131,7 @@ WORKERS: tuple[Column[Worker], ...] = (
     _text("reason", lambda worker: worker.reason),
 )
 
-FLOWS: tuple[Column[Flow], ...] = (
+FLOWS: tuple[Column[FlowRow], ...] = (
     _text("prefill", lambda flow: flow.prefill_worker),
     _text("decode", lambda flow: flow.decode_worker),
     _figure("KV/s", lambda flow: flow.bytes_per_s, size),
@@ -146,7 +146,7 @@ FLOWS: tuple[Column[Flow], ...] = (
     _figure("link B/s", lambda flow: flow.link_bytes_per_s, size),
 )
 
-REQUESTS: tuple[Column[Request], ...] = (
+REQUESTS: tuple[Column[RequestRow], ...] = (
     _text("request", lambda request: request.request_id),
     _text("state", lambda request: (request.error or request.state).replace("_", " ")),
     _text("path", path_of),
@@ -159,7 +159,7 @@ REQUESTS: tuple[Column[Request], ...] = (
     _figure("KV", lambda request: request.handoff_bytes, lambda value: size(value) if value else "–"),
 )
 
-EVENTS: tuple[Column[Event], ...] = (
+EVENTS: tuple[Column[EventRow], ...] = (
     Column("at", lambda event: clock(event.last_unix_s), lambda event: event.last_unix_s),
     _text("what", lambda event: event.kind.replace("_", " ")),
     _text("who", lambda event: event.subject),

@@ -1,4 +1,4 @@
-"""Admission as Prometheus metrics, read when they are asked for. Labels are configured classes, never tenants."""
+"""The core's queue and requests as Prometheus metrics, read at a scrape. Classes are labels, tenants never are."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from router.admission.admission import Admission
+from router.requests.core import RequestCore
 
 
-class AdmissionCollector(Collector):
-    def __init__(self, admission: Admission[object]) -> None:
-        self._admission = admission
+class CoreCollector(Collector):
+    def __init__(self, core: RequestCore) -> None:
+        self._core = core
+        self._admission = core.admission
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        yield GaugeMetricFamily("tandem_queued_requests", "Requests in the queue now.", value=len(self._admission))
+        yield GaugeMetricFamily("tandem_running_requests", "Requests on workers now.", value=len(self._core.placer))
+        failures = CounterMetricFamily(
+            "tandem_observer_failures", "Facts that an observer of requests failed on.", labels=["observer"]
+        )
+        for observer, count in self._core.facts.failures.items():
+            failures.add_metric([observer], count)
+        yield failures
         queued = GaugeMetricFamily("tandem_class_queued_requests", "Requests in the queue now.", labels=["class"])
         for name, count in self._admission.queued_by_class().items():
             queued.add_metric([name], count)
@@ -27,7 +36,7 @@ class AdmissionCollector(Collector):
         yield refused
         rates = GaugeMetricFamily(
             "tandem_drain_tokens_per_second",
-            "Prompt tokens that a pool prefills while requests wait.",
+            "Prompt tokens per second that a pool prefills while requests wait.",
             labels=["model"],
         )
         for model, rate in self._admission.rates().items():

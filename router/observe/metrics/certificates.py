@@ -1,4 +1,4 @@
-"""When the certificates that this router shows will expire, read from their files when metrics are asked for."""
+"""Expiry of the certificates this router presents, read from their files at each scrape."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ log = logging.getLogger(__name__)
 
 
 class CertificateCollector(Collector):
-    """Args: `files` are PEM files by what they are for (`edge`, `internal`), a metric label."""
+    """Args:
+    files: PEM files by use (`edge`, `internal`); the use is a metric label.
+    """
 
     def __init__(self, files: Mapping[str, str]) -> None:
         self._files = dict(files)
@@ -22,7 +24,7 @@ class CertificateCollector(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         family = GaugeMetricFamily(
             "tandem_certificate_expiry_timestamp_seconds",
-            "When the first certificate of a file expires, in Unix time.",
+            "Unix time at which the first certificate of the file expires.",
             labels=["use"],
         )
         for use, path in self._files.items():
@@ -32,10 +34,10 @@ class CertificateCollector(Collector):
 
 
 def first_expiry_s(path: str) -> float | None:
-    """Unix time. None when the file cannot be read just now: what was read before stays in use."""
+    """Unix time of the earliest expiry in the file; None if it cannot be read."""
     try:
         certificates = x509.load_pem_x509_certificates(Path(path).read_bytes())
     except (OSError, ValueError) as error:
-        log.warning("%s cannot be read: %s", path, error)
+        log.warning("cannot read certificate %s: %s", path, error)
         return None
     return min(certificate.not_valid_after_utc.timestamp() for certificate in certificates)

@@ -1,4 +1,4 @@
-"""What the cluster's time costs, and what it buys. Every router counts the whole cluster."""
+"""Cost of the cluster's ranks and of its tokens. Every router counts the whole cluster."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from collections.abc import Iterable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.observe.metrics.workers import Place
+from router.observe.metrics.workers import SpecWorker
 from router.workers.fleet import Fleet
 from tandem.clock import Clock
 
 WINDOW_S = 300.0
-BETWEEN_S = 5.0  # two moments of the window lie at least so far apart
+BETWEEN_S = 5.0  # least distance between two moments of the window
 
-Pool = tuple[str, str]  # model, role
+PoolKey = tuple[str, str]  # model, role
 
 
 class CostMeter:
-    """Pure. Ranks cost from when they are known (`set_ranks`), whether they work or not."""
+    """Accrues cost for all known ranks, busy or idle. Pure apart from the clock."""
 
     def __init__(self, per_rank_hour: float, clock: Clock) -> None:
-        self.total: dict[Pool, float] = {}  # so far
+        self.total: dict[PoolKey, float] = {}  # accrued so far
         self._per_rank_s = per_rank_hour / 3600
         self._clock = clock
-        self._ranks: Mapping[Pool, int] = {}
+        self._ranks: Mapping[PoolKey, int] = {}
         self._since_s = clock.now_s()
         self._moments: deque[tuple[float, dict[str, float], dict[str, int]]] = deque()  # time, cost, tokens by model
 
-    def per_hour(self) -> dict[Pool, float]:
+    def per_hour(self) -> dict[PoolKey, float]:
         return {pool: ranks * self._per_rank_s * 3600 for pool, ranks in self._ranks.items()}
 
-    def set_ranks(self, ranks: Mapping[Pool, int]) -> None:
+    def set_ranks(self, ranks: Mapping[PoolKey, int]) -> None:
         self.accrue()
         self._ranks = ranks
 
@@ -43,8 +43,10 @@ class CostMeter:
         self._since_s = now_s
 
     def per_million_tokens(self, tokens: Mapping[str, int]) -> dict[str, float]:
-        """Over the last WINDOW_S, by model. `tokens`: generated so far by the workers there are; where it shrank a
-        worker was replaced, and the window begins anew."""
+        """Cost per million generated tokens over the last WINDOW_S, by model.
+
+        `tokens`: totals of the present workers, by model. If one decreased, a worker was replaced: the window restarts.
+        """
         self.accrue()
         now_s, cost = self._clock.now_s(), self._by_model()
         moments = self._moments
@@ -69,10 +71,10 @@ class CostMeter:
         return found
 
 
-def ranks_of(places: Iterable[Place]) -> Counter[Pool]:
-    ranks: Counter[Pool] = Counter()
-    for place in places:
-        ranks[place.model, place.role.value] += place.ranks
+def ranks_of(workers: Iterable[SpecWorker]) -> Counter[PoolKey]:
+    ranks: Counter[PoolKey] = Counter()
+    for worker in workers:
+        ranks[worker.model, worker.role.value] += worker.ranks
     return ranks
 
 
@@ -83,16 +85,20 @@ class CostCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         self._meter.accrue()
-        hourly = GaugeMetricFamily("tandem_cost_per_hour", "Price of the pools.", labels=("model", "role"))
+        hourly = GaugeMetricFamily("tandem_cost_per_hour", "Price of the pools per hour.", labels=("model", "role"))
         for pool, price in self._meter.per_hour().items():
             hourly.add_metric(pool, price)
         yield hourly
-        total = CounterMetricFamily("tandem_cost", "Price of the pools' time so far.", labels=("model", "role"))
+        total = CounterMetricFamily(
+            "tandem_cost", "Cost of the pools since the router started.", labels=("model", "role")
+        )
         for pool, cost in self._meter.total.items():
             total.add_metric(pool, cost)
         yield total
         each = GaugeMetricFamily(
-            "tandem_cost_per_million_tokens", "Generated tokens, over the last five minutes.", labels=("model",)
+            "tandem_cost_per_million_tokens",
+            "Cost per million generated tokens over the last five minutes.",
+            labels=("model",),
         )
         for model, price in self._meter.per_million_tokens(self._tokens()).items():
             each.add_metric((model,), price)

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from router.observe.metrics.labelled import Counter
+from router.observe.metrics.instruments import Counter
 from router.probes.canary import CanaryResult
 from router.workers.health import EjectReason, HealthBoard, HealthState
 from tandem.config.spec import Role
@@ -18,8 +18,8 @@ from tandem.config.spec import Role
 class CanaryPurpose(StrEnum):
     """A metric label."""
 
-    WORKER = "worker"  # is this worker well again?
-    READINESS = "readiness"  # can the cluster serve at all?
+    WORKER = "worker"  # tests one worker that is suspect or in probation
+    READINESS = "readiness"  # tests whether the cluster serves a model
 
 
 class HealthMetrics(Collector):
@@ -28,7 +28,7 @@ class HealthMetrics(Collector):
     def __init__(self, registry: CollectorRegistry, board: HealthBoard) -> None:
         self._board = board
         self._canaries = Counter(
-            "tandem_canaries", "Canaries by what for and result.", ("purpose", "result"), registry=registry
+            "tandem_canaries", "Canaries by purpose and result.", ("purpose", "result"), registry=registry
         )
         registry.register(self)
 
@@ -37,8 +37,10 @@ class HealthMetrics(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         counts, ejected = self._board.counts(), self._board.ejected
-        health = GaugeMetricFamily("tandem_worker_health", "Linked workers by health.", labels=("role", "state"))
-        ejections = CounterMetricFamily("tandem_ejections", "Workers left out.", labels=("role", "reason"))
+        health = GaugeMetricFamily("tandem_worker_health", "Linked workers by health state.", labels=("role", "state"))
+        ejections = CounterMetricFamily(
+            "tandem_ejections", "Ejections of workers by reason.", labels=("role", "reason")
+        )
         for role in Role:
             for state in HealthState:
                 health.add_metric((role.value, state.value), counts[role, state])

@@ -1,4 +1,4 @@
-"""The prefix index as Prometheus metrics, read when they are asked for."""
+"""Metrics of the prefix index, read at each scrape."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ class IndexCollector(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         yield GaugeMetricFamily("tandem_index_blocks", "Distinct blocks in the prefix index.", len(self._mirror))
-        yield GaugeMetricFamily(
-            "tandem_index_workers", "Workers the prefix index knows of.", len(self._mirror.workers())
-        )
+        yield GaugeMetricFamily("tandem_index_workers", "Workers in the prefix index.", len(self._mirror.workers()))
         yield CounterMetricFamily(
             "tandem_index_lost_blocks",
-            "Blocks not noted because router.index_memory_bytes is too small.",
+            "Blocks not recorded because router.index_memory_bytes is too small.",
             self._mirror.lost_blocks,
         )
         if self._follower is None:
             return
         yield GaugeMetricFamily("tandem_index_redis_up", "Whether Redis answers.", float(self._follower.connected))
         faults = CounterMetricFamily(
-            "tandem_index_faults", "Times a worker's part of the index was thrown away or unreadable.", labels=["fault"]
+            "tandem_index_faults", "Times a worker's blocks were dropped or its data was unreadable.", labels=["fault"]
         )
         for fault in IndexFault:
             faults.add_metric([fault.value], self._follower.faults.get(fault, 0))

@@ -1,4 +1,4 @@
-"""How late the event loop is: what every token of every request waits for. A gauge of the router's own health."""
+"""How late the router's event loop runs its timers: the delay that every token of every request may see."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WINDOW_S = 10.0
 
 
 class LoopLag(Collector):
-    """The worst of the last window, or of the one that is under way."""
+    """The worst lag of the last window and the open one."""
 
     def __init__(self) -> None:
         self._last_s = self._now_s = 0.0
@@ -31,7 +31,7 @@ class LoopLag(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         worst_s = max(self._last_s, self._now_s)
-        yield GaugeMetricFamily("tandem_event_loop_lag_seconds", "How late the event loop was at worst.", worst_s)
+        yield GaugeMetricFamily("tandem_event_loop_lag_seconds", "Worst recent lag of the event loop.", worst_s)
 
     def _tick(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
         now_s = loop.time()

@@ -1,26 +1,26 @@
-"""The router's Prometheus metrics. Labels are bounded: served models, end states, error codes, placement reasons."""
+"""Metrics of requests. Label values are bounded: served models, end states, error codes, placement reasons."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvtransfer.session.causes import HandoffCause
-from router.admission.admission import Admission
-from router.observe.metrics.admission import AdmissionCollector
+from kvtransfer.session.causes import HandoffCause, HandoffFault
+from router.observe.metrics.admission import CoreCollector
 from router.observe.metrics.index import IndexCollector
-from router.observe.metrics.labelled import Counter, Gauge, Histogram
+from router.observe.metrics.instruments import Counter, Gauge, Histogram
 from router.observe.slo import SloCollector, slo_outcome
-from router.observe.trace import Attempt, Span, Stage, Trace, overlap_share, received_spans, sent_spans
-from router.policies.types import PlacementReason, WaitReason
+from router.observe.trace import Span, Stage, Traces, overlap_share, received_spans, sent_spans
 from router.prefix_index.follower import PrefixFollower
 from router.prefix_index.mirror import PrefixMirror
-from router.requests.output import Final
+from router.requests import actions as act
+from router.requests.core import RequestCore
+from router.requests.facts import Facts, Placed, Requeued, Waited
+from router.requests.run import RequestRun
 from tandem.config.spec import ClassSpec
-from tandem.errors import ErrorCode
+from tandem.errors import ErrorCode, NotFound
 from tandem.request import RequestState
 from tandem.v1 import worker_pb2
 
@@ -35,16 +35,18 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 
 class RouterMetrics:
-    def __init__(self, registry: CollectorRegistry, models: frozenset[str]) -> None:
+    def __init__(self, registry: CollectorRegistry, models: frozenset[str], *, is_enabled: bool = True) -> None:
+        """Not enabled: observes no request, and has no exposition."""
         self._registry = registry
+        self._is_enabled = is_enabled
         self._models = models
         self._requests = Counter(
             "tandem_requests", "Requests by end state and error code.", ("model", "state", "code"), registry=registry
         )
-        self._ttft = _histogram(registry, "tandem_ttft_seconds", "Received to first token.", _SECONDS)
+        self._ttft = _histogram(registry, "tandem_ttft_seconds", "Time from receipt to first token.", _SECONDS)
         self._ttft_stages = Histogram(
             "tandem_ttft_stage_seconds",
-            "What the time to first token was made of: the stages add up to tandem_ttft_seconds.",
+            "Stages of the time to first token; they add up to tandem_ttft_seconds.",
             ("model", "stage"),
             buckets=_TTFT_STAGE_SECONDS,
             registry=registry,
@@ -53,18 +55,19 @@ class RouterMetrics:
             registry, "tandem_tpot_seconds", "Time per output token after the first.", _TOKEN_SECONDS
         )
         self._itl = _histogram(
-            registry, "tandem_itl_seconds", "Between two tokens of one answer, as they come.", _ITL_SECONDS
+            registry, "tandem_itl_seconds", "Time between two tokens of one answer, as they arrive.", _ITL_SECONDS
         )
         self._slo = Counter(
             "tandem_slo_requests",
-            "Requests by whether they met the objectives of their class: goodput counts those that did.",
+            "Requests by outcome against the objectives of their class; goodput counts `met`.",
             ("model", "class", "outcome"),
             registry=registry,
         )
         self._classes: dict[str, ClassSpec] = {}
-        self._queue = _histogram(registry, "tandem_queue_seconds", "Received to dispatched.", _SECONDS)
-        self._handoff = _histogram(registry, "tandem_handoff_seconds", "First token to decode batch.", _SECONDS)
-        self._total = _histogram(registry, "tandem_e2e_seconds", "Received to finished.", _SECONDS)
+        self._traces: Traces
+        self._queue = _histogram(registry, "tandem_queue_seconds", "Time from receipt to dispatch.", _SECONDS)
+        self._handoff = _histogram(registry, "tandem_handoff_seconds", "Time from first token to joining.", _SECONDS)
+        self._total = _histogram(registry, "tandem_e2e_seconds", "Time from receipt to finish.", _SECONDS)
         self._stages = Histogram(
             "tandem_handoff_stage_seconds",
             "Stages of handoffs that joined (docs/observability.md).",
@@ -80,7 +83,7 @@ class RouterMetrics:
         )
         self._hidden_bytes = Counter(
             "tandem_handoff_hidden_bytes",
-            "KV bytes that were acknowledged before the last layer was computed.",
+            "KV bytes acknowledged before the last layer was computed.",
             ("model",),
             registry=registry,
         )
@@ -91,53 +94,80 @@ class RouterMetrics:
             "tandem_handoff_failures", "Attempts whose handoff failed.", ("model", "cause"), registry=registry
         )
         for model, cause in itertools.product(sorted(models), HandoffCause):
-            self._handoff_failures.labels(model, cause.value)  # a series that begins at 1 shows no increase
+            self._handoff_failures.labels(model, cause.value)  # start at 0: increase() needs a first sample
         self._tokens = Counter("tandem_tokens", "Tokens of finished requests.", ("model", "kind"), registry=registry)
-        self._placements = Counter(
-            "tandem_placements", "Routing decisions by reason.", ("model", "reason"), registry=registry
-        )
+        self._placements = Counter("tandem_placements", "Placements by reason.", ("model", "reason"), registry=registry)
         self._waits = Counter(
             "tandem_waits",
-            "Requests that had to wait at the head of the line, by reason.",
+            "Requests that waited at the head of the queue, by reason.",
             ("model", "reason"),
             registry=registry,
         )
         self._credits = Counter(
             "tandem_index_credit_tokens",
-            "Prompt tokens the prefix index said were cached; wrong: those that had to be computed after all.",
+            "Prompt tokens credited as cached by the prefix index; wrong: those that were not.",
             ("model", "kind"),
             registry=registry,
         )
-        self._retries = Counter("tandem_retries", "Requests put back in line.", ("model", "code"), registry=registry)
-        self._moves = Counter(
-            "tandem_moves", "Requests moved between decode workers, or not.", ("model", "result"), registry=registry
+        self._retries = Counter(
+            "tandem_retries", "Requests put back into the queue.", ("model", "code"), registry=registry
         )
-        self._queued = Gauge("tandem_queued_requests", "Requests in the queue now.", registry=registry).labels()
-        self._running = Gauge("tandem_running_requests", "Requests on workers now.", registry=registry).labels()
+        self._moves = Counter(
+            "tandem_moves", "Moves between decode workers by result.", ("model", "result"), registry=registry
+        )
         self._workers = Gauge("tandem_workers", "Workers that can take requests.", ("role",), registry=registry)
 
     def watch_index(self, mirror: PrefixMirror, follower: PrefixFollower | None) -> None:
-        """Reads the index at every scrape. No `follower`: the cluster has no Redis."""
+        """Reads the index at each scrape. `follower` None: the cluster has no Redis."""
         self._registry.register(IndexCollector(mirror, follower))
 
-    def watch_admission(self, admission: Admission[Any]) -> None:
-        """Reads it at every scrape."""
-        self._registry.register(AdmissionCollector(admission))
+    def watch_core(self, core: RequestCore) -> None:
+        """Reads its queue, its requests under way and its observers' failures at every scrape."""
+        self._registry.register(CoreCollector(core))
 
     def watch_classes(self, classes: Sequence[ClassSpec]) -> None:
-        """Their objectives are what requests are judged by."""
+        """Sets the classes whose objectives `judged` uses."""
         self._classes = {each.name: each for each in classes}
         self._registry.register(SloCollector(classes))
 
     def render(self) -> bytes:
-        """The exposition text."""
+        """The exposition text. Raises NotFound when metrics are not enabled."""
+        if not self._is_enabled:
+            raise NotFound("metrics: observability.metrics.enabled is false in this cluster's configuration")
         return generate_latest(self._registry)
 
-    def finished(self, model: str, final: Final, trace: Trace) -> None:
-        label, line, usage = self._label(model), final.timeline, final.usage
-        self.ended(model, RequestState.FINISHED, None)
+    def subscribe(self, facts: Facts, traces: Traces) -> None:
+        name = "metrics"
+        self._traces = traces
+        if not self._is_enabled:
+            return
+        facts.subscribe(Placed, name, self._placed)
+        facts.subscribe(Waited, name, self._waited)
+        facts.subscribe(Requeued, name, self._requeued)
+        facts.subscribe(act.FirstToken, name, self._first_token)
+        facts.subscribe(act.TokenGaps, name, self._token_gaps)
+        facts.subscribe(act.HandoffSeen, name, self._handoff_seen)
+        facts.subscribe(act.HandoffFailed, name, self._handoff_failed)
+        facts.subscribe(act.Moved, name, lambda run, fact, now_s: self._moved(run, "done"))
+        facts.subscribe(act.MoveFailed, name, lambda run, fact, now_s: self._moved(run, "failed"))
+        facts.subscribe(act.End, name, self._ended)
+
+    def rejected(self, model: str, code: ErrorCode) -> None:
+        """A request that was refused before it became one."""
+        self._requests.labels(self._label(model), RequestState.REJECTED.value, code.value).inc()
+
+    def _ended(self, run: RequestRun, fact: act.End, now_s: float) -> None:
+        label, priority = self._label(run.request.model), run.terms.priority
+        code = None if fact.error is None else fact.error.code
+        objectives = self._classes.get(priority)
+        if objectives is not None and (outcome := slo_outcome(objectives, fact.final, fact.state, code)) is not None:
+            self._slo.labels(label, priority, outcome.value).inc()
+        self._requests.labels(label, fact.state.value, "" if code is None else code.value).inc()
+        if (final := fact.final) is None:
+            return
+        line, usage = final.timeline, final.usage
         self._ttft.labels(label).observe(line.ttft_s)
-        for span in trace.to_first_token():
+        for span in self._traces.of(run).to_first_token():
             self._ttft_stages.labels(label, span.stage.value).observe(span.duration_s)
         self._queue.labels(label).observe(line.queue_s)
         self._total.labels(label).observe(line.total_s)
@@ -149,24 +179,15 @@ class RouterMetrics:
         self._tokens.labels(label, "cached").inc(usage.cached_tokens)
         self._tokens.labels(label, "completion").inc(usage.completion_tokens)
 
-    def judged(
-        self, model: str, priority: str, final: Final | None, state: RequestState, code: ErrorCode | None
-    ) -> None:
-        """A request that was admitted, or refused by admission, ended. `final` None: not with a whole answer."""
-        objectives = self._classes.get(priority)
-        if objectives is not None and (outcome := slo_outcome(objectives, final, state, code)) is not None:
-            self._slo.labels(self._label(model), priority, outcome.value).inc()
+    def _token_gaps(self, run: RequestRun, fact: act.TokenGaps, now_s: float) -> None:
+        self._itl.labels(self._label(run.request.model)).observe_all(fact.gaps_s)
 
-    def gaps(self, model: str, gaps_s: Sequence[float]) -> None:
-        """Seconds between tokens of one answer."""
-        self._itl.labels(self._label(model)).observe_all(gaps_s)
-
-    def ended(self, model: str, state: RequestState, code: ErrorCode | None) -> None:
-        self._requests.labels(self._label(model), state.value, "" if code is None else code.value).inc()
-
-    def handed_off(self, model: str, attempt: Attempt, done: worker_pb2.HandoffDone) -> None:
+    def _handoff_seen(self, run: RequestRun, fact: act.HandoffSeen, now_s: float) -> None:
         """A worker's report of its side."""
-        label = self._label(model)
+        label, done = self._label(run.request.model), fact.report
+        attempt = self._traces.reported(run, fact.wire_id)
+        if attempt is None or not isinstance(done, worker_pb2.HandoffDone):
+            return
         spans: list[Span] = []
         if done.HasField("received"):
             self._handoff_bytes.labels(label).inc(done.bytes)
@@ -181,33 +202,27 @@ class RouterMetrics:
         for span in spans:
             self._stages.labels(label, span.stage.value).observe(span.duration_s)
 
-    def handoff_failed(self, model: str, cause: HandoffCause) -> None:
-        self._handoff_failures.labels(self._label(model), cause.value).inc()
+    def _handoff_failed(self, run: RequestRun, fact: act.HandoffFailed, now_s: float) -> None:
+        if isinstance(fact.error, HandoffFault):
+            self._handoff_failures.labels(self._label(run.request.model), fact.error.cause.value).inc()
 
-    def rejected(self, model: str, code: ErrorCode) -> None:
-        """A request that was refused before it became one."""
-        self.ended(model, RequestState.REJECTED, code)
+    def _placed(self, run: RequestRun, fact: Placed, now_s: float) -> None:
+        self._placements.labels(self._label(run.request.model), fact.placement.reason.value).inc()
 
-    def placed(self, model: str, reason: PlacementReason) -> None:
-        self._placements.labels(self._label(model), reason.value).inc()
+    def _first_token(self, run: RequestRun, fact: act.FirstToken, now_s: float) -> None:
+        if fact.of_answer:
+            label = self._label(run.request.model)
+            self._credits.labels(label, "given").inc(run.credited_tokens)
+            self._credits.labels(label, "wrong").inc(run.wrong_credit_tokens)
 
-    def credited(self, model: str, tokens: int, wrong_tokens: int) -> None:
-        """At the first token of a request."""
-        self._credits.labels(self._label(model), "given").inc(tokens)
-        self._credits.labels(self._label(model), "wrong").inc(wrong_tokens)
+    def _waited(self, run: RequestRun, fact: Waited, now_s: float) -> None:
+        self._waits.labels(self._label(run.request.model), fact.reason.value).inc()
 
-    def waited(self, model: str, reason: WaitReason) -> None:
-        self._waits.labels(self._label(model), reason.value).inc()
+    def _requeued(self, run: RequestRun, fact: Requeued, now_s: float) -> None:
+        self._retries.labels(self._label(run.request.model), fact.cause.code.value).inc()
 
-    def retried(self, model: str, code: ErrorCode) -> None:
-        self._retries.labels(self._label(model), code.value).inc()
-
-    def moved(self, model: str, *, done: bool) -> None:
-        self._moves.labels(self._label(model), "done" if done else "failed").inc()
-
-    def set_load(self, *, queued: int, running: int) -> None:
-        self._queued.set(queued)
-        self._running.set(running)
+    def _moved(self, run: RequestRun, result: str) -> None:
+        self._moves.labels(self._label(run.request.model), result).inc()
 
     def set_workers(self, *, prefill: int, decode: int) -> None:
         self._workers.labels("prefill").set(prefill)

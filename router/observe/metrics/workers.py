@@ -1,6 +1,6 @@
-"""Workers as Prometheus metrics, read when they are asked for: what they reported, and what the controller says.
+"""Metrics of workers, from their reports and from the controller, read at each scrape.
 
-Labels are the ids of the spec's workers. Every router shows the same of them.
+Labels are the ids of the spec's workers. Every router shows the same values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.observe.metrics.labelled import cumulated
+from router.observe.metrics.instruments import cumulated
 from router.workers.fleet import ROLES, Fleet, Worker
 from tandem.config.spec import Role
 from tandem.v1 import cluster_pb2, worker_pb2
@@ -23,8 +23,8 @@ LINK = (*WORKER, "peer", "transport")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A worker that there should be."""
+class SpecWorker:
+    """A worker of the cluster's spec."""
 
     worker_id: str
     model: str
@@ -37,11 +37,11 @@ class Place:
         return (self.model, self.role.value, self.worker_id)
 
 
-def parse_places(places: Sequence[cluster_pb2.WorkerPlace]) -> dict[str, Place]:
-    """By worker; those of roles that are not ours are left out."""
+def parse_places(places: Sequence[cluster_pb2.WorkerPlace]) -> dict[str, SpecWorker]:
+    """The spec's workers by id, without those of unknown roles."""
     known = ((each, ROLES.get(each.role)) for each in places)
     return {
-        each.worker_id: Place(each.worker_id, each.model, role, max(1, each.ranks), each.restarts)
+        each.worker_id: SpecWorker(each.worker_id, each.model, role, max(1, each.ranks), each.restarts)
         for each, role in known
         if role is not None
     }
@@ -49,32 +49,34 @@ def parse_places(places: Sequence[cluster_pb2.WorkerPlace]) -> dict[str, Place]:
 
 class WorkerCollector(Collector):
     def __init__(self, fleet: Fleet) -> None:
-        self.places: Mapping[str, Place] = {}  # as the controller last said
+        self.places: Mapping[str, SpecWorker] = {}  # of the controller's last directory
         self._fleet = fleet
 
     def collect(self) -> Iterator[Metric]:
         workers = [worker for worker in self._fleet.workers() if worker.listed]
-        yield from self._lives(workers)
+        yield from self._members(workers)
         reporting = [worker for worker in workers if worker.link.ready]
         yield from _loads([(_labels(each), each.link.load) for each in reporting if each.link.load is not None])
-        metered = [(each, each.link.meters.latest) for each in reporting]
-        told = [(_labels(each), meters) for each, meters in metered if meters is not None]
-        yield from _steps(told)
-        yield from _work(told)
+        reports = [(each, each.link.meters.latest) for each in reporting]
+        metered = [(_labels(each), meters) for each, meters in reports if meters is not None]
+        yield from _steps(metered)
+        yield from _work(metered)
         yield from _host_tiers(reporting)
-        yield from _use(reporting)
-        yield from _links(told)
+        yield from _utilization(reporting)
+        yield from _links(metered)
 
-    def _lives(self, workers: Sequence[Worker]) -> Iterator[Metric]:
+    def _members(self, workers: Sequence[Worker]) -> Iterator[Metric]:
         up = GaugeMetricFamily("tandem_worker_up", "Whether this router has a link to the worker.", labels=WORKER)
-        lives = {each.labels: 0.0 for each in self.places.values()}
+        linked = {each.labels: 0.0 for each in self.places.values()}
         for worker in workers:
             labels = _labels(worker)
-            lives[labels] = max(lives.get(labels, 0.0), float(worker.link.ready))
-        for labels, value in lives.items():
+            linked[labels] = max(linked.get(labels, 0.0), float(worker.link.ready))
+        for labels, value in linked.items():
             up.add_metric(labels, value)
         yield up
-        restarts = CounterMetricFamily("tandem_worker_restarts", "Times the worker was started again.", labels=WORKER)
+        restarts = CounterMetricFamily(
+            "tandem_worker_restarts", "Restarts of the worker by the controller.", labels=WORKER
+        )
         for place in self.places.values():
             restarts.add_metric(place.labels, place.restarts)
         yield restarts
@@ -87,7 +89,7 @@ def _labels(worker: Worker) -> tuple[str, str, str]:
 def _loads(loads: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerLoad]]) -> Iterator[Metric]:
     blocks = GaugeMetricFamily("tandem_worker_blocks", "KV blocks by state.", labels=(*WORKER, "state"))
     requests = GaugeMetricFamily("tandem_worker_requests", "Requests by state.", labels=(*WORKER, "state"))
-    waiting = GaugeMetricFamily("tandem_worker_waiting_tokens", "Prompt tokens to be computed.", labels=WORKER)
+    waiting = GaugeMetricFamily("tandem_worker_waiting_tokens", "Prompt tokens to compute.", labels=WORKER)
     for labels, load in loads:
         counts = load.blocks
         by_state = {"free": counts.free, "cached": counts.cached, "leased": counts.leased, "in_use": counts.in_use}
@@ -104,26 +106,30 @@ def _loads(loads: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerLoad]]) 
     yield from (blocks, requests, waiting)
 
 
-def _steps(told: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters]]) -> Iterator[Metric]:
-    steps = HistogramMetricFamily("tandem_worker_step_seconds", "Engine steps by kind.", labels=(*WORKER, "kind"))
-    for labels, meters in told:
+def _steps(metered: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters]]) -> Iterator[Metric]:
+    steps = HistogramMetricFamily(
+        "tandem_worker_step_seconds", "Duration of engine steps by kind.", labels=(*WORKER, "kind")
+    )
+    for labels, meters in metered:
         for step in meters.steps:
             steps.add_metric((*labels, step.kind), cumulated(STEP_BOUNDS_S, step.counts), step.total_s)
     yield steps
 
 
-def _work(told: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters]]) -> Iterator[Metric]:
-    tokens = CounterMetricFamily("tandem_worker_tokens", "Tokens computed.", labels=(*WORKER, "kind"))
+def _work(metered: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters]]) -> Iterator[Metric]:
+    tokens = CounterMetricFamily(
+        "tandem_worker_tokens", "Tokens computed, recomputed ones included.", labels=(*WORKER, "kind")
+    )
     preemptions = CounterMetricFamily(
-        "tandem_worker_preemptions", "Requests that gave their KV blocks to older ones.", labels=WORKER
+        "tandem_worker_preemptions", "Requests that lost their KV blocks to older requests.", labels=WORKER
     )
-    flops = CounterMetricFamily("tandem_worker_flops", "Arithmetic of all steps.", labels=WORKER)
-    memory = CounterMetricFamily("tandem_worker_memory_bytes", "Memory traffic of all steps.", labels=WORKER)
-    peak_flops = GaugeMetricFamily("tandem_worker_peak_flops", "What its ranks could do in a second.", labels=WORKER)
+    flops = CounterMetricFamily("tandem_worker_flops", "Floating-point operations of all steps.", labels=WORKER)
+    memory = CounterMetricFamily("tandem_worker_memory_bytes", "Bytes of memory traffic of all steps.", labels=WORKER)
+    peak_flops = GaugeMetricFamily("tandem_worker_peak_flops", "Peak FLOP/s of its ranks.", labels=WORKER)
     peak_memory = GaugeMetricFamily(
-        "tandem_worker_peak_memory_bytes_per_second", "What its ranks' memory could carry.", labels=WORKER
+        "tandem_worker_peak_memory_bytes_per_second", "Peak memory bandwidth of its ranks.", labels=WORKER
     )
-    for labels, meters in told:
+    for labels, meters in metered:
         tokens.add_metric((*labels, "prefill"), meters.prefill_tokens)
         tokens.add_metric((*labels, "decode"), meters.decode_tokens)
         preemptions.add_metric(labels, meters.preemptions)
@@ -135,10 +141,12 @@ def _work(told: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters]]) 
 
 
 def _host_tiers(workers: Sequence[Worker]) -> Iterator[Metric]:
-    """Of those that have one."""
-    blocks = GaugeMetricFamily("tandem_worker_host_blocks", "Slots of the host tier.", labels=(*WORKER, "state"))
+    """Only workers with a host tier."""
+    blocks = GaugeMetricFamily(
+        "tandem_worker_host_blocks", "Slots of the host tier by state.", labels=(*WORKER, "state")
+    )
     moved = CounterMetricFamily(
-        "tandem_worker_host_moved_blocks", "KV blocks that went there, or back.", labels=(*WORKER, "direction")
+        "tandem_worker_host_moved_blocks", "KV blocks copied to or from the host tier.", labels=(*WORKER, "direction")
     )
     hits = CounterMetricFamily("tandem_worker_host_hit_tokens", "Tokens found in the host tier.", labels=WORKER)
     for worker in workers:
@@ -154,9 +162,9 @@ def _host_tiers(workers: Sequence[Worker]) -> Iterator[Metric]:
     yield from (blocks, moved, hits)
 
 
-def _use(workers: Sequence[Worker]) -> Iterator[Metric]:
-    mfu = GaugeMetricFamily("tandem_worker_mfu_ratio", "Share of peak arithmetic, of the latest steps.", labels=WORKER)
-    mbu = GaugeMetricFamily("tandem_worker_mbu_ratio", "Share of memory bandwidth, of the latest steps.", labels=WORKER)
+def _utilization(workers: Sequence[Worker]) -> Iterator[Metric]:
+    mfu = GaugeMetricFamily("tandem_worker_mfu_ratio", "Share of peak FLOP/s of recent steps.", labels=WORKER)
+    mbu = GaugeMetricFamily("tandem_worker_mbu_ratio", "Share of peak memory bandwidth of recent steps.", labels=WORKER)
     now_s = time.monotonic()  # the clock of the links
     for worker in workers:
         history = worker.link.meters
@@ -167,12 +175,12 @@ def _use(workers: Sequence[Worker]) -> Iterator[Metric]:
     yield from (mfu, mbu)
 
 
-def _links(told: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters]]) -> Iterator[Metric]:
-    """Of the sending ends, which measure: the ranks of a pair of workers together, the slowest latency of theirs."""
+def _links(metered: Sequence[tuple[tuple[str, str, str], worker_pb2.WorkerMeters]]) -> Iterator[Metric]:
+    """Links of sending workers, which measure. Ranks of one pair of workers: summed bytes, the slowest latency."""
     sent = CounterMetricFamily("tandem_worker_link_bytes", "KV bytes sent.", labels=LINK)
-    speed = GaugeMetricFamily("tandem_worker_link_bytes_per_second", "What handoffs got lately.", labels=LINK)
-    latency = GaugeMetricFamily("tandem_worker_link_latency_seconds", "Shortest probe.", labels=LINK)
-    for labels, meters in told:
+    speed = GaugeMetricFamily("tandem_worker_link_bytes_per_second", "Recent throughput of handoffs.", labels=LINK)
+    latency = GaugeMetricFamily("tandem_worker_link_latency_seconds", "Latency of the fastest probe.", labels=LINK)
+    for labels, meters in metered:
         pairs: dict[tuple[str, str], list[worker_pb2.LinkState]] = {}
         for link in meters.links:
             if link.HasField("latency_s"):

@@ -26,36 +26,36 @@ from tandem.errors import NotFound, UnavailableError
 from tandem.rpc.grpc_errors import abort
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2, worker_pb2
 
-NONE = shape.Percentiles(0, None, None, None)
+NONE = shape.LatencyPercentiles(0, None, None, None)
 SERIES = shape.Series([None], [None], [None])
 
 
-def request(number: int, **fields: Any) -> shape.Request:
+def request(number: int, **fields: Any) -> shape.RequestRow:
     values: dict[str, Any] = {
         "request_id": f"{number:024x}", "model": "tiny", "state": "finished", "error": "",
         "received_unix_s": 100.0 + number,
         "prompt_tokens": 10 * number, "cached_tokens": 0, "completion_tokens": number, "ttft_s": None, "total_s": 1.0,
         "attempts": 1, "prefill_worker": "prefill-0", "decode_worker": "decode-0", "handoff_bytes": 0,
     }  # fmt: skip
-    return shape.Request(**(values | fields))
+    return shape.RequestRow(**(values | fields))
 
 
 def view(router_id: str = "router-0", **fields: Any) -> shape.Snapshot:
-    figures = shape.LatencySummary(60.0, shape.Percentiles(3, 0.1, 0.2, 0.3), NONE, NONE, NONE)
+    figures = shape.LatencySummary(60.0, shape.LatencyPercentiles(3, 0.1, 0.2, 0.3), NONE, NONE, NONE)
     history = shape.History(10.0, 0.0, SERIES, SERIES, SERIES, SERIES, [1], [0], [2], [3], [4])
     values: dict[str, Any] = {
         "version": shape.VERSION, "tandem": "1", "cluster": "c", "router_id": router_id, "taken_unix_s": 200.0,
         "up_s": 9.0, "ready": True, "models": ["tiny"], "controller": False, "routers": [], "queued_requests": 1,
         "workers": [
-            shape.Worker("prefill-0", "prefill", "tiny", "5", 1, "ready", "healthy", prefill_tokens_per_s=900.0),
-            shape.Worker("decode-0", "decode", "tiny", "6", 1, "ready", "healthy", tpot_s=0.02),
+            shape.WorkerRow("prefill-0", "prefill", "tiny", "5", 1, "ready", "healthy", prefill_tokens_per_s=900.0),
+            shape.WorkerRow("decode-0", "decode", "tiny", "6", 1, "ready", "healthy", tpot_s=0.02),
         ],
-        "flows": [shape.Flow("prefill-0", "decode-0", bytes_per_s=1e6, in_flight=1, handoffs=2, bytes=100)],
-        "queues": [shape.Queue("interactive", 1, False, 30.0, {"slo": 2})], "running_requests": 2,
+        "flows": [shape.FlowRow("prefill-0", "decode-0", bytes_per_s=1e6, in_flight=1, handoffs=2, bytes=100)],
+        "queues": [shape.QueueRow("interactive", 1, False, 30.0, {"slo": 2})], "running_requests": 2,
         "rates": shape.Rates(20.0, 1.5, 0.0, 10.0, 20.0, 1.0, 1e6), "latency": [figures, figures], "history": history,
         "cache": shape.Cache(0.5, 0.0, 300.0, [0.5], 7, 2, 0, "up"),
         "scaling": shape.Scaling(1, 1, 1, 1, "off", []), "placements": {}, "decisions": [],
-        "events": [shape.Event("router", "good", router_id, "ready", 1.0, 2.0, 1)],
+        "events": [shape.EventRow("router", "good", router_id, "ready", 1.0, 2.0, 1)],
         "requests": [
             request(3, state="decoding"), request(1, ttft_s=0.5), request(2, error="no_worker", state="failed")
         ],
@@ -100,7 +100,7 @@ class TestFrame:
             cluster_pb2.RouterStatus(router_id="router-1", state="ready"),
             cluster_pb2.RouterStatus(router_id="router-2", state="restarting", restarts=1),
         ]
-        sick = shape.Worker("decode-0", "decode", "tiny", "6", 1, "ready", "ejected")
+        sick = shape.WorkerRow("decode-0", "decode", "tiny", "6", 1, "ready", "ejected")
         frame = build(status(routers=both), [view(), view("router-1", workers=[sick])])
         assert [(row.router_id, row.view is not None) for row in frame.routers] == [
             ("router-0", True), ("router-1", True), ("router-2", False)
@@ -168,14 +168,14 @@ class TestOverview:
 
     @pytest.mark.parametrize("width", [60, 80, 100, 140])
     def test_a_workers_role_is_shown_and_no_name_is_shortened(self, width: int) -> None:
-        long = shape.Worker("meta-llama-8b-decode-11", "prefill", "tiny", "9", 1, "ready", "healthy")
+        long = shape.WorkerRow("meta-llama-8b-decode-11", "prefill", "tiny", "9", 1, "ready", "healthy")
         text = "\n".join(drawn(build(status(), [view(workers=[long])]), width, 40))
         assert "meta-llama-8b-decode-11 prefill" in text
         assert "…" not in text
 
     @pytest.mark.parametrize(("width", "height"), [(40, 10), (80, 24), (60, 5), (200, 60)])
     def test_small_terminals_get_less_of_it_and_no_broken_lines(self, width: int, height: int) -> None:
-        many = [shape.Worker(f"decode-{n}", "decode", "tiny", str(n), 1, "ready", "healthy") for n in range(30)]
+        many = [shape.WorkerRow(f"decode-{n}", "decode", "tiny", str(n), 1, "ready", "healthy") for n in range(30)]
         frame = build(status(workers=[]), [view(workers=many, requests=[request(n) for n in range(50)])])
         lines = drawn(frame, width, height)
         assert all(len(line) <= width for line in lines)
@@ -183,7 +183,7 @@ class TestOverview:
         assert any("more workers" in line for line in lines) == (height < 36)
 
     def test_a_bar_is_as_wide_as_asked_whatever_the_shares(self) -> None:
-        worker = shape.Worker("d", "decode", "t", "1", 1, "ready", None, blocks=shape.Blocks(1, 1, 1, 97, 100))
+        worker = shape.WorkerRow("d", "decode", "t", "1", 1, "ready", None, blocks=shape.Blocks(1, 1, 1, 97, 100))
         for width in (8, 9, 40):
             assert len(block_bar(worker, width)) == width
 

@@ -8,7 +8,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from router.app import RouterApp
 from router.testing.controller import StubController
-from router.testing.index import BINARIES, Server, Side
+from router.testing.index import BINARIES, IndexReplica, RedisServer
 from router.testing.stub_worker import StubWorker, script, until
 from tandem.config.auth import AuthSpec
 from tandem.config.launch import RouterLaunch, ServedModel
@@ -172,16 +172,16 @@ async def cluster(bare: Cluster) -> Cluster:
 
 
 @pytest.fixture(params=BINARIES, ids=lambda binary: Path(binary).name)
-def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
-    server = Server(tmp_path, request.param)
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path, request.param)
     server.start()
     yield server
     server.kill()
 
 
 @pytest.fixture
-async def side(server: Server) -> AsyncIterator[Side]:
-    side = Side(server)
+async def side(server: RedisServer) -> AsyncIterator[IndexReplica]:
+    side = IndexReplica(server)
     side.follower.start()
     yield side
     await side.follower.close()

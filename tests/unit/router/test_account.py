@@ -70,7 +70,7 @@ def test_nothing_is_left_of_a_request_that_is_over(frame: int | None, prefilled:
     account, charge = Account(), Charge(100, 7)
     account.add(charge)
     charge.frame = frame
-    account.seen(1)
+    account.acknowledge(1)
     if prefilled:
         account.prefilled(charge)
         assert account.prefill_tokens == account.unreported_tokens == 0

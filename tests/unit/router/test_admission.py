@@ -3,7 +3,7 @@ from collections.abc import Sequence
 import pytest
 
 from router.admission.admission import REFUSED_HOLD_S, SLO_SHARE, Admission, Refusal
-from router.terms import Terms
+from router.terms import RequestTerms
 from tandem.config.spec import ClassSpec
 from tandem.errors import DeadlineExceeded, KvExhausted, NoWorker, OverloadedError
 
@@ -12,9 +12,9 @@ CLASSES = (
     ClassSpec(name="urgent", weight=3.0, ttft_slo_s=2.0),
     ClassSpec(name="batch", batch=True, queue_timeout_s=100.0),
 )
-TERMS = Terms("interactive")
-URGENT = Terms("urgent")
-BATCH = Terms("batch")
+TERMS = RequestTerms("interactive")
+URGENT = RequestTerms("urgent")
+BATCH = RequestTerms("batch")
 BUDGET = 400
 
 
@@ -39,7 +39,9 @@ def one_worker(model: str) -> int:
     return 1
 
 
-def offer(queue: Admission[str], items: str, terms: Terms = TERMS, *, tokens: int = 100, now_s: float = 0.0) -> None:
+def offer(
+    queue: Admission[str], items: str, terms: RequestTerms = TERMS, *, tokens: int = 100, now_s: float = 0.0
+) -> None:
     for item in items:
         assert queue.offer("m", item, terms, tokens, now_s) == []
 
@@ -53,7 +55,7 @@ def paced(admission: Admission[str], tokens_per_s: int = 100) -> Admission[str]:
         take(admission, float(second), room=1)
         admission.first_token(f"first{second}", second + 0.999_999)
     assert take(admission, 4.0) == ["rest"]
-    admission.over("rest")
+    admission.remove("rest")
     return admission
 
 
@@ -138,8 +140,8 @@ def test_put_back_comes_before_the_others_after_its_hold() -> None:
 def test_request_that_ended_is_not_dispatched() -> None:
     admission = queue()
     offer(admission, "a")
-    admission.over("a")
-    admission.over("a")
+    admission.remove("a")
+    admission.remove("a")
     assert take(admission, 0.0) == []
     assert admission.next_due_s(0.0) is None
 
@@ -151,7 +153,7 @@ def test_request_that_ends_while_it_is_placed_leaves_the_others_their_turn() -> 
 
     def place(item: str) -> bool:
         if item == "a":
-            admission.over("a")
+            admission.remove("a")
         else:
             taken.append(item)
         return True
@@ -167,7 +169,7 @@ def test_many_requests_leave_nothing_behind() -> None:
         admission.offer("m", f"r{number}", TERMS, 1, 0.0)
         take(admission, 0.0)
         admission.first_token(f"r{number}", 0.0)
-    assert len(admission._dues) < 200
+    assert len(admission._expiries) < 200
     assert not admission._prefilling
 
 
@@ -176,8 +178,8 @@ def test_many_requests_leave_nothing_behind() -> None:
 
 def test_tenants_take_turns_by_tokens() -> None:
     admission = queue(limit=100)
-    offer(admission, "abcdef", Terms("interactive", "many"))
-    offer(admission, "XY", Terms("interactive", "few"))
+    offer(admission, "abcdef", RequestTerms("interactive", "many"))
+    offer(admission, "XY", RequestTerms("interactive", "few"))
     assert "".join(take(admission, 0.0)) == "aXbYcdef"
 
 
@@ -185,8 +187,8 @@ def test_classes_share_by_weight_and_tenants_alike_within() -> None:
     classes = (ClassSpec(name="interactive"), ClassSpec(name="urgent", weight=3.0))
     admission = queue(limit=100, classes=classes)
     offer(admission, "abcdefgh")
-    offer(admission, "ABCD", Terms("urgent", "x"))
-    offer(admission, "STUV", Terms("urgent", "y"))
+    offer(admission, "ABCD", RequestTerms("urgent", "x"))
+    offer(admission, "STUV", RequestTerms("urgent", "y"))
     first = take(admission, 0.0, room=8)
     assert sum(item.isupper() for item in first) == 6
     assert {item for item in first if item.isupper()} == set("ABCSTU")
@@ -194,15 +196,15 @@ def test_classes_share_by_weight_and_tenants_alike_within() -> None:
 
 def test_a_full_queue_gives_a_place_to_who_has_less_in_it() -> None:
     admission = queue(limit=4)
-    offer(admission, "abcd", Terms("interactive", "many"))
-    [(item, error)] = admission.offer("m", "X", Terms("interactive", "few"), 1, 0.0)
+    offer(admission, "abcd", RequestTerms("interactive", "many"))
+    [(item, error)] = admission.offer("m", "X", RequestTerms("interactive", "few"), 1, 0.0)
     assert item == "d", "the newest of the longest line"
     assert isinstance(error, OverloadedError)
-    assert [item for item, _ in admission.offer("m", "Y", Terms("interactive", "few"), 1, 0.0)] == ["c"]
+    assert [item for item, _ in admission.offer("m", "Y", RequestTerms("interactive", "few"), 1, 0.0)] == ["c"]
     with pytest.raises(OverloadedError):
-        admission.offer("m", "Z", Terms("interactive", "few"), 1, 0.0)
+        admission.offer("m", "Z", RequestTerms("interactive", "few"), 1, 0.0)
     with pytest.raises(OverloadedError):
-        admission.offer("m", "e", Terms("interactive", "many"), 1, 0.0)
+        admission.offer("m", "e", RequestTerms("interactive", "many"), 1, 0.0)
     assert "".join(sorted(admission.items())) == "XYab"
 
 
@@ -244,7 +246,7 @@ def test_a_batch_prompt_longer_than_that_goes_alone() -> None:
     offer(admission, "X", BATCH, tokens=10 * BUDGET)
     offer(admission, "Y", BATCH)
     assert take(admission, 0.0) == ["X"]
-    admission.over("X")
+    admission.remove("X")
     assert take(admission, 0.0) == ["Y"]
 
 
@@ -252,13 +254,13 @@ def test_a_batch_prompt_longer_than_the_budget_is_in_the_way_of_others_that_wait
     admission = queue(limit=100)
     offer(admission, "X", BATCH, tokens=BUDGET + 1)
     assert take(admission, 0.0) == ["X"]
-    assert admission.in_the_way() == []
+    assert admission.oversized_batch() == []
     offer(admission, "Y", BATCH)
-    assert admission.in_the_way() == []
+    assert admission.oversized_batch() == []
     offer(admission, "a")
-    assert admission.in_the_way() == ["X"]
+    assert admission.oversized_batch() == ["X"]
     admission.put_back("m", "X", BATCH, BUDGET + 1, since_s=0.0, now_s=1.0, refusal=None)
-    assert admission.in_the_way() == []
+    assert admission.oversized_batch() == []
     assert take(admission, 1.0) == ["a", "X"], "first of its tier only"
 
 
@@ -306,10 +308,10 @@ def test_the_first_in_line_is_never_refused_for_the_pace() -> None:
 
 def test_a_tenants_flood_does_not_count_against_another_tenant() -> None:
     admission = paced(queue(limit=100))
-    offer(admission, "abc", Terms("urgent", "flood"), tokens=50, now_s=4.0)
+    offer(admission, "abc", RequestTerms("urgent", "flood"), tokens=50, now_s=4.0)
     with pytest.raises(OverloadedError):
-        admission.offer("m", "d", Terms("urgent", "flood"), 50, 4.0)
-    offer(admission, "X", Terms("urgent", "other"), tokens=50, now_s=4.0)
+        admission.offer("m", "d", RequestTerms("urgent", "flood"), 50, 4.0)
+    offer(admission, "X", RequestTerms("urgent", "other"), tokens=50, now_s=4.0)
 
 
 def test_batch_that_waits_does_not_count_against_others() -> None:
@@ -341,23 +343,23 @@ def test_a_pause_without_workers_is_no_pace() -> None:
 def test_a_request_whose_deadline_passed_is_not_queued() -> None:
     admission = queue()
     with pytest.raises(DeadlineExceeded):
-        admission.offer("m", "a", Terms("interactive", deadline_s=3.0), 1, 3.0)
+        admission.offer("m", "a", RequestTerms("interactive", deadline_s=3.0), 1, 3.0)
     assert admission.refusals == {("interactive", Refusal.DEADLINE): 1}
 
 
 def test_a_deadline_shorter_than_the_prediction_is_refused_at_once() -> None:
     admission = paced(queue(limit=100))
     offer(admission, "a", tokens=100, now_s=4.0)
-    offer(admission, "b", Terms("interactive", deadline_s=6.1), tokens=100, now_s=4.0)
+    offer(admission, "b", RequestTerms("interactive", deadline_s=6.1), tokens=100, now_s=4.0)
     with pytest.raises(OverloadedError) as caught:
-        admission.offer("m", "c", Terms("interactive", deadline_s=6.5), 100, 4.0)
+        admission.offer("m", "c", RequestTerms("interactive", deadline_s=6.5), 100, 4.0)
     assert caught.value.retry_after_s == pytest.approx(0.5, abs=0.05)
     assert "deadline" in caught.value.message
 
 
 def test_a_queued_request_is_dropped_once_its_deadline_cannot_be_met() -> None:
     admission = paced(queue(limit=100))
-    offer(admission, "a", Terms("interactive", deadline_s=8.0), tokens=200, now_s=4.0)
+    offer(admission, "a", RequestTerms("interactive", deadline_s=8.0), tokens=200, now_s=4.0)
     assert admission.next_due_s(4.0) == pytest.approx(6.0, abs=0.05)
     [(item, error)] = admission.expire(6.05)
     assert item == "a"
@@ -366,6 +368,6 @@ def test_a_queued_request_is_dropped_once_its_deadline_cannot_be_met() -> None:
 
 def test_without_a_pace_it_waits_for_the_deadline_itself() -> None:
     admission = queue()
-    offer(admission, "a", Terms("interactive", deadline_s=8.0), tokens=200)
+    offer(admission, "a", RequestTerms("interactive", deadline_s=8.0), tokens=200)
     assert admission.expire(7.9) == []
     assert [item for item, _ in admission.expire(8.0)] == ["a"]

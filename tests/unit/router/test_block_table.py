@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from router.prefix_index import block_table
-from router.prefix_index.block_table import MIN_MEMORY_BYTES, BlockTable, Words
-from router.prefix_index.owner_sets import NOBODY, OwnerSets
+from router.prefix_index.block_table import MIN_MEMORY_BYTES, BlockTable, HashWords
+from router.prefix_index.owner_sets import NO_OWNER, OwnerSets
 from tandem.errors import ConfigError
 from tandem.native.prefix import prefix_library
 
@@ -16,7 +16,7 @@ HASHES = np.random.default_rng(7).integers(0, 1 << 64, size=1 << 19, dtype=np.ui
 OWNERS = [1 << 0, 1 << 5, 1 << 63, 1 << 64, 1 << 200]
 
 
-def keys(numbers: list[int]) -> Words:
+def keys(numbers: list[int]) -> HashWords:
     return HASHES[numbers]
 
 
@@ -94,7 +94,7 @@ def test_sets_beyond_the_limit_lose_owners_and_invent_none() -> None:
     assert sets.number_of(4) is None
     assert sets.with_owner(np.full(2, first), 2).tolist() == [first, first]
     assert sets.lost == 2
-    assert sets.without_owner(np.full(5, first), 1).tolist() == [NOBODY] * 5
+    assert sets.without_owner(np.full(5, first), 1).tolist() == [NO_OWNER] * 5
     assert sets.number_of(4) == first, "a number nobody carries is used again"
     assert sets.owned == 5
 

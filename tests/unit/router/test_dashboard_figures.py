@@ -90,7 +90,7 @@ class TestFigures:
         assert figures.hit_share(slices, 9.0) is None
         assert figures.wrong_credit_share(slices, 9.0) is None
         [first, *_] = figures.summaries(slices, 9.0)
-        assert first.ttft == snapshot.Percentiles(0, None, None, None)
+        assert first.ttft == snapshot.LatencyPercentiles(0, None, None, None)
         history = figures.history(slices, 9.0, 1000.0)
         assert (len(history.ttft.p50), set(history.ttft.p50), set(history.requests)) == (SLICES, {None}, {0})
 
@@ -142,11 +142,11 @@ class TestEvents:
     async def test_workers_that_come_go_break_and_fall_ill_are_noted(self) -> None:
         log = EventLog()
         watch = FleetWatch(log)
-        fleet = Fleet("router-0", Estimates(FakeClock()), lambda: None)
+        fleet = Fleet("router-0", Estimates(FakeClock()))
         info = cluster_pb2.WorkerInfo(worker_id="d0", epoch=7, model="m", role=cluster_pb2.ROLE_DECODE, address="h:1")
 
         def said() -> list[str]:
-            watch.look(fleet)
+            watch.update(fleet)
             return [each.text for each in reversed(list(log.latest()))]
 
         fleet.set_directory([info])
@@ -179,20 +179,20 @@ def status(*links: tuple[str, float | None], **fields: Any) -> cluster_pb2.Clust
 
 class TestClusterStatus:
     def test_a_flow_is_as_bad_as_its_worst_link_and_as_slow_as_its_slowest(self) -> None:
-        own = snapshot.Flow("p0", "d0", bytes_per_s=5.0)
+        own = snapshot.FlowRow("p0", "d0", bytes_per_s=5.0)
         [flow] = cluster_status.with_links([own], status(("ready", 1e-5), ("down", None), ("ready", 3e-5)))
         assert (flow.bytes_per_s, flow.state, flow.latency_s, flow.link_bytes_per_s) == (5.0, "down", 3e-5, 3e9)
         [idle] = cluster_status.with_links([], status(("ready", None)))
         assert (idle.prefill_worker, idle.decode_worker, idle.state, idle.latency_s) == ("p0", "d0", "ready", None)
 
     def test_the_router_knows_health_and_the_controller_the_load(self) -> None:
-        own = snapshot.Worker("p0", "prefill", "m", "1", 1, "ready", "suspect", prefill_tokens_per_s=9.0)
+        own = snapshot.WorkerRow("p0", "prefill", "m", "1", 1, "ready", "suspect", prefill_tokens_per_s=9.0)
         [worker] = cluster_status.with_all_workers([own], status())
         assert (worker.health, worker.prefill_tokens_per_s, worker.running_requests, worker.restarts) == (
             "suspect", 9.0, 3, 1
         )  # fmt: skip
 
     def test_an_earlier_life_is_not_taken_for_the_present_one(self) -> None:
-        own = snapshot.Worker("p0", "prefill", "m", "99", 1, "leaving", "ejected")
+        own = snapshot.WorkerRow("p0", "prefill", "m", "99", 1, "leaving", "ejected")
         [worker] = cluster_status.with_all_workers([own], status())
         assert (worker.epoch, worker.health) == ("1", None)

@@ -4,11 +4,11 @@ import pytest
 
 from router.policies.estimates import HALF_LIFE_S, START_ANSWER_TOKENS, Estimates, WorkerEstimates
 from router.policies.pace import START_PACE, START_TPOT_S, Pace, batch_shape
-from router.policies.types import Life
+from router.policies.types import WorkerEpoch
 from tandem.config.spec import Role
 from tandem.testing.models import FakeClock
 
-D0: Life = ("d0", 1)
+D0: WorkerEpoch = ("d0", 1)
 
 
 class Pools:

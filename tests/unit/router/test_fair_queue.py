@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission.fair_queue import MAX_REMEMBERED, FairQueue, FairShares
+from router.admission.fair_queue import MAX_REMEMBERED, FairShares, WeightedFairQueue
 
 WEIGHTS = {"low": 1.0, "mid": 2.0, "high": 5.0}
 LONGEST = 200
@@ -22,7 +22,7 @@ ENTRIES = st.builds(lambda place, tokens: Entry(*place, tokens), PLACES, st.inte
 STEPS = st.lists(st.one_of(ENTRIES, st.just("take"), st.just("remove")), max_size=120)
 
 
-def drain(queue: FairQueue[Entry]) -> list[Entry]:
+def drain(queue: WeightedFairQueue[Entry]) -> list[Entry]:
     taken = []
     while (entry := queue.head()) is not None:
         queue.take(entry)
@@ -30,9 +30,9 @@ def drain(queue: FairQueue[Entry]) -> list[Entry]:
     return taken
 
 
-def started(steps: list[Entry | str]) -> tuple[FairQueue[Entry], list[Entry]]:
-    """A queue in the middle of its life, and who waits in it."""
-    queue: FairQueue[Entry] = FairQueue(WEIGHTS)
+def started(steps: list[Entry | str]) -> tuple[WeightedFairQueue[Entry], list[Entry]]:
+    """A queue after `steps`, and the entries that wait in it."""
+    queue: WeightedFairQueue[Entry] = WeightedFairQueue(WEIGHTS)
     waiting: list[Entry] = []
     for step in steps:
         if isinstance(step, Entry):
@@ -118,7 +118,7 @@ def test_nobody_starves_behind_newcomers_of_others(steps: list[Entry | str]) -> 
 
 
 def test_tokens_ahead_are_a_tenants_own_and_the_share_of_the_others() -> None:
-    queue: FairQueue[Entry] = FairQueue(WEIGHTS)
+    queue: WeightedFairQueue[Entry] = WeightedFairQueue(WEIGHTS)
     for _ in range(10):
         queue.add(Entry("low", "x", 10))
         queue.add(Entry("high", "z", 10))
@@ -129,7 +129,7 @@ def test_tokens_ahead_are_a_tenants_own_and_the_share_of_the_others() -> None:
 
 
 def test_short_prompts_have_more_turns_than_long_ones() -> None:
-    queue: FairQueue[Entry] = FairQueue({"one": 1.0})
+    queue: WeightedFairQueue[Entry] = WeightedFairQueue({"one": 1.0})
     for _ in range(20):
         queue.add(Entry("one", "long", 100))
         queue.add(Entry("one", "short", 10))
@@ -138,7 +138,7 @@ def test_short_prompts_have_more_turns_than_long_ones() -> None:
 
 
 def test_a_tenant_that_comes_late_has_no_turns_saved_up() -> None:
-    queue: FairQueue[Entry] = FairQueue({"one": 1.0})
+    queue: WeightedFairQueue[Entry] = WeightedFairQueue({"one": 1.0})
     for _ in range(30):
         queue.add(Entry("one", "early", 10))
     for _ in range(10):
@@ -151,7 +151,7 @@ def test_a_tenant_that_comes_late_has_no_turns_saved_up() -> None:
 
 
 def test_a_tenant_that_leaves_the_line_empty_between_its_requests_gains_nothing() -> None:
-    queue: FairQueue[Entry] = FairQueue({"one": 1.0})
+    queue: WeightedFairQueue[Entry] = WeightedFairQueue({"one": 1.0})
     for _ in range(100):
         queue.add(Entry("one", "steady", 10))
     served: Counter[str] = Counter()
@@ -166,7 +166,7 @@ def test_a_tenant_that_leaves_the_line_empty_between_its_requests_gains_nothing(
 
 
 def test_put_first_comes_before_all_and_costs_no_turn() -> None:
-    queue: FairQueue[Entry] = FairQueue({"one": 1.0})
+    queue: WeightedFairQueue[Entry] = WeightedFairQueue({"one": 1.0})
     a, b, back = Entry("one", "x", 10), Entry("one", "y", 10), Entry("one", "x", 1000)
     queue.add(a)
     queue.add(b)
@@ -177,9 +177,9 @@ def test_put_first_comes_before_all_and_costs_no_turn() -> None:
 
 def test_tenants_that_are_gone_are_forgotten() -> None:
     shares: FairShares[str] = FairShares()
-    shares.wake("always")
+    shares.activate("always")
     for number in range(3 * MAX_REMEMBERED):
-        shares.wake(f"t{number}")
+        shares.activate(f"t{number}")
         shares.serve(f"t{number}", 1.0 + number)
-        shares.rest(f"t{number}")
-    assert len(shares._resting) <= MAX_REMEMBERED
+        shares.deactivate(f"t{number}")
+    assert len(shares._idle) <= MAX_REMEMBERED

@@ -6,12 +6,12 @@ import pytest
 
 from router.prefix_index.mirror import WorkerKey
 from router.workers.health import (
-    Action,
     EjectReason,
+    HealthAction,
     HealthBoard,
     HealthRules,
     HealthState,
-    Move,
+    MigrateRequests,
     Pool,
     SendCanary,
     Silence,
@@ -44,7 +44,7 @@ def fail(board: HealthBoard, key: WorkerKey, times: int, now_s: float = 0.0) -> 
         board.failed(key, now_s)
 
 
-def canaries(actions: list[Action]) -> list[WorkerKey]:
+def canaries(actions: list[HealthAction]) -> list[WorkerKey]:
     return [action.key for action in actions if isinstance(action, SendCanary)]
 
 
@@ -64,7 +64,7 @@ def test_a_silent_worker_gets_nothing_new_and_is_then_out(
     board = board_of(2)
     actions = board.check(100.0, [silent(D0, silent_s)])
     assert (board.state(D0), board.admits(D0, 0)) == (state, admits)
-    assert actions == ([Move(D0, silent_s)] if moves else [])
+    assert actions == ([MigrateRequests(D0, silent_s)] if moves else [])
     assert board.state(D1) is HealthState.HEALTHY
 
 
@@ -88,7 +88,7 @@ def test_the_last_worker_that_is_silent_still_gets_requests_until_it_is_out() ->
 def test_stuck_workers_are_out_however_many_they_are() -> None:
     board = board_of(3)
     moved = board.check(0.0, [silent(key, 6.0) for key in KEYS[:3]])
-    assert moved == [Move(key, 6.0) for key in KEYS[:3]]
+    assert moved == [MigrateRequests(key, 6.0) for key in KEYS[:3]]
     assert board.ejected == {(Role.DECODE, EjectReason.STALLED): 3}
 
 
@@ -249,7 +249,7 @@ def test_trouble_on_probation_ejects_again(how: str) -> None:
     elif how == "canary":
         board.canary_ended(D0, 101.0, passed=False)
     else:
-        assert board.check(101.0, [silent(D0, 6.0)]) == [Move(D0, 6.0)]
+        assert board.check(101.0, [silent(D0, 6.0)]) == [MigrateRequests(D0, 6.0)]
     assert board.state(D0) is HealthState.EJECTED
 
 
@@ -308,7 +308,7 @@ def test_only_outliers_among_peers_are_ejected_for_slowness(
 
 def test_a_wrong_transition_is_refused() -> None:
     with pytest.raises(InternalError, match="healthy cannot become probation"):
-        WorkerHealth(Pool("tiny", Role.DECODE)).try_again(0.0)
+        WorkerHealth(Pool("tiny", Role.DECODE)).begin_probation(0.0)
 
 
 def test_facts_about_unknown_workers_are_ignored() -> None:
@@ -322,41 +322,43 @@ def test_facts_about_unknown_workers_are_ignored() -> None:
 
 
 class TestProgress:
-    def heard(self, progress: Progress, now_s: float, steps: int | None, *, work: bool = True, tokens: int = 0) -> None:
-        progress.reported(now_s, steps=steps, has_work=work, waiting_tokens=tokens)
+    def report(
+        self, progress: Progress, now_s: float, steps: int | None, *, work: bool = True, tokens: int = 0
+    ) -> None:
+        progress.load_reported(now_s, steps=steps, has_work=work, waiting_tokens=tokens)
 
     def test_words_and_new_steps_are_progress_and_a_bare_report_is_not(self) -> None:
         progress = Progress()
-        self.heard(progress, 10.0, 5)
-        progress.began(10.0)
-        self.heard(progress, 12.0, 5)
+        self.report(progress, 10.0, 5)
+        progress.work_started(10.0)
+        self.report(progress, 12.0, 5)
         assert progress.silent_s(12.0) == 2.0
-        self.heard(progress, 13.0, 6)
+        self.report(progress, 13.0, 6)
         assert progress.silent_s(13.0) == 0.0
-        progress.spoke(14.0)
+        progress.request_event(14.0)
         assert progress.silent_s(15.5) == 1.5
 
     def test_a_report_without_work_for_the_engine_is_progress(self) -> None:
         """A decode worker that holds blocks for a prompt on its way makes no steps."""
         progress = Progress()
-        self.heard(progress, 1.0, 5, work=False)
-        self.heard(progress, 2.0, 5, work=False)
+        self.report(progress, 1.0, 5, work=False)
+        self.report(progress, 2.0, 5, work=False)
         assert progress.silent_s(3.0) == 1.0
 
     def test_a_worker_that_does_not_count_steps_is_not_judged(self) -> None:
         progress = Progress()
-        self.heard(progress, 1.0, None)
+        self.report(progress, 1.0, None)
         assert progress.silent_s(1000.0) is None
 
     def test_the_wait_begins_with_the_work(self) -> None:
         progress = Progress()
-        self.heard(progress, 1.0, 5, work=False)
-        progress.began(500.0)
+        self.report(progress, 1.0, 5, work=False)
+        progress.work_started(500.0)
         assert progress.silent_s(501.0) == 1.0
 
     def test_a_pause_of_the_router_itself_is_excused(self) -> None:
         progress = Progress()
-        self.heard(progress, 0.0, 1)
+        self.report(progress, 0.0, 1)
         progress.excuse(30.0)
         assert progress.silent_s(31.0) == 1.0
 
@@ -369,9 +371,9 @@ class TestProgress:
 
     def test_a_worker_that_takes_long_for_a_chunk_gets_the_time_for_the_next(self) -> None:
         progress = Progress()
-        self.heard(progress, 0.0, 1, tokens=4096)
-        self.heard(progress, 51.2, 2, tokens=3584)
+        self.report(progress, 0.0, 1, tokens=4096)
+        self.report(progress, 51.2, 2, tokens=3584)
         assert progress.limit_s(5.0, 0) > 51.2
         for step in range(20):
-            self.heard(progress, 51.2 + 0.1 * step, 3 + step, tokens=3584 - 100 * step)
+            self.report(progress, 51.2 + 0.1 * step, 3 + step, tokens=3584 - 100 * step)
         assert progress.limit_s(5.0, 0) < 10.0, "and no more when it is quick again"

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from router.observe.paces import PACE_TOKENS, PaceMeter
 from router.policies.pace import START_PACE
+from router.requests.timeline import PACE_TOKENS, PaceMeter
 from router.testing.stub_worker import StubWorker, until
 from tandem.config.spec import Disaggregation, PolicyName, Role, RouterSpec
 

@@ -18,7 +18,7 @@ import pytest
 
 from router.policies.pace import START_PACE
 from router.policies.profiles import policy_profile
-from router.policies.types import Ask, Candidate, Placement, PlacementReason
+from router.policies.types import Candidate, Placement, PlacementQuery, PlacementReason
 from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
 
 PACE = START_PACE  # 4,000 tokens/s, 20 µs a token moved, 31 ms a step
@@ -84,16 +84,16 @@ class Simulation:
         heapq.heappush(self._events, (at_s, next(self._order), happen))
 
     def _arrive(self, now_s: float, prefix: str, shared: int, own: int, number: int) -> None:
-        ask = Ask(shared + own, answer_tokens=ANSWER_TOKENS, number=number)
+        query = PlacementQuery(shared + own, answer_tokens=ANSWER_TOKENS, number=number)
         placed = self.policy.place(
-            ask,
+            query,
             [each.candidate(prefix) for each in self.decode.values()],
             [each.candidate(prefix) for each in self.prefill.values()],
         )
         assert isinstance(placed, Placement)
         decode = self.decode[placed.decode.worker_id]
         prefiller = decode if placed.prefill is None else self.prefill[placed.prefill.worker_id]
-        tokens = ask.prompt_tokens - prefiller.cached.get(prefix, 0)
+        tokens = query.prompt_tokens - prefiller.cached.get(prefix, 0)
         prefiller.busy_until_s = max(now_s, prefiller.busy_until_s) + tokens * PACE.prefill_s_per_token
         prefiller.outstanding += tokens
         if placed.prefill is None and decode.running:
@@ -110,7 +110,7 @@ class Simulation:
             prefiller.outstanding -= tokens
             prefiller.cached[prefix] = shared
             self.result.ttft_s.append(at_s - now_s)
-            moved = 0 if placed.prefill is None else ask.prompt_tokens - decode.cached.get(prefix, 0)
+            moved = 0 if placed.prefill is None else query.prompt_tokens - decode.cached.get(prefix, 0)
             decode.cached[prefix] = shared
             self._step(at_s + moved * PACE.transfer_s_per_token, decode, ANSWER_TOKENS)
 

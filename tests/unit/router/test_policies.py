@@ -8,7 +8,7 @@ from router.policies.costs import ttft_s
 from router.policies.pace import START_PACE, Pace
 from router.policies.policy import PlacementPolicy
 from router.policies.profiles import policy_profile
-from router.policies.types import Ask, Candidate, Placement, PlacementReason, WaitReason
+from router.policies.types import Candidate, Placement, PlacementQuery, PlacementReason, WaitReason
 from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
 
 ALWAYS, AUTO, NEVER = Disaggregation.ALWAYS, Disaggregation.AUTO, Disaggregation.NEVER
@@ -34,13 +34,13 @@ def policy(mode: Disaggregation = ALWAYS, name: PolicyName = PolicyName.EXPECTED
 
 
 def place(
-    ask: Ask,
+    query: PlacementQuery,
     decode: list[Candidate],
     prefill: list[Candidate],
     mode: Disaggregation = ALWAYS,
     name: PolicyName = PolicyName.EXPECTED_TTFT,
 ) -> Placement:
-    placed = policy(mode, name).place(ask, decode, prefill)
+    placed = policy(mode, name).place(query, decode, prefill)
     assert isinstance(placed, Placement), placed
     return placed
 
@@ -67,7 +67,7 @@ def place(
     ],
 )
 def test_decode_worker(decode: list[Candidate], chosen: str) -> None:
-    assert place(Ask(4100, answer_tokens=200), decode, [worker("p")]).decode.worker_id == chosen
+    assert place(PlacementQuery(4100, answer_tokens=200), decode, [worker("p")]).decode.worker_id == chosen
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_decode_worker(decode: list[Candidate], chosen: str) -> None:
     ],
 )
 def test_prefill_worker(prefill: list[Candidate], chosen: str) -> None:
-    placed = place(Ask(100), [worker("d")], prefill)
+    placed = place(PlacementQuery(100), [worker("d")], prefill)
     assert placed.prefill is not None
     assert placed.prefill.worker_id == chosen
 
@@ -124,52 +124,52 @@ BUSY = [worker("p", outstanding=900)]
 def test_local_or_handoff(
     mode: Disaggregation, name: str, tokens: int, decode: Candidate, prefill: list[Candidate], reason: PlacementReason
 ) -> None:
-    placed = place(Ask(tokens), [decode], prefill, mode, PolicyName(name))
+    placed = place(PlacementQuery(tokens), [decode], prefill, mode, PolicyName(name))
     assert placed.reason is reason
     assert (placed.prefill is None) == reason.value.startswith("local")
 
 
 @pytest.mark.parametrize(
-    ("mode", "ask", "decode", "prefill", "reason"),
+    ("mode", "query", "decode", "prefill", "reason"),
     [
-        (AUTO, Ask(10), [], [worker("p")], WaitReason.NO_DECODE_WORKER),
-        (AUTO, Ask(10, frozenset({"d"})), [worker("d")], [worker("p")], WaitReason.DECODE_REFUSED),
-        (ALWAYS, Ask(600), [worker("d")], [worker("p", outstanding=500)], WaitReason.PREFILL_FULL),
-        (ALWAYS, Ask(600), [worker("d", outstanding=500)], [], WaitReason.PREFILL_FULL),
-        (AUTO, Ask(600), [worker("d", running=1)], [worker("p", outstanding=500)], WaitReason.PREFILL_FULL),
-        (AUTO, Ask(600), [worker("d", pace=SLOW)], [worker("p", outstanding=500)], WaitReason.PREFILL_FULL),
+        (AUTO, PlacementQuery(10), [], [worker("p")], WaitReason.NO_DECODE_WORKER),
+        (AUTO, PlacementQuery(10, frozenset({"d"})), [worker("d")], [worker("p")], WaitReason.DECODE_REFUSED),
+        (ALWAYS, PlacementQuery(600), [worker("d")], [worker("p", outstanding=500)], WaitReason.PREFILL_FULL),
+        (ALWAYS, PlacementQuery(600), [worker("d", outstanding=500)], [], WaitReason.PREFILL_FULL),
+        (AUTO, PlacementQuery(600), [worker("d", running=1)], [worker("p", outstanding=500)], WaitReason.PREFILL_FULL),
+        (AUTO, PlacementQuery(600), [worker("d", pace=SLOW)], [worker("p", outstanding=500)], WaitReason.PREFILL_FULL),
     ],
 )
 def test_request_waits(
-    mode: Disaggregation, ask: Ask, decode: list[Candidate], prefill: list[Candidate], reason: WaitReason
+    mode: Disaggregation, query: PlacementQuery, decode: list[Candidate], prefill: list[Candidate], reason: WaitReason
 ) -> None:
-    assert policy(mode).place(ask, decode, prefill) is reason
+    assert policy(mode).place(query, decode, prefill) is reason
 
 
 def test_prefill_worker_that_failed_it_gives_way_to_another_and_the_last_to_local_prefill() -> None:
-    ask, decode = Ask(100, frozenset({"p"})), [worker("d")]
-    placed = place(ask, decode, [worker("p"), worker("q", outstanding=500)])
+    query, decode = PlacementQuery(100, frozenset({"p"})), [worker("d")]
+    placed = place(query, decode, [worker("p"), worker("q", outstanding=500)])
     assert placed.prefill is not None
     assert placed.prefill.worker_id == "q"
-    assert place(ask, decode, [worker("p")]).reason is PlacementReason.LOCAL_PREFILL_FAILED
+    assert place(query, decode, [worker("p")]).reason is PlacementReason.LOCAL_PREFILL_FAILED
 
 
 def test_idle_prefill_worker_takes_a_prompt_beyond_its_budget() -> None:
-    placed = place(Ask(5000), [worker("d")], [worker("p", outstanding=10), worker("q")])
+    placed = place(PlacementQuery(5000), [worker("d")], [worker("p", outstanding=10), worker("q")])
     assert placed.prefill is not None
     assert placed.prefill.worker_id == "q"
 
 
 def test_prompt_cached_whole_still_computes_its_last_token() -> None:
-    assert worker("d", cached=64).uncached_tokens(Ask(64)) == 1
+    assert worker("d", cached=64).uncached_tokens(PlacementQuery(64)) == 1
 
 
 def test_a_prefill_worker_without_a_link_to_the_decode_worker_is_not_chosen() -> None:
     decode = worker("decode-0")
     unlinked = structs.replace(worker("prefill-0"), reaches=frozenset({("decode-0", 99)}))
     linked = structs.replace(worker("prefill-1", outstanding=500), reaches=frozenset({("decode-0", decode.epoch)}))
-    assert place(Ask(100), [decode], [unlinked, linked]).prefill == linked
-    placed = place(Ask(100), [decode], [unlinked])
+    assert place(PlacementQuery(100), [decode], [unlinked, linked]).prefill == linked
+    placed = place(PlacementQuery(100), [decode], [unlinked])
     assert placed.prefill is None
     assert placed.reason is PlacementReason.LOCAL_NO_PREFILL_WORKER
 
@@ -195,15 +195,15 @@ def test_a_prefill_worker_without_a_link_to_the_decode_worker_is_not_chosen() ->
 )
 def test_room_for_prompt_tokens_is_shared_by_all_routers(own: int, all_routers: int, tokens: int, room: bool) -> None:
     busy = structs.replace(worker("p"), dispatched_tokens=own, outstanding_tokens=all_routers)
-    assert isinstance(policy().place(Ask(tokens), [worker("d")], [busy]), Placement) is room
+    assert isinstance(policy().place(PlacementQuery(tokens), [worker("d")], [busy]), Placement) is room
 
 
 def test_another_decode_worker_is_one_that_the_prefill_worker_reaches() -> None:
     prefill = structs.replace(worker("p"), reaches=frozenset({("b", 1), ("c", 1)}))
     decode = [worker("a"), worker("b", running=5), worker("c", running=1), worker("d")]
-    ask = Ask(100, frozenset({"d"}), answer_tokens=50)
-    assert policy().another_decode(ask, decode, prefill) == decode[2]
-    assert policy().another_decode(ask, decode[:1], prefill) is None
+    query = PlacementQuery(100, frozenset({"d"}), answer_tokens=50)
+    assert policy().another_decode(query, decode, prefill) == decode[2]
+    assert policy().another_decode(query, decode[:1], prefill) is None
 
 
 EIGHT = [worker(f"d{number}") for number in range(8)]
@@ -211,8 +211,8 @@ EIGHT = [worker(f"d{number}") for number in range(8)]
 
 class TestSession:
     def home(self, session: int, workers: list[Candidate]) -> str:
-        ask = Ask(100, answer_tokens=100, session=session.to_bytes(8))
-        return place(ask, workers, [worker("p")]).decode.worker_id
+        query = PlacementQuery(100, answer_tokens=100, session=session.to_bytes(8))
+        return place(query, workers, [worker("p")]).decode.worker_id
 
     def test_requests_of_a_session_meet_again_and_sessions_spread(self) -> None:
         homes = Counter(self.home(session, EIGHT) for session in range(200))
@@ -238,7 +238,7 @@ THREE_DECODE = [worker("d0", running=3), worker("d1", running=2, cached=64), wor
 
 class TestBaselines:
     def chosen(self, name: str, number: int = 0) -> tuple[str, str]:
-        placed = place(Ask(100, number=number), THREE_DECODE, THREE_PREFILL, ALWAYS, PolicyName(name))
+        placed = place(PlacementQuery(100, number=number), THREE_DECODE, THREE_PREFILL, ALWAYS, PolicyName(name))
         return placed.decode.worker_id, placed.prefiller.worker_id
 
     def test_least_loaded_is_blind_to_the_cache(self) -> None:
@@ -257,9 +257,10 @@ class TestBaselines:
 
     def test_random_draws_otherwise_with_another_seed(self) -> None:
         spec = RouterSpec(policy=PolicyName.RANDOM, disaggregation=ALWAYS)
-        asks = [Ask(9, number=number) for number in range(20)]
+        queries = [PlacementQuery(9, number=number) for number in range(20)]
         one, other = (
-            [policy_profile(spec, seed=seed).place(ask, THREE_DECODE, THREE_PREFILL) for ask in asks] for seed in (1, 2)
+            [policy_profile(spec, seed=seed).place(query, THREE_DECODE, THREE_PREFILL) for query in queries]
+            for seed in (1, 2)
         )
         assert one != other
 
@@ -267,5 +268,5 @@ class TestBaselines:
 class TestPredictedTtft:
     def test_of_a_placement(self) -> None:
         prefill, decode = worker("p", outstanding=300, cached=96), worker("d", outstanding=100)
-        assert ttft_s(Ask(196), decode, None) == pytest.approx(296 / 4000)
-        assert ttft_s(Ask(196), decode, prefill) == pytest.approx(0.001 + 400 / 4000)
+        assert ttft_s(PlacementQuery(196), decode, None) == pytest.approx(296 / 4000)
+        assert ttft_s(PlacementQuery(196), decode, prefill) == pytest.approx(0.001 + 400 / 4000)

@@ -6,13 +6,13 @@ from pathlib import Path
 from redis import Redis
 
 from router.prefix_index.follower import MAX_STALE_S
-from router.testing.index import A1, A2, CHAIN, Server, Side, publishing, store
+from router.testing.index import A1, A2, CHAIN, IndexReplica, RedisServer, publishing, store
 from router.testing.stub_worker import until
 from tandem.kvcache.prefix_events import join_hashes, snapshot_key, stream_key
 from worker.event_publisher import EventPublisher
 
 
-async def test_router_learns_what_workers_store_and_drop(server: Server, side: Side) -> None:
+async def test_router_learns_what_workers_store_and_drop(server: RedisServer, side: IndexReplica) -> None:
     side.follower.set_workers([A1])
     async with publishing(server) as publisher:
         store(publisher, 3)
@@ -23,7 +23,7 @@ async def test_router_learns_what_workers_store_and_drop(server: Server, side: S
         await side.sees({A1: 6})
 
 
-async def test_router_that_comes_later_starts_from_the_snapshot(server: Server, side: Side) -> None:
+async def test_router_that_comes_later_starts_from_the_snapshot(server: RedisServer, side: IndexReplica) -> None:
     async with publishing(server) as publisher:
         for count in range(1, 6):
             store(publisher, count)
@@ -32,7 +32,7 @@ async def test_router_that_comes_later_starts_from_the_snapshot(server: Server, 
         await side.sees({A1: 5})
 
 
-async def test_many_events_stay_within_a_bounded_stream(server: Server, side: Side) -> None:
+async def test_many_events_stay_within_a_bounded_stream(server: RedisServer, side: IndexReplica) -> None:
     side.follower.set_workers([A1])
     async with publishing(server, stream_entries=16) as publisher:
         for round_ in range(40):
@@ -44,7 +44,7 @@ async def test_many_events_stay_within_a_bounded_stream(server: Server, side: Si
         assert Redis.from_url(server.url).xlen(stream_key("c", "a")) < 200
 
 
-async def test_restarted_redis_is_filled_again(server: Server, side: Side) -> None:
+async def test_restarted_redis_is_filled_again(server: RedisServer, side: IndexReplica) -> None:
     side.follower.set_workers([A1])
     async with publishing(server) as publisher:
         store(publisher, 3)
@@ -58,7 +58,7 @@ async def test_restarted_redis_is_filled_again(server: Server, side: Side) -> No
         assert side.follower.connected
 
 
-async def test_emptied_redis_is_filled_again(server: Server, side: Side) -> None:
+async def test_emptied_redis_is_filled_again(server: RedisServer, side: IndexReplica) -> None:
     async with publishing(server) as publisher:
         store(publisher, 3)
         client = Redis.from_url(server.url)
@@ -69,7 +69,7 @@ async def test_emptied_redis_is_filled_again(server: Server, side: Side) -> None
         await side.sees({A1: 3})
 
 
-async def test_mirror_ages_out_while_redis_stays_away(server: Server, side: Side) -> None:
+async def test_mirror_ages_out_while_redis_stays_away(server: RedisServer, side: IndexReplica) -> None:
     side.follower.set_workers([A1])
     async with publishing(server) as publisher:
         store(publisher, 3)
@@ -80,7 +80,7 @@ async def test_mirror_ages_out_while_redis_stays_away(server: Server, side: Side
         await side.sees({})
 
 
-async def test_new_epoch_gets_no_credit_for_the_old(server: Server, side: Side) -> None:
+async def test_new_epoch_gets_no_credit_for_the_old(server: RedisServer, side: IndexReplica) -> None:
     side.follower.set_workers([A1])
     async with publishing(server) as publisher:
         store(publisher, 3)
@@ -94,7 +94,7 @@ async def test_new_epoch_gets_no_credit_for_the_old(server: Server, side: Side) 
         await side.sees({A2: 2})
 
 
-async def test_worker_that_ends_leaves_no_keys(server: Server) -> None:
+async def test_worker_that_ends_leaves_no_keys(server: RedisServer) -> None:
     client = Redis.from_url(server.url)
     async with publishing(server) as publisher:
         store(publisher, 3)
@@ -103,7 +103,7 @@ async def test_worker_that_ends_leaves_no_keys(server: Server) -> None:
 
 
 async def test_publishing_without_redis_costs_nothing(tmp_path: Path) -> None:
-    absent = Server(tmp_path)
+    absent = RedisServer(tmp_path)
     async with publishing(absent) as publisher:
         for _ in range(200):
             store(publisher, 8)

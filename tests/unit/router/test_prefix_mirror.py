@@ -113,7 +113,7 @@ def test_hundreds_of_workers_are_told_apart() -> None:
 
 def test_worker_dropped_while_its_snapshot_loads_stays_away() -> None:
     mirror = PrefixMirror()
-    steps = mirror.loading("a", PrefixSnapshot(1, 0, join_hashes(h(n) for n in range(20_000))))
+    steps = mirror.load_in_steps("a", PrefixSnapshot(1, 0, join_hashes(h(n) for n in range(20_000))))
     next(steps)
     assert mirror.match(CHAIN) == {A1: 8}, "what is loaded counts"
     mirror.drop(A1)

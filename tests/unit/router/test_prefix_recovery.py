@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 
 from router.prefix_index.follower import IndexFault, PrefixFollower
 from router.prefix_index.mirror import WorkerKey
-from router.testing.index import A1, A2, CHAIN, Hand, Server, Side, publishing, store
+from router.testing.index import A1, A2, CHAIN, IndexKeyWriter, IndexReplica, RedisServer, publishing, store
 from router.testing.stub_worker import until
 from tandem.kvcache.prefix_events import (
     EVENT_FIELD,
@@ -32,16 +32,18 @@ PAGE = (Path(__file__).resolve().parents[3] / "docs" / "routing.md").read_text()
 
 
 @pytest.fixture
-async def hand(server: Server, side: Side) -> Hand:
+async def hand(server: RedisServer, side: IndexReplica) -> IndexKeyWriter:
     """A router that has followed up to event 5 and knows three blocks."""
-    hand = Hand(server)
+    hand = IndexKeyWriter(server)
     hand.snapshot(5, 3)
     side.follower.set_workers([A1])
     await side.sees({A1: 3})
     return hand
 
 
-async def test_gap_gives_no_credit_and_asks_for_a_snapshot_that_is_new_enough(side: Side, hand: Hand) -> None:
+async def test_gap_gives_no_credit_and_asks_for_a_snapshot_that_is_new_enough(
+    side: IndexReplica, hand: IndexKeyWriter
+) -> None:
     hand.event(7, 4)
     await side.sees({})
     await until(lambda: bool(hand.redis.exists(wanted_key("c", "a"))))
@@ -50,7 +52,7 @@ async def test_gap_gives_no_credit_and_asks_for_a_snapshot_that_is_new_enough(si
     await side.sees({A1: 4})
 
 
-async def test_long_backlog_with_a_gap_in_its_middle_is_one_fault(side: Side, hand: Hand) -> None:
+async def test_long_backlog_with_a_gap_in_its_middle_is_one_fault(side: IndexReplica, hand: IndexKeyWriter) -> None:
     with hand.redis.pipeline(transaction=True) as pipe:
         for seq in [*range(6, 200), *range(201, 450)]:
             value = encode_event(PrefixEvent(1, seq, True, CHAIN[seq % 8] * 100))
@@ -63,13 +65,17 @@ async def test_long_backlog_with_a_gap_in_its_middle_is_one_fault(side: Side, ha
     await side.sees({A1: 8})
 
 
-async def test_events_lost_without_another_are_noticed_by_the_newer_snapshot(side: Side, hand: Hand) -> None:
+async def test_events_lost_without_another_are_noticed_by_the_newer_snapshot(
+    side: IndexReplica, hand: IndexKeyWriter
+) -> None:
     hand.snapshot(6, 1)
     await side.sees({A1: 1})
     assert side.follower.faults == {IndexFault.BEHIND: 1}
 
 
-async def test_older_snapshot_is_not_taken_by_a_router_that_knows_more(side: Side, hand: Hand) -> None:
+async def test_older_snapshot_is_not_taken_by_a_router_that_knows_more(
+    side: IndexReplica, hand: IndexKeyWriter
+) -> None:
     hand.snapshot(3, 8)
     await asyncio.sleep(1.3)
     assert side.mirror.match(CHAIN) == {A1: 3}
@@ -79,7 +85,7 @@ async def test_older_snapshot_is_not_taken_by_a_router_that_knows_more(side: Sid
 
 @pytest.mark.parametrize("value", [b"", b"\x63\x01", b"\x01\x01short", b"\x01\x01" + bytes(16 * 20_000)])
 async def test_malformed_entry_costs_the_credit_of_its_worker_until_the_next_snapshot(
-    side: Side, hand: Hand, value: bytes
+    side: IndexReplica, hand: IndexKeyWriter, value: bytes
 ) -> None:
     hand.entry(entry_id(1, 6), value)
     await side.sees({})
@@ -90,7 +96,9 @@ async def test_malformed_entry_costs_the_credit_of_its_worker_until_the_next_sna
     await side.sees({A1: 2})
 
 
-async def test_malformed_snapshot_is_counted_and_the_next_one_is_taken(side: Side, hand: Hand) -> None:
+async def test_malformed_snapshot_is_counted_and_the_next_one_is_taken(
+    side: IndexReplica, hand: IndexKeyWriter
+) -> None:
     hand.event(9, 4)
     hand.redis.set(snapshot_key("c", "a"), b"\x63 no snapshot of ours, and long enough")
     await until(lambda: side.follower.faults.get(IndexFault.MALFORMED, 0) > 1)
@@ -103,7 +111,7 @@ async def test_malformed_snapshot_is_counted_and_the_next_one_is_taken(side: Sid
     await side.sees({A1: 2})
 
 
-async def test_entry_of_another_life_gives_nobody_credit(side: Side, hand: Hand) -> None:
+async def test_entry_of_another_life_gives_nobody_credit(side: IndexReplica, hand: IndexKeyWriter) -> None:
     hand.event(1, 8, epoch=2)
     await side.sees({})
     hand.snapshot(1, 8, epoch=2)
@@ -113,7 +121,7 @@ async def test_entry_of_another_life_gives_nobody_credit(side: Side, hand: Hand)
     await side.sees({A2: 8})
 
 
-async def test_forged_events_give_credit_only_until_the_worker_looks(server: Server, side: Side) -> None:
+async def test_forged_events_give_credit_only_until_the_worker_looks(server: RedisServer, side: IndexReplica) -> None:
     side.follower.set_workers([A1])
     async with publishing(server) as publisher:
         store(publisher, 2)
@@ -124,7 +132,7 @@ async def test_forged_events_give_credit_only_until_the_worker_looks(server: Ser
         seq = header.seq if last is None else int(last.split("-")[1])
         for ahead in range(1, 40):
             try:
-                Hand(server).event(seq + ahead, 8)
+                IndexKeyWriter(server).event(seq + ahead, 8)
             except RedisError:
                 break  # the worker has looked
         assert ahead > 1
@@ -133,18 +141,20 @@ async def test_forged_events_give_credit_only_until_the_worker_looks(server: Ser
         await side.sees({A1: 3})
 
 
-async def test_forged_snapshot_gives_credit_only_until_the_worker_looks(server: Server, side: Side) -> None:
+async def test_forged_snapshot_gives_credit_only_until_the_worker_looks(
+    server: RedisServer, side: IndexReplica
+) -> None:
     async with publishing(server) as publisher:
         store(publisher, 2)
         await until(lambda: bool(Redis.from_url(server.url).exists(snapshot_key("c", "a"))))
-        Hand(server).snapshot((1 << 64) - 1, 8)
+        IndexKeyWriter(server).snapshot((1 << 64) - 1, 8)
         side.follower.set_workers([A1])
         await side.sees({A1: 2})
         store(publisher, 3)
         await side.sees({A1: 3})
 
 
-async def test_redis_put_back_to_older_contents_is_brought_up_to_date(server: Server, side: Side) -> None:
+async def test_redis_put_back_to_older_contents_is_brought_up_to_date(server: RedisServer, side: IndexReplica) -> None:
     redis = Redis.from_url(server.url)
     keys = [snapshot_key("c", "a"), stream_key("c", "a")]
     async with publishing(server) as publisher:
@@ -161,14 +171,16 @@ async def test_redis_put_back_to_older_contents_is_brought_up_to_date(server: Se
             redis.restore(key, 0, value, replace=True)
         await asyncio.sleep(0.3)
         assert side.mirror.match(CHAIN) == {A1: 2}
-        late = Side(server)
+        late = IndexReplica(server)
         late.follower.start()
         late.follower.set_workers([A1])
         await late.sees({A1: 2})
         await late.follower.close()
 
 
-async def test_hole_in_the_stream_is_bridged_by_a_snapshot_the_router_asked_for(server: Server, side: Side) -> None:
+async def test_hole_in_the_stream_is_bridged_by_a_snapshot_the_router_asked_for(
+    server: RedisServer, side: IndexReplica
+) -> None:
     redis = Redis.from_url(server.url)
     async with publishing(server) as publisher:
         await until(lambda: bool(redis.exists(snapshot_key("c", "a"))))
@@ -182,7 +194,7 @@ async def test_hole_in_the_stream_is_bridged_by_a_snapshot_the_router_asked_for(
     assert side.follower.faults == {IndexFault.GAP: 1}
 
 
-async def test_keys_of_another_type_are_written_anew(server: Server, side: Side) -> None:
+async def test_keys_of_another_type_are_written_anew(server: RedisServer, side: IndexReplica) -> None:
     redis = Redis.from_url(server.url)
     side.follower.set_workers([A1])
     async with publishing(server) as publisher:
@@ -195,7 +207,9 @@ async def test_keys_of_another_type_are_written_anew(server: Server, side: Side)
         await side.sees({A1: 4})
 
 
-async def test_users_with_nothing_but_the_documented_commands_are_enough(server: Server, side: Side) -> None:
+async def test_users_with_nothing_but_the_documented_commands_are_enough(
+    server: RedisServer, side: IndexReplica
+) -> None:
     worker, router = (re.findall(r"\+\w+", listed) for listed in re.findall(r"`((?:\+\w+[ \n]?)+)`", PAGE))
     admin = Redis.from_url(server.url)
     for user, commands in (("worker", worker), ("router", router)):
@@ -222,7 +236,7 @@ async def test_users_with_nothing_but_the_documented_commands_are_enough(server:
     assert admin.keys() == []
 
 
-async def test_redis_that_never_answers_costs_requests_nothing(side: Side, tmp_path: Path) -> None:
+async def test_redis_that_never_answers_costs_requests_nothing(side: IndexReplica, tmp_path: Path) -> None:
     silent = await asyncio.start_unix_server(lambda _reader, _writer: asyncio.sleep(60), tmp_path / "silent.sock")
     follower = PrefixFollower(f"unix://{tmp_path}/silent.sock", "c", side.mirror, side.clock, answer_timeout_s=0.3)
     side.mirror.load("a", PrefixSnapshot(1, 0, join_hashes(CHAIN)))
@@ -241,7 +255,7 @@ async def test_redis_that_never_answers_costs_requests_nothing(side: Side, tmp_p
     silent.close()
 
 
-async def test_whole_index_is_back_soon_after_redis_lost_it(server: Server, side: Side) -> None:
+async def test_whole_index_is_back_soon_after_redis_lost_it(server: RedisServer, side: IndexReplica) -> None:
     workers = [WorkerKey(f"w{number}", 1) for number in range(12)]
     publishers = [
         EventPublisher(cluster="c", worker_id=key.worker_id, epoch=1, redis_url=server.url, heartbeat_s=0.2)
@@ -256,7 +270,7 @@ async def test_whole_index_is_back_soon_after_redis_lost_it(server: Server, side
     for publisher in publishers[:6]:
         publisher.publish(False, CHAIN[4])
     await side.sees(dict.fromkeys(workers[:6], 4) | dict.fromkeys(workers[6:], 8))
-    late = Side(server)
+    late = IndexReplica(server)
     late.follower.start()
     late.follower.set_workers(workers)
     await late.sees(dict.fromkeys(workers[:6], 4) | dict.fromkeys(workers[6:], 8))

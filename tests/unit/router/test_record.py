@@ -12,7 +12,9 @@ import pytest
 from cluster.cli.commands.record import Recorded, note
 from planner.traces.read import read_trace
 from router.edge.traces import SECRET_KEY
-from router.observe.request_tap import MAX_LISTENERS, MAX_WAITING, RequestTap
+from router.observe.request_tap import MAX_LISTENERS, MAX_WAITING
+from router.requests.actions import End
+from router.requests.run import RequestRun
 from router.testing.stub_worker import until
 from tandem.v1 import trace_pb2, trace_pb2_grpc
 
@@ -28,7 +30,7 @@ def record(cluster: Any, salt: bytes = SALT, model: str = "") -> Any:
 
 
 async def listening(cluster: Any, **options: Any) -> Any:
-    tap, before = cluster.app.dispatcher.tap, len(cluster.app.dispatcher.tap._listeners)
+    tap, before = cluster.app.observers.tap, len(cluster.app.observers.tap._listeners)
     call = record(cluster, **options)
     await until(lambda: len(tap._listeners) == before + 1)
     return call
@@ -71,7 +73,7 @@ async def test_two_recordings_have_nothing_in_common_to_match_prompts_by(cluster
     assert not hashes[0] & hashes[1]
     for call in (first, second):
         call.cancel()
-    await until(lambda: not cluster.app.dispatcher.tap._listeners)
+    await until(lambda: not cluster.app.observers.tap._listeners)
 
 
 async def test_a_request_that_was_not_answered_is_told_but_is_no_row(cluster: Any, tmp_path: Path) -> None:
@@ -89,20 +91,20 @@ async def test_a_request_that_was_not_answered_is_told_but_is_no_row(cluster: An
 
 
 async def test_a_listener_that_reads_too_slowly_costs_nothing_but_its_own_requests(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: Any,
 ) -> None:
-    tap = cluster.app.dispatcher.tap
+    tap = cluster.app.observers.tap
     listen = tap.listen(SALT, "")
     reading = asyncio.ensure_future(anext(listen))
     await until(lambda: len(tap._listeners) == 1)
     await ask(cluster, "hi")
     await reading
-    runs: list[Any] = []
-    monkeypatch.setattr(tap, "ended", runs.append)
+    runs: list[RequestRun] = []
+    cluster.app.dispatcher.core.facts.subscribe(End, "test", lambda run, end, now_s: runs.append(run))
     await ask(cluster, "hi")
     await until(lambda: bool(runs))
-    for _ in range(MAX_WAITING + 9):
-        RequestTap.ended(tap, runs[0])
+    for _ in range(MAX_WAITING + 8):  # and the one that ended by itself
+        tap.note(runs[0], 0.0)
     assert (await anext(listen)).lost == 9
     assert (await anext(listen)).lost == 0
     await listen.aclose()
@@ -123,7 +125,7 @@ async def test_there_may_be_so_many_recordings_at_once(cluster: Any) -> None:
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     for call in calls:
         call.cancel()
-    await until(lambda: not cluster.app.dispatcher.tap._listeners)
+    await until(lambda: not cluster.app.observers.tap._listeners)
 
 
 async def test_only_the_controller_may_record(cluster: Any) -> None:

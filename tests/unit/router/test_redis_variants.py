@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cluster.spec.redis_probe import check_redis
-from router.testing.index import A1, BINARIES, CHAIN, Place, Server, Side, publishing, store
-from router.testing.redis_server import HOST, At, behind_tls, sharded, watched_pair
+from router.testing.index import A1, BINARIES, CHAIN, HasUrl, IndexReplica, RedisServer, publishing, store
+from router.testing.redis_server import HOST, RedisAddress, behind_tls, sharded, watched_pair
 from router.testing.stub_worker import until
 from tandem.errors import ConfigError
 
@@ -23,8 +23,8 @@ def binary(request: pytest.FixtureRequest) -> str:
 
 
 @asynccontextmanager
-async def following(place: Place) -> AsyncIterator[Side]:
-    side = Side(place)
+async def following(place: HasUrl) -> AsyncIterator[IndexReplica]:
+    side = IndexReplica(place)
     side.follower.start()
     side.follower.set_workers([A1])
     yield side
@@ -32,16 +32,16 @@ async def following(place: Place) -> AsyncIterator[Side]:
 
 
 async def test_over_tls_with_the_authority_that_the_url_names(
-    server: Server, tmp_path: Path, authority: Callable[[str], Any]
+    server: RedisServer, tmp_path: Path, authority: Callable[[str], Any]
 ) -> None:
     ours, other = authority("ours"), authority("theirs")
     async with behind_tls(tmp_path / "redis.sock", ours.issue("server")) as port:
         url = f"rediss://{HOST}:{port}/0?ssl_check_hostname=false&ssl_ca_certs="
-        place = At(f"{url}{ours.ca}")
+        place = RedisAddress(f"{url}{ours.ca}")
         async with publishing(place) as publisher, following(place) as side:
             store(publisher, 5)
             await side.sees({A1: 5})
-            stranger = Side(At(f"{url}{other.ca}"))
+            stranger = IndexReplica(RedisAddress(f"{url}{other.ca}"))
             stranger.follower.start()
             stranger.follower.set_workers([A1])
             async with following(place) as late:
@@ -52,7 +52,7 @@ async def test_over_tls_with_the_authority_that_the_url_names(
 
 
 async def test_with_a_certificate_of_our_own_where_the_server_asks_for_one(
-    server: Server, tmp_path: Path, authority: Callable[[str], Any]
+    server: RedisServer, tmp_path: Path, authority: Callable[[str], Any]
 ) -> None:
     ours, theirs = authority("ours"), authority("theirs")
     async with behind_tls(tmp_path / "redis.sock", ours.issue("server"), ours.ca) as port:
@@ -63,7 +63,7 @@ async def test_with_a_certificate_of_our_own_where_the_server_asks_for_one(
         for refused in (url, stranger):
             with pytest.raises(ConfigError, match=r"redis\.url: expected a Redis or Valkey"):
                 await asyncio.to_thread(check_redis, refused)
-        place = At(known)
+        place = RedisAddress(known)
         async with publishing(place) as publisher, following(place) as side:
             store(publisher, 5)
             await side.sees({A1: 5})

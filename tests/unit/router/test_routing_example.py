@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from router.policies.costs import decode_s, handoff_s, later_price, later_s, prefill_s, transfer_s, ttft_s
+from router.policies.costs import caused_delay_s, decode_s, delay_factor, handoff_s, prefill_s, transfer_s, ttft_s
 from router.policies.pace import BATCH_SIZES, START_PACE
 from router.policies.profiles import policy_profile
-from router.policies.types import Ask, Candidate, Placement
+from router.policies.types import Candidate, Placement, PlacementQuery
 from tandem.config.spec import RouterSpec
 
 PAGE = Path(__file__).parents[3] / "docs" / "routing.md"
-ASK = Ask(1700, answer_tokens=100)
+ASK = PlacementQuery(1700, answer_tokens=100)
 Row = dict[str, str]
 
 
@@ -92,8 +92,10 @@ def test_decode_workers_times_and_points() -> None:
 
 
 def test_prefill_workers_times_and_points() -> None:
-    decode, price = DECODE[1], later_price(PREFILL)
-    parts_s = [(prefill_s(ASK, each), transfer_s(ASK, decode, each), later_s(ASK, each, price)) for each in PREFILL]
+    decode, factor = DECODE[1], delay_factor(PREFILL)
+    parts_s = [
+        (prefill_s(ASK, each), transfer_s(ASK, decode, each), caused_delay_s(ASK, each, factor)) for each in PREFILL
+    ]
     shortest_s = min(sum(parts) for parts in parts_s)
     for row, each, parts in zip(PREFILL_OUT, PREFILL, parts_s, strict=True):
         points = f"{shortest_s / sum(parts):.3f}"

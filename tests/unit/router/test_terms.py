@@ -1,6 +1,6 @@
 import pytest
 
-from router.terms import Terms, TermsParser
+from router.terms import RequestTerms, TermsParser
 from tandem.config.spec import ClassSpec
 from tandem.errors import InputError
 from tandem.testing.models import FakeClock
@@ -13,14 +13,14 @@ def parser() -> TermsParser:
 
 
 def test_without_headers_the_first_class_and_no_deadline() -> None:
-    assert parser().parse({}.get) == Terms("interactive", "", None)
+    assert parser().parse({}.get) == RequestTerms("interactive", "", None)
 
 
 def test_the_earlier_of_header_and_transport_deadline_counts() -> None:
     headers = {"x-tandem-priority": "batch", "x-tandem-tenant": "a.b:c@d-1_", "x-request-timeout-s": "2.5"}
-    assert parser().parse(headers.get) == Terms("batch", "a.b:c@d-1_", 102.5)
-    assert parser().parse(headers.get, 1.0) == Terms("batch", "a.b:c@d-1_", 101.0)
-    assert parser().parse(headers.get, 3.0) == Terms("batch", "a.b:c@d-1_", 102.5)
+    assert parser().parse(headers.get) == RequestTerms("batch", "a.b:c@d-1_", 102.5)
+    assert parser().parse(headers.get, 1.0) == RequestTerms("batch", "a.b:c@d-1_", 101.0)
+    assert parser().parse(headers.get, 3.0) == RequestTerms("batch", "a.b:c@d-1_", 102.5)
     assert parser().parse({}.get, 0.0).deadline_s == 100.0
 
 

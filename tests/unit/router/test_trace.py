@@ -217,12 +217,12 @@ def test_the_quickest_frame_lays_a_workers_clock_on_ours() -> None:
     offset = ClockOffset()
     assert offset.local_s(5.0) is None
     for sent_at_s, travel_s in ((1000.0, 0.004), (1000.1, 0.001), (1000.2, 0.009)):
-        offset.frame(sent_at_s, sent_at_s - 700 + travel_s)
+        offset.add_sample(sent_at_s, sent_at_s - 700 + travel_s)
     assert offset.local_s(1000.0) == pytest.approx(300.001, abs=2 * DRIFT)
 
 
 def test_clocks_that_run_apart_are_followed() -> None:
     offset = ClockOffset()
     for second in range(3600):
-        offset.frame(1000 + second, 300 + second * (1 + DRIFT / 2))
+        offset.add_sample(1000 + second, 300 + second * (1 + DRIFT / 2))
     assert offset.local_s(1000 + 3599) == pytest.approx(300 + 3599 * (1 + DRIFT / 2), abs=2 * DRIFT)

@@ -1,23 +1,23 @@
-"""Our counters say what the client library's would of the same events."""
+"""The router's metric types expose the same text as the client library's."""
 
 import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.observe.metrics import labelled
+from router.observe.metrics import instruments
 
 BOUNDS = (0.1, 1.0, 2.5)
 VALUES = (0.0, 0.1, 0.10001, 1.0, 2.0, 2.5, 2.6, 1e9)
 
 
 def exposition(registry: CollectorRegistry) -> list[str]:
-    """Without the times at which the library's were made."""
+    """Without the creation times that the library adds."""
     return sorted(line for line in generate_latest(registry).decode().splitlines() if "_created" not in line)
 
 
 def test_they_are_exposed_as_the_librarys() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    for kinds, registry in ((labelled, ours), (prometheus_client, theirs)):
+    for kinds, registry in ((instruments, ours), (prometheus_client, theirs)):
         counter = kinds.Counter("c", "Counted.", ("a", "b"), registry=registry)
         for labels in (("1", 'quo"ted'), ("1", 'quo"ted'), ("2", "line\nbreak")):
             counter.labels(*labels).inc()
@@ -31,6 +31,6 @@ def test_they_are_exposed_as_the_librarys() -> None:
 
 
 def test_as_many_labels_as_names() -> None:
-    counter = labelled.Counter("c", "Counted.", ("a", "b"), registry=CollectorRegistry())
+    counter = instruments.Counter("c", "Counted.", ("a", "b"), registry=CollectorRegistry())
     with pytest.raises(ValueError, match="expected labels"):
         counter.labels("1")

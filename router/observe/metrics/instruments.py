@@ -1,8 +1,7 @@
-"""Counters, gauges and histograms for the event loop's thread alone, which needs no locks: some are counted for every
-token of every request, and the client library's own take several times as long.
+"""Counters, gauges and histograms without locks, for the event loop's thread only.
 
-They are collected into the library's registry. Label values are bounded, as for every metric; children are never
-removed.
+Some change with every token, and the client library's types take several times as long. They are collected into the
+library's registry. Label values must be bounded: children are never removed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Number:
 
 
 class Buckets:
-    """One histogram. `counts`: up to each bound, and beyond the last."""
+    """One histogram. `counts`: observations up to each bound, then those above the last."""
 
     __slots__ = ("_bounds", "counts", "total")
 
@@ -63,7 +62,7 @@ class _Family(Collector, Generic[Child]):
         registry.register(self)
 
     def labels(self, *values: str) -> Child:
-        """In the order of the label names. Raises ValueError when there are more or fewer."""
+        """The child with these label values, in the order of the names. Raises ValueError if the number differs."""
         child = self._children.get(values)
         if child is None:
             if len(values) != len(self._labelnames):
@@ -121,7 +120,7 @@ class Histogram(_Family[Buckets]):
 
 
 def cumulated(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Prometheus' buckets, each with what is in those below it; `counts` has one more than `bounds`."""
+    """Cumulative Prometheus buckets. `counts` has one element more than `bounds`."""
     buckets: list[tuple[str, float]] = []
     total = 0
     for bound, count in zip([*map(str, bounds), "+Inf"], counts, strict=True):

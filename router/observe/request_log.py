@@ -1,0 +1,37 @@
+"""What a router logs about requests, and what a client's call gets to know of the requests it made."""
+
+from __future__ import annotations
+
+import logging
+
+from router.observe.trace import Traces
+from router.requests import actions as act
+from router.requests.facts import Facts, Requeued
+from router.requests.run import RequestRun
+from tandem.errors import ErrorCode
+
+log = logging.getLogger(__name__)
+
+
+class RequestLog:
+    def __init__(self, traces: Traces) -> None:
+        self._traces = traces
+
+    def subscribe(self, facts: Facts) -> None:
+        facts.subscribe(Requeued, "request_log", self._requeued)
+        facts.subscribe(act.End, "request_log", self._ended)
+        facts.subscribe(act.End, "calls", _end_call)
+
+    def _requeued(self, run: RequestRun, fact: Requeued, now_s: float) -> None:
+        words = {"cause": str(fact.cause), "answer_tokens": str(run.answer_tokens)}
+        log.info("request goes back in line", extra=self._traces.of(run).names() | words)
+
+    def _ended(self, run: RequestRun, fact: act.End, now_s: float) -> None:
+        if fact.error is not None and fact.error.code is ErrorCode.INTERNAL:
+            log.error("request failed", extra=self._traces.of(run).names() | {"error": str(fact.error)})
+
+
+def _end_call(run: RequestRun, fact: act.End, now_s: float) -> None:
+    """For the audit log and the rate limits."""
+    if (call := run.terms.call) is not None:
+        call.ended(fact.state, None if fact.error is None else fact.error.code, fact.usage.completion_tokens)

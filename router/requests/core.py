@@ -1,0 +1,252 @@
+"""Everything the router decides about requests: admission, placement, retries, moves. Pure but for its clock.
+
+    event ──▶ RequestRun.on ──▶ actions ──┬─▶ frames, output: the Carrier (gRPC links, or virtual time)
+                                          ├─▶ decisions: admission and Placer, here
+                                          └─▶ facts: observers
+
+The router runs it behind `router.requests.dispatcher`, the simulator behind `planner.simulator.cluster`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from router.admission.admission import Admission
+from router.policies.policy import PlacementPolicy
+from router.policies.types import Placement, WaitReason
+from router.prefix_index.mirror import WorkerKey
+from router.requests import actions as act
+from router.requests import events as ev
+from router.requests.facts import Facts, Placed, Received, Requeued, Waited
+from router.requests.output import Piece
+from router.requests.placer import FleetView, Placer, PrefixIndex
+from router.requests.recording import Recorder
+from router.requests.run import RequestRun
+from tandem.clock import Clock
+from tandem.config.spec import RouterSpec
+from tandem.errors import TandemError, UnavailableError, WorkerLost
+
+MOVE_RETRY_S = 0.2  # while a worker is to be emptied: until its requests that could not move try again
+
+
+class Carrier(Protocol):
+    """Carries actions out. Nothing here waits."""
+
+    def send(self, run: RequestRun, frame: act.Frame) -> int | None:
+        """Queues a frame for a worker. Returns its number in the worker's session; None: there is no link."""
+        ...
+
+    def emit(self, run: RequestRun, output: Piece | act.EmitPromptScores) -> bool:
+        """Gives the client a part of the answer. False: it has left too much unread."""
+        ...
+
+    def ended(self, run: RequestRun, end: act.End) -> None:
+        """The request reached its end state."""
+        ...
+
+    def pump_soon(self) -> None:
+        """Calls `RequestCore.pump` soon, once for all that happens until then."""
+        ...
+
+
+class RequestCore:
+    """All requests of one router, from admission to their end."""
+
+    def __init__(
+        self,
+        spec: RouterSpec,
+        policy: PlacementPolicy,
+        fleet: FleetView,
+        index: PrefixIndex,
+        clock: Clock,
+        carrier: Carrier,
+        facts: Facts,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.admission: Admission[RequestRun] = Admission(
+            spec.classes,
+            max_queued_requests=spec.max_queued_requests,
+            queue_timeout_s=spec.queue_timeout_s,
+            budget_tokens=spec.max_prefill_tokens_in_flight,
+        )
+        self.placer = Placer(policy, fleet, index, clock)
+        self.facts = facts
+        self._fleet, self._clock, self._carrier = fleet, clock, carrier
+        self._recorder = recorder
+        if recorder is not None:
+            self.placer.seen = recorder.placements
+
+    @property
+    def active(self) -> int:
+        """Requests that wait or are on workers."""
+        return len(self.placer) + len(self.admission)
+
+    def waiting(self) -> list[RequestRun]:
+        return self.admission.items()
+
+    def running(self) -> list[RequestRun]:
+        """Those on workers."""
+        return list(self.placer)
+
+    # ---- in
+
+    def submit(self, run: RequestRun) -> None:
+        """Queues a request. Raises the TandemError that it was rejected with: OverloadedError, DeadlineExceeded."""
+        now_s = self._clock.now_s()
+        self.on(run, ev.Submitted())
+        self.facts.publish(run, Received(), now_s)
+        try:
+            pushed_out = self.admission.offer(run.request.model, run, run.terms, run.prefill_tokens, now_s)
+        except TandemError as error:
+            self.on(run, ev.Rejected(error))
+            raise
+        self.on(run, ev.Queued())
+        for other, reason in pushed_out:
+            self.on(other, ev.Rejected(reason))
+
+    def refuse(self, run: RequestRun, error: TandemError) -> None:
+        """Rejects a request without offering it to admission."""
+        self.on(run, ev.Submitted())
+        self.facts.publish(run, Received(), self._clock.now_s())
+        self.on(run, ev.Rejected(error))
+
+    def on(self, run: RequestRun, event: ev.Event) -> None:
+        """Feeds an event to a run and carries out what it wants done."""
+        now_s = self._clock.now_s()
+        if self._recorder is None:
+            self.perform(run, run.on(event, now_s))
+        else:
+            self.perform(run, self._recorder.on(run, event, now_s))
+
+    def perform(self, run: RequestRun, actions: deque[act.Action]) -> None:
+        """Carries actions out in order. What carrying one out leads to comes after those that were there."""
+        if run.is_performing:
+            return
+        run.is_performing = True
+        try:
+            while actions:
+                self._perform(run, actions.popleft())
+        finally:
+            run.is_performing = False
+
+    def _perform(self, run: RequestRun, action: act.Action) -> None:
+        if isinstance(action, (Piece, act.EmitPromptScores)):
+            if not self._carrier.emit(run, action):
+                self.on(run, ev.ReaderBehind())
+        elif isinstance(action, act.Frame):
+            self._send(run, action)
+        elif isinstance(action, act.Fact):
+            self.facts.publish(run, action, run.now_s)
+            self._act_on(run, action)
+        elif isinstance(action, act.ChooseDecode):
+            self._choose_decode(run, action.refusal)
+        else:
+            self.facts.publish(run, Requeued(action.cause, action.refused), run.now_s)
+            self._put_back(run, action.cause if action.refused else None)
+
+    def _act_on(self, run: RequestRun, fact: act.Fact) -> None:
+        match fact:
+            case act.FirstToken():
+                self.admission.first_token(run, run.now_s)
+                self.placer.prefilled(run)
+                self._carrier.pump_soon()
+            case act.Moved(source=source):
+                self.placer.leave(run, source)
+                self._carrier.pump_soon()
+            case act.MoveFailed(target=target):
+                self.placer.leave(run, target)
+            case act.End():
+                self._end(run, fact)
+
+    # ---- placing
+
+    def pump(self) -> float | None:
+        """Places what can be placed now. Called when a worker, a request or the clock has changed something. Returns
+        when time alone changes something next; None: never."""
+        now_s = self._clock.now_s()
+        self.admission.dispatch(now_s, self._place, self.placer.prefillers)
+        for run, error in self.admission.expire(now_s):
+            self.on(run, ev.Rejected(error))
+        self._move_off()
+        for run in self.admission.oversized_batch():
+            self.on(run, ev.Yielded(UnavailableError("gave way to requests that are not of a batch class")))
+        due_s = self.admission.next_due_s(now_s)
+        if len(self.placer) and self._fleet.leaving():
+            due_s = now_s + MOVE_RETRY_S if due_s is None else min(due_s, now_s + MOVE_RETRY_S)
+        return due_s
+
+    def _place(self, run: RequestRun) -> bool:
+        outcome = self.placer.place(run)
+        if self._recorder is not None:
+            self._recorder.placed(run, self._clock.now_s())
+        if isinstance(outcome, TandemError):
+            self.on(run, ev.Rejected(outcome))
+            return True
+        if isinstance(outcome, WaitReason):
+            if run.waiting_for is not outcome:
+                run.waiting_for = outcome
+                self.facts.publish(run, Waited(outcome), self._clock.now_s())
+            return False
+        if not self.placer.occupy(run, outcome):
+            return False  # a worker is gone; the directory's next change calls again
+        self.facts.publish(run, Placed(outcome), self._clock.now_s())
+        self.on(run, _started(outcome))
+        return True
+
+    def _move_off(self) -> None:
+        """Requests that decode on workers that are to be emptied go on elsewhere, as others have room."""
+        for run in self.placer.to_move():
+            target = self.placer.next_decode(run) if run.can_move else None
+            if target is not None and self.placer.add_target(run, target):
+                self.on(run, ev.MoveStarted(target))
+
+    # ---- carrying out
+
+    def _send(self, run: RequestRun, frame: act.Frame) -> None:
+        number = self._carrier.send(run, frame)
+        if not isinstance(frame, act.Opening):
+            return
+        if number is not None:
+            self.placer.sent(run, frame.worker, number)
+        else:
+            lost = WorkerLost(f"worker {frame.worker.worker_id} was lost; a retry may succeed", retry_after_s=1.0)
+            self.on(run, ev.WorkerGone(frame.worker, lost))
+
+    def _choose_decode(self, run: RequestRun, refusal: TandemError) -> None:
+        decode = self.placer.another_decode(run)
+        if decode is not None and self.placer.reroute(run, decode):
+            self.on(run, ev.Rerouted(decode))
+        else:
+            self._put_back(run, refusal)
+
+    def _put_back(self, run: RequestRun, refusal: TandemError | None) -> None:
+        self.placer.release(run)
+        self.admission.put_back(
+            run.request.model,
+            run,
+            run.terms,
+            run.prefill_tokens,
+            since_s=run.waiting_since_s,
+            now_s=self._clock.now_s(),
+            refusal=refusal,
+        )
+        self._carrier.pump_soon()
+
+    def _end(self, run: RequestRun, end: act.End) -> None:
+        had_place = run in self.placer or run in self.admission
+        self.placer.release(run)
+        self.admission.remove(run)
+        self._carrier.ended(run, end)
+        if had_place:  # what was refused at once leaves nothing to others
+            self._carrier.pump_soon()
+
+
+def _started(placement: Placement) -> ev.Started:
+    decode, prefill = placement.decode, placement.prefill
+    return ev.Started(
+        WorkerKey(decode.worker_id, decode.epoch),
+        None if prefill is None else WorkerKey(prefill.worker_id, prefill.epoch),
+        placement.prefiller.cached_tokens,
+        placement.prefiller.outstanding_tokens,
+    )

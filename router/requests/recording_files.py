@@ -1,0 +1,93 @@
+"""Recordings on disk: the last segments of a router's decisions, in a folder, written by a thread of their own."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from pathlib import Path
+
+from router.requests.recording import KIND, VERSION, Header, Recorder, encoder
+from tandem.config.spec import RouterSpec
+from tandem.errors import ConfigError
+from tandem.version import tandem_version
+
+log = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 16 << 20
+SEGMENTS = 8
+MAX_WAITING = 1 << 16  # lines that the thread has not written; further ones are dropped and counted
+
+
+class RecordingFiles:
+    """`ROUTER_ID-NUMBER.jsonl`, each readable by itself. Older ones of the same router are deleted."""
+
+    def __init__(self, folder: Path, router_id: str, segment_bytes: int = SEGMENT_BYTES) -> None:
+        """Raises ConfigError when the folder cannot be written."""
+        self.dropped = 0
+        self._folder, self._router_id, self._segment_bytes = folder, router_id, segment_bytes
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._kept = deque(sorted(folder.glob(f"{router_id}-*.jsonl"), key=_number))
+            self._next = _number(self._kept[-1]) + 1 if self._kept else 1
+            self._path(self._next).touch()
+        except OSError as error:
+            raise ConfigError(f"router.record: {folder}: {error.strerror}", field="router.record") from None
+        self._lines: queue.Queue[bytes | None] = queue.Queue(MAX_WAITING)
+        self._header = b""
+        self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
+
+    def recorder(self, spec: RouterSpec, *, seed: int, text: bool) -> Recorder:
+        """Starts the thread."""
+        fields = spec.model_dump(mode="json")
+        self._header = encoder.encode(Header(KIND, VERSION, tandem_version(), self._router_id, text, seed, fields))
+        self._thread.start()
+        return Recorder(self.write, text=text)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Writes what there is, for at most `timeout_s`."""
+        if self._thread.is_alive():
+            self._lines.put(None, timeout=timeout_s)
+            self._thread.join(timeout_s)
+
+    def write(self, line: bytes) -> None:
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self.dropped += 1
+
+    def _run(self) -> None:
+        try:
+            while self._write_segment():
+                pass
+        except OSError as error:
+            log.error("recording stopped", extra={"folder": str(self._folder), "error": error.strerror or str(error)})
+
+    def _write_segment(self) -> bool:
+        """False: that was the last."""
+        path = self._path(self._next)
+        self._next += 1
+        self._kept.append(path)
+        while len(self._kept) > SEGMENTS:
+            self._kept.popleft().unlink(missing_ok=True)
+        written = 0
+        with path.open("wb") as file:
+            file.write(self._header + b"\n")
+            while written < self._segment_bytes:
+                line = self._lines.get()
+                if line is None:
+                    return False
+                file.write(line + b"\n")
+                written += len(line) + 1
+                if self._lines.empty():
+                    file.flush()
+        return True
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{self._router_id}-{number:06}.jsonl"
+
+
+def _number(path: Path) -> int:
+    digits = path.stem.rpartition("-")[2]
+    return int(digits) if digits.isdigit() else 0

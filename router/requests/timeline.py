@@ -1,0 +1,98 @@
+"""What one request took: when its parts were, what was cached, how much KV moved for it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.prefix_index.mirror import WorkerKey
+from router.requests.events import HandoffReported
+from router.requests.output import Final, Timeline, Usage
+from tandem.request import FinishReason
+
+PACE_TOKENS = 8
+
+
+class PaceMeter:
+    """One request's tokens in the decode batch, timed PACE_TOKENS at a time."""
+
+    __slots__ = ("_since_s", "_tokens")
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts anew at the next token: it comes from another worker."""
+        self._tokens = 0
+        self._since_s: float | None = None
+
+    def token(self, now_s: float) -> float | None:
+        """Seconds of the last PACE_TOKENS tokens, each time that many have come."""
+        since_s = self._since_s
+        if since_s is None:
+            self._since_s = now_s
+            return None
+        self._tokens += 1
+        if self._tokens < PACE_TOKENS:
+            return None
+        self._tokens, self._since_s = 0, now_s
+        return now_s - since_s
+
+
+@dataclass(slots=True)
+class RunTimeline:
+    """Times are the router's clock's. Of several attempts, the one that brought the answer's first token counts."""
+
+    received_s: float
+    dispatched_s: float
+    first_token_s: float
+    last_token_s: float
+    joined_s: float | None = None
+    prefilled_by: WorkerKey | None = None  # sampled the answer's first token; None: the decode worker did
+    cached_prefill: int = 0  # tokens
+    cached_decode: int = 0
+    moved_bytes: int = 0
+    moved_blocks: int = 0
+
+    @classmethod
+    def open(cls, now_s: float) -> RunTimeline:
+        return cls(received_s=now_s, dispatched_s=now_s, first_token_s=now_s, last_token_s=now_s)
+
+    def first_token(self, cached_tokens: int, prefill: WorkerKey | None, now_s: float) -> None:
+        """`prefill` None: the decode worker computed the prompt."""
+        self.first_token_s = now_s
+        self.prefilled_by = prefill
+        if prefill is None:
+            self.cached_decode = cached_tokens
+        else:
+            self.cached_prefill = cached_tokens
+
+    def moved(self, event: HandoffReported) -> None:
+        self.moved_bytes += event.moved_bytes
+        self.moved_blocks += event.moved_blocks
+
+    def joined(self, at_s: float) -> None:
+        """The request decodes. Later attempts do not change this."""
+        if self.joined_s is None:
+            self.joined_s = at_s
+
+    def usage(self, prompt_tokens: int, completion_tokens: int) -> Usage:
+        cached = self.cached_decode if self.prefilled_by is None else self.cached_prefill
+        return Usage(prompt_tokens, completion_tokens, cached)
+
+    def final(self, reason: FinishReason, usage: Usage, decode: WorkerKey | None, now_s: float) -> Final:
+        local = self.prefilled_by is None
+        timeline = Timeline(
+            queue_s=self.dispatched_s - self.received_s,
+            prefill_s=self.first_token_s - self.dispatched_s,
+            handoff_s=0.0 if local or self.joined_s is None else self.joined_s - self.first_token_s,
+            decode_s=self.last_token_s - self.first_token_s,
+            ttft_s=self.first_token_s - self.received_s,
+            total_s=now_s - self.received_s,
+            kv_bytes_moved=self.moved_bytes,
+            kv_blocks_moved=self.moved_blocks,
+            cached_tokens_prefill=self.cached_prefill,
+            cached_tokens_decode=self.cached_decode,
+            prefill_worker="" if self.prefilled_by is None else self.prefilled_by.worker_id,
+            decode_worker="" if decode is None else decode.worker_id,
+        )
+        return Final(reason, usage, timeline)

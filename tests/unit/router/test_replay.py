@@ -1,0 +1,165 @@
+"""Recordings that are whole, cut off, of another version, changed or too large; and observers that fail."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.prefix_index.mirror import WorkerKey
+from router.requests import actions as act
+from router.requests import events as ev
+from router.requests.facts import Facts
+from router.requests.recording import KIND, VERSION, Header, Recorder, encoder
+from router.requests.recording_files import SEGMENTS, RecordingFiles
+from router.requests.replay import RecordedRequest, Replay, ReplayReport
+from router.requests.run import RequestRun
+from router.terms import RequestTerms
+from router.testing.scenario import TextlessAssembler
+from tandem.config.spec import RouterSpec
+from tandem.errors import ConfigError, InputError
+from tandem.request import FinishReason, SamplingParams
+
+D0, P0 = WorkerKey("d0", 1), WorkerKey("p0", 1)
+SECRET = 424242
+
+
+class Token:
+    cached_tokens = 0
+
+    def __init__(self, token_id: int) -> None:
+        self.token_id = token_id
+
+
+def new_run() -> RequestRun:
+    request = RecordedRequest("r", "m", (SECRET, SECRET), 2, SamplingParams(max_tokens=99), block_tokens=2)
+    return RequestRun(request, TextlessAssembler(), RequestTerms(""), 0.0, 1)
+
+
+def header(version: int = VERSION, *, text: bool = False) -> bytes:
+    return encoder.encode(Header(KIND, version, "9.9", "router-0", text, 1, RouterSpec().model_dump(mode="json")))
+
+
+def recorded(*, text: bool = False) -> list[bytes]:
+    """One request with a handoff and 40 tokens."""
+    written = [header(text=text)]
+    recorder, run = Recorder(written.append, text=text), new_run()
+    began = [ev.Submitted(), ev.Queued(), ev.Started(D0, P0), ev.Reserved(D0, "ticket", 0)]
+    tokens = [ev.TokenSampled(P0 if not number else D0, Token(SECRET)) for number in range(40)]
+    for number, event in enumerate([*began, *tokens, ev.AttemptEnded(D0, FinishReason.STOP)]):
+        recorder.on(run, event, number / 8).clear()
+    return written
+
+
+def replay(lines: list[bytes]) -> ReplayReport:
+    return Replay().run(io.BytesIO(b"".join(line + b"\n" for line in lines)))
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_a_recording_replays_the_same(text: bool) -> None:
+    report = replay(recorded(text=text))
+    assert (report.runs, report.tokens, report.first, report.skipped) == (1, 38, None, {})
+
+
+def test_without_text_no_token_of_prompt_or_answer_is_written() -> None:
+    assert str(SECRET).encode() not in b"".join(recorded())
+    assert str(SECRET).encode() in b"".join(recorded(text=True))
+
+
+def test_of_a_recording_that_is_cut_off_the_rest_is_replayed() -> None:
+    lines = recorded()
+    report = replay([*lines[:-1], lines[-1][:20]])
+    assert (report.runs, report.events, report.first) == (1, len(lines) - 4, None)
+    assert report.skipped == {"cut off, or written by another version": 1}
+
+
+def test_a_request_that_began_before_the_recording_is_named_and_left_out() -> None:
+    lines = recorded()
+    report = replay([lines[0], *lines[3:]])
+    assert report.skipped == {"of a request that began before the recording": len(lines) - 3}
+    assert report.first is None
+
+
+def test_another_version_is_refused_with_what_to_do() -> None:
+    with pytest.raises(InputError, match=r"expected version 1, got 2 \(tandem 9.9\); replay it with the release"):
+        replay([header(2)])
+
+
+@pytest.mark.parametrize("first", [b"", b"{}", b'{"type": "header"}', b"GIF89a"])
+def test_another_file_is_refused(first: bytes) -> None:
+    with pytest.raises(InputError, match=r"expected a file that router\.record wrote"):
+        replay([first])
+
+
+def test_a_line_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.requests.replay.MAX_LINE_BYTES", 1 << 16)
+    lines = recorded()
+    report = replay([*lines[:2], b"x" * (1 << 18), *lines[2:]])
+    assert (report.runs, report.first) == (1, None)
+    assert list(report.skipped.values()) == [1]
+
+
+def test_the_first_difference_is_shown_with_both_sides() -> None:
+    lines = recorded()
+    at = next(number for number, line in enumerate(lines) if b'"Reserve"' in line)
+    changed: dict[str, Any] = json.loads(lines[at])
+    changed["actions"][-1]["sender"] = ["p9", 1]
+    report = replay([*lines[:at], json.dumps(changed).encode(), *lines[at + 1 :]])
+    assert report.differences == 1
+    assert report.first is not None
+    assert (report.first.line, report.first.request_id, report.first.what) == (at + 1, "r", "Started")
+    assert report.first.recorded != report.first.replayed
+
+
+def test_tokens_of_another_time_are_a_difference() -> None:
+    lines = recorded()
+    at = next(number for number, line in enumerate(lines) if b'"type":"tokens"' in line)
+    changed = json.loads(lines[at])
+    changed["tokens"][3][0] += 0.5
+    report = replay([*lines[:at], json.dumps(changed).encode(), *lines[at + 1 :]])
+    assert report.first is not None
+    assert report.first.what == "38 tokens"
+
+
+def test_segments_are_bounded_and_each_replays_by_itself(tmp_path: Path) -> None:
+    for _ in range(2):  # a second start goes on after the first
+        files = RecordingFiles(tmp_path, "router-0", segment_bytes=4096)
+        files.recorder(RouterSpec(), seed=1, text=False)
+        for _ in range(40):
+            for line in recorded()[1:]:
+                files.write(line)
+        files.close()
+    kept = sorted(tmp_path.iterdir())
+    assert len(kept) == SEGMENTS
+    for path in kept:
+        with path.open("rb") as source:
+            assert Replay().run(source).first is None
+
+
+def test_a_folder_that_cannot_be_written_is_refused_by_its_field(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"router\.record: .*file") as refused:
+        RecordingFiles(tmp_path / "file", "router-0")
+    assert refused.value.field == "router.record"
+
+
+def test_an_observer_that_fails_is_logged_once_and_counted_and_others_still_see_the_fact(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    facts, run, seen = Facts(), new_run(), []
+
+    def fail(run: RequestRun, fact: act.Joined, now_s: float) -> None:
+        raise ZeroDivisionError("of its own")
+
+    facts.subscribe(act.Joined, "broken", fail)
+    facts.subscribe(act.Joined, "sound", lambda run, fact, now_s: seen.append(fact.at_s))
+    with caplog.at_level(logging.ERROR):
+        for number in range(3):
+            facts.publish(run, act.Joined(float(number)), float(number))
+    assert seen == [0.0, 1.0, 2.0]
+    assert facts.failures == {"broken": 3}
+    assert len(caplog.records) == 1
