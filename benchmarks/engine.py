@@ -1,10 +1,10 @@
-"""How fast the engine is on this CPU, beside what the machine can do and beside other engines.
+"""The engine's speed on this CPU, compared with the machine's limits and with other engines.
 
     make bench-engine
     python -m benchmarks.engine --figure decode --threads 1
 
 Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. Limits and peers are measured in the
-same run, in turns with ours; `scripts/engine-peers.sh` installs the peers, and without them those lines have no
+same run, alternating with Tandem. `scripts/engine-peers.sh` installs the peers; without them their lines have no
 reference. docs/performance.md explains each figure.
 """
 
@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engine_peers import Peer, find_pair, find_peers
+from benchmarks.engine_peers import EnginePeer, find_pair, find_peers
 from benchmarks.engine_served import ServedPair
 from benchmarks.handoff_figures import Figure
 from tandem.checkpoint.model_config import ModelConfig
@@ -57,7 +57,7 @@ TEXT = Path(__file__).with_name("perplexity.txt")
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class EngineSizes:
     context: int = 256
     decode_steps: int = 12
     rounds: int = 5
@@ -68,47 +68,47 @@ class Sizes:
     served_tokens: int = 64
 
 
-QUICK = Sizes(16, 2, 1, (1, 3), (24,), 64, 3, 24)
+QUICK = EngineSizes(16, 2, 1, (1, 3), (24,), 64, 3, 24)
 
 
 @dataclass(slots=True)
-class Bench:
-    """The engines that are compared, built when first asked for, and the machine they share."""
+class EngineBench:
+    """The engines to compare, each built at its first use, and the machine they share."""
 
-    sizes: Sizes
+    sizes: EngineSizes
     folder: Path
     scratch: Path
     threads: int
-    peers: Mapping[str, Peer]
+    peers: Mapping[str, EnginePeer]
     _ranks: dict[str, Rank] = field(default_factory=dict)
     _names: Iterator[int] = field(default_factory=count)
 
     def rank(self, mode: str) -> Rank:
-        """To be measured right away: torch's threads, of which the process has one number, are those of this mode."""
-        rank = self._made(mode)
-        torch.set_num_threads(self.threads if mode == "fp32" else 1)  # as `build_rank` has it
+        """Returns the rank to measure next. Sets torch's number of threads, which is per process, for this mode."""
+        rank = self._rank_of(mode)
+        torch.set_num_threads(self.threads if mode == "fp32" else 1)  # as in `build_rank`
         return rank
 
-    def _made(self, mode: str) -> Rank:
+    def _rank_of(self, mode: str) -> Rank:
         if mode not in self._ranks:
             self._ranks[mode] = self.new_rank(mode, kv_blocks=self.sizes.kv_blocks)
         return self._ranks[mode]
 
     @property
     def config(self) -> ModelConfig:
-        return self._made("fp32").config
+        return self._rank_of("fp32").config
 
     def new_rank(self, mode: str, **options: object) -> Rank:
-        own = {"threads_per_rank": self.threads, "max_step_tokens": 2048}
-        spec = EngineSpec.model_validate({**own, **MODES[mode], **options})
+        defaults = {"threads_per_rank": self.threads, "max_step_tokens": 2048}
+        spec = EngineSpec.model_validate({**defaults, **MODES[mode], **options})
         return build_rank(self.folder, spec, rank=0, size=1, rendezvous_file=self.scratch / mode, exporter=NoExport())
 
     def new_prompt(self, length: int) -> list[int]:
-        """Nobody finds it in a cache."""
+        """A new prompt each time, so no cache has it."""
         return random_prompt(length, self.config.vocab_size, 1000 + next(self._names))
 
     def known_prompts(self, batch: int) -> list[list[int]]:
-        """The same each time, so that after the first time both find them in their caches and soon decode."""
+        """The same prompts each time: after the first time both engines have them cached and soon decode."""
         return [random_prompt(self.sizes.context, self.config.vocab_size, number) for number in range(batch)]
 
     def tokenizer_ids(self, text: str) -> list[int]:
@@ -119,7 +119,7 @@ class Bench:
         return device_peaks(EngineSpec(threads_per_rank=self.threads))
 
     def weight_bytes(self, mode: str) -> float:
-        """That one decode step reads: every matrix once."""
+        """Bytes that one decode step reads: every matrix once."""
         config = self.config
         heads = (2 * config.heads + 2 * config.kv_heads) * config.head_dim
         matrices = config.layers * config.hidden_size * (heads + 3 * config.intermediate_size)
@@ -147,8 +147,8 @@ GPU_MODES = {
 }
 
 
-def decode(bench: Bench) -> Iterator[Figure]:
-    """Tokens per second of all requests together, each with `context` tokens before it."""
+def decode(bench: EngineBench) -> Iterator[Figure]:
+    """Tokens per second of all requests together, each with a context of `context` tokens."""
     sizes = bench.sizes
     for batch in sizes.batches:
         ours: dict[str, list[float]] = {mode: [] for mode in MODES}
@@ -164,7 +164,7 @@ def decode(bench: Bench) -> Iterator[Figure]:
                 theirs[name].append(batch / peer.generate(bench.known_prompts(batch), sizes.decode_steps + 1).step_s)
             bandwidth.append(bench.peaks().memory_bytes_per_s)
         best = yield from _peers(f"engine.decode_b{batch}", theirs)
-        for mode in MODES:  # the fastest that nothing is lost with is the figure itself
+        for mode in MODES:  # int8, the fastest mode without loss of quality, has the plain name
             name = f"engine.decode_b{batch}" + ("" if mode == "int8" else f"_{mode}")
             yield _figure(name, statistics.median(ours[mode]), "tok/s", best)
         if batch == 1:
@@ -174,8 +174,8 @@ def decode(bench: Bench) -> Iterator[Figure]:
                 yield _figure(f"engine.read_rate_b1_{mode}", statistics.median(used), "GB/s", limit)
 
 
-def _decode_step_s(bench: Bench, mode: str, prompts: Sequence[list[int]], steps: int) -> float:
-    """The median of steps that only decode."""
+def _decode_step_s(bench: EngineBench, mode: str, prompts: Sequence[list[int]], steps: int) -> float:
+    """The median time of steps that only decode."""
     engine = bench.rank(mode).engine
     sampling = SamplingParams(temperature=0.0, max_tokens=steps + 2)
     for number, prompt in enumerate(prompts):
@@ -190,8 +190,8 @@ def _decode_step_s(bench: Bench, mode: str, prompts: Sequence[list[int]], steps:
     return statistics.median(took)
 
 
-def prefill(bench: Bench) -> Iterator[Figure]:
-    """Prompt tokens per second, until the first token is there."""
+def prefill(bench: EngineBench) -> Iterator[Figure]:
+    """Prompt tokens per second up to the first token."""
     for length in bench.sizes.prefills:
         ours: dict[str, list[float]] = {mode: [] for mode in MODES}
         theirs: dict[str, list[float]] = {name: [] for name in bench.peers}
@@ -210,7 +210,7 @@ def prefill(bench: Bench) -> Iterator[Figure]:
 
 
 def _peers(name: str, rates: Mapping[str, Sequence[float]]) -> Generator[Figure, None, float | None]:
-    """Each one's own figure; returns the best, which ours is compared with."""
+    """Yields the figure of each peer and returns the best, the reference for Tandem."""
     medians = {peer: statistics.median(found) for peer, found in rates.items()}
     for peer, found in medians.items():
         yield _figure(f"{name}_{peer}", found, "tok/s", None)
@@ -226,9 +226,9 @@ def _prefill_s(rank: Rank, prompt: list[int]) -> float:
     return time.perf_counter() - began
 
 
-def restore(bench: Bench) -> Iterator[Figure]:
-    """Until the first token of a prompt whose prefix another one drove out of the pool: found in the host tier, and for
-    reference computed. What it drives out itself is copied in the same time."""
+def restore(bench: EngineBench) -> Iterator[Figure]:
+    """Time to first token of a prompt that another one evicted from the pool, restored from the host tier. Reference:
+    computed again. The restore includes copying the blocks that it evicts itself."""
     length = bench.sizes.prefills[-1]
     blocks = length // 16 + 8
     rank = bench.new_rank("int8", kv_blocks=blocks, host_kv_memory_bytes=1 << 29)
@@ -239,13 +239,13 @@ def restore(bench: Bench) -> Iterator[Figure]:
         before = rank.engine.load().host.blocks_in
         found.append(_prefill_s(rank, first))
         if rank.engine.load().host.blocks_in - before < length // 16 - 8:
-            raise InternalError("expected the prompt in the host tier")
+            raise InternalError("restore: expected the prompt in the host tier, got too few blocks from it")
     took, instead = (1e3 * statistics.median(each) for each in (found, computed))
     yield _figure(f"engine.restore_{length}_ms", took, "ms", instead)
 
 
-def served(bench: Bench) -> Iterator[Figure]:
-    """Streams through router, handoff and decode, beside the same batch in a bare engine and in vLLM's own pair."""
+def served(bench: EngineBench) -> Iterator[Figure]:
+    """Streams through router, handoff and decode, compared with the same batch in a bare engine and in a vLLM pair."""
     sizes, modes = bench.sizes, ("int8", "int8_kvfp8")
     bare: dict[str, list[float]] = {mode: [] for mode in modes}
     ours: dict[str, list[float]] = {mode: [] for mode in modes}
@@ -270,8 +270,8 @@ def served(bench: Bench) -> Iterator[Figure]:
             yield _figure(f"{name}_beside_vllm", rate, "tok/s", statistics.median(theirs))
 
 
-def overhead(bench: Bench) -> Iterator[Figure]:
-    """A decode step of the largest batch less what its inputs, the model and the logits took: scheduling, choosing,
+def overhead(bench: EngineBench) -> Iterator[Figure]:
+    """A decode step of the largest batch without its inputs, the model and the logits: scheduling, sampling and
     bookkeeping."""
     batch = bench.sizes.batches[-1]
     rank = bench.rank("int8")
@@ -307,8 +307,8 @@ def overhead(bench: Bench) -> Iterator[Figure]:
     yield _figure("engine.step_overhead_ms", statistics.median(left), "ms", OVERHEAD_TARGET_MS)
 
 
-def perplexity(bench: Bench) -> Iterator[Figure]:
-    """Of the bundled text, by the logprobs that clients can ask for; beside `transformers` in fp32, where it is."""
+def perplexity(bench: EngineBench) -> Iterator[Figure]:
+    """Perplexity of the bundled text from the logprobs that clients can request. Reference: `transformers` in fp32."""
     ids = bench.tokenizer_ids(TEXT.read_text())
     expected = _expected_perplexity(bench.folder, ids)
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -319,12 +319,12 @@ def perplexity(bench: Bench) -> Iterator[Figure]:
         logprobs = [token.logprob for token in driver.scores["text"]]
         yield _figure(f"engine.perplexity_{mode}", math.exp(-statistics.fmean(logprobs)), "", expected)
     for mode, (weights, kv_dtype) in GPU_MODES.items():
-        yield _figure(f"engine.perplexity_{mode}", _as_on_a_gpu(bench.folder, ids, weights, kv_dtype), "", expected)
+        yield _figure(f"engine.perplexity_{mode}", _gpu_perplexity(bench.folder, ids, weights, kv_dtype), "", expected)
 
 
 @torch.inference_mode()
-def _as_on_a_gpu(folder: Path, ids: list[int], weights: Weights, kv_dtype: str) -> float:
-    """By the products of a GPU, which torch makes on a CPU as well, in fp32 otherwise."""
+def _gpu_perplexity(folder: Path, ids: list[int], weights: Weights, kv_dtype: str) -> float:
+    """With a GPU's matrix products, which torch also computes on a CPU; all else in fp32."""
     config = ModelConfig.load(folder)
     model = load_model(folder, config, TensorParallel(), "cpu", torch.float32, matrix=MatrixMaker(weights))
     blocks = blocks_for(len(ids), 16)
@@ -352,7 +352,7 @@ def _figure(name: str, value: float, unit: str, reference: float | None) -> Figu
     return Figure(name, round(value, 4), unit, None if reference is None else round(reference, 4), ratio)
 
 
-FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
+FIGURES: dict[str, Callable[[EngineBench], Iterator[Figure]]] = {
     "decode": decode,
     "prefill": prefill,
     "restore": restore,
@@ -366,19 +366,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figure", action="append", choices=FIGURES, help="only these (may be repeated)")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=Sizes().rounds)
-    parser.add_argument("--batch", type=int, action="append", help="only these of the decode figures")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and no peers: whether it runs")
+    parser.add_argument("--rounds", type=int, default=EngineSizes().rounds)
+    parser.add_argument("--batch", type=int, action="append", help="decode: only these batch sizes (may be repeated)")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and no peers: checks only that it runs")
     options = parser.parse_args()
-    options.batch = options.batch or Sizes().batches
-    sizes = QUICK if options.quick else Sizes(rounds=options.rounds, batches=tuple(options.batch))
+    options.batch = options.batch or EngineSizes().batches
+    sizes = QUICK if options.quick else EngineSizes(rounds=options.rounds, batches=tuple(options.batch))
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder = write_tiny_llama(scratch / "tiny", vocab=300) if options.quick else pull(DEMO_MODEL)
         peers = {} if options.quick else find_peers(options.threads, folder)
         for peer in peers.values():
             stack.enter_context(peer)
-        bench = Bench(sizes, folder, scratch, options.threads, peers)
+        bench = EngineBench(sizes, folder, scratch, options.threads, peers)
         for name in options.figure or FIGURES:
             for figure in FIGURES[name](bench):
                 print(figure.line(), flush=True)

@@ -1,10 +1,10 @@
-"""How fast the engine is on a GPU, beside what the GPU can do and beside `transformers`. Nothing else may run on it.
+"""The engine's speed on a GPU, compared with the GPU's limits and with `transformers`. The GPU must be otherwise idle.
 
-    python -m benchmarks.engine_device              # minutes; 16 GB of weights on disk, and twice in GPU memory
-    python -m benchmarks.engine_device --quick      # the same code on the CPU, tiny: whether it runs
+    python -m benchmarks.engine_device              # minutes; 16 GB of weights on disk, twice that in GPU memory
+    python -m benchmarks.engine_device --quick      # the same code, tiny, on the CPU: checks that it runs
 
-Prints one JSON line per figure, as benchmarks.engine does; docs/performance.md explains each. Weights are random, of an
-8B model's shape, in bfloat16. Limits are measured in the same run.
+Prints one JSON line per figure, like benchmarks.engine; docs/performance.md explains each. Weights are random bfloat16
+in the shape of an 8B model. Limits are measured in the same run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from benchmarks.handoff_figures import Figure
 from tandem.config.spec import EngineSpec
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
-from tandem.engine.decode_graphs import Again
 from tandem.engine.factory import Rank, build_rank
+from tandem.engine.graph_recorder import EagerRecorder
 from tandem.request import SamplingParams
 from tandem.testing.engine import NoExport, make_request
 from tandem.testing.models import random_prompt
@@ -40,8 +40,8 @@ ELEMENT_BYTES = 2  # bfloat16
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """Of the model, then of what is measured."""
+class DeviceSizes:
+    """DeviceSizes of the model, then of the measurements."""
 
     layers: int = 32
     hidden: int = 4096
@@ -60,7 +60,7 @@ class Sizes:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Of the matrices of one layer."""
+        """Shapes of the matrices of one layer."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = {"q": (query, self.hidden), "k": (key, self.hidden), "v": (key, self.hidden)}
         attention["o"] = (self.hidden, query)
@@ -72,31 +72,31 @@ class Sizes:
 
     @property
     def weights(self) -> int:
-        """In the matrices that a step multiplies by; of the embedding it reads a few rows."""
+        """Weights in the matrices that a step multiplies by; it reads only a few rows of the embedding."""
         return self.layers * sum(rows * columns for rows, columns in self.shapes.values()) + self.vocab * self.hidden
 
     def step_bytes(self, batch: int, context: float) -> float:
-        """That one decode step must read: weights, and keys and values of every request."""
+        """Bytes that one decode step must read: the weights, and keys and values of every request."""
         kv_token = self.layers * 2 * self.kv_heads * self.head_dim * ELEMENT_BYTES
         return self.weights * ELEMENT_BYTES + batch * context * kv_token
 
     def prompt_flops(self) -> float:
-        """Products by the layers' weights for each token, by the vocabulary's for the last, and causal attention."""
+        """Products with the layers' weights for each token, with the output matrix once, and causal attention."""
         of_layers = 2.0 * (self.weights - self.vocab * self.hidden) * self.prefill
         attention = 2.0 * self.layers * self.heads * self.head_dim * self.prefill**2  # half of two full products
         return of_layers + attention + 2.0 * self.vocab * self.hidden
 
 
-QUICK = Sizes(2, 64, 128, 4, 2, 16, 300, (1, 3), 24, 96, 6, 1, 1 << 16, 64)
+QUICK = DeviceSizes(2, 64, 128, 4, 2, 16, 300, (1, 3), 24, 96, 6, 1, 1 << 16, 64)
 
 
 @dataclass(slots=True)
-class Bench:
-    sizes: Sizes
+class DeviceBench:
+    sizes: DeviceSizes
     device: torch.device
     folder: Path
     rank: Rank = field(init=False)
-    step_s: dict[int, float] = field(default_factory=dict)  # of ours, by batch
+    step_s: dict[int, float] = field(default_factory=dict)  # of Tandem, by batch size
     _names: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class Bench:
     def new_rank(self, **options: str) -> Rank:
         sizes, on_cpu = self.sizes, self.device.type == "cpu"
         most = sizes.context + sizes.steps + 16
-        own = {
+        defaults = {
             "device": str(self.device),
             "dtype": "bfloat16",
             "kv_blocks": (sizes.batches[-1] * most + sizes.prefill) // 16 + sizes.batches[-1],
@@ -114,17 +114,17 @@ class Bench:
             "max_model_tokens": 2 * sizes.prefill,
         }
         return build_rank(
-            self.folder, EngineSpec.model_validate(own | options), rank=0, size=1,
+            self.folder, EngineSpec.model_validate(defaults | options), rank=0, size=1,
             rendezvous_file=self.folder / "group", exporter=NoExport(),
-            paged=PagedPath(plain_attention, Again()) if on_cpu else None,
+            paged=PagedPath(plain_attention, EagerRecorder()) if on_cpu else None,
         )  # fmt: skip
 
     def prompt(self, length: int) -> list[int]:
-        """Nobody finds it in a cache."""
+        """A new prompt each time, so no cache has it."""
         return random_prompt(length, self.sizes.vocab, next(self._names))
 
     def time_s(self, work: Callable[[], object]) -> float:
-        """Of one run, the device's part included."""
+        """Time of one run, including the work of the device."""
         self.wait()
         began = time.perf_counter()
         work()
@@ -136,13 +136,13 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def copy_bytes_per_s(self) -> float:
-        """Read and written."""
+        """Bytes read plus bytes written, per second."""
         source = torch.ones(self.sizes.copy_bytes, device=self.device, dtype=torch.uint8)
         target = torch.empty_like(source)
         return 2.0 * source.nbytes / self._median_s(lambda: target.copy_(source))
 
     def flops_per_s(self) -> float:
-        """Of numbers as they come: with zeros or ones a GPU is faster."""
+        """With random numbers, because a GPU is faster on zeros or ones."""
         width = self.sizes.matrix
         a, b = (torch.randn(width, width, device=self.device, dtype=torch.bfloat16) for _ in range(2))
         return 2.0 * width**3 / self._median_s(lambda: torch.mm(a, b))
@@ -152,8 +152,8 @@ class Bench:
         return statistics.median(self.time_s(work) for _ in range(2 * self.sizes.rounds + 1))
 
 
-def decode(bench: Bench) -> Iterator[Figure]:
-    """Bytes a step must read over the time it takes, and what of that time the device had nothing to do."""
+def decode(bench: DeviceBench) -> Iterator[Figure]:
+    """Bytes that a step must read over its time, and the part of that time in which the device was idle."""
     sizes = bench.sizes
     for batch in sizes.batches:
         spans = _timed_replays(bench)
@@ -164,8 +164,8 @@ def decode(bench: Bench) -> Iterator[Figure]:
             yield _figure(f"engine.gpu_host_gap_b{batch}", 1e3 * (wall_s - statistics.median(busy)), "ms", 1e3 * wall_s)
 
 
-def fp8(bench: Bench) -> Iterator[Figure]:
-    """Tokens per second of the largest batch with weights and KV in fp8, beside bfloat16. A CPU multiplies no fp8."""
+def fp8(bench: DeviceBench) -> Iterator[Figure]:
+    """Tokens per second of the largest batch with weights and KV in fp8. Reference: bfloat16. On CPUs: only KV."""
     batch = bench.sizes.batches[-1]
     weights = {} if bench.device.type == "cpu" else {"weights": "fp8"}
     step_s = _decode_step_s(bench, bench.new_rank(kv_dtype="fp8", **weights), batch)
@@ -173,8 +173,8 @@ def fp8(bench: Bench) -> Iterator[Figure]:
     yield _figure(f"engine.gpu_decode_b{batch}_fp8", batch / step_s, "tok/s", batch / plain_s)
 
 
-def _decode_step_s(bench: Bench, rank: Rank, batch: int) -> float:
-    """The median, from the first step in which all requests decode."""
+def _decode_step_s(bench: DeviceBench, rank: Rank, batch: int) -> float:
+    """The median time of the steps in which all requests decode."""
     engine = rank.engine
     sampling = SamplingParams(temperature=0.0, max_tokens=bench.sizes.steps + 2)
     for number in range(batch):
@@ -191,8 +191,9 @@ def _decode_step_s(bench: Bench, rank: Rank, batch: int) -> float:
     return statistics.median(walls)
 
 
-def _timed_replays(bench: Bench) -> Callable[[], list[float]]:
-    """Has replayed steps timed by the device; call what it returns for their seconds. Without recordings: none."""
+def _timed_replays(bench: DeviceBench) -> Callable[[], list[float]]:
+    """Starts timing replayed graph steps on the device. Returns a function that stops and returns their seconds; none
+    without graphs."""
     graphs, spans = bench.rank.runner.graphs, []
     if graphs is None or bench.device.type != "cuda":
         return lambda: []
@@ -218,8 +219,8 @@ def _timed_replays(bench: Bench) -> Callable[[], list[float]]:
     return seconds
 
 
-def prefill(bench: Bench) -> Iterator[Figure]:
-    """Operations that a prompt needs over the time until its first token."""
+def prefill(bench: DeviceBench) -> Iterator[Figure]:
+    """Operations of a prompt over its time to first token."""
     engine, took = bench.rank.engine, []
     for _ in range(bench.sizes.rounds + 1):
         engine.add(make_request("r", bench.prompt(bench.sizes.prefill), SamplingParams(temperature=0.0, max_tokens=1)))
@@ -231,8 +232,8 @@ def prefill(bench: Bench) -> Iterator[Figure]:
     yield _figure("engine.gpu_mfu_8k", rate / 1e12, "TFLOP/s", bench.flops_per_s() / 1e12)
 
 
-def beside_transformers(bench: Bench) -> Iterator[Figure]:
-    """Tokens per second of all requests together. Comes last: it may need more memory than there is."""
+def beside_transformers(bench: DeviceBench) -> Iterator[Figure]:
+    """Tokens per second of all requests together. Runs last, because it may run out of memory."""
     model: Any = AutoModelForCausalLM.from_pretrained(bench.folder, dtype=torch.bfloat16)
     model.to(bench.device)
     for batch, step_s in bench.step_s.items():
@@ -241,10 +242,10 @@ def beside_transformers(bench: Bench) -> Iterator[Figure]:
 
 
 @torch.inference_mode()
-def _transformers_steps_s(bench: Bench, model: Any, batch: int) -> list[float]:
+def _transformers_steps_s(bench: DeviceBench, model: Any, batch: int) -> list[float]:
     ids = torch.tensor([bench.prompt(bench.sizes.context) for _ in range(batch)], device=bench.device)
     past, token = None, ids[:, :0]
-    for row in range(0, bench.sizes.context, 256):  # in parts: attention over all at once takes too much memory
+    for row in range(0, bench.sizes.context, 256):  # in parts: attention over the whole prompt needs too much memory
         out = model(ids[:, row : row + 256], past_key_values=past, use_cache=True, logits_to_keep=1)
         past, token = out.past_key_values, out.logits[:, -1:].argmax(dim=-1)
     took = []
@@ -263,8 +264,8 @@ def _figure(name: str, value: float, unit: str, reference: float) -> Figure:
     return Figure(name, round(value, 6), unit, round(reference, 6), round(value / reference, 6))
 
 
-def write_weights(folder: Path, sizes: Sizes, device: torch.device) -> None:
-    """A checkpoint of one file for each layer, made on the device."""
+def write_weights(folder: Path, sizes: DeviceSizes, device: torch.device) -> None:
+    """Writes a checkpoint with one file per layer, generated on the device."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "dtype": "bfloat16",
         "vocab_size": sizes.vocab, "hidden_size": sizes.hidden, "intermediate_size": sizes.intermediate,
@@ -302,7 +303,7 @@ def write_weights(folder: Path, sizes: Sizes, device: torch.device) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
+FIGURES: dict[str, Callable[[DeviceBench], Iterator[Figure]]] = {
     "decode": decode,
     "prefill": prefill,
     "fp8": fp8,
@@ -313,15 +314,17 @@ FIGURES: dict[str, Callable[[Bench], Iterator[Figure]]] = {
 def main() -> int:
     summary = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine_device", description=summary)
-    parser.add_argument("--figure", action="append", choices=FIGURES, help="only these, in this order")
-    parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU: whether it runs")
+    parser.add_argument(
+        "--figure", action="append", choices=FIGURES, help="only these, in this order (may be repeated)"
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU: checks only that it runs")
     options = parser.parse_args()
-    sizes = QUICK if options.quick else Sizes()
+    sizes = QUICK if options.quick else DeviceSizes()
     device = torch.device("cpu" if options.quick else "cuda:0")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_weights(folder, sizes, device)
-        bench = Bench(sizes, device, folder)
+        bench = DeviceBench(sizes, device, folder)
         for name in options.figure or FIGURES:
             for figure in FIGURES[name](bench):
                 print(figure.line(), flush=True)

@@ -1,9 +1,10 @@
-"""OpenVINO GenAI as a peer of the engine: runs in a virtual environment of its own (scripts/engine-peers.sh).
+"""OpenVINO GenAI as a peer of the engine; runs in its own virtual environment (scripts/engine-peers.sh).
 
     python engine_openvino.py MODEL.gguf THREADS
 
-Reads one JSON line {"prompts": [[token ids]], "tokens": n} at a time, generates n tokens for each prompt, greedily, and
-answers {"first_s": until all have their first token, "step_s": the median of the later steps, by its own clock}.
+Reads one JSON line {"prompts": [[token ids]], "tokens": n} per request, generates n tokens for each prompt, greedily,
+and answers {"first_s", "step_s"}: seconds until all have their first token, and the median of the later steps, as
+OpenVINO reports them.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ def main() -> int:
     config.apply_chat_template = False
     print(json.dumps({"version": genai.__version__}), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        ids = np.asarray(asked["prompts"], dtype=np.int64)
-        config.max_new_tokens = asked["tokens"]
+        request = json.loads(line)
+        ids = np.asarray(request["prompts"], dtype=np.int64)
+        config.max_new_tokens = request["tokens"]
         inputs = genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
         raw = pipeline.generate(inputs, config).perf_metrics.raw_metrics
         steps_us = [sum(step) for step in zip(raw.token_infer_durations, raw.sampling_durations, strict=True)]

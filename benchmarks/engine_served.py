@@ -1,4 +1,4 @@
-"""What one prefill and one decode worker make of an engine: streams through router, handoff and decode."""
+"""One prefill and one decode worker with the engine to measure: streams through router, handoff and decode."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from benchmarks.live_cluster import live, spec_of
-from cluster.cli.load.client import Answer, Ask, Client
+from cluster.cli.load.client import LoadClient, LoadRequest, LoadResponse
 from cluster.cli.load.grpc_client import GrpcClient
-from cluster.cli.load.openai_client import Endpoint, OpenAiClient
+from cluster.cli.load.openai_client import OpenAiClient, OpenAiEndpoint
 
 NAME = "served"
+ATTEMPTS = 4  # each with twice the tokens of the one before, until all answers overlap
 T = TypeVar("T")
 
 
 class ServedPair:
-    """One prefill and one decode worker with engines of that `mode`, and a router. Its event loop has a thread of its
-    own, so that the cluster lives on while others are measured."""
+    """One prefill and one decode worker with engine options `mode`, and a router. The event loop has its own thread, so
+    the cluster keeps running while other engines are measured."""
 
     def __init__(self, folder: Path, threads: int, mode: Mapping[str, object]) -> None:
         changes = {
@@ -38,7 +39,7 @@ class ServedPair:
         self._spec = spec_of(1, 1, changes)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._held = AsyncExitStack()
+        self._resources = AsyncExitStack()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -48,41 +49,44 @@ class ServedPair:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._wait(self._held.aclose())
+        self._wait(self._resources.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def rate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-        """Tokens a second of all prompts together, from when each has one until one has all. The prefill worker knows
-        the prompts before, so that all are soon handed off and decode together."""
-        known = self._wait(self._answer_all(self._grpc, [Ask(prompt, 1) for prompt in prompts]))
-        if not all(answer.handed_off for answer, _ in known):
-            raise RuntimeError("expected every prompt to be handed off")
-        answers = self._wait(self._answer_all(self._http, [Ask(prompt, tokens) for prompt in prompts]))
-        streams = [came_s for _, came_s in answers]
-        begins, ends = max(stream[0] for stream in streams), min(stream[-1] for stream in streams)
-        if begins >= ends:
-            raise RuntimeError("a request ended before all had begun: ask for more tokens")
-        return sum(begins < at <= ends for stream in streams for at in stream) / (ends - begins)
+        """Tokens per second of all prompts together, from when every answer has begun until the first one ends. The
+        prefill worker has the prompts cached before, so all of them are soon handed off and decode together."""
+        cached = self._wait(self._answer_all(self._grpc, [LoadRequest(prompt, 1) for prompt in prompts]))
+        if not all(answer.handed_off for answer, _ in cached):
+            raise RuntimeError("served: expected every prompt to be handed off, got some that were not")
+        for attempt in range(ATTEMPTS):
+            asks = [LoadRequest(prompt, tokens << attempt) for prompt in prompts]
+            streams = [token_times_s for _, token_times_s in self._wait(self._answer_all(self._http, asks))]
+            begins, ends = max(stream[0] for stream in streams), min(stream[-1] for stream in streams)
+            if begins < ends:
+                return sum(begins < at <= ends for stream in streams for at in stream) / (ends - begins)
+        raise RuntimeError(f"served: expected all answers to overlap, got none that do in {ATTEMPTS} attempts")
 
     async def _start(self) -> None:
-        controller = await self._held.enter_async_context(live(self._spec))
+        controller = await self._resources.enter_async_context(live(self._spec))
         address = controller.grpc_address
         self._grpc = GrpcClient(address, None, tls=False, model="", api_key=None, ignore_eos=True)
-        self._held.push_async_callback(self._grpc.close)
+        self._resources.push_async_callback(self._grpc.close)
         url = urlsplit(f"http://{controller.http_address}/v1")
-        self._http = OpenAiClient(Endpoint(url, NAME, chat=False))
-        self._held.push_async_callback(self._http.close)
+        self._http = OpenAiClient(OpenAiEndpoint(url, NAME, chat=False))
+        self._resources.push_async_callback(self._http.close)
 
-    async def _answer_all(self, client: Client, asks: Sequence[Ask]) -> list[tuple[Answer, list[float]]]:
+    async def _answer_all(
+        self, client: LoadClient, asks: Sequence[LoadRequest]
+    ) -> list[tuple[LoadResponse, list[float]]]:
         return await asyncio.gather(*(self._answer(client, ask) for ask in asks))
 
-    async def _answer(self, client: Client, ask: Ask) -> tuple[Answer, list[float]]:
-        """And when each token came."""
-        came_s: list[float] = []
-        answer = await client.send(ask, lambda tokens: came_s.extend([time.perf_counter()] * tokens))
-        return answer, came_s
+    async def _answer(self, client: LoadClient, ask: LoadRequest) -> tuple[LoadResponse, list[float]]:
+        """The answer, and the arrival time of each token."""
+        token_times_s: list[float] = []
+        answer = await client.send(ask, lambda tokens: token_times_s.extend([time.perf_counter()] * tokens))
+        return answer, token_times_s
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

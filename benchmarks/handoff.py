@@ -1,11 +1,12 @@
-"""How fast KV moves from a prefill worker to a decode worker, beside what the machine could do.
+"""The speed of the handoff from a prefill to a decode worker, compared with the machine's limits.
 
     make bench-handoff
     python -m benchmarks.handoff --figure mapped --figure mapped_digest
 
-Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. Where there is a physical limit,
-`reference` is that limit, measured in the same run and in turns with ours, and `ratio` is ours over it. Medians, after
-a warm-up, on pools whose pages are there; one thread for each process's tensor work. docs/performance.md explains each.
+Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. If there is a physical limit,
+`reference` is that limit, measured in the same run, alternating with Tandem, and `ratio` is value over limit. Values
+are medians after a warm-up, on pools whose pages are resident, with one thread for tensor work per process.
+docs/performance.md explains each figure.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from benchmarks import handoff_bulk, handoff_device, handoff_workers
-from benchmarks.handoff_figures import QUICK, Figure, Sizes
+from benchmarks.handoff_figures import QUICK, Figure, HandoffSizes
 
-FIGURES: dict[str, Callable[[Sizes], Awaitable[list[Figure]]]] = {
+FIGURES: dict[str, Callable[[HandoffSizes], Awaitable[list[Figure]]]] = {
     "mapped": handoff_bulk.mapped,
     "mapped_digest": handoff_bulk.mapped_digest,
     "gloo": handoff_bulk.gloo,
@@ -32,7 +33,7 @@ FIGURES: dict[str, Callable[[Sizes], Awaitable[list[Figure]]]] = {
 }
 
 
-async def run(names: list[str], sizes: Sizes) -> None:
+async def run(names: list[str], sizes: HandoffSizes) -> None:
     for name in names:
         for figure in await FIGURES[name](sizes):
             print(figure.line(), flush=True)
@@ -41,10 +42,10 @@ async def run(names: list[str], sizes: Sizes) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.handoff", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figure", action="append", choices=FIGURES, help="only this one (may be repeated)")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: checks only that it runs")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    asyncio.run(run(options.figure or list(FIGURES), QUICK if options.quick else Sizes()))
+    asyncio.run(run(options.figure or list(FIGURES), QUICK if options.quick else HandoffSizes()))
     return 0
 
 

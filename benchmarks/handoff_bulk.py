@@ -1,4 +1,4 @@
-"""Figures of one large prompt between two real agents with pools and no engine: speed, and memory."""
+"""Handoffs of one large prompt between two real agents with pools but no engine: speed and memory."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.handoff_figures import Figure, Sizes, against_limit
+from benchmarks.handoff_figures import Figure, HandoffSizes, against_limit
 from benchmarks.handoff_limits import BareGloo, RawSocket, memcpy_s
-from kvtransfer.agent.control import BeginStep, Received, Sent
+from kvtransfer.control import BeginStep, Received, Sent
 from kvtransfer.session.piece import MAX_PIECE_BYTES
 from kvtransfer.session.ticket import Ticket
 from kvtransfer.testing.handoff import FakeKv, FakeModel, FakeWorker, Handoff
 from tandem.config.spec import TransportKind
 
-RUN_BLOCKS = 16  # physical blocks come in runs of this many, in random order, as a pool gives them after some use
-SETTLE_S = 0.05  # until both agents have opened the ticket
+RUN_BLOCKS = 16  # contiguous blocks; the runs are in random order, as in a pool after some use
+SETTLE_S = 0.05  # for both agents to open the ticket
 TIMEOUT_S = 60.0
 MIB = 1 << 20
 
 
 class Bulk:
-    """One prompt, in the prefill worker's pool, and its place in the decode worker's."""
+    """One prompt in the prefill worker's pool, and its target blocks in the decode worker's pool."""
 
     def __init__(self, prefill: FakeWorker, decode: FakeWorker, tokens: int) -> None:
         self.prefill = prefill
@@ -40,13 +40,13 @@ class Bulk:
         self.size_bytes = self._kv.data.size
 
     async def check(self) -> None:
-        """Raises RuntimeError unless a handoff brings every byte."""
+        """Raises RuntimeError unless a handoff delivers every byte."""
         await self.seconds()
         if not self.decode.ranks[0].holds(self._kv, self._target_ids):
-            raise RuntimeError("the benchmark's handoff brought wrong bytes")
+            raise RuntimeError("handoff: expected the bytes of the prompt in the decode worker's pool, got others")
 
     async def seconds(self) -> float:
-        """The prompt is in the cache: from the engine's announcement to every block verified."""
+        """Time of a handoff of a cached prompt, from the engine's announcement until every block is verified."""
         handoff = self._handoff()
         source, target = self.prefill.ranks[0], self.decode.ranks[0]
         handoff.open_receive()
@@ -54,14 +54,14 @@ class Bulk:
         await asyncio.sleep(SETTLE_S)
         step = BeginStep((handoff.range(0, self._kv.blocks, in_cache=True),))
         started_s = time.perf_counter()
-        source.tell_as_rank(step)
+        source.send_as_rank(step)
         await target.expect(Received, ticket_id=handoff.ticket_id, timeout_s=TIMEOUT_S)
         elapsed_s = time.perf_counter() - started_s
         await source.expect(Sent, ticket_id=handoff.ticket_id, timeout_s=TIMEOUT_S)
         return elapsed_s
 
     async def memcpy_s(self) -> float:
-        """The same number of bytes within this process, from pool to pool in one piece."""
+        """Time to copy the same number of bytes in this process, from pool to pool in one piece."""
         source, target = (worker.ranks[0].pool.blocks.reshape(-1) for worker in (self.prefill, self.decode))
         return memcpy_s(target[: self.size_bytes], source[: self.size_bytes])
 
@@ -84,8 +84,8 @@ class Bulk:
 
 
 @asynccontextmanager
-async def bulk(sizes: Sizes, transport: str, *, digests: bool = True, device: str = "") -> AsyncIterator[Bulk]:
-    """`device`: as of FakeWorker."""
+async def bulk(sizes: HandoffSizes, transport: str, *, digests: bool = True, device: str = "") -> AsyncIterator[Bulk]:
+    """`device`: as in FakeWorker."""
     model = FakeModel(sizes.layers, sizes.kv_heads, sizes.block_tokens, sizes.head_dim, sizes.dtype)
     num_blocks = 2 * RUN_BLOCKS + sizes.bulk_tokens // sizes.block_tokens
     workers: list[FakeWorker] = []
@@ -107,8 +107,8 @@ async def bulk(sizes: Sizes, transport: str, *, digests: bool = True, device: st
             prefill, decode = workers
             await prefill.attach()
             await decode.attach()
-            prefill.meet(decode)
-            decode.meet(prefill)
+            prefill.set_peers_of(decode)
+            decode.set_peers_of(prefill)
             await prefill.linked(timeout_s=TIMEOUT_S)
             ready = Bulk(prefill, decode, sizes.bulk_tokens)
             await ready.check()
@@ -118,18 +118,18 @@ async def bulk(sizes: Sizes, transport: str, *, digests: bool = True, device: st
                 worker.stop()
 
 
-async def mapped(sizes: Sizes) -> list[Figure]:
+async def mapped(sizes: HandoffSizes) -> list[Figure]:
     async with bulk(sizes, "mapped", digests=False) as pair:
         return [await against_limit("handoff.mapped", pair.size_bytes, sizes.bulk_runs, pair.seconds, pair.memcpy_s)]
 
 
-async def mapped_digest(sizes: Sizes) -> list[Figure]:
+async def mapped_digest(sizes: HandoffSizes) -> list[Figure]:
     name = "handoff.mapped_digest"
     async with bulk(sizes, "mapped") as pair:
         return [await against_limit(name, pair.size_bytes, sizes.bulk_runs, pair.seconds, pair.memcpy_s)]
 
 
-async def gloo(sizes: Sizes) -> list[Figure]:
+async def gloo(sizes: HandoffSizes) -> list[Figure]:
     async with bulk(sizes, "process_group") as pair:
         with await asyncio.to_thread(BareGloo, MAX_PIECE_BYTES, pair.size_bytes) as limit:
 
@@ -139,8 +139,8 @@ async def gloo(sizes: Sizes) -> list[Figure]:
             return [await against_limit("handoff.gloo", pair.size_bytes, sizes.bulk_runs, pair.seconds, bare_s)]
 
 
-async def tcp(sizes: Sizes) -> list[Figure]:
-    """Nothing while there is no such transport."""
+async def tcp(sizes: HandoffSizes) -> list[Figure]:
+    """No figure if the transport does not exist."""
     if not _has_tcp():
         return []
     async with bulk(sizes, "tcp") as pair:
@@ -152,8 +152,8 @@ async def tcp(sizes: Sizes) -> list[Figure]:
             return [await against_limit("handoff.tcp", pair.size_bytes, sizes.bulk_runs, pair.seconds, raw_s)]
 
 
-async def agent_rss(sizes: Sizes) -> list[Figure]:
-    """The largest of all agents of torch-free transports, after a few handoffs."""
+async def agent_rss(sizes: HandoffSizes) -> list[Figure]:
+    """The largest memory of all agents with torch-free transports, after a few handoffs."""
     found: list[float] = []
     for transport in ("mapped", "tcp") if _has_tcp() else ("mapped",):
         async with bulk(sizes, transport) as pair:
@@ -168,7 +168,7 @@ def _has_tcp() -> bool:
 
 
 def _resident_mb(pid: int) -> float:
-    """Resident pages of a process, shared libraries included, pools (memfd mappings) excluded."""
+    """Resident memory of a process, including shared libraries, excluding pools (memfd mappings)."""
     total_kb, counted = 0, True
     for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():
         first, *rest = line.split()
@@ -180,7 +180,7 @@ def _resident_mb(pid: int) -> float:
 
 
 def _block_ids(num_blocks: int, count: int, seed: int) -> tuple[int, ...]:
-    """`count` ids of a pool: runs of `RUN_BLOCKS` neighbours in random order."""
+    """`count` block ids: runs of `RUN_BLOCKS` contiguous blocks in random order."""
     runs = np.arange(num_blocks - num_blocks % RUN_BLOCKS).reshape(-1, RUN_BLOCKS)
     np.random.default_rng(seed).shuffle(runs)
     return tuple(runs.reshape(-1)[:count].tolist())

@@ -1,4 +1,4 @@
-"""Figures of pools in a GPU's memory: two real agents on one device, beside a copy within it. Nothing without a GPU."""
+"""Figures of pools in GPU memory: two real agents on one device, compared with a copy on it. None without a GPU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 import torch
 
 from benchmarks.handoff_bulk import bulk
-from benchmarks.handoff_figures import Figure, Sizes, against_limit
+from benchmarks.handoff_figures import Figure, HandoffSizes, against_limit
 
 
-async def gpu_mapped(sizes: Sizes) -> list[Figure]:
-    """`gpu_mapped` without digests, and by how much they lengthen a handoff."""
+async def gpu_mapped(sizes: HandoffSizes) -> list[Figure]:
+    """`gpu_mapped` without digests, and the share of a handoff's time that digests add."""
     name = sizes.device or ("cuda:0" if torch.cuda.is_available() else None)
     if name is None:
         return []
@@ -28,7 +28,7 @@ async def gpu_mapped(sizes: Sizes) -> list[Figure]:
 
 
 class DeviceCopy:
-    """The same number of bytes within the device, in one piece."""
+    """Copies the same number of bytes on the device, in one piece."""
 
     def __init__(self, device: torch.device, size_bytes: int) -> None:
         self._source = torch.ones(size_bytes, dtype=torch.uint8, device=device)

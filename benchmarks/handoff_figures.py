@@ -1,4 +1,4 @@
-"""What the handoff benchmark prints, and how large its figures are."""
+"""The output lines of the benchmarks, and the sizes of the handoff benchmark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One line of output. `ratio` is of speeds where there is a limit, else value over reference."""
+    """One line of output. `ratio`: speed over the limit if there is one, else value over reference."""
 
     figure: str
     value: float
@@ -23,8 +23,8 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """Of the bulk figures, KV of Llama-3-8B's shape; of the others, prompts and repetitions."""
+class HandoffSizes:
+    """Bulk figures: KV of Llama-3-8B's shape. Other figures: prompt lengths and repetitions."""
 
     layers: int = 32
     kv_heads: int = 8
@@ -40,10 +40,10 @@ class Sizes:
     exposed_runs: int = 3
     exposed_tokens: int = 2048
     demo_model: bool = True
-    device: str | None = None  # of the figures of GPUs; None: the GPU, if there is one
+    device: str | None = None  # for the GPU figures; None: the GPU, if there is one
 
 
-QUICK = Sizes(
+QUICK = HandoffSizes(
     layers=2,
     kv_heads=2,
     head_dim=16,
@@ -55,14 +55,14 @@ QUICK = Sizes(
     exposed_runs=1,
     exposed_tokens=64,
     demo_model=False,
-    device="cpu",  # through the very code that works on a GPU
+    device="cpu",  # runs the same code as on a GPU
 )
 
 
 async def against_limit(
     name: str, size_bytes: int, runs: int, ours: Callable[[], Awaitable[float]], limit: Callable[[], Awaitable[float]]
 ) -> Figure:
-    """Both give seconds. They alternate, so that a slow spell of the machine meets both; one round warms up."""
+    """Both functions return seconds. They alternate, so a slow phase affects both. One round warms up."""
     our_s: list[float] = []
     limit_s: list[float] = []
     for run in range(runs + 1):

@@ -1,7 +1,7 @@
-"""The physical limits beside the handoff's figures: memcpy in one process, gloo and a socket between two.
+"""The physical limits for the handoff's figures: memcpy in one process, gloo and a socket between two.
 
-All move the same bytes from one large array to another, in messages of a piece's size; nothing else. The other process
-is `python -m benchmarks.handoff_limits`.
+Each moves the same bytes from one large array to another, in messages of a piece's size, and does nothing else. The
+other process is `python -m benchmarks.handoff_limits`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _DONE = b"\1"
 
 
 def memcpy_s(target: Bytes, source: Bytes) -> float:
-    """Seconds for one large copy in this thread. Both were touched before."""
+    """Seconds for one large copy in this thread. Both arrays must be resident."""
     started_s = time.perf_counter()
     np.copyto(target, source)
     return time.perf_counter() - started_s
 
 
 class Stream(ABC):
-    """A one-way stream to another process, which answers when it has everything."""
+    """A one-way stream to another process, which answers when it has received everything."""
 
     def __init__(self, kind: str, port: int, message_bytes: int, total_bytes: int) -> None:
         self._data = _touched(total_bytes)
@@ -51,7 +51,7 @@ class Stream(ABC):
         self._child.wait()
 
     def seconds(self) -> float:
-        """From the first byte sent to the answer."""
+        """Seconds from the first byte sent to the answer."""
         started_s = time.perf_counter()
         for part in _messages(self._data, self._message_bytes):
             self._send(part)
@@ -78,7 +78,7 @@ class RawSocket(Stream):
 
     def _wait(self) -> None:
         if self._socket.recv(1) != _DONE:
-            raise ConnectionError("the receiving process ended")
+            raise ConnectionError("the receiving process exited")
 
 
 class BareGloo(Stream):
@@ -148,7 +148,7 @@ def _messages(data: Bytes, message_bytes: int) -> Iterator[Bytes]:
 
 
 def _touched(size: int) -> Bytes:
-    """Random, so that every page is there and none is shared."""
+    """Random bytes, so every page is resident and none is shared."""
     return np.random.default_rng(0).integers(0, 256, size, np.uint8)
 
 

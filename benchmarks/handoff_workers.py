@@ -1,4 +1,4 @@
-"""Figures of whole workers: rank, agent and service processes of both roles, driven over the Worker protocol."""
+"""Handoffs between whole workers: rank, agent and service processes of both roles, driven over the Worker protocol."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.handoff_figures import Figure, Sizes
+from benchmarks.handoff_figures import Figure, HandoffSizes
 from benchmarks.serving import FIRST_ORDINARY_TOKEN, percentile
 from tandem.checkpoint.model_store import resolve
 from tandem.config.spec import DEMO_MODEL, EngineSpec
@@ -20,19 +20,20 @@ from tandem.kvcache.layout import blocks_for
 from tandem.request import SamplingParams
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import worker_pb2
-from worker.testing.live import Pair, live_pair
-from worker.testing.session import HandRouter, WorkerSession
+from worker.testing.live import LivePair, live_pair
+from worker.testing.session import ManualRouter, WorkerSession
 
 WARM_UP_RUNS = 5
 TINY_VOCAB = 320
 DEMO_VOCAB = 49152
+RANK_MODULE = "cluster.backends.rank_process"
 ANSWER = SamplingParams(temperature=0.0, max_tokens=2)
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
-    """One request through a handoff. `ttft_s`: at the client. The others are times of the host's monotonic clock, which
-    both workers share: what each of them said of its side."""
+class HandoffTimes:
+    """Times of one request through a handoff. `ttft_s`: at the client. The others come from the workers' reports;
+    `..._at_s` are on the host's monotonic clock, which both workers share."""
 
     ttft_s: float
     reserve_to_join_s: float
@@ -42,12 +43,12 @@ class Passage:
 
 
 @asynccontextmanager
-async def _workers(sizes: Sizes, prompt_tokens: int, *, demo_model: bool) -> AsyncIterator[Pair]:
+async def _workers(sizes: HandoffSizes, prompt_tokens: int, *, demo_model: bool) -> AsyncIterator[LivePair]:
     engine = EngineSpec(kv_blocks=64 + 2 * blocks_for(prompt_tokens, 16))
     with tempfile.TemporaryDirectory(prefix="tandem-") as name:
         folder = Path(name)
         model = resolve(DEMO_MODEL) if demo_model else write_tiny_llama(folder / "model", vocab=TINY_VOCAB)
-        async with live_pair(folder, Path(model), engine=engine) as pair:
+        async with live_pair(folder, Path(model), rank_module=RANK_MODULE, engine=engine) as pair:
             yield pair
 
 
@@ -55,7 +56,7 @@ def _prompt(draw: random.Random, tokens: int, vocab: int) -> list[int]:
     return [draw.randrange(FIRST_ORDINARY_TOKEN, vocab) for _ in range(tokens)]
 
 
-async def _handoff(pair: Pair, hand: HandRouter, prompt: Sequence[int]) -> Passage:
+async def _handoff(pair: LivePair, hand: ManualRouter, prompt: Sequence[int]) -> HandoffTimes:
     work = hand.work(prompt, ANSWER)
     started_s = time.perf_counter()
     ticket = await hand.reserve(pair.prefill, pair.decode, work, use_decode_cache=False)
@@ -63,25 +64,25 @@ async def _handoff(pair: Pair, hand: HandRouter, prompt: Sequence[int]) -> Passa
     ttft_s = time.perf_counter() - started_s
     join = worker_pb2.Join(request_id=work.request_id, first_token=first.token_id)
     pair.decode.send(worker_pb2.RouterFrame(join=join))
-    here, there = await _done(pair.decode, work.request_id), await _done(pair.prefill, work.request_id)
-    return Passage(
+    receiver, sender = await _done(pair.decode, work.request_id), await _done(pair.prefill, work.request_id)
+    return HandoffTimes(
         ttft_s,
-        here.reserve_to_join_s,
-        there.anchor_at_s + there.sent.computing_s,
-        there.anchor_at_s + there.sent.last_layer_s,
-        here.anchor_at_s + here.received.joined_s,
+        receiver.reserve_to_join_s,
+        sender.anchor_at_s + sender.sent.computing_s,
+        sender.anchor_at_s + sender.sent.last_layer_s,
+        receiver.anchor_at_s + receiver.received.joined_s,
     )
 
 
 async def _done(worker: WorkerSession, request_id: str) -> worker_pb2.HandoffDone:
-    """What it says of its side of the handoff."""
+    """The worker's report of its side of the handoff."""
     while not isinstance(event := await worker.event(request_id), worker_pb2.HandoffDone):
         pass
     return event
 
 
-async def _alone_s(pair: Pair, hand: HandRouter, prompt: Sequence[int]) -> float:
-    """TTFT of the same work on the decode worker alone."""
+async def _alone_s(pair: LivePair, hand: ManualRouter, prompt: Sequence[int]) -> float:
+    """TTFT of the same request on the decode worker alone."""
     work = hand.work(prompt, ANSWER)
     started_s = time.perf_counter()
     pair.decode.send(worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=work)))
@@ -90,46 +91,46 @@ async def _alone_s(pair: Pair, hand: HandRouter, prompt: Sequence[int]) -> float
         if ttft_s is None and isinstance(event, worker_pb2.StepToken):
             ttft_s = time.perf_counter() - started_s
     if ttft_s is None:
-        raise WorkerLost("the request ended without a token")
+        raise WorkerLost("expected a token before the end of the request, got none")
     return ttft_s
 
 
-async def small(sizes: Sizes) -> list[Figure]:
-    """A tiny model, so that the handoff shows and not the model; its prefill of 16 tokens is in the figure."""
-    draw, hand = random.Random(0), HandRouter()
+async def small(sizes: HandoffSizes) -> list[Figure]:
+    """Uses a tiny model, so the handoff dominates. The figure includes the prefill of 16 tokens."""
+    draw, hand = random.Random(0), ManualRouter()
     times_ms: list[float] = []
     async with _workers(sizes, sizes.small_tokens, demo_model=False) as pair:
         for run in range(WARM_UP_RUNS + sizes.small_runs):
-            passage = await _handoff(pair, hand, _prompt(draw, sizes.small_tokens, TINY_VOCAB))
+            times = await _handoff(pair, hand, _prompt(draw, sizes.small_tokens, TINY_VOCAB))
             if run >= WARM_UP_RUNS:
-                times_ms.append(1000 * passage.reserve_to_join_s)
+                times_ms.append(1000 * times.reserve_to_join_s)
     return [
         Figure("handoff.small_p50_ms", round(percentile(times_ms, 0.5), 3), "ms"),
         Figure("handoff.small_p99_ms", round(percentile(times_ms, 0.99), 3), "ms"),
     ]
 
 
-async def ttft_extra(sizes: Sizes) -> list[Figure]:
-    """At the client of both workers' streams, one request at a time, the two ways in turns; a tiny model."""
-    draw, hand = random.Random(0), HandRouter()
+async def ttft_extra(sizes: HandoffSizes) -> list[Figure]:
+    """TTFT at the client, one request at a time, alternating between handoff and local prefill; a tiny model."""
+    draw, hand = random.Random(0), ManualRouter()
     through_s: list[float] = []
     alone_s: list[float] = []
     async with _workers(sizes, sizes.ttft_tokens, demo_model=False) as pair:
         for run in range(WARM_UP_RUNS + sizes.ttft_runs):
-            passage = await _handoff(pair, hand, _prompt(draw, sizes.ttft_tokens, TINY_VOCAB))
+            times = await _handoff(pair, hand, _prompt(draw, sizes.ttft_tokens, TINY_VOCAB))
             ttft_s = await _alone_s(pair, hand, _prompt(draw, sizes.ttft_tokens, TINY_VOCAB))
             if run >= WARM_UP_RUNS:
-                through_s.append(passage.ttft_s)
+                through_s.append(times.ttft_s)
                 alone_s.append(ttft_s)
     through_ms, alone_ms = 1000 * statistics.median(through_s), 1000 * statistics.median(alone_s)
     ratio = round(through_ms / alone_ms, 3)
     return [Figure("handoff.ttft_extra_ms", round(through_ms - alone_ms, 3), "ms", round(alone_ms, 3), ratio)]
 
 
-async def exposed_share(sizes: Sizes) -> list[Figure]:
-    """(last layer computed → joined) / (prefill began → last layer computed). Beside it, push-after-prefill: the same
-    prompt with all its KV in the prefill worker's cache, from when its push begins, so that nothing hides it."""
-    draw, hand = random.Random(0), HandRouter()
+async def exposed_share(sizes: HandoffSizes) -> list[Figure]:
+    """(last layer computed → joined) / (prefill began → last layer computed). Reference: push after prefill, that is
+    the same prompt with all KV in the prefill worker's cache, measured from the start of the push."""
+    draw, hand = random.Random(0), ManualRouter()
     shares: list[float] = []
     after_shares: list[float] = []
     vocab = DEMO_VOCAB if sizes.demo_model else TINY_VOCAB

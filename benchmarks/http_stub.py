@@ -1,6 +1,6 @@
-"""An OpenAI-compatible server without a model, for routers that pass HTTP through: streams at a given pace.
+"""An OpenAI-compatible server without a model, for routers that proxy HTTP. It streams at a given pace.
 
-python -m benchmarks.http_stub --answer-tokens 64 --step-ms 20      prints the port it listens on
+python -m benchmarks.http_stub --answer-tokens 64 --step-ms 20      prints its port
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ABOUT = json.dumps({"status": "ok", "model_path": "bench", "object": "list", "d
 
 
 class StubServer(asyncio.Protocol):
-    """Of one connection. Bodies are read to their end and thrown away."""
+    """Serves one connection. Request bodies are read and discarded."""
 
     def __init__(self, answer_tokens: int, step_s: float) -> None:
         self._answer_tokens = answer_tokens

@@ -1,4 +1,4 @@
-"""A cluster of the demo model for one measurement, and a trace played against it."""
+"""Starts a cluster of the demo model for one measurement, and plays a trace against it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 from cluster.cli.commands.running import running_cluster
 from cluster.cli.load.grpc_client import GrpcClient
-from cluster.cli.load.player import Limits, LoadResult, Player
+from cluster.cli.load.player import LoadLimits, LoadResult, Player
 from cluster.cli.load.prompts import Prompts
 from cluster.control.controller import Controller
 from cluster.spec.loader import load_spec
 from planner.simulator.setup import Slo
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.config.spec import ClusterSpec
 
-KV_BLOCKS = 768  # of each worker: the demo model's keys and values are large for a few cores' memory
-QUEUED = 4096  # nothing is refused: what waits shows in the latencies
+KV_BLOCKS = 768  # per worker: the demo model's KV is large for the memory of a few cores
+QUEUED = 4096  # no request is refused: waiting shows in the latencies
 
 
 def spec_of(prefill: int, decode: int, changes: Mapping[str, Any] | None = None) -> ClusterSpec:
-    """Of the demo model, on free ports, under a name of its own."""
-    usual = {
+    """A spec of the demo model on free ports, with a unique name."""
+    defaults = {
         "name": f"bench-{os.getpid()}",
         "models.0.prefill.workers": prefill,
         "models.0.decode.workers": decode,
@@ -37,7 +37,7 @@ def spec_of(prefill: int, decode: int, changes: Mapping[str, Any] | None = None)
         "control.admin_port": 0,
         "control.backend": "subprocess",
     }
-    return load_spec(None, usual | dict(changes or {}))
+    return load_spec(None, defaults | dict(changes or {}))
 
 
 @asynccontextmanager
@@ -46,11 +46,11 @@ async def live(spec: ClusterSpec) -> AsyncIterator[Controller]:
         yield controller
 
 
-async def play(controller: Controller, trace: Trace, slo: Slo, salt: int) -> LoadResult:
+async def play(controller: Controller, trace: TrafficTrace, slo: Slo, salt: int) -> LoadResult:
     client = GrpcClient(controller.grpc_address, None, tls=False, model="", api_key=None, ignore_eos=True)
     try:
         prompts = Prompts(trace, salt, await client.vocab_tokens())
-        player = Player(trace, prompts, client, slo, Limits())
+        player = Player(trace, prompts, client, slo, LoadLimits())
         await player.warm_up(4)
         return await player.play(controller.grpc_address)
     finally:

@@ -1,8 +1,8 @@
-"""What mutual TLS costs between router and worker: frames there and back on one gRPC stream, as a session has them.
+"""The cost of mutual TLS between router and worker: round trips of frames on one gRPC stream, as in a session.
 
     python -m benchmarks.mtls_cost [--frames N] [--bytes N]
 
-Both ends are in one process, so the CPU is that of both. One JSON line for each figure.
+Both ends run in one process, so the CPU time includes both. Prints one JSON line per figure.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from cluster.certificates import create
 from cluster.cli.admin_client import folder_spec
-from cluster.cli.certificates import create
 from tandem.rpc.grpc_options import CLIENT_OPTIONS, SERVER_OPTIONS
 from tandem.rpc.grpc_tls import ClusterTls, add_port, make_server, open_channel
 from tandem.rpc.identity import Identity
@@ -37,7 +37,7 @@ async def _talk(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[b
 
 
 async def measure(worker: ClusterTls | None, router: ClusterTls | None, frames: int, size: int) -> dict[str, float]:
-    """Microseconds: until the channel's first answer, and of each frame there and back (median, and CPU)."""
+    """Microseconds to the channel's first answer, and per round trip of a frame (median and CPU)."""
     server = make_server(worker, {METHOD: frozenset({Identity.ROUTER})}, SERVER_OPTIONS)
     handlers: dict[str, Any] = {"Talk": grpc.stream_stream_rpc_method_handler(_talk)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench", handlers),))
@@ -59,7 +59,7 @@ async def measure(worker: ClusterTls | None, router: ClusterTls | None, frames: 
         call.cancel()
     await server.stop(None)
     return {
-        "connect_us": 1e6 * took[0],  # with the handshake
+        "connect_us": 1e6 * took[0],  # includes the handshake
         "frame_us": 1e6 * statistics.median(took[WARM_UP:]),
         "frame_cpu_us": 1e6 * used_s / frames,
     }
@@ -68,14 +68,14 @@ async def measure(worker: ClusterTls | None, router: ClusterTls | None, frames: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--frames", type=int, default=2000)
-    parser.add_argument("--bytes", type=int, default=2000, help="a step of 64 tokens takes about so many")
+    parser.add_argument("--bytes", type=int, default=2000, help="size of a frame; a step of 64 tokens takes about 2000")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         certs = Path(folder) / "certs"
         create(certs, "bench", [], days=1, authority_days=1)
         ends = [ClusterTls("bench", each, folder_spec(certs)) for each in (Identity.WORKER, Identity.ROUTER)]
         found: dict[str, list[dict[str, float]]] = {"plain": [], "mtls": []}
-        for _ in range(ROUNDS):  # in turns, so that a busy machine is no difference between the two
+        for _ in range(ROUNDS):  # alternating, so a busy machine affects both
             found["plain"].append(asyncio.run(measure(None, None, options.frames, options.bytes)))
             found["mtls"].append(asyncio.run(measure(ends[0], ends[1], options.frames, options.bytes)))
         for kind, rounds in found.items():

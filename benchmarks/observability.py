@@ -1,6 +1,6 @@
-"""What metrics and tracing cost the router: the work of router_cost on two routers, one that observes nothing and one
-that counts everything and exports traces at the default sampling, to a receiver in this process. Both work at the same
-time on the same core, so that a slow spell of the machine is both's."""
+"""The cost of metrics and tracing: the load of router_cost on two routers, one without metrics and traces, and one with
+all metrics and with trace export at the default sampling to a receiver in this process. Both run at the same time on
+the same core, so a slow phase of the machine affects both."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.handoff_figures import Figure
-from benchmarks.router_bench import MODEL, OTHER_CORES, Prompts, on_cores, running
-from benchmarks.router_clients import HttpClient, closed_loop
+from benchmarks.router_bench import MODEL, OTHER_CORES, ChatPrompts, on_cores, running
+from benchmarks.router_clients import RawHttpClient, closed_loop
 from benchmarks.router_cost import QUICK as COST_QUICK
-from benchmarks.router_cost import Sizes as CostSizes
-from benchmarks.router_cost import bench_model, measured, setup
+from benchmarks.router_cost import CostSizes, bench_model, measured, setup
 from router.testing.otlp import OtlpReceiver, otlp_receiver
 from tandem.config.observability import MetricsSpec, ObservabilitySpec, TracingSpec
 from tandem.text.tokenizer import Tokenizer
@@ -34,12 +33,12 @@ def figures(sizes: CostSizes) -> Iterator[Figure]:
 
 
 async def _overhead(sizes: CostSizes, model_dir: Path, receiver: OtlpReceiver) -> Figure:
-    prompts = Prompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
+    prompts = ChatPrompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
     observed = ObservabilitySpec(tracing=TracingSpec(otlp_endpoint=receiver.endpoint))
     off, on = (replace(setup(sizes, model_dir), observability=spec) for spec in (OFF, observed))
     async with running(off) as without, running(on) as observing:
-        pairs = [(bench, HttpClient(bench.http_port, MODEL, sizes.answer_tokens)) for bench in (without, observing)]
-        for _, client in pairs:  # warms up, not counted
+        pairs = [(bench, RawHttpClient(bench.http_port, MODEL, sizes.answer_tokens)) for bench in (without, observing)]
+        for _, client in pairs:  # warm-up, not counted
             await closed_loop(client, prompts, 8, min(2.0, sizes.seconds))
         shares: list[float] = []
         for _ in range(sizes.rounds):
@@ -47,8 +46,8 @@ async def _overhead(sizes: CostSizes, model_dir: Path, receiver: OtlpReceiver) -
                 measured(bench, closed_loop(client, prompts, sizes.http_streams, sizes.seconds), sizes.seconds)
                 for bench, client in pairs
             )
-            nothing, everything = await asyncio.gather(*loads)
-            shares.append(everything.cpu_ms / nothing.cpu_ms - 1)
+            without_observation, with_observation = await asyncio.gather(*loads)
+            shares.append(with_observation.cpu_ms / without_observation.cpu_ms - 1)
         for _, client in pairs:
             await client.close()
     return Figure("obs.overhead_share", round(statistics.median(shares), 4) + 0.0, "share")  # + 0.0: no -0.0

@@ -1,11 +1,11 @@
-"""How fast the simulator and the search are, and how good what the search finds is.
+"""The speed of the simulator and the search, and the quality of the plans.
 
     make bench-planner ARGS="--traces FOLDER"
     python -m benchmarks.planner --figure search
 
-Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. `reference` is the target that the
-figure is held against, `ratio` value over target. FOLDER holds Mooncake's conversation trace, whole or its beginning;
-figures that need it are left out without it. docs/planning.md explains each.
+Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. `reference` is the
+target, `ratio` value over target. FOLDER contains Mooncake's conversation trace, whole or its beginning; figures that
+need it are omitted without it. docs/planning.md explains each figure.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from planner.hardware import Hardware, make_setup, simulated_block_tokens
 from planner.models import find_model
 from planner.search.evaluate import Evaluator, Job, router_spec
 from planner.search.halving import Effort
-from planner.search.layout import Layout, layouts
-from planner.search.plan import Goal, Means, make_plan
+from planner.search.layout import ClusterLayout, layouts
+from planner.search.plan import Goal, SearchOptions, make_plan
+from planner.search.simulation_pool import Journal, SimulationPool
 from planner.search.traffic import busiest
-from planner.search.workforce import Journal, Workforce
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.arrivals import Gamma
 from planner.traces.hits import infinite_cache_hits
 from planner.traces.read import read_trace
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 
-GOLDEN = {11_500: 0.3710, 2_000: 0.2941, 12_031: 0.3736}  # by requests; computed from the published trace
+GOLDEN = {11_500: 0.3710, 2_000: 0.2941, 12_031: 0.3736}  # by number of requests; computed from the published trace
 HOUR_TARGET_S, MILLION_TARGET_MIN, MILLION_TARGET_GB, SEARCH_TARGET_S, REGRET_TARGET = 60.0, 30.0, 4.0, 180.0, 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class PlannerSizes:
     hour_requests: int = 11_500
     million: int = 1_000_000
     million_workers: int = 2_000
@@ -52,10 +52,10 @@ class Sizes:
     regret_devices: int = 6
 
 
-QUICK = Sizes(100, 500, 80, 60, 2, 60, 2)
+QUICK = PlannerSizes(100, 500, 80, 60, 2, 60, 2)
 
 
-def golden_hits(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
+def golden_hits(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
     for path in traces:
         trace = read_trace(path)
         golden = GOLDEN.get(len(trace))
@@ -64,27 +64,27 @@ def golden_hits(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
             yield Figure(f"sim.golden_hits_{len(trace)}", value, "share", golden, value / golden)
 
 
-def hour(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
-    """64 workers, 32 of each role."""
+def hour(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
+    """CPU time to simulate an hour of traffic on 64 workers, 32 of each role."""
     trace = max((read_trace(path) for path in traces), key=len, default=None)
     if trace is None:
         return
     trace = trace.head(sizes.hour_requests)
-    setup = _setup("llama-3-70b", Layout(32, 4, 32, 4, 8192), trace)
+    setup = _setup("llama-3-70b", ClusterLayout(32, 4, 32, 4, 8192), trace)
     started_s = time.process_time()
     simulate(trace, setup, Slo(10.0, 0.05))
     seconds = time.process_time() - started_s
     yield Figure("sim.hour_64_s", round(seconds, 2), "s", HOUR_TARGET_S, round(seconds / HOUR_TARGET_S, 3))
 
 
-def million(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
-    """Half of the workers of each role; half of the prompts share one of a thousand prefixes."""
+def million(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
+    """A million requests. Half of the workers have each role; half of the prompts share one of 1000 prefixes."""
     half = sizes.million_workers // 2
     trace = synthetic_trace(
         sizes.million, Gamma(5.0 * half, 2.0), LengthSpec(1500, 1.0, 16_000), LengthSpec(100, 0.8, 1000),
         prefixes=SharedPrefixes(1000, 1024, 0.5),
     )  # fmt: skip
-    setup = _setup("llama-3-8b", Layout(half, 1, half, 1, 8192), trace, block_tokens=256)
+    setup = _setup("llama-3-8b", ClusterLayout(half, 1, half, 1, 8192), trace, block_tokens=256)
     started_s = time.process_time()
     simulate(trace.head(1), setup)
     empty_s = time.process_time() - started_s
@@ -92,7 +92,7 @@ def million(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
     result = simulate(trace, setup, Slo(1.0, 0.05))
     seconds = time.process_time() - started_s
     gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
-    # From fewer: making the workers takes its time once, and a request that of a request.
+    # With fewer requests, extrapolates: the setup counts once, the rest per request.
     minutes = (empty_s + (seconds - empty_s) * 1_000_000 / sizes.million) / 60
     name = "" if sizes.million == 1_000_000 else f"_from_{result.finished}"
     ratio = minutes / MILLION_TARGET_MIN
@@ -101,27 +101,27 @@ def million(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
     yield Figure(f"sim.million_rss_gb{name}", round(gigabytes, 2), "GiB", MILLION_TARGET_GB, round(ratio, 3))
 
 
-def search(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
-    """A plan for 16 H100, all cores, wall clock."""
+def search(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
+    """Wall-clock time of a plan for 16 H100, on all cores."""
     goal = Goal(Slo(0.5, 0.02), 0.95, sizes.search_devices)
     hardware = Hardware(find_model("llama-3-8b"), find_device("h100"))
     started_s = time.monotonic()
-    make_plan(_chat(sizes.search_requests, 60.0), hardware, goal, _means(sizes.search_requests))
+    make_plan(_chat(sizes.search_requests, 60.0), hardware, goal, _options(sizes.search_requests))
     seconds = time.monotonic() - started_s
     yield Figure("plan.search_s", round(seconds, 1), "s", SEARCH_TARGET_S, round(seconds / SEARCH_TARGET_S, 3))
 
 
-def regret(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
-    """How much more the plan costs than the cheapest layout there is, found by simulating every one."""
+def regret(sizes: PlannerSizes, traces: list[Path]) -> Iterator[Figure]:
+    """The extra cost of the plan over the cheapest layout, which is found by simulating all of them."""
     trace, requests = _chat(sizes.regret_requests, 20.0), sizes.regret_requests
     hardware = Hardware(find_model("llama-3-8b"), find_device("h100"))
     goal = Goal(Slo(0.4, 0.015), 0.95, sizes.regret_devices, (2048,))
     evaluator = Evaluator(busiest(trace, requests), hardware, goal.slo, goal.max_running_requests)
     jobs = [Job(each, requests) for each in layouts([1, 2], goal.max_devices, goal.step_tokens)]
-    with Workforce(evaluator, _cores(), Journal(None, evaluator)) as workforce:
-        tried = workforce.run(jobs, lambda found: None)
+    with SimulationPool(evaluator, _cores(), Journal(None, evaluator)) as pool:
+        tried = pool.run(jobs, lambda found: None)
     meeting = [each.layout.devices for each in tried if each.complete and each.joint >= goal.attainment]
-    plan = make_plan(trace, hardware, goal, _means(requests))
+    plan = make_plan(trace, hardware, goal, _options(requests))
     if not meeting or plan.chosen is None:
         value = 0.0 if not meeting and plan.chosen is None else 1.0
     else:
@@ -129,7 +129,7 @@ def regret(sizes: Sizes, traces: list[Path]) -> Iterator[Figure]:
     yield Figure("plan.regret", round(value, 4), "share", REGRET_TARGET, round(value / REGRET_TARGET, 3))
 
 
-FIGURES: dict[str, Callable[[Sizes, list[Path]], Iterator[Figure]]] = {
+FIGURES: dict[str, Callable[[PlannerSizes, list[Path]], Iterator[Figure]]] = {
     "golden_hits": golden_hits,
     "hour": hour,
     "million": million,
@@ -138,7 +138,7 @@ FIGURES: dict[str, Callable[[Sizes, list[Path]], Iterator[Figure]]] = {
 }
 
 
-def _setup(model: str, layout: Layout, trace: Trace, block_tokens: int | None = None) -> Setup:
+def _setup(model: str, layout: ClusterLayout, trace: TrafficTrace, block_tokens: int | None = None) -> Setup:
     hardware = Hardware(find_model(model), find_device("h100"))
     trace_block = None if trace.prefixes is None else trace.prefixes.block_tokens
     return make_setup(
@@ -152,13 +152,13 @@ def _setup(model: str, layout: Layout, trace: Trace, block_tokens: int | None = 
     )
 
 
-def _chat(requests: int, rate: float) -> Trace:
+def _chat(requests: int, rate: float) -> TrafficTrace:
     prompts, answers = LengthSpec(1200, 1.0, 14_000), LengthSpec(200, 0.7, 1000)
     return synthetic_trace(requests, Gamma(rate, 1.5), prompts, answers, seed=1)
 
 
-def _means(requests: int) -> Means:
-    return Means(_cores(), None, Effort(requests))
+def _options(requests: int) -> SearchOptions:
+    return SearchOptions(_cores(), None, Effort(requests))
 
 
 def _cores() -> int:
@@ -169,11 +169,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figure", action="append", choices=FIGURES, help="only these (may be repeated)")
     parser.add_argument("--traces", type=Path, help="a folder with slices of Mooncake's conversation trace (*.jsonl)")
-    parser.add_argument("--million", type=int, default=None, help="so many requests instead of a million")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    parser.add_argument("--million", type=int, default=None, help="number of requests instead of a million")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: checks only that it runs")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1"}
-    sizes = QUICK if options.quick else Sizes(million=options.million or 1_000_000)
+    sizes = QUICK if options.quick else PlannerSizes(million=options.million or 1_000_000)
     traces = [] if options.traces is None else sorted(options.traces.glob("*.jsonl"))
     for name in options.figure or FIGURES:
         for figure in FIGURES[name](sizes, traces):

@@ -1,4 +1,4 @@
-"""Live changes of the pools and what following the traffic is worth: role changes, moves, autoscaled against static."""
+"""Live changes of the pools: role changes, moves, and the autoscaler compared with static splits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.live_cluster import live, play, say, spec_of
 from benchmarks.prediction import load_measured_hardware, setup_for
 from cluster.cli.admin_client import Admin
 from cluster.cli.commands.status import fetch
-from cluster.cli.load.client import Ask
+from cluster.cli.load.client import LoadRequest
 from cluster.cli.load.grpc_client import GrpcClient
 from cluster.control.controller import Controller
 from planner.hardware import Hardware
@@ -27,30 +27,30 @@ from planner.simulator.setup import Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, synthetic_trace
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.config.spec import ClusterSpec, Role
 from tandem.v1 import cluster_pb2
 
 ROLE_CHANGE_TARGET_S, MOVED_GAP_TARGET_MS, WORST_TARGET, BEST_TARGET = 1.0, 500.0, 1.5, 0.95
 STATIC = ((0, 3), (1, 2), (2, 1))
 OVERLOADED = 4.0
-_IDLE_PER_S, _MOST_PER_S, _NEAR = 0.01, 1000.0, 1.02
+_IDLE_PER_S, _MAX_PER_S, _NEAR = 0.01, 1000.0, 1.02
 ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_DECODE}
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class PoolChangeSizes:
     role_changes: int = 6
     moved: int = 16
     moved_prompt: int = 32
     moved_output: int = 160
     phase_s: float = 30.0
-    draws: int = 300  # of which a phase is cut
-    load: float = 0.7  # of what the best static split of a phase can take
+    draws: int = 300  # requests drawn, from which a phase takes its part
+    load: float = 0.7  # share of the capacity of a phase's best static split
 
 
-def role_change(sizes: Sizes) -> Iterator[Figure]:
-    """The slowest of some changes to and fro of an idle worker: from the command to its serving the other role."""
+def role_change(sizes: PoolChangeSizes) -> Iterator[Figure]:
+    """The slowest of several role changes of an idle worker, back and forth: from the command until it is ready."""
     seconds = asyncio.run(_role_changes(sizes.role_changes))
     worst, target = max(seconds), ROLE_CHANGE_TARGET_S
     yield Figure("pools.role_change_s", round(worst, 3), "s", target, round(worst / target, 3))
@@ -62,7 +62,7 @@ async def _role_changes(times: int) -> list[float]:
         for number in range(times):
             prefill, decode = (2, 1) if number % 2 == 0 else (1, 2)
             began_s = time.monotonic()
-            await controller.live_ratio.scale("", prefill, decode)
+            await controller.scaler.scale("", prefill, decode)
             await _until_served(controller, prefill, decode)
             found.append(time.monotonic() - began_s)
     say(f"role changes: {', '.join(f'{each:.3f}' for each in found)} s")
@@ -70,7 +70,7 @@ async def _role_changes(times: int) -> list[float]:
 
 
 async def _until_served(controller: Controller, prefill: int, decode: int) -> None:
-    """Until every worker is ready in its new role."""
+    """Waits until every worker is ready in its new role."""
     wanted = {Role.PREFILL: prefill, Role.DECODE: decode}
     while True:
         status = await fetch(Admin(controller.admin_address, None))
@@ -80,55 +80,55 @@ async def _until_served(controller: Controller, prefill: int, decode: int) -> No
         await asyncio.sleep(0.02)
 
 
-def moved_gap(sizes: Sizes) -> Iterator[Figure]:
-    """Two decode workers, of which one is drained while both decode: the longest pause between two tokens of one
-    answer from then on. `reference` is the target."""
+def moved_gap(sizes: PoolChangeSizes) -> Iterator[Figure]:
+    """The longest pause between two tokens of one answer after one of two decoding workers is drained. `reference` is
+    the target."""
     usual_ms, gap_ms = asyncio.run(_moved(sizes))
-    say(f"usual pause before the drain, which is a step: {usual_ms:.0f} ms")
+    say(f"median pause before the drain (one step): {usual_ms:.0f} ms")
     ratio = round(gap_ms / MOVED_GAP_TARGET_MS, 3)
     yield Figure("pools.moved_gap_ms", round(gap_ms, 1), "ms", MOVED_GAP_TARGET_MS, ratio)
 
 
-async def _moved(sizes: Sizes) -> tuple[float, float]:
-    """Median pause before, longest after, ms."""
+async def _moved(sizes: PoolChangeSizes) -> tuple[float, float]:
+    """Returns the median pause before the drain and the longest one after it, in ms."""
     async with live(spec_of(0, 2)) as controller:
         client = GrpcClient(controller.grpc_address, None, tls=False, model="", api_key=None, ignore_eos=True)
-        heard: list[list[float]] = [[] for _ in range(sizes.moved)]
+        token_times: list[list[float]] = [[] for _ in range(sizes.moved)]
         ask = [
-            Ask([256 + 31 * number + position for position in range(sizes.moved_prompt)], sizes.moved_output)
+            LoadRequest([256 + 31 * number + position for position in range(sizes.moved_prompt)], sizes.moved_output)
             for number in range(sizes.moved)
         ]
 
         all_decode = asyncio.Event()
 
-        def note(heard_s: list[float], tokens: int) -> None:
-            heard_s.append(time.monotonic())
-            if all(len(each) >= 8 for each in heard):
+        def note(times_s: list[float], tokens: int) -> None:
+            times_s.append(time.monotonic())
+            if all(len(each) >= 8 for each in token_times):
                 all_decode.set()
 
         answers = [
-            asyncio.create_task(client.send(each, partial(note, heard_s)))
-            for each, heard_s in zip(ask, heard, strict=True)
+            asyncio.create_task(client.send(each, partial(note, times_s)))
+            for each, times_s in zip(ask, token_times, strict=True)
         ]
         await all_decode.wait()
         drained_s = time.monotonic()
-        leaving = next(iter(controller.slots))
-        await controller.live_ratio.drain(leaving, restart=False, move=True)
+        leaving = next(iter(controller.workers.slots))
+        await controller.scaler.drain(leaving, restart=False, move=True)
         await asyncio.gather(*answers)
         await client.close()
-    gaps = [(later, later - earlier) for each in heard for earlier, later in pairwise(each)]
+    gaps = [(later, later - earlier) for each in token_times for earlier, later in pairwise(each)]
     before = statistics.median(gap for at_s, gap in gaps if at_s <= drained_s)
     return 1000 * before, 1000 * max(gap for at_s, gap in gaps if at_s > drained_s)
 
 
-def capacity(trace: Trace, setup: Setup) -> float:
-    """Requests per second up to which the simulated p95 of TTFT stays within OVERLOADED times that without load."""
+def capacity(trace: TrafficTrace, setup: Setup) -> float:
+    """The highest requests/s at which the simulated p95 TTFT is at most OVERLOADED times the one without load."""
 
     def ttft_s(rate: float) -> float:
         found = simulate(trace.at_rate(rate / trace.requests_per_s), setup).ttft_s.p95
         return float("inf") if found is None else found
 
-    low, high = _IDLE_PER_S, _MOST_PER_S
+    low, high = _IDLE_PER_S, _MAX_PER_S
     most_s = OVERLOADED * ttft_s(low)
     while high / low > _NEAR:
         middle = (low * high) ** 0.5
@@ -136,8 +136,8 @@ def capacity(trace: Trace, setup: Setup) -> float:
     return low
 
 
-def shifting(hardware: Hardware, sizes: Sizes) -> Trace:
-    """Long prompts, then long answers, then both; each as fast as `load` of the best static split for it."""
+def shifting(hardware: Hardware, sizes: PoolChangeSizes) -> TrafficTrace:
+    """Long prompts, then long answers, then both; each phase at `load` times its best static split's capacity."""
     kinds = ((LengthSpec(320, 0.3, 600), LengthSpec(4)), (LengthSpec(24), LengthSpec(96, 0.3, 160)),
              (LengthSpec(200, 0.3, 400), LengthSpec(48, 0.3, 96)))  # fmt: skip
     phases = []
@@ -157,8 +157,8 @@ def shifting(hardware: Hardware, sizes: Sizes) -> Trace:
     )
 
 
-def ratios(cost: Path, sizes: Sizes) -> Iterator[Figure]:
-    """Goodput with the autoscaler over that of the worst and the best static split of three workers."""
+def ratios(cost: Path, sizes: PoolChangeSizes) -> Iterator[Figure]:
+    """Goodput with the autoscaler over the goodput of the worst and the best static split of three workers."""
     hardware = load_measured_hardware(cost)
     trace = shifting(hardware, sizes)
     step_s = hardware.cost(1).decode_step_s(4, 4 * 256)
@@ -173,13 +173,13 @@ def ratios(cost: Path, sizes: Sizes) -> Iterator[Figure]:
 
 
 def autoscaled_spec(slo: Slo) -> ClusterSpec:
-    """Three workers, whose roles follow the traffic."""
+    """A spec of three workers whose roles the autoscaler changes."""
     classes: list[dict[str, Any]] = [{"name": "interactive", "ttft_slo_s": slo.ttft_s, "tpot_slo_s": slo.tpot_s}]
     scaler = {"enabled": True, "interval_s": 1.0, "confirmations": 2, "role_cooldown_s": 4.0}
     return spec_of(1, 2, {"router.classes": classes, "autoscaler": scaler})
 
 
-async def _goodput(spec: ClusterSpec, trace: Trace, slo: Slo) -> float:
+async def _goodput(spec: ClusterSpec, trace: TrafficTrace, slo: Slo) -> float:
     async with live(spec) as controller:
         began_s = time.time()
         result = await play(controller, trace, slo, salt=2)

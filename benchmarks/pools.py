@@ -1,12 +1,12 @@
-"""Pools and ratios, measured on this machine with the demo model: predicted against measured, live changes, and what
-following the traffic is worth.
+"""Pools of the demo model on this machine: predictions compared with measurements, live changes, and the autoscaler
+compared with static splits.
 
     make bench-pools ARGS="--cost cost.json --results cells.jsonl"
     python -m benchmarks.pools --figure role_change
 
 Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. `reference` is the target, `ratio`
-value over target. docs/performance.md explains each. Figures that need the step times of this machine are left out
-without --cost, the file that they are kept in: the first run measures them.
+value over target. docs/performance.md explains each figure. Figures that need the step times of this machine are
+omitted without --cost FILE; if FILE does not exist, the run measures the step times and writes it.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from benchmarks.live_cluster import say
 from cluster.profiling.profiler import Grid
 from tandem.errors import TandemError
 
-QUICK_CHANGES = pool_changes.Sizes(2, 4, 16, 24, 3.0, 40)
-QUICK_PREDICTION = prediction.Sizes(3.0, 3.0, 4, 8, 40, Grid((16, 64), (1, 4), (32, 64)))
+QUICK_CHANGES = pool_changes.PoolChangeSizes(2, 4, 16, 24, 3.0, 40)
+QUICK_PREDICTION = prediction.PredictionSizes(3.0, 3.0, 4, 8, 40, Grid((16, 64), (1, 4), (32, 64)))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pools", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--figure", action="append", choices=NAMES, help="only these (may be repeated)")
-    parser.add_argument("--cost", type=Path, help="step times of this machine, as `tandem profile` writes them")
-    parser.add_argument("--results", type=Path, help="prediction: keeps what was measured here, and goes on from there")
+    parser.add_argument("--cost", type=Path, help="step times of this machine, as written by `tandem profile`")
+    parser.add_argument(
+        "--results", type=Path, help="prediction: file for measurements, from which a later run resumes"
+    )
     parser.add_argument("--shape", action="append", help="prediction: only these, as in 1:1")
     parser.add_argument("--trace", action="append", choices=prediction.TRACES, help="prediction: only these")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: whether it runs, not how fast")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: checks only that it runs")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1"}
     figures = _figures(options)
     for name in options.figure or NAMES:
         if name not in figures:
-            say(f"{name}: left out, since it needs --cost")
+            say(f"{name}: omitted, because it needs --cost")
             continue
         try:
             for figure in figures[name]():
@@ -55,8 +57,8 @@ NAMES = ("role_change", "moved_gap", "prediction", "static_ratios")
 
 
 def _figures(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Figure]]]:
-    changes = QUICK_CHANGES if options.quick else pool_changes.Sizes()
-    sizes = QUICK_PREDICTION if options.quick else prediction.Sizes()
+    changes = QUICK_CHANGES if options.quick else pool_changes.PoolChangeSizes()
+    sizes = QUICK_PREDICTION if options.quick else prediction.PredictionSizes()
     found: dict[str, Callable[[], Iterator[Figure]]] = {
         "role_change": lambda: pool_changes.role_change(changes),
         "moved_gap": lambda: pool_changes.moved_gap(changes),

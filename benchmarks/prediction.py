@@ -1,7 +1,7 @@
-"""Simulated against measured, on this machine: the demo model, four shapes, three traces, at shares of capacity.
+"""Simulation compared with measurement on this machine: the demo model, four shapes, three traces, two loads.
 
-Of each shape and trace one cluster is started. First every request comes at once: what it answers then is its capacity.
-The shares are of that measured capacity, so that the cluster is as busy as is said however wrong the profile is.
+Each shape and trace runs on a cluster of its own. First all requests arrive at once: the rate at which they are
+answered is the capacity. The shares are of this measured capacity, so the load is right even if the profile is wrong.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import numpy as np
 
 from benchmarks.handoff_figures import Figure
 from benchmarks.live_cluster import live, play, say, spec_of
-from cluster.cli.commands.planning import HardwareFlags, load_hardware
-from cluster.cli.commands.profile import run_profile
+from cluster.cli.commands.planning.inputs import HardwareFlags, load_hardware
+from cluster.cli.commands.planning.profile import run_profile
 from cluster.profiling.profiler import Grid
-from planner.compare import Line, compared
+from planner.compare import MetricRow, compared
 from planner.hardware import Hardware, setup_of_spec
-from planner.outcome import Outcome
+from planner.simulator.outcome import Outcome
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.config.spec import DEMO_MODEL
 
 TRACES = ("chat", "documents", "bursts")
@@ -37,25 +37,25 @@ SHARES = (0.85, 0.95)
 LATENCIES = ("ttft_s.p50", "ttft_s.p95", "tpot_s.p50", "tpot_s.p95")
 LATENCY_TARGET, ATTAINMENT_TARGET_POINTS = 0.05, 2.0
 GRID = Grid(chunks=(16, 32, 64, 128, 256, 512), batches=(1, 2, 4, 8, 16, 32, 64), contexts=(32, 128, 512))
-"""Steps as the traces make them: prompts of at most 400 tokens, batches of up to engine.max_running_requests."""
+"""Step sizes of the traces: prompts of at most 400 tokens, batches of up to engine.max_running_requests."""
 Cell = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """`seconds`: about how long one run of one trace takes; `at_once_s`: that in which every request comes at once."""
+class PredictionSizes:
+    """`seconds`: approximate time of a run. `at_once_s`: of the run in which all requests arrive at once."""
 
     seconds: float = 36.0
     at_once_s: float = 20.0
-    least_requests: int = 24
-    most_requests: int = 200
-    draws: int = 400  # of which every run takes the first
+    min_requests: int = 24
+    max_requests: int = 200
+    draws: int = 400  # requests drawn, of which each run takes the first
     grid: Grid = GRID
 
 
-def traces(count: int) -> dict[str, Trace]:
-    """Like conversations, like documents that are asked about, and like bursts of short questions; lengths are scaled
-    down to what a core computes in seconds. One request a second."""
+def traces(count: int) -> dict[str, TrafficTrace]:
+    """Traces like conversations, questions about documents, and bursts of short questions. Lengths are scaled down to
+    seconds of one core's time. One request per second."""
     chat = synthetic_trace(count, Gamma(1.0), LengthSpec(96, 0.8, 400), LengthSpec(24, 0.6, 96), seed=11)
     shared = SharedPrefixes(4, 128, 0.8)
     documents = synthetic_trace(
@@ -65,59 +65,59 @@ def traces(count: int) -> dict[str, Trace]:
     return dict(zip(TRACES, (chat, documents, bursts), strict=True))
 
 
-def setup_for(hardware: Hardware, prefill: int, decode: int, trace: Trace) -> Setup:
+def setup_for(hardware: Hardware, prefill: int, decode: int, trace: TrafficTrace) -> Setup:
     block = None if trace.prefixes is None else trace.prefixes.block_tokens
     mean = float(trace.prompt_tokens.mean())
     return setup_of_spec(spec_of(prefill, decode), hardware, mean_prompt_tokens=mean, trace_block=block)
 
 
-def at_once(trace: Trace, setup: Setup, sizes: Sizes) -> Trace:
-    """So many requests, all at the same time, as are answered in `at_once_s` when simulated."""
+def at_once(trace: TrafficTrace, setup: Setup, sizes: PredictionSizes) -> TrafficTrace:
+    """As many requests, all arriving together, as the simulation answers in `at_once_s`."""
     count = round(sizes.at_once_s * answered_per_s(simulate(_together(trace), setup)))
-    return _together(trace.head(min(sizes.most_requests, max(sizes.least_requests, count))))
+    return _together(trace.head(min(sizes.max_requests, max(sizes.min_requests, count))))
 
 
-def _together(trace: Trace) -> Trace:
+def _together(trace: TrafficTrace) -> TrafficTrace:
     return replace(trace, arrival_s=np.zeros(len(trace)))
 
 
 def answered_per_s(outcome: Outcome) -> float:
-    """Of requests that came at once, until nine in ten had their answer: then the batch begins to run empty. Raises
-    RuntimeError."""
+    """The rate of the first 90 % of answers to requests that arrived together; after that the batch runs empty. Raises
+    RuntimeError if there are none."""
     if outcome.e2e_s.p90 is None:
-        raise RuntimeError(f"{outcome.trace}: no request was answered ({outcome.refusals})")
+        raise RuntimeError(f"{outcome.trace}: expected answers, got none; refusals: {outcome.refusals}")
     return 0.9 * outcome.finished / outcome.e2e_s.p90
 
 
-def at_share(trace: Trace, rate: float, sizes: Sizes) -> Trace:
-    """At `rate` requests per second, and as many as fit into a run."""
-    count = min(sizes.most_requests, max(sizes.least_requests, round(rate * sizes.seconds)))
+def at_share(trace: TrafficTrace, rate: float, sizes: PredictionSizes) -> TrafficTrace:
+    """The trace at `rate` requests per second, with as many requests as fit into a run."""
+    count = min(sizes.max_requests, max(sizes.min_requests, round(rate * sizes.seconds)))
     return trace.at_rate(rate / trace.requests_per_s).head(count)
 
 
-def objectives(trace: Trace, setup: Setup) -> Slo:
-    """That a tenth of the requests would miss, as simulated: there attainment tells most."""
+def objectives(trace: TrafficTrace, setup: Setup) -> Slo:
+    """Objectives that 10 % of the simulated requests miss, where attainment is most sensitive."""
     found = simulate(trace, setup)
     return Slo(found.ttft_s.p90, found.tpot_s.p90)
 
 
 def profiled(cost: Path, grid: Grid) -> Path:
-    """The step times of the demo model on this machine; measured, where `cost` is not there yet."""
+    """Returns the file of the demo model's step times on this machine; measures them if `cost` does not exist."""
     if not cost.exists():
         run_profile(None, DEMO_MODEL, "cpu", cost, grid)
     return cost
 
 
 def load_measured_hardware(cost: Path) -> Hardware:
-    """The demo model on this machine, as `tandem profile` measured it."""
+    """The demo model on this machine, from the measurements of `tandem profile`."""
     return load_hardware(HardwareFlags(DEMO_MODEL, "cpu", str(cost), None, element_bytes=4.0, one_host=True))
 
 
-class Cells:
-    """What was measured of each shape and trace, in a file where one is given: there a later run goes on."""
+class CellJournal:
+    """Measurements by shape and trace, in a file if one is given, from which a later run resumes."""
 
-    def __init__(self, path: Path | None, cost: Path, sizes: Sizes) -> None:
-        """Lines of another profile, or of other sizes, are passed over."""
+    def __init__(self, path: Path | None, cost: Path, sizes: PredictionSizes) -> None:
+        """Skips lines of other profiles and sizes."""
         self._path = path
         self._about = hashlib.blake2b(cost.read_bytes() + repr(sizes).encode(), digest_size=8).hexdigest()
         self._found: dict[str, Cell] = {}
@@ -136,10 +136,14 @@ class Cells:
 
 
 def prediction(
-    cost: Path, shapes: Sequence[tuple[int, int]], names: Sequence[str], sizes: Sizes, results: Path | None = None
+    cost: Path,
+    shapes: Sequence[tuple[int, int]],
+    names: Sequence[str],
+    sizes: PredictionSizes,
+    results: Path | None = None,
 ) -> Iterator[Figure]:
-    """Lines for each shape and trace, then the worst of all."""
-    hardware, cells = load_measured_hardware(profiled(cost, sizes.grid)), Cells(results, cost, sizes)
+    """Yields figures for each shape and trace, then the worst of all."""
+    hardware, cells = load_measured_hardware(profiled(cost, sizes.grid)), CellJournal(results, cost, sizes)
     drawn = traces(sizes.draws)
     found: list[Figure] = []
     for shape in shapes:
@@ -154,8 +158,8 @@ def prediction(
     yield from worst(found)
 
 
-async def _measured(hardware: Hardware, shape: tuple[int, int], drawn: Trace, sizes: Sizes) -> Cell:
-    """`capacity`: simulated and measured, requests per second. `runs`: the two outcomes of each share of it."""
+async def _measured(hardware: Hardware, shape: tuple[int, int], drawn: TrafficTrace, sizes: PredictionSizes) -> Cell:
+    """`capacity`: simulated and measured, requests per second. `runs`: both outcomes for each share of it."""
     setup = setup_for(hardware, *shape, drawn)
     together = at_once(drawn, setup, sizes)
     runs: dict[str, list[dict[str, Any]]] = {}
@@ -172,7 +176,7 @@ async def _measured(hardware: Hardware, shape: tuple[int, int], drawn: Trace, si
 
 
 def errors(name: str, cell: Cell) -> Iterator[Figure]:
-    """How far the simulated is from the measured: of capacity, and at each share of it."""
+    """Errors of the simulation: of the capacity, and at each share of it."""
     simulated, measured = cell["capacity"]
     yield Figure(f"sim.capacity_error_{name}", round(abs(simulated / measured - 1), 3), "share")
     for share, (a, b) in cell["runs"].items():
@@ -194,9 +198,9 @@ def worst(figures: Sequence[Figure]) -> Iterator[Figure]:
             yield replace(most, figure=name, ratio=ratio)
 
 
-def _error(lines: Mapping[str, Line], metric: str) -> float:
-    """Of the simulated, relative to the measured."""
+def _error(lines: Mapping[str, MetricRow], metric: str) -> float:
+    """The error of the simulated value relative to the measured one."""
     found = lines.get(metric)
     if found is None or found.a is None or not found.b:
-        raise RuntimeError(f"{metric} was not measured")
+        raise RuntimeError(f"{metric}: expected a measured value, got none")
     return abs(found.a / found.b - 1)

@@ -1,8 +1,8 @@
-"""A peer's router, where its package is installed: sglang-router, which passes bytes through to one HTTP server.
+"""A router of another project, if it is installed: sglang-router, which proxies bytes to one HTTP server.
 
     python -m benchmarks.proxy_peer PORT METRICS_PORT WORKER_URL      runs it
 
-It is no dependency of Tandem and nothing here is needed to run it; `pip install --no-deps sglang-router` is enough.
+It is not a dependency of Tandem. `pip install --no-deps sglang-router` is enough to run it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class ProxyPeer:
         return times.user + times.system
 
     def sent(self) -> dict[str, Any]:
-        """It names no requests."""
+        """Empty, because the peer reports no requests."""
         return {}
 
 
 @asynccontextmanager
 async def peer_running(answer_tokens: int, step_ms: float) -> AsyncIterator[ProxyPeer | None]:
-    """On the router's core, as ours is. None: it is not installed."""
+    """Runs on the router's core, like Tandem's router. None if it is not installed."""
     if importlib.util.find_spec(PACKAGE) is None:
         yield None
         return
@@ -53,7 +53,7 @@ async def peer_running(answer_tokens: int, step_ms: float) -> AsyncIterator[Prox
 
 
 def _start(answer_tokens: int, step_ms: float) -> tuple[subprocess.Popen[str], subprocess.Popen[bytes], int]:
-    """The HTTP server, the peer before it, and the peer's port."""
+    """Starts the HTTP server and the peer in front of it. Returns both and the peer's port."""
     command = [sys.executable, "-m", "benchmarks.http_stub", "--answer-tokens", str(answer_tokens)]
     with on_cores(OTHER_CORES):
         server = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A real router process on a core of its own, between stub workers in a process of theirs and whoever asks."""
+"""A real router process on its own core, in front of stub workers in another process."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ WORDS = COMMON_WORDS.split(" ")
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """`stub_options` are those of benchmarks.router_stubs; the router's ports are given by `running`."""
+class RouterSetup:
+    """`stub_options`: of benchmarks.router_stubs. `running` chooses the router's ports."""
 
     model_dir: Path
     router: RouterSpec
@@ -52,7 +52,7 @@ class Setup:
     observability: ObservabilitySpec = ObservabilitySpec()  # noqa: RUF009  # frozen
 
 
-class Bench:
+class RouterBench:
     """A running router with its workers."""
 
     def __init__(self, router: subprocess.Popen[bytes], stubs: subprocess.Popen[str], http_port: int, grpc_port: int):
@@ -67,17 +67,17 @@ class Bench:
         return times.user + times.system
 
     def sent(self) -> dict[str, Any]:
-        """What the workers have sent since the last call (benchmarks.router_stubs), by request."""
+        """What the workers sent since the last call, by request; see benchmarks.router_stubs."""
         if self._stubs.stdin is None or self._stubs.stdout is None:
-            raise RuntimeError("the stub workers have no pipes")
+            raise RuntimeError("the stub workers' process has no pipes")
         self._stubs.stdin.write("\n")
         self._stubs.stdin.flush()
         answer: dict[str, Any] = json.loads(self._stubs.stdout.readline())
         return answer
 
 
-class Prompts:
-    """Chat texts that make prompts of one length, no two alike."""
+class ChatPrompts:
+    """Chat texts of one prompt length, all different."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: int) -> None:
         self._dice = random.Random(1)
@@ -99,7 +99,7 @@ class Prompts:
 
 @contextmanager
 def on_cores(cores: set[int]) -> Iterator[None]:
-    """What is started meanwhile runs on these cores, with all its threads; and so do we."""
+    """Within the context this process and all processes it starts run on these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -109,7 +109,7 @@ def on_cores(cores: set[int]) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def running(setup: Setup) -> AsyncIterator[Bench]:
+async def running(setup: RouterSetup) -> AsyncIterator[RouterBench]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         text = " " + " ".join(WORDS)
@@ -124,7 +124,7 @@ async def running(setup: Setup) -> AsyncIterator[Bench]:
                 router = _start_router(folder, setup, controller, ports)
             try:
                 await answers_at(ports[0], "/ready", router)
-                yield Bench(router, stubs, ports[0], ports[1])
+                yield RouterBench(router, stubs, ports[0], ports[1])
             finally:
                 router.terminate()
                 router.wait(15)
@@ -138,7 +138,7 @@ def _start_stubs(folder: Path, options: Sequence[str]) -> subprocess.Popen[str]:
     return subprocess.Popen([*command, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def _start_router(folder: Path, setup: Setup, controller: str, ports: Sequence[int]) -> subprocess.Popen[bytes]:
+def _start_router(folder: Path, setup: RouterSetup, controller: str, ports: Sequence[int]) -> subprocess.Popen[bytes]:
     served = ServedModel(
         name=MODEL, model_dir=str(setup.model_dir), model_fingerprint=FINGERPRINT, block_tokens=BLOCK_TOKENS
     )
@@ -166,7 +166,7 @@ def free_ports(count: int) -> list[int]:
 
 
 async def answers_at(port: int, path: str, router: subprocess.Popen[bytes]) -> None:
-    """Waits until a router answers there. Raises RuntimeError, TimeoutError."""
+    """Waits until the router answers at `path`. Raises RuntimeError, TimeoutError."""
 
     def ask() -> bool:
         try:
@@ -178,6 +178,6 @@ async def answers_at(port: int, path: str, router: subprocess.Popen[bytes]) -> N
     async with asyncio.timeout(START_TIMEOUT_S):
         while not await asyncio.to_thread(ask):
             if router.poll() is not None:
-                raise RuntimeError(f"the router ended with {router.returncode}")
+                raise RuntimeError(f"the router exited with status {router.returncode}")
             await asyncio.sleep(0.05)
-    await asyncio.sleep(1.0)  # until it has a link to every worker
+    await asyncio.sleep(1.0)  # for the router to connect to every worker

@@ -1,4 +1,4 @@
-"""Clients that cost little: streams over bare sockets and bare gRPC messages, nothing parsed but where tokens begin."""
+"""Clients that need little CPU: streams over bare sockets and gRPC, parsed only for where tokens begin."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _REQUEST_ID = b"x-request-id: "
 
 
 @dataclass(slots=True)
-class Heard:
-    """One answer as it came: for each of its tokens when, by the host's monotonic clock."""
+class TokenTimes:
+    """The arrival time of each token of one answer, on the host's monotonic clock."""
 
     sent_s: float
     request_id: str = ""
     tokens_s: list[float] = field(default_factory=list)
 
 
-class Client(Protocol):
-    async def ask(self, prompt: str) -> Heard:
-        """Raises RuntimeError for anything but a whole answer."""
+class BenchClient(Protocol):
+    async def ask(self, prompt: str) -> TokenTimes:
+        """Sends one request. Raises RuntimeError unless the answer is complete."""
         ...
 
     async def close(self) -> None: ...
 
 
-class HttpClient:
-    """Streamed chat completions; connections are kept and used again."""
+class RawHttpClient:
+    """Streamed chat completions over kept-alive connections."""
 
     def __init__(self, port: int, model: str, answer_tokens: int) -> None:
         self._port = port
@@ -45,7 +45,7 @@ class HttpClient:
         self._answer_tokens = answer_tokens
         self._idle: list[_HttpConnection] = []
 
-    async def ask(self, prompt: str) -> Heard:
+    async def ask(self, prompt: str) -> TokenTimes:
         body = {
             "model": self._model,
             "messages": [{"role": "user", "content": prompt}],
@@ -61,11 +61,11 @@ class HttpClient:
         else:
             loop = asyncio.get_running_loop()
             _, connection = await loop.create_connection(_HttpConnection, "127.0.0.1", self._port)
-        heard = await connection.ask(raw)
-        if len(heard.tokens_s) != self._answer_tokens:
-            raise RuntimeError(f"expected {self._answer_tokens} tokens, got {len(heard.tokens_s)}")
+        times = await connection.ask(raw)
+        if len(times.tokens_s) != self._answer_tokens:
+            raise RuntimeError(f"expected {self._answer_tokens} tokens, got {len(times.tokens_s)}")
         self._idle.append(connection)
-        return heard
+        return times
 
     async def close(self) -> None:
         for connection in self._idle:
@@ -73,23 +73,23 @@ class HttpClient:
 
 
 class _HttpConnection(asyncio.Protocol):
-    """One answer at a time. Of its events the first says the role and the last two the end; the rest are tokens."""
+    """One answer at a time. Its first event is the role, its last two are the end; the others are tokens."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._done: asyncio.Future[Heard] | None = None
-        self._heard = Heard(0.0)
+        self._done: asyncio.Future[TokenTimes] | None = None
+        self._times = TokenTimes(0.0)
         self._head = b""
         self._in_head = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
 
-    def ask(self, raw: bytes) -> asyncio.Future[Heard]:
+    def ask(self, raw: bytes) -> asyncio.Future[TokenTimes]:
         if self._transport is None:
             raise RuntimeError("the connection is closed")
         self._done = asyncio.get_running_loop().create_future()
-        self._heard, self._head, self._in_head = Heard(time.monotonic()), b"", True
+        self._times, self._head, self._in_head = TokenTimes(time.monotonic()), b"", True
         self._transport.write(raw)
         return self._done
 
@@ -104,12 +104,12 @@ class _HttpConnection(asyncio.Protocol):
             if not head.startswith(b"HTTP/1.1 200"):
                 self._fail(self._head[:300].decode(errors="replace"))
                 return
-            self._heard.request_id = head.partition(_REQUEST_ID)[2].partition(b"\r\n")[0].decode()
+            self._times.request_id = head.partition(_REQUEST_ID)[2].partition(b"\r\n")[0].decode()
         events = data.count(_EVENT)
-        self._heard.tokens_s += [now_s] * events
+        self._times.tokens_s += [now_s] * events
         if data.endswith(_LAST_CHUNK) and self._done is not None:
-            del self._heard.tokens_s[0], self._heard.tokens_s[-2:]
-            self._done.set_result(self._heard)
+            del self._times.tokens_s[0], self._times.tokens_s[-2:]
+            self._done.set_result(self._times)
             self._done = None
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -125,8 +125,8 @@ class _HttpConnection(asyncio.Protocol):
             self._done.set_exception(RuntimeError(what))
 
 
-class GrpcClient:
-    """Streams of Generate over a few channels; messages stay bytes but for the first."""
+class RawGrpcClient:
+    """Generate streams over a few channels. Only the first message is parsed."""
 
     CHANNELS = 4
 
@@ -141,22 +141,22 @@ class GrpcClient:
         ]
         self._asked = 0
 
-    async def ask(self, prompt: str) -> Heard:
+    async def ask(self, prompt: str) -> TokenTimes:
         sampling = inference_pb2.SamplingParams(max_tokens=self._answer_tokens, temperature=0.7)
         chat = inference_pb2.ChatMessages(messages=[inference_pb2.ChatMessage(role="user", content=prompt)])
         request = inference_pb2.GenerateRequest(model=self._model, chat=chat, sampling=sampling)
         call = self._calls[self._asked % self.CHANNELS]
         self._asked += 1
-        heard = Heard(time.monotonic())
+        times = TokenTimes(time.monotonic())
         first = b""
         async for message in call(request.SerializeToString()):
             first = first or message
-            heard.tokens_s.append(time.monotonic())
-        del heard.tokens_s[0], heard.tokens_s[-1:]  # `started` and `finished`
-        if len(heard.tokens_s) != self._answer_tokens:
-            raise RuntimeError(f"expected {self._answer_tokens} tokens, got {len(heard.tokens_s)}")
-        heard.request_id = inference_pb2.GenerateResponse.FromString(first).started.request_id
-        return heard
+            times.tokens_s.append(time.monotonic())
+        del times.tokens_s[0], times.tokens_s[-1:]  # `started` and `finished`
+        if len(times.tokens_s) != self._answer_tokens:
+            raise RuntimeError(f"expected {self._answer_tokens} tokens, got {len(times.tokens_s)}")
+        times.request_id = inference_pb2.GenerateResponse.FromString(first).started.request_id
+        return times
 
     async def close(self) -> None:
         for channel in self._channels:
@@ -167,8 +167,8 @@ def _as_bytes(message: bytes) -> bytes:
     return message
 
 
-async def open_loop(client: Client, prompt: Callable[[], str], rate: float, seconds: float) -> list[Heard]:
-    """Asks `rate` times a second, whether or not answers come."""
+async def open_loop(client: BenchClient, prompt: Callable[[], str], rate: float, seconds: float) -> list[TokenTimes]:
+    """Sends `rate` requests per second, independent of the answers."""
     tasks = []
     began_s = time.monotonic()
     for number in range(round(rate * seconds)):
@@ -177,14 +177,14 @@ async def open_loop(client: Client, prompt: Callable[[], str], rate: float, seco
     return list(await asyncio.gather(*tasks))
 
 
-async def closed_loop(client: Client, prompt: Callable[[], str], streams: int, seconds: float) -> list[Heard]:
-    """Keeps so many answers on their way."""
-    heard: list[Heard] = []
+async def closed_loop(client: BenchClient, prompt: Callable[[], str], streams: int, seconds: float) -> list[TokenTimes]:
+    """Keeps `streams` requests in flight."""
+    times: list[TokenTimes] = []
     until_s = time.monotonic() + seconds
 
     async def stream() -> None:
         while time.monotonic() < until_s:
-            heard.append(await client.ask(prompt()))
+            times.append(await client.ask(prompt()))
 
     await asyncio.gather(*(stream() for _ in range(streams)))
-    return heard
+    return times

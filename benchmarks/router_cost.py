@@ -1,4 +1,4 @@
-"""What a request costs the router: chats of 256 tokens whose answers of 64 tokens are streamed, through a handoff."""
+"""The router's cost per request: chats of 256 tokens with streamed answers of 64 tokens, through a handoff."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import uvloop
 
 from benchmarks.handoff_figures import Figure
 from benchmarks.proxy_peer import ProxyPeer, peer_running
-from benchmarks.router_bench import MODEL, OTHER_CORES, Bench, Prompts, Setup, on_cores, running
-from benchmarks.router_clients import Client, GrpcClient, Heard, HttpClient, closed_loop, open_loop
+from benchmarks.router_bench import MODEL, OTHER_CORES, ChatPrompts, RouterBench, RouterSetup, on_cores, running
+from benchmarks.router_clients import BenchClient, RawGrpcClient, RawHttpClient, TokenTimes, closed_loop, open_loop
 from benchmarks.serving import percentile
 from tandem.checkpoint.model_store import resolve
 from tandem.config.spec import DEMO_MODEL, Disaggregation, RouterSpec
@@ -26,21 +26,21 @@ from tandem.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class CostSizes:
     prompt_tokens: int = 256
     answer_tokens: int = 64
     prefill_workers: int = 2
     decode_workers: int = 4
     step_ms: float = 20.0
     prefill_ms: float = 5.0
-    http_streams: int = 600  # at a time: more than the router can serve in time
+    http_streams: int = 600  # concurrent; more than the router can serve without delay
     grpc_streams: int = 200
     seconds: float = 6.0
     rounds: int = 5
     demo_model: bool = True
 
 
-QUICK = Sizes(
+QUICK = CostSizes(
     prompt_tokens=32,
     answer_tokens=4,
     step_ms=2,
@@ -52,9 +52,9 @@ QUICK = Sizes(
 )
 
 ROUTER = RouterSpec(
-    disaggregation=Disaggregation.ALWAYS,  # the same way for every request
+    disaggregation=Disaggregation.ALWAYS,  # the same path for every request
     max_queued_requests=4096,
-    max_prefill_tokens_in_flight=1 << 17,  # the router is measured, not the pace of the stubs
+    max_prefill_tokens_in_flight=1 << 17,  # the stubs' pace must not limit the router
 )
 
 
@@ -62,37 +62,37 @@ ROUTER = RouterSpec(
 class Round:
     cpu_ms: float  # of the router, per request
     rps: float
-    first_ms: list[float]  # of each request: time to first token beyond the prefill worker's own
-    token_ms: list[float]  # of each later token: from its leaving the worker to the client
+    first_ms: list[float]  # per request: time to first token, minus the prefill worker's time
+    token_ms: list[float]  # per later token: from the worker to the client
 
 
-def figures(sizes: Sizes) -> Iterator[Figure]:
+def figures(sizes: CostSizes) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as folder, on_cores(OTHER_CORES):
         yield from uvloop.run(_figures(sizes, bench_model(Path(folder), demo=sizes.demo_model)))
 
 
 def bench_model(folder: Path, *, demo: bool) -> Path:
-    """The demo model where it is at hand, else a tiny one: only its tokenizer and template are used."""
+    """The demo model if it is available, else a tiny one: only the tokenizer and the template are used."""
     if demo:
         with suppress(ConfigError):
             return resolve(DEMO_MODEL)
     return write_tiny_llama(folder / "model", vocab=4096, max_positions=4096)
 
 
-def setup(sizes: Sizes, model_dir: Path) -> Setup:
+def setup(sizes: CostSizes, model_dir: Path) -> RouterSetup:
     workers = ("--prefill", str(sizes.prefill_workers), "--decode", str(sizes.decode_workers))
     pace = ("--step-ms", str(sizes.step_ms), "--prefill-ms", str(sizes.prefill_ms))
-    return Setup(model_dir, ROUTER, (*workers, *pace))
+    return RouterSetup(model_dir, ROUTER, (*workers, *pace))
 
 
-async def _figures(sizes: Sizes, model_dir: Path) -> list[Figure]:
-    prompts = Prompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
+async def _figures(sizes: CostSizes, model_dir: Path) -> list[Figure]:
+    prompts = ChatPrompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
     async with (
         running(setup(sizes, model_dir)) as bench,
         peer_running(sizes.answer_tokens, sizes.step_ms) as peer,
     ):
-        http = HttpClient(bench.http_port, MODEL, sizes.answer_tokens)
-        grpc = GrpcClient(bench.grpc_port, MODEL, sizes.answer_tokens)
+        http = RawHttpClient(bench.http_port, MODEL, sizes.answer_tokens)
+        grpc = RawGrpcClient(bench.grpc_port, MODEL, sizes.answer_tokens)
         try:
             figures = await _measure(sizes, bench, peer, prompts, http, grpc)
         finally:
@@ -102,9 +102,9 @@ async def _figures(sizes: Sizes, model_dir: Path) -> list[Figure]:
     return [*figures, await _without_handoff(replace(sizes, prefill_workers=0), model_dir, prompts)]
 
 
-async def _without_handoff(sizes: Sizes, model_dir: Path, prompts: Callable[[], str]) -> Figure:
+async def _without_handoff(sizes: CostSizes, model_dir: Path, prompts: Callable[[], str]) -> Figure:
     async with running(setup(sizes, model_dir)) as bench:
-        http = HttpClient(bench.http_port, MODEL, sizes.answer_tokens)
+        http = RawHttpClient(bench.http_port, MODEL, sizes.answer_tokens)
         await closed_loop(http, prompts, 8, min(2.0, sizes.seconds))
         rounds = [
             await measured(bench, closed_loop(http, prompts, sizes.http_streams, sizes.seconds), sizes.seconds)
@@ -115,14 +115,19 @@ async def _without_handoff(sizes: Sizes, model_dir: Path, prompts: Callable[[], 
 
 
 async def _measure(
-    sizes: Sizes, bench: Bench, peer: ProxyPeer | None, prompts: Callable[[], str], http: Client, grpc: Client
+    sizes: CostSizes,
+    bench: RouterBench,
+    peer: ProxyPeer | None,
+    prompts: Callable[[], str],
+    http: BenchClient,
+    grpc: BenchClient,
 ) -> list[Figure]:
-    for client in (http, grpc):  # warms up, not counted
+    for client in (http, grpc):  # warm-up, not counted
         await closed_loop(client, prompts, 8, min(2.0, sizes.seconds))
     full, half, over_grpc, peers = [], [], [], []
     for _ in range(sizes.rounds):
         if peer is not None:
-            through_peer = HttpClient(peer.port, MODEL, sizes.answer_tokens)
+            through_peer = RawHttpClient(peer.port, MODEL, sizes.answer_tokens)
             load = closed_loop(through_peer, prompts, sizes.http_streams, sizes.seconds)
             peers.append((await measured(peer, load, sizes.seconds)).cpu_ms)
             await through_peer.close()
@@ -146,22 +151,22 @@ async def _measure(
     ]
 
 
-async def measured(bench: Bench | ProxyPeer, load: Awaitable[Sequence[Heard]], seconds: float) -> Round:
-    """`seconds`: for so long the load asks. CPU and rate are those of the last two thirds of it: at its start, and when
-    it asks no more, the router is not yet or no longer busy with all of it."""
+async def measured(bench: RouterBench | ProxyPeer, load: Awaitable[Sequence[TokenTimes]], seconds: float) -> Round:
+    """`seconds`: how long the load sends requests. CPU and rate are measured over the last two thirds of it, when the
+    router has the full load."""
     bench.sent()
     asking = asyncio.ensure_future(load)
     await asyncio.sleep(seconds / 3)
     cpu_s, began_s = bench.cpu_s(), time.monotonic()
     await asyncio.sleep(2 * seconds / 3)
     cpu_s, until_s = bench.cpu_s() - cpu_s, time.monotonic()
-    heard = await asking
-    served = sum(began_s <= each.tokens_s[-1] < until_s for each in heard)
+    times = await asking
+    served = sum(began_s <= each.tokens_s[-1] < until_s for each in times)
     sent = bench.sent()
     first_ms, token_ms = [], []
-    for each in heard if sent else ():  # of a peer's requests no worker tells
-        told = sent[each.request_id]
-        worker_s = told["tokens_s"][0] - told["taken_s"]
+    for each in times if sent else ():  # no worker reports a peer's requests
+        report = sent[each.request_id]
+        worker_s = report["tokens_s"][0] - report["taken_s"]
         first_ms.append(1000 * (each.tokens_s[0] - each.sent_s - worker_s))
-        token_ms += [1000 * (came - left) for came, left in zip(each.tokens_s, told["tokens_s"], strict=True)][1:]
+        token_ms += [1000 * (came - left) for came, left in zip(each.tokens_s, report["tokens_s"], strict=True)][1:]
     return Round(1000 * cpu_s / served, served / (until_s - began_s), first_ms, token_ms)

@@ -1,4 +1,4 @@
-"""One decision about a very long prompt, in this process: its hashing, the dispatcher's look-up and policy."""
+"""One placement of a very long prompt, in this process: hashing, the dispatcher's look-up, and the policy."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ MODEL = "bench"
 BLOCK_TOKENS = 16
 VOCAB = 512
 TOTAL_BLOCKS = 1 << 20
-FILLER_BLOCKS = 20_000  # of each worker, of other prompts
+FILLER_BLOCKS = 20_000  # per worker, of other prompts
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class DecideSizes:
     prompt_tokens: int = 100_000
     prefill_workers: int = 32
     decode_workers: int = 32
     runs: int = 51
 
 
-QUICK = Sizes(prompt_tokens=2_000, prefill_workers=2, decode_workers=2, runs=3)
+QUICK = DecideSizes(prompt_tokens=2_000, prefill_workers=2, decode_workers=2, runs=3)
 
 
 class _Stub(StubWorker):
@@ -53,11 +53,11 @@ class _Stub(StubWorker):
         info.total_blocks = TOTAL_BLOCKS
         return info
 
-    def _load(self) -> None:  # type: ignore[override]  # says nothing of it: the directory's word holds
+    def _load(self) -> None:  # type: ignore[override]  # reports no load, so the directory's values are used
         return None
 
 
-def figures(sizes: Sizes) -> Iterator[Figure]:
+def figures(sizes: DecideSizes) -> Iterator[Figure]:
     prompt = random_prompt(sizes.prompt_tokens, VOCAB)
     hash_ms = [_hash_ms(prompt) for _ in range(sizes.runs)]
     decide_ms = asyncio.run(_decisions(prompt, sizes))
@@ -71,8 +71,8 @@ def _hash_ms(prompt: list[int]) -> float:
     return 1000 * (time.perf_counter() - began_s)
 
 
-async def _decisions(prompt: list[int], sizes: Sizes) -> list[float]:
-    """Every worker holds another share of the prompt, so every one of them has to be looked at to the end of its."""
+async def _decisions(prompt: list[int], sizes: DecideSizes) -> list[float]:
+    """Every worker holds a prefix of a different length, so the look-up must follow each one to its end."""
     controller = StubController()
     await controller.start()
     roles = [Role.PREFILL] * sizes.prefill_workers + [Role.DECODE] * sizes.decode_workers
@@ -114,7 +114,7 @@ def _launch(folder: Path, controller: str) -> RouterLaunch:
 
 
 def _decide_ms(app: RouterApp, prompt: list[int], hashes: list[BlockHash]) -> float:
-    fresh = tuple(bytes(bytearray(each)) for each in hashes)  # as they are when a request asks: just made
+    fresh = tuple(bytes(bytearray(each)) for each in hashes)  # new objects, as in a real request
     request = ValidRequest(
         request_id="bench",
         model=MODEL,

@@ -1,4 +1,4 @@
-"""The prefix index: its memory, how fast it takes events, how long a prompt's look-up takes; a peer's beside it."""
+"""The prefix index: memory, event rate and look-up time, compared with a peer's index."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from router.prefix_index.mirror import Applied, PrefixMirror, WorkerKey
 from tandem.kvcache.blockhash import HASH_BYTES, BlockHash
 from tandem.kvcache.prefix_events import PrefixEvent, PrefixSnapshot, decode_event, encode_event, entry_id, split_hashes
 
-BYTES_PER_BLOCK = 20  # what the documentation says to configure
-TURN = 64  # look-ups of one side before the other's: a slow spell of the machine meets both
-READ_EVENTS = 512  # that come with one read of a stream
+BYTES_PER_BLOCK = 20  # the value that the documentation recommends
+TURN = 64  # look-ups before the other side's turn, so a slow phase of the machine affects both
+READ_EVENTS = 512  # per read of a stream
 
-Question = TypeVar("Question")
+LookupQuery = TypeVar("LookupQuery")
 Prompt = tuple[BlockHash, ...]
-Entry = tuple[str, bytes]
+StreamEntry = tuple[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """Every block is held by one worker only: the most memory for the most blocks."""
+class IndexSizes:
+    """Each block is held by one worker only, which needs the most memory."""
 
     blocks: int = 10_000_000
     workers: int = 64
     prompt_blocks: int = 256
-    prompts: int = 2048  # each looked up once, so that the processor's caches know none of them
-    events: int = 400_000  # of one block each
+    prompts: int = 2048  # each looked up once, so none is in the processor's caches
+    events: int = 400_000  # with one block each
     peer_blocks: int = 1_000_000
 
 
-QUICK = Sizes(blocks=20_000, workers=4, prompt_blocks=32, prompts=16, events=2_000, peer_blocks=2_000)
+QUICK = IndexSizes(blocks=20_000, workers=4, prompt_blocks=32, prompts=16, events=2_000, peer_blocks=2_000)
 
 
-def figures(sizes: Sizes) -> Iterator[Figure]:
+def figures(sizes: IndexSizes) -> Iterator[Figure]:
     dice = np.random.default_rng(1)
     gc.collect()
     before_bytes = psutil.Process().memory_info().rss
@@ -51,11 +51,11 @@ def figures(sizes: Sizes) -> Iterator[Figure]:
     gc.collect()
     used_bytes = psutil.Process().memory_info().rss - before_bytes - sum(map(len, chains))
     if mirror.lost_blocks:
-        raise RuntimeError(f"expected room for every block, lost {mirror.lost_blocks}")
+        raise RuntimeError(f"index: expected room for every block, lost {mirror.lost_blocks}")
     yield Figure("index.bytes_per_block", round(used_bytes / len(mirror), 1), "B")
     prompts = _prompts(chains, sizes)
     if any(max(mirror.match(_fresh(prompt)).values(), default=0) != sizes.prompt_blocks for prompt in prompts[:100]):
-        raise RuntimeError("expected every prompt to be held whole")
+        raise RuntimeError("index: expected every prompt to match in full")
     yield Figure("index.lookup_256_us", round(_median_us(mirror.match, prompts), 1), "us")
     yield _events(mirror, dice, sizes)
     peer = peer_tree()
@@ -63,8 +63,8 @@ def figures(sizes: Sizes) -> Iterator[Figure]:
         yield from _beside(peer, dice, sizes)
 
 
-def _fill(mirror: PrefixMirror, dice: np.random.Generator, blocks: int, sizes: Sizes) -> list[bytes]:
-    """Gives every worker its share; returns what the prompts are cut from."""
+def _fill(mirror: PrefixMirror, dice: np.random.Generator, blocks: int, sizes: IndexSizes) -> list[bytes]:
+    """Gives every worker its share of blocks. Returns the chains from which the prompts are cut."""
     kept = []
     for number in range(sizes.workers):
         hashes = dice.bytes(HASH_BYTES * (blocks // sizes.workers))
@@ -73,13 +73,13 @@ def _fill(mirror: PrefixMirror, dice: np.random.Generator, blocks: int, sizes: S
     return kept
 
 
-def _prompts(chains: Sequence[bytes], sizes: Sizes) -> list[bytes]:
+def _prompts(chains: Sequence[bytes], sizes: IndexSizes) -> list[bytes]:
     step = HASH_BYTES * sizes.prompt_blocks
     return [each[at : at + step] for each in chains for at in range(0, len(each), step)]
 
 
 def _fresh(prompt: bytes) -> Prompt:
-    """As the hashes are when a request asks: just made."""
+    """New hash objects, as in a real request."""
     return tuple(split_hashes(prompt))
 
 
@@ -87,36 +87,36 @@ def _median_us(lookup: Callable[[Prompt], object], prompts: Sequence[bytes]) -> 
     return 1e6 * statistics.median(_timed_s(lookup, _fresh(prompt)) for prompt in prompts)
 
 
-def _timed_s(lookup: Callable[[Question], object], question: Question) -> float:
+def _timed_s(lookup: Callable[[LookupQuery], object], query: LookupQuery) -> float:
     started_s = time.perf_counter()
-    lookup(question)
+    lookup(query)
     return time.perf_counter() - started_s
 
 
-def _events(mirror: PrefixMirror, dice: np.random.Generator, sizes: Sizes) -> Figure:
-    """As a worker with a full cache says it: a block stored, a block removed. From the entries' bytes to the index."""
-    reads: list[tuple[WorkerKey, list[Entry]]] = []
+def _events(mirror: PrefixMirror, dice: np.random.Generator, sizes: IndexSizes) -> Figure:
+    """Events of a worker with a full cache, alternating stored and removed. Includes decoding the entries."""
+    reads: list[tuple[WorkerKey, list[StreamEntry]]] = []
     for number in range(sizes.workers):
         blocks = split_hashes(dice.bytes(HASH_BYTES * (sizes.events // sizes.workers // 2)))
-        said = [(stored, block) for block in blocks for stored in (True, False)]
-        # What is removed is what was stored some thousand events ago, not a moment ago.
+        events = [(stored, block) for block in blocks for stored in (True, False)]
+        # A removed block was stored some thousand events earlier.
         shift = min(1000, len(blocks) // 2)
-        said = [(stored, blocks[at // 2 if stored else (at // 2 - shift)]) for at, (stored, _) in enumerate(said)]
+        events = [(stored, blocks[at // 2 if stored else (at // 2 - shift)]) for at, (stored, _) in enumerate(events)]
         entries = [
-            (entry_id(1, seq), encode_event(PrefixEvent(1, seq, *each))) for seq, each in enumerate(said, start=1)
+            (entry_id(1, seq), encode_event(PrefixEvent(1, seq, *each))) for seq, each in enumerate(events, start=1)
         ]
         key = WorkerKey(f"w{number}", 1)
         reads += [(key, entries[at : at + READ_EVENTS]) for at in range(0, len(entries), READ_EVENTS)]
     started_s = time.perf_counter()
     for worker, part in reads:
         if mirror.apply(worker, [decode_event(*entry) for entry in part]) is not Applied.OK:
-            raise RuntimeError("expected every event to be applied")
+            raise RuntimeError("index: expected every event to be applied")
     took_s = time.perf_counter() - started_s
     return Figure("index.events_per_s", round(sum(len(part) for _, part in reads) / took_s), "events/s")
 
 
-def _beside(peer: PeerTree, dice: np.random.Generator, sizes: Sizes) -> Iterator[Figure]:
-    """Single look-ups in turns, both of the same prompts in an index of the same size."""
+def _beside(peer: PeerTree, dice: np.random.Generator, sizes: IndexSizes) -> Iterator[Figure]:
+    """Single look-ups of the same prompts, alternating between two indexes of the same size."""
     mirror = PrefixMirror(max(BYTES_PER_BLOCK * sizes.peer_blocks, 1 << 20))
     chains = _fill(mirror, dice, sizes.peer_blocks, sizes)
     prompts = _prompts(chains, sizes)
@@ -128,7 +128,7 @@ def _beside(peer: PeerTree, dice: np.random.Generator, sizes: Sizes) -> Iterator
     our_s: list[float] = []
     their_s: list[float] = []
     for at in range(0, len(prompts), TURN):
-        their_s += [_timed_s(peer.match, peer.question(_fresh(each))) for each in prompts[at : at + TURN]]
+        their_s += [_timed_s(peer.match, peer.query(_fresh(each))) for each in prompts[at : at + TURN]]
         our_s += [_timed_s(mirror.match, _fresh(each)) for each in prompts[at : at + TURN]]
     ours, theirs = statistics.median(our_s), statistics.median(their_s)
     yield Figure("index.peer", round(1 / ours), "look-ups/s", round(1 / theirs), round(theirs / ours, 2))

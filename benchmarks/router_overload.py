@@ -1,8 +1,8 @@
-"""Ten times more requests than the workers can do: how many meet their objectives, how fast the others are refused.
+"""Overload with ten times the requests that the workers can serve: goodput, and the time to refuse the others.
 
-A real router behind its HTTP port, stub workers that prefill one prompt after the other at a given pace and decode at a
-given pace, and a client that sends at a constant rate and does not come back. Goodput: requests per second whose first
-token and pace of tokens meet their objectives. Its peak is measured at rates around what the workers can do.
+A real router on its HTTP port, stub workers that prefill one prompt after the other and decode at given rates, and a
+client that sends at a constant rate and does not retry. Goodput: requests per second that meet both objectives. Its
+peak is measured at rates around the workers' capacity.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tandem.testing.models import write_tiny_llama
 from tandem.v1 import worker_pb2
 
 MODEL = "tiny"
-PEAK_RATES = (0.8, 0.9, 1.0, 1.1)  # of what the workers can prefill
+PEAK_RATES = (0.8, 0.9, 1.0, 1.1)  # of the prefill capacity
 OVERLOAD = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class OverloadSizes:
     prefill_workers: int = 2
     prefill_tokens_per_s: int = 500  # of each worker
     prompt_tokens: int = 64
@@ -52,16 +52,16 @@ class Sizes:
         return self.prefill_workers * self.prefill_tokens_per_s / self.prompt_tokens
 
 
-QUICK = Sizes(ttft_slo_s=1.0, peak_s=2.0, overload_s=4.0)
+QUICK = OverloadSizes(ttft_slo_s=1.0, peak_s=2.0, overload_s=4.0)
 
 
-class PacedWorker(StubWorker):
-    """Prefills one prompt after the other, `tokens_per_s` tokens a second."""
+class SerialPrefillWorker(StubWorker):
+    """Prefills one prompt after the other at `tokens_per_s` tokens per second."""
 
     def __init__(self, worker_id: str, role: Role, tokens_per_s: int) -> None:
         super().__init__(worker_id, role, MODEL)
         self._tokens_per_s = tokens_per_s
-        self._free_s = 0.0  # when all it was given is computed
+        self._free_s = 0.0  # when all accepted prompts are computed
 
     async def _prefill(self, session: Any, work: worker_pb2.Work) -> None:
         now_s = time.monotonic()
@@ -70,7 +70,7 @@ class PacedWorker(StubWorker):
         await super()._prefill(session, work)
 
 
-class Outcome(NamedTuple):
+class LoadSample(NamedTuple):
     """`ttft_s` None: refused or failed."""
 
     status: int
@@ -79,18 +79,18 @@ class Outcome(NamedTuple):
     total_s: float
 
 
-class Load:
-    """Sends streaming completions, each over a connection of its own, and notes what comes of them."""
+class LoadGenerator:
+    """Sends streaming completions, each over its own connection, and records the results."""
 
-    def __init__(self, port: int, sizes: Sizes) -> None:
+    def __init__(self, port: int, sizes: OverloadSizes) -> None:
         self._port = port
         self._sizes = sizes
         self._number = 0
 
-    async def run(self, rate: float, seconds: float) -> list[Outcome]:
-        """Requests that are sent within `seconds`, at a constant rate."""
+    async def run(self, rate: float, seconds: float) -> list[LoadSample]:
+        """Sends requests at a constant rate for `seconds`. Returns after the last one has ended."""
         started_s = time.monotonic()
-        outcomes: list[Outcome] = []
+        outcomes: list[LoadSample] = []
         sent = 0
         async with asyncio.TaskGroup() as tasks:
             while (passed_s := time.monotonic() - started_s) < seconds:
@@ -100,13 +100,13 @@ class Load:
                 await asyncio.sleep(0.002)
         return outcomes
 
-    async def _ask(self, zero_s: float, outcomes: list[Outcome]) -> None:
+    async def _ask(self, zero_s: float, outcomes: list[LoadSample]) -> None:
         self._number += 1
         sizes = self._sizes
-        # The first tokens differ, so that no prompt is the other's prefix.
+        # The first tokens differ, so no two prompts share a prefix.
         prompt = [3 + self._number % 251, 3 + self._number // 251 % 251, *[70] * (sizes.prompt_tokens - 2)]
-        asked = {"model": MODEL, "prompt": prompt, "max_tokens": sizes.answer_tokens, "stream": True}
-        body = json.dumps(asked).encode()
+        request = {"model": MODEL, "prompt": prompt, "max_tokens": sizes.answer_tokens, "stream": True}
+        body = json.dumps(request).encode()
         head = (
             "POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
@@ -121,17 +121,17 @@ class Load:
             while chunk := await reader.read(1 << 16):
                 if ttft_s is None and status == 200 and b"data:" in chunk:
                     ttft_s = time.monotonic() - started_s
-            outcomes.append(Outcome(status, started_s - zero_s, ttft_s, time.monotonic() - started_s))
+            outcomes.append(LoadSample(status, started_s - zero_s, ttft_s, time.monotonic() - started_s))
         finally:
             writer.close()
 
 
-def goodput(outcomes: list[Outcome], seconds: float, sizes: Sizes) -> float:
-    """Of the requests that ended within `seconds`: what was still queued then says nothing of a lasting rate."""
+def goodput(outcomes: list[LoadSample], seconds: float, sizes: OverloadSizes) -> float:
+    """Goodput of the requests that ended within `seconds`: a queue that drains later is not a sustained rate."""
     return sum(_is_good(each, sizes) for each in outcomes if each.sent_s + each.total_s <= seconds) / seconds
 
 
-def _is_good(outcome: Outcome, sizes: Sizes) -> bool:
+def _is_good(outcome: LoadSample, sizes: OverloadSizes) -> bool:
     if outcome.ttft_s is None:
         return False
     tpot_s = (outcome.total_s - outcome.ttft_s) / (sizes.answer_tokens - 1)
@@ -139,14 +139,14 @@ def _is_good(outcome: Outcome, sizes: Sizes) -> bool:
 
 
 @asynccontextmanager
-async def _router(sizes: Sizes) -> AsyncIterator[RouterApp]:
-    """With its workers, ready."""
+async def _router(sizes: OverloadSizes) -> AsyncIterator[RouterApp]:
+    """A router with its workers, ready to serve."""
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_tiny_llama(Path(folder), max_positions=2048, eos_token_id=2)
         controller = StubController()
         await controller.start()
         workers: list[StubWorker] = [
-            PacedWorker(f"p{number}", Role.PREFILL, sizes.prefill_tokens_per_s)
+            SerialPrefillWorker(f"p{number}", Role.PREFILL, sizes.prefill_tokens_per_s)
             for number in range(sizes.prefill_workers)
         ]
         workers.append(StubWorker("d0", Role.DECODE, MODEL))
@@ -176,7 +176,7 @@ async def _router(sizes: Sizes) -> AsyncIterator[RouterApp]:
         app = RouterApp(launch)
         await app.start()
         gc.collect()
-        gc.freeze()  # as a router's own process does
+        gc.freeze()  # like the router process
         try:
             await controller.set_workers(*workers)
             await until(lambda: app.dispatcher.fleet.count_ready(Role.PREFILL) == sizes.prefill_workers)
@@ -189,10 +189,10 @@ async def _router(sizes: Sizes) -> AsyncIterator[RouterApp]:
             await controller.stop()
 
 
-async def _measure(sizes: Sizes) -> tuple[float, float, list[Outcome]]:
-    """Peak goodput, goodput under overload, and the outcomes there."""
+async def _measure(sizes: OverloadSizes) -> tuple[float, float, list[LoadSample]]:
+    """Returns peak goodput, goodput under overload, and the samples under overload."""
     async with _router(sizes) as app:
-        load = Load(app.http_port, sizes)
+        load = LoadGenerator(app.http_port, sizes)
         peak = 0.0
         for rate in PEAK_RATES:
             outcomes = await load.run(rate * sizes.capacity, sizes.peak_s)
@@ -201,12 +201,12 @@ async def _measure(sizes: Sizes) -> tuple[float, float, list[Outcome]]:
         return peak, goodput(outcomes, sizes.overload_s, sizes), outcomes
 
 
-def figures(sizes: Sizes) -> Iterator[Figure]:
+def figures(sizes: OverloadSizes) -> Iterator[Figure]:
     peak, kept, outcomes = uvloop.run(_measure(sizes))
     refusals_ms = sorted(1000 * each.total_s for each in outcomes if each.status == 429)
     others = {each.status for each in outcomes} - {200, 429}
     if others or not refusals_ms:
-        raise RuntimeError(f"expected answers and refusals only, got HTTP {sorted(others)} besides")
+        raise RuntimeError(f"overload: expected HTTP 200 and 429 only, and some 429, got also {sorted(others)}")
     yield Figure("router.overload_goodput", round(kept, 2), "requests/s", round(peak, 2), round(kept / peak, 3))
     p99_ms = refusals_ms[min(len(refusals_ms) - 1, round(0.99 * len(refusals_ms)))]
     yield Figure("router.refuse_p99_ms", round(p99_ms, 2), "ms")

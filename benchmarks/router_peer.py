@@ -1,6 +1,6 @@
-"""A peer's prefix index, where its package is installed: ai-dynamo-runtime's RadixTree, through its Python binding.
+"""A prefix index of another project, if it is installed: ai-dynamo-runtime's RadixTree, through its Python binding.
 
-It is no dependency of Tandem and nothing here is needed to run it; `pip install --no-deps ai-dynamo-runtime` is enough.
+It is not a dependency of Tandem. `pip install --no-deps ai-dynamo-runtime` is enough to run it.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from tandem.kvcache.blockhash import BlockHash
 
 
 class PeerTree:
-    def __init__(self, tree: Any) -> None:  # no types come with the package
+    def __init__(self, tree: Any) -> None:  # the package has no types
         self._tree = tree
         self._events = 0
 
     def store(self, worker: int, chain: Sequence[BlockHash]) -> None:
-        self._tree.apply_event(worker, self._stored(None, self.question(chain)))
+        self._tree.apply_event(worker, self._stored(None, self.query(chain)))
 
-    def question(self, chain: Sequence[BlockHash]) -> list[int]:
-        """The chain as the peer wants it."""
+    def query(self, chain: Sequence[BlockHash]) -> list[int]:
+        """The chain in the peer's format."""
         return [int.from_bytes(each[:8], "little") for each in chain]
 
-    def match(self, question: list[int]) -> object:
-        return self._tree.find_matches(question).scores
+    def match(self, query: list[int]) -> object:
+        return self._tree.find_matches(query).scores
 
     def single_events(self, blocks: Sequence[BlockHash]) -> list[bytes]:
-        """Blocks stored one by one, each a chain's first."""
-        return [self._stored(None, [number]) for number in self.question(blocks)]
+        """Events that store one block each, each block the first of a chain."""
+        return [self._stored(None, [number]) for number in self.query(blocks)]
 
     def apply(self, events: Sequence[bytes]) -> None:
         for event in events:

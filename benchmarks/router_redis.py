@@ -1,7 +1,7 @@
-"""What a request's first token costs when Redis is gone: killed, frozen in mid-conversation, or emptied over and over.
+"""Time to first token while Redis is killed, frozen, or emptied repeatedly.
 
-A real router and stub workers that cache and publish prefixes, and a real server. Healthy phases lie between those with
-a fault. Of each request the time to its first token beyond what its prefill worker took.
+A real router, stub workers that cache and publish prefixes, and a real Redis server. Healthy phases alternate with
+faults. Each request counts with its time to first token, minus the prefill worker's time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import uvloop
 from redis.asyncio import Redis
 
 from benchmarks.handoff_figures import Figure
-from benchmarks.router_bench import MODEL, OTHER_CORES, Bench, Prompts, Setup, on_cores, running
-from benchmarks.router_clients import HttpClient, closed_loop, open_loop
+from benchmarks.router_bench import MODEL, OTHER_CORES, ChatPrompts, RouterBench, RouterSetup, on_cores, running
+from benchmarks.router_clients import RawHttpClient, closed_loop, open_loop
 from benchmarks.router_cost import ROUTER, measured
 from benchmarks.serving import percentile
 from router.testing.index import RedisServer
@@ -31,7 +31,7 @@ EMPTIED_EVERY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class RedisSizes:
     prompt_tokens: int = 256
     answer_tokens: int = 8
     requests_per_s: float = 40.0
@@ -39,7 +39,7 @@ class Sizes:
     rounds: int = 7
 
 
-QUICK = Sizes(prompt_tokens=32, answer_tokens=2, requests_per_s=10.0, seconds=0.5, rounds=1)
+QUICK = RedisSizes(prompt_tokens=32, answer_tokens=2, requests_per_s=10.0, seconds=0.5, rounds=1)
 
 WORKERS = ("--prefill", "2", "--decode", "4", "--step-ms", "20", "--prefill-tokens-per-s", "100000")
 
@@ -55,7 +55,7 @@ async def killed(server: RedisServer) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def frozen(server: RedisServer) -> AsyncIterator[None]:
-    """It takes connections and never answers."""
+    """The server accepts connections and never answers."""
     server.freeze()
     try:
         yield
@@ -86,9 +86,9 @@ FAULTS: dict[str, Callable[[RedisServer], AbstractAsyncContextManager[None]]] = 
 }
 
 
-def figures(sizes: Sizes) -> Iterator[Figure]:
-    """What each fault adds to the 99th percentile of the healthy phase before it: medians over the rounds, for what
-    else the machine does meanwhile may weigh more. The reference is the healthy phases' median."""
+def figures(sizes: RedisSizes) -> Iterator[Figure]:
+    """The time that each fault adds to the p99 of the healthy phase before it. Medians over the rounds, because other
+    load on the machine may matter more. The reference is the median of the healthy phases."""
     with tempfile.TemporaryDirectory() as folder, on_cores(OTHER_CORES):
         pairs = uvloop.run(_measure(sizes, Path(folder)))
     reference_ms = median(pair.healthy_ms for rounds in pairs.values() for pair in rounds)
@@ -98,38 +98,38 @@ def figures(sizes: Sizes) -> Iterator[Figure]:
     yield Figure("router.redis_lost_ttft_p99_ms", round(max(added_ms.values()), 2), "ms", round(reference_ms, 2))
 
 
-class Pair(NamedTuple):
-    """The 99th percentiles of a healthy phase and of one with a fault."""
+class PhaseP99(NamedTuple):
+    """The p99 of a healthy phase and of the faulty one after it."""
 
     healthy_ms: float
     faulty_ms: float
 
 
-async def _measure(sizes: Sizes, folder: Path) -> dict[str, list[Pair]]:
-    """By fault, the rounds."""
+async def _measure(sizes: RedisSizes, folder: Path) -> dict[str, list[PhaseP99]]:
+    """Returns the rounds by fault."""
     model_dir = write_tiny_llama(folder / "model", vocab=4096, max_positions=4096)
-    prompts = Prompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
+    prompts = ChatPrompts(Tokenizer.load(model_dir), sizes.prompt_tokens)
     server = RedisServer(folder)
     server.start()
-    pairs: dict[str, list[Pair]] = {fault: [] for fault in FAULTS}
+    pairs: dict[str, list[PhaseP99]] = {fault: [] for fault in FAULTS}
     try:
-        async with running(Setup(model_dir, ROUTER, (*WORKERS, "--redis", server.url), server.url)) as bench:
-            client = HttpClient(bench.http_port, MODEL, sizes.answer_tokens)
+        async with running(RouterSetup(model_dir, ROUTER, (*WORKERS, "--redis", server.url), server.url)) as bench:
+            client = RawHttpClient(bench.http_port, MODEL, sizes.answer_tokens)
 
-            await closed_loop(client, prompts, 4, 2 * sizes.seconds)  # warms up, not counted
+            await closed_loop(client, prompts, 4, 2 * sizes.seconds)  # warm-up, not counted
             for _ in range(sizes.rounds):
                 for fault, broken in FAULTS.items():
                     healthy_ms = await _p99_ms(sizes, bench, client, prompts)
                     async with broken(server):
                         faulty_ms = await _p99_ms(sizes, bench, client, prompts)
-                    pairs[fault].append(Pair(healthy_ms, faulty_ms))
+                    pairs[fault].append(PhaseP99(healthy_ms, faulty_ms))
             await client.close()
     finally:
         server.kill()
     return pairs
 
 
-async def _p99_ms(sizes: Sizes, bench: Bench, client: HttpClient, prompts: Callable[[], str]) -> float:
-    """Of the requests of one phase."""
+async def _p99_ms(sizes: RedisSizes, bench: RouterBench, client: RawHttpClient, prompts: Callable[[], str]) -> float:
+    """The p99 of one phase."""
     load = open_loop(client, prompts, sizes.requests_per_s, sizes.seconds)
     return percentile((await measured(bench, load, sizes.seconds)).first_ms, 0.99)

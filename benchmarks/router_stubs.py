@@ -1,9 +1,9 @@
-"""Workers without an engine that speak the worker protocol at a given pace, with their directory: a process of its own.
+"""Workers without an engine that serve the Worker protocol at a given pace, and their directory, in a separate process.
 
     python -m benchmarks.router_stubs --model NAME --answer FILE --prefill 2 --decode 4 --step-ms 20 --prefill-ms 5
 
-Prints {"controller": ADDRESS} and then, for every line it reads, what it has sent since the last: for each request when
-its prompt was taken up and when each of its tokens left, by the host's monotonic clock. Ends with its standard input.
+Prints {"controller": ADDRESS}. For every line of input it prints what it sent since the last line: for each request
+when its prompt was taken up and when each token left, on the host's monotonic clock. Exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ TOTAL_BLOCKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    step_s: float  # a decode worker's step: one token for each of its requests
+class StubPace:
+    step_s: float  # a decode step: one token for each request
     prefill_s: float  # from a prompt's arrival to its first token
-    prefill_tokens_per_s: float | None = None  # instead: prompts one after the other, and what is cached is spared
+    prefill_tokens_per_s: float | None = None  # replaces prefill_s: prompts one after the other, cached tokens free
 
 
 @dataclass(slots=True)
 class _Running:
     """A request in the decode batch."""
 
-    session: _Session
+    session: _RouterSession
     work: worker_pb2.Work
-    given: int  # tokens of its answer
+    given: int  # tokens sent
     kept: int  # tokens with KV
 
 
 @dataclass(slots=True, eq=False)
-class _Session:
+class _RouterSession:
     out: asyncio.Queue[worker_pb2.WorkerFrame] = field(default_factory=asyncio.Queue)
     reserved: dict[str, worker_pb2.Work] = field(default_factory=dict)
-    frames_seen: int = 0  # hello not counted
+    frames_seen: int = 0  # without hello
 
 
 @dataclass(slots=True)
-class Sent:
-    """Of one request, on this worker."""
+class SentTokens:
+    """Times of one request on this worker."""
 
     taken_s: float
     cached_tokens: int = 0
@@ -74,14 +74,14 @@ class Sent:
 
 
 class PrefixCache:
-    """Of a worker that has memory enough for ever."""
+    """The prefix cache of a worker, without eviction."""
 
     def __init__(self, publisher: EventPublisher) -> None:
         self._publisher = publisher
         self._held: set[BlockHash] = set()
 
     def take(self, prompt: Sequence[int]) -> tuple[int, list[BlockHash]]:
-        """Cached tokens of a prompt, and the blocks that will be there when it is computed."""
+        """Returns the cached tokens of a prompt, and the blocks to publish when it is computed."""
         hashes = hash_blocks(prompt, BLOCK_TOKENS, HashKey(FINGERPRINT))
         known = next((at for at, each in enumerate(hashes) if each not in self._held), len(hashes))
         self._held.update(hashes)
@@ -93,15 +93,15 @@ class PrefixCache:
 
 
 class PacedWorker(WorkerServicer):
-    """Answers with `answer`, over and over, until the request's limit. Says its load whenever it changed, as real
-    workers do; between steps it answers at once."""
+    """Answers with the tokens of `answer`, repeated up to the request's limit. Reports its load when it changed, like
+    real workers, and replies to frames between steps at once."""
 
     def __init__(
         self,
         worker_id: str,
         role: Role,
         model: str,
-        pace: Pace,
+        pace: StubPace,
         answer: Sequence[int],
         cache: PrefixCache | None = None,
     ) -> None:
@@ -112,11 +112,11 @@ class PacedWorker(WorkerServicer):
         self._answer = answer
         self._cache = cache
         self._free_at_s = 0.0  # when the prompts there are will have been computed
-        self.sent: dict[str, Sent] = {}
+        self.sent: dict[str, SentTokens] = {}
         self._running: dict[str, _Running] = {}
         self._prefilling: dict[str, asyncio.TimerHandle] = {}
-        self._sessions: set[_Session] = set()
-        self._told: worker_pb2.WorkerLoad | None = None
+        self._sessions: set[_RouterSession] = set()
+        self._sent_load: worker_pb2.WorkerLoad | None = None
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._port = 0
 
@@ -142,7 +142,7 @@ class PacedWorker(WorkerServicer):
     async def Session(
         self, request_iterator: AsyncIterator[worker_pb2.RouterFrame], context: Any
     ) -> AsyncIterator[worker_pb2.WorkerFrame]:
-        session = _Session()
+        session = _RouterSession()
         self._sessions.add(session)
         reader = asyncio.create_task(self._read(session, request_iterator))
         try:
@@ -161,7 +161,7 @@ class PacedWorker(WorkerServicer):
                 del self._running[wire_id]
 
     async def steps(self, offset_s: float) -> None:
-        """Forever. Steps come at fixed times, however long one takes."""
+        """Runs decode steps at fixed times, independent of how long each takes. Never returns."""
         due_s = time.monotonic() + offset_s
         while True:
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
@@ -169,7 +169,7 @@ class PacedWorker(WorkerServicer):
             self._step()
 
     def _step(self) -> None:
-        frames: dict[_Session, worker_pb2.WorkerFrame] = {}
+        frames: dict[_RouterSession, worker_pb2.WorkerFrame] = {}
         now_s = time.monotonic()
         ended = []
         for wire_id, run in self._running.items():
@@ -186,7 +186,7 @@ class PacedWorker(WorkerServicer):
             del self._running[wire_id]
         self._flush(frames)
 
-    async def _read(self, session: _Session, frames: AsyncIterator[worker_pb2.RouterFrame]) -> None:
+    async def _read(self, session: _RouterSession, frames: AsyncIterator[worker_pb2.RouterFrame]) -> None:
         async for message in frames:
             answer = worker_pb2.WorkerFrame()
             for frame in (message, *message.more):
@@ -194,7 +194,7 @@ class PacedWorker(WorkerServicer):
                 self._on_frame(session, frame, answer)
             self._flush({session: answer} if answer.ByteSize() else {})
 
-    def _on_frame(self, session: _Session, frame: worker_pb2.RouterFrame, answer: worker_pb2.WorkerFrame) -> None:
+    def _on_frame(self, session: _RouterSession, frame: worker_pb2.RouterFrame, answer: worker_pb2.WorkerFrame) -> None:
         match frame.WhichOneof("frame"):
             case "reserve":
                 self._on_reserve(session, frame.reserve.work, answer)
@@ -209,14 +209,14 @@ class PacedWorker(WorkerServicer):
             case _:
                 pass
 
-    def _on_reserve(self, session: _Session, work: worker_pb2.Work, answer: worker_pb2.WorkerFrame) -> None:
+    def _on_reserve(self, session: _RouterSession, work: worker_pb2.Work, answer: worker_pb2.WorkerFrame) -> None:
         session.reserved[work.request_id] = work
         ticket = worker_pb2.HandoffTicket(signed=bytes(96), decode_worker=self.worker_id, decode_epoch=1)
         answer.reserved.add(request_id=work.request_id, ticket=ticket)
 
-    def _begin(self, session: _Session, work: worker_pb2.Work) -> None:
+    def _begin(self, session: _RouterSession, work: worker_pb2.Work) -> None:
         now_s = time.monotonic()
-        sent = self.sent[work.request_id] = Sent(now_s)
+        sent = self.sent[work.request_id] = SentTokens(now_s)
         fresh: list[BlockHash] = []
         done_s = now_s + self._pace.prefill_s
         if self._cache is not None and self._pace.prefill_tokens_per_s is not None:
@@ -227,7 +227,7 @@ class PacedWorker(WorkerServicer):
         timer = loop.call_later(done_s - now_s, self._prefilled, session, work, fresh)
         self._prefilling[work.request_id] = timer
 
-    def _prefilled(self, session: _Session, work: worker_pb2.Work, fresh: Sequence[BlockHash]) -> None:
+    def _prefilled(self, session: _RouterSession, work: worker_pb2.Work, fresh: Sequence[BlockHash]) -> None:
         wire_id = work.request_id
         del self._prefilling[wire_id]
         if self._cache is not None:
@@ -250,15 +250,15 @@ class PacedWorker(WorkerServicer):
             frame.ended.add(request_id=wire_id, finish_reason=inference_pb2.FINISH_REASON_LENGTH)
         self._flush({session: frame})
 
-    def _on_join(self, session: _Session, wire_id: str, answer: worker_pb2.WorkerFrame) -> None:
+    def _on_join(self, session: _RouterSession, wire_id: str, answer: worker_pb2.WorkerFrame) -> None:
         work = session.reserved.pop(wire_id, None)
         if work is None:
             return
-        self.sent[wire_id] = Sent(time.monotonic())
+        self.sent[wire_id] = SentTokens(time.monotonic())
         self._running[wire_id] = _Running(session, work, 1, len(work.prompt))
         answer.handoffs.append(self._done(work, worker_pb2.HandoffDone(received=RECEIVED)))
 
-    def _on_cancel(self, session: _Session, wire_id: str, answer: worker_pb2.WorkerFrame) -> None:
+    def _on_cancel(self, session: _RouterSession, wire_id: str, answer: worker_pb2.WorkerFrame) -> None:
         timer, run = self._prefilling.pop(wire_id, None), self._running.pop(wire_id, None)
         if timer is not None:
             timer.cancel()
@@ -274,11 +274,11 @@ class PacedWorker(WorkerServicer):
         done.anchor_at_s = time.monotonic() - self._pace.prefill_s
         return done
 
-    def _flush(self, frames: dict[_Session, worker_pb2.WorkerFrame]) -> None:
-        """Sends them; the load goes to every session, if it changed."""
+    def _flush(self, frames: dict[_RouterSession, worker_pb2.WorkerFrame]) -> None:
+        """Sends the frames, and the load to every session if it changed."""
         load = self._load()
-        if load != self._told:
-            self._told = load
+        if load != self._sent_load:
+            self._sent_load = load
             for session in self._sessions:
                 if (frame := frames.get(session)) is None:
                     frame = frames[session] = worker_pb2.WorkerFrame()
@@ -300,7 +300,7 @@ class PacedWorker(WorkerServicer):
 
 async def serve(options: argparse.Namespace) -> None:
     answer = json.loads(options.answer.read_text())
-    pace = Pace(options.step_ms / 1000, options.prefill_ms / 1000, options.prefill_tokens_per_s)
+    pace = StubPace(options.step_ms / 1000, options.prefill_ms / 1000, options.prefill_tokens_per_s)
     names = [(Role.PREFILL, f"p{number}") for number in range(options.prefill)]
     names += [(Role.DECODE, f"d{number}") for number in range(options.decode)]
     publishers = {name: _publisher(name, options.redis) for _, name in names} if options.redis else {}
@@ -311,7 +311,7 @@ async def serve(options: argparse.Namespace) -> None:
     decoders = [worker for worker in workers if worker.role is Role.DECODE]
     for worker in workers:
         await worker.start()
-    # Their steps fall apart, as those of workers that know nothing of each other.
+    # Staggers the steps, which are not synchronized between real workers.
     steps = [asyncio.create_task(each.steps(at * pace.step_s / len(decoders))) for at, each in enumerate(decoders)]
     steps += [asyncio.create_task(publisher.run()) for publisher in publishers.values()]
     await controller.set_infos([worker.info() for worker in workers])
@@ -327,7 +327,7 @@ def _publisher(worker_id: str, redis_url: str) -> EventPublisher:
 
 
 def _log(workers: Sequence[PacedWorker]) -> dict[str, dict[str, Any]]:
-    """By request (not attempt): when its prompt was taken up, and its tokens' times in order."""
+    """By request, all attempts together: when its prompt was taken up, and its tokens' times in order."""
     log: dict[str, dict[str, Any]] = {}
     for worker in workers:  # prefill workers first
         for wire_id, sent in worker.sent.items():
@@ -346,8 +346,8 @@ def main() -> int:
     parser.add_argument("--decode", type=int, default=4)
     parser.add_argument("--step-ms", type=float, default=20)
     parser.add_argument("--prefill-ms", type=float, default=5)
-    parser.add_argument("--prefill-tokens-per-s", type=float, help="with --redis: prompts are computed at this pace")
-    parser.add_argument("--redis", help="URL; workers cache prefixes, and publish what they cache")
+    parser.add_argument("--prefill-tokens-per-s", type=float, help="prefill rate of a worker; needs --redis")
+    parser.add_argument("--redis", help="URL of a Redis to which workers publish the prefixes that they cache")
     uvloop.run(serve(parser.parse_args()))
     return 0
 

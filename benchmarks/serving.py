@@ -1,12 +1,12 @@
-"""TTFT, TPOT and throughput of a running cluster, under a fixed number of concurrent streams (closed loop).
+"""TTFT, TPOT and throughput of a running cluster with a fixed number of concurrent streams (closed loop).
 
     tandem up &
     python benchmarks/serving.py --streams 8 --requests 64 > today.jsonl
     python benchmarks/serving.py --streams 8 --requests 64 --reference today.jsonl
 
 Prints one JSON line per figure: {"figure", "value", "unit", "reference", "ratio"}. The reference is the same figure of
-an earlier run, the ratio is value over reference; both are null without one. Prompts are random tokens, so that
-no prefix is cached, of equal length, so that runs compare; answers have exactly --output-tokens tokens.
+an earlier run, the ratio is value over reference; both are null without one. Prompts are random tokens of equal length,
+so no prefix is cached and runs are comparable. Answers have exactly --output-tokens tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import grpc
 
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
-FIRST_ORDINARY_TOKEN = 256  # below are special tokens and single bytes in the vocabularies we serve
+FIRST_ORDINARY_TOKEN = 256  # below are special tokens and single bytes in the supported vocabularies
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One finished request, as its client saw it. Seconds."""
+    """One finished request, measured at the client. Times in seconds."""
 
     ttft_s: float
     total_s: float
@@ -54,7 +54,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def figures_of(samples: Sequence[Sample], failures: int, elapsed_s: float) -> Iterable[tuple[str, float, str]]:
-    """(figure, value, unit). Failures are a figure of their own, never dropped."""
+    """Yields (figure, value, unit). Failures are counted in a figure of their own."""
     yield "failed_requests", failures, "requests"
     if not samples:
         return
@@ -96,7 +96,7 @@ async def measure_one(stub: inference_pb2_grpc.InferenceAsyncStub, prompt: Seque
 
 
 async def run(options: argparse.Namespace) -> tuple[list[Sample], int, float]:
-    """All requests over one connection, `streams` at a time. Returns samples, failures, seconds."""
+    """Sends all requests over one connection, `streams` at a time. Returns samples, failures, seconds."""
     samples: list[Sample] = []
     failures = 0
     draw = random.Random(options.seed)

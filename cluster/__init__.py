@@ -1,1 +1,1 @@
-"""The control plane: command line, spec, controller, backends, embedded Redis-compatible server."""
+"""The control plane: command line, spec, controller, backends and the embedded Redis-compatible server."""

@@ -1,4 +1,4 @@
-"""`python -m cluster`: the same as the `tandem` command."""
+"""`python -m cluster`: the `tandem` command."""
 
 from cluster.cli.main import main
 

@@ -1,1 +1,1 @@
-"""The decode service: the engine and the receiving half of the handoff. It can prefill locally too."""
+"""The decode role of a worker: the engine and the receiver of the handoff. It can prefill locally too."""

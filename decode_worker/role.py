@@ -1,14 +1,13 @@
-"""The decode role: reserve blocks, wait until they are verified, join the batch, stream tokens. Or do it all here."""
+"""The decode role: reserve blocks, wait until they are verified, join the batch, stream tokens; or prefill locally."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
 
-from decode_worker.incoming import Incoming, IncomingBook, Phase
-from decode_worker.report import handoff_done
-from kvtransfer.agent.control import CloseReceive, FromAgent, OpenReceive, ReceiveClosed, Received, ReceiveFailed
-from kvtransfer.session.causes import HandoffCause, HandoffFault, parse_cause
+from decode_worker.inbound_handoffs import InboundHandoff, InboundHandoffs, InboundPhase
+from kvtransfer.causes import HandoffCause, HandoffFault, parse_cause
+from kvtransfer.control import CloseReceive, FromAgent, OpenReceive, ReceiveClosed, Received, ReceiveFailed
 from kvtransfer.session.ticket import Ticket
 from tandem.clock import Clock
 from tandem.engine.api import EngineRequest, RequestEnd, Reservation
@@ -16,8 +15,8 @@ from tandem.engine.engine import Engine
 from tandem.errors import DeadlineExceeded, InputError, TandemError
 from tandem.v1 import worker_pb2
 from worker.agents import Agents
-from worker.identity import WorkerIdentity
 from worker.requests import RequestBook
+from worker.roles import WorkerIdentity
 from worker.wire import parse_work
 
 
@@ -37,7 +36,7 @@ class DecodeRole:
         self._requests = requests
         self._clock = clock
         self._ttl_s = ticket_ttl_s
-        self._incoming = IncomingBook(clock, identity.tp, ticket_ttl_s)
+        self._handoffs = InboundHandoffs(clock, identity.tp, ticket_ttl_s)
 
     # --- routers -----------------------------------------------------------------------------------------------
 
@@ -53,7 +52,7 @@ class DecodeRole:
                 raise InputError(f"frame: expected generate, reserve or join, got {kind}")
 
     def owns(self, engine_id: str) -> bool:
-        return self._requests.client(engine_id) is not None
+        return self._requests.is_open(engine_id)
 
     def _generate(self, session: int, work: worker_pb2.Work) -> None:
         engine_id = self._requests.open(session, work.request_id, work.trace_id)
@@ -74,7 +73,7 @@ class DecodeRole:
             return
         ticket = self._ticket(reserve, reservation, len(request.prompt))
         missing = reservation.block_ids[reservation.first_missing_block :]
-        self._incoming.open(ticket.ticket_id, engine_id, anything_to_receive=bool(missing), taken_up_at_s=taken_up_at_s)
+        self._handoffs.open(ticket.ticket_id, engine_id, anything_to_receive=bool(missing), taken_up_at_s=taken_up_at_s)
         if missing:
             self._agents.broadcast(
                 OpenReceive(
@@ -110,9 +109,9 @@ class DecodeRole:
 
     def _join(self, session: int, join: worker_pb2.Join) -> None:
         engine_id = self._requests.find(session, join.request_id)
-        entry = self._incoming.by_engine_id(engine_id) if engine_id else None
-        if entry is None or entry.phase is Phase.CLOSING:
-            return  # it ended meanwhile, and the router has been told
+        entry = self._handoffs.by_engine_id(engine_id) if engine_id else None
+        if entry is None or entry.phase is InboundPhase.CLOSING:
+            return  # it ended in the meantime, and that was reported to the router
         entry.first_token = join.first_token
         entry.first_token_at_s = self._clock.now_s()
         self._join_if_ready(entry)
@@ -126,32 +125,32 @@ class DecodeRole:
     def on_agent(self, rank: int, message: FromAgent) -> None:
         match message:
             case Received():
-                if entry := self._incoming.received(rank, message):
+                if entry := self._handoffs.received(rank, message):
                     self._join_if_ready(entry)
             case ReceiveFailed(ticket_id=ticket_id, cause=cause, message=text):
-                if entry := self._incoming.by_ticket(ticket_id):
+                if entry := self._handoffs.by_ticket(ticket_id):
                     fault = HandoffFault(parse_cause(cause), f"the KV blocks did not arrive ({cause}): {text}")
                     self.cancel(entry.engine_id, fault)
             case ReceiveClosed(ticket_id=ticket_id):
                 self._closed(rank, ticket_id)
             case _:
-                pass  # attachment and link reports are the agents' own business
+                pass  # attachments and link reports are handled by the leader
 
     def on_agent_lost(self, rank: int) -> None:
         lost = HandoffFault(HandoffCause.PEER_LOST, "the decode worker's transfer agent was lost: try again")
-        for entry in self._incoming.open_entries():
-            if entry.phase is Phase.EXPECTING and rank in entry.pending:
+        for entry in self._handoffs.open_entries():
+            if entry.phase is InboundPhase.EXPECTING and rank in entry.pending:
                 self.cancel(entry.engine_id, lost)
             self._closed(rank, entry.ticket_id)
 
     def _closed(self, rank: int, ticket_id: str) -> None:
-        if entry := self._incoming.closed(rank, ticket_id):
+        if entry := self._handoffs.closed(rank, ticket_id):
             self._engine.cancel(entry.engine_id)
 
-    def _join_if_ready(self, entry: Incoming) -> None:
+    def _join_if_ready(self, entry: InboundHandoff) -> None:
         if not entry.can_join or entry.first_token is None:
             return
-        self._incoming.joined(entry)
+        self._handoffs.joined(entry)
         try:
             self._engine.join(entry.engine_id, entry.first_token)
         except TandemError as error:
@@ -160,17 +159,17 @@ class DecodeRole:
             return
         if target := self._requests.frame_of(entry.engine_id):
             frame, request_id = target
-            frame.handoffs.append(handoff_done(request_id, entry, self._clock.now_s()))
+            frame.handoffs.append(entry.done_frame(request_id, self._clock.now_s()))
 
     # --- ends --------------------------------------------------------------------------------------------------
 
     def cancel(self, engine_id: str, error: TandemError) -> None:
-        """Tells the router at once; frees the blocks as soon as nobody can write to them any more."""
+        """Reports the error to the router at once; frees the blocks when no agent writes to them any more."""
         self._requests.fail(engine_id, error)
-        entry = self._incoming.by_engine_id(engine_id)
+        entry = self._handoffs.by_engine_id(engine_id)
         if entry is None:
             self._engine.cancel(engine_id)
-        elif self._incoming.start_closing(entry):
+        elif self._handoffs.start_closing(entry):
             self._agents.broadcast(CloseReceive(ticket_id=entry.ticket_id))
             for rank in self._agents.lost_ranks():
                 self._closed(rank, entry.ticket_id)
@@ -183,6 +182,6 @@ class DecodeRole:
                 self._requests.finish(end.request_id, end.reason)
 
     def tick(self) -> None:
-        for entry in self._incoming.late():
-            late = DeadlineExceeded(f"no first token came within {self._ttl_s:g} s of the blocks")
+        for entry in self._handoffs.late():
+            late = DeadlineExceeded(f"the first token did not arrive within {self._ttl_s:g} s of the last block")
             self.cancel(entry.engine_id, late)

@@ -1,9 +1,9 @@
-"""A chat through Tandem's own gRPC API, streamed, and where its time went. Needs a running cluster.
+"""Streams a chat over Tandem's gRPC API and prints the time of each stage. Needs a running cluster.
 
     python examples/chat_grpc.py "Why is the sky blue?"
 
-TANDEM_GRPC names the router (default 127.0.0.1:50051); TANDEM_API_KEY is the key, where it asks for one; TANDEM_CA the
-authority (PEM) that signed its certificate, where it speaks TLS.
+TANDEM_GRPC: address of the router (default 127.0.0.1:50051). TANDEM_API_KEY: the API key, if the router requires one.
+TANDEM_CA: the CA certificate (PEM), if the router uses TLS.
 """
 
 from __future__ import annotations

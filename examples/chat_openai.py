@@ -1,9 +1,9 @@
-"""A chat through the OpenAI client, streamed. Needs `pip install openai` and a running cluster.
+"""Streams a chat with the OpenAI client. Needs `pip install openai` and a running cluster.
 
     python examples/chat_openai.py "Why is the sky blue?"
 
-TANDEM_HTTP names the router (default http://127.0.0.1:8000); TANDEM_API_KEY is the key, where it asks for one;
-TANDEM_CA the authority (PEM) that signed its certificate.
+TANDEM_HTTP: URL of the router (default http://127.0.0.1:8000). TANDEM_API_KEY: the API key, if the router requires one.
+TANDEM_CA: the CA certificate (PEM), if the router uses TLS.
 """
 
 from __future__ import annotations

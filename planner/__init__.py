@@ -1,1 +1,1 @@
-"""Planning: what work costs on given hardware and, later, how many workers of each role traffic needs. Torch-free."""
+"""Planning: predicts what work costs on given hardware, and finds the cluster that traffic needs. Torch-free."""

@@ -1,12 +1,13 @@
-"""The autoscaling policy: how many workers of each role there should be. Pure; the caller passes the time and does it.
+"""The autoscaling policy: how many workers each role should have. Pure: the caller passes the time and acts.
 
-The pressure of a layout is the largest of: predicted TTFT and TPOT as shares of their objectives, and the share of the
-decode workers' places that is needed. Beyond `headroom` something is to change: roles first, for that costs next to
-nothing, then more workers. A worker less, when for long the others could have taken much more load.
+The pressure of given pool sizes is the largest of three ratios: predicted TTFT over its objective, predicted TPOT over
+its objective, and needed over available places on decode workers. Above `headroom` the policy first changes roles,
+which costs almost nothing, then starts workers. It stops a worker that the others could have replaced for a long time,
+even at a much higher load.
 
-What keeps it from going back and forth: a change must lower the pressure clearly, so a chain of role changes under one
-load comes to an end; a worker is started again only for much more load than it was stopped at; several looks must
-agree; and taking a change back under the same load doubles the waits.
+Four rules prevent oscillation. A change must lower the pressure clearly, so a chain of role changes under one load
+ends. A worker is started again only at a much higher load than the one at which it was stopped. Several consecutive
+observations must agree. Reverting a change under the same load doubles the waits.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from planner.pool_forecast import Capability, Forecast, Layout, Load, forecasts
+from planner.pool_forecast import Capability, Forecast, ModelLoad, PoolSizes, forecasts
 from tandem.config.autoscaler import AutoscalerSpec
 from tandem.config.spec import ClassSpec, ModelSpec
 
-GAIN = 0.85  # what a change leaves of the pressure, at most
-STOP_MARGIN = 1.5  # a worker is stopped where the others could take so many times the load
+GAIN = 0.85  # a change must reduce the pressure to at most this share
+STOP_MARGIN = 1.5  # a worker is stopped if the others could serve this multiple of the load
 SAME_LOAD = 2.0  # loads within this factor of each other are the same
-MOST_PATIENCE = 64.0
-CORRECTIONS = (0.5, 4.0)  # of a prediction, by what was measured
-CORRECTION_WEIGHT = 0.2  # of the newest measurement
-LEAST_MEASURED = 5  # requests
-SETTLE_S = 5.0  # after a change: what is measured before that is of requests that came before it
-MISSED_SHARE = 0.1  # more of the requests miss an objective: it counts as reached, whatever was predicted
+MAX_BACKOFF = 64.0
+CORRECTIONS = (0.5, 4.0)  # bounds of measured over predicted TTFT
+CORRECTION_WEIGHT = 0.2  # of the newest measurement in the moving average
+MIN_MEASURED = 5  # requests
+SETTLE_S = 5.0  # after a change; earlier measurements are of requests that arrived before it
+MISSED_SHARE = 0.1  # if more requests miss an objective, its pressure is at least 1, whatever was predicted
 
 
-class Action(StrEnum):
+class ScalingAction(StrEnum):
     """A metric label."""
 
     HOLD = "hold"
@@ -41,7 +42,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """The strictest of the classes that are not batch: None is "none of them has one"."""
+    """The strictest objectives of all classes that are not batch. None: no such class has one."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -56,8 +57,8 @@ class Objectives:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """`same_width`: workers can change their role."""
+class ScalingLimits:
+    """Minimum and maximum numbers of workers, in total and per role. `same_width`: workers can change their role."""
 
     workers: tuple[int, int]
     prefill: tuple[int, int]
@@ -65,11 +66,11 @@ class Limits:
     same_width: bool = True
 
     @classmethod
-    def of(cls, spec: AutoscalerSpec, model: ModelSpec) -> Limits:
+    def of(cls, spec: AutoscalerSpec, model: ModelSpec) -> ScalingLimits:
         pools = model.prefill, model.decode
-        there_are = sum(pool.workers for pool in pools)
-        most = there_are if spec.max_workers is None else spec.max_workers
-        least = min(there_are, most) if spec.min_workers is None else spec.min_workers
+        present = sum(pool.workers for pool in pools)
+        most = present if spec.max_workers is None else spec.max_workers
+        least = min(present, most) if spec.min_workers is None else spec.min_workers
         (prefill, decode) = (
             (
                 min(1, pool.workers) if limits.min is None else limits.min,
@@ -79,58 +80,58 @@ class Limits:
         )
         return cls((least, max(least, most)), prefill, decode, pools[0].tp == pools[1].tp)
 
-    def allow(self, layout: Layout) -> bool:
-        """As to the roles."""
+    def allow(self, sizes: PoolSizes) -> bool:
+        """Whether the limits of both roles hold. The total is not checked."""
         return (
-            layout.decode >= 1
-            and self.prefill[0] <= layout.prefill <= self.prefill[1]
-            and self.decode[0] <= layout.decode <= self.decode[1]
+            sizes.decode >= 1
+            and self.prefill[0] <= sizes.prefill <= self.prefill[1]
+            and self.decode[0] <= sizes.decode <= self.decode[1]
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Of requests that are not batch, since SETTLE_S after the last change or shorter."""
+class MeasuredRequests:
+    """Measurements of requests that are not batch, none from before the last change plus SETTLE_S."""
 
-    requests: int = 0  # that had their first token
+    requests: int = 0  # with a first token in that time
     ttft_s: float | None = None  # mean
-    judged: int = 0  # that ended
+    judged: int = 0  # ended in that time
     missed_ttft: int = 0
     missed_tpot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """One look at the pools of a model."""
+class PoolObservation:
+    """The pools of a model at one time."""
 
-    layout: Layout
-    load: Load
-    can: Capability
-    measured: Measured = Measured()
+    sizes: PoolSizes
+    load: ModelLoad
+    capability: Capability
+    measured: MeasuredRequests = MeasuredRequests()
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """`layout` is what there should be, `here` what there is; `reason` says why, in words."""
+class ScalingDecision:
+    """The pool sizes to reach, and the reason as a sentence for operators."""
 
-    action: Action
-    here: Layout
-    layout: Layout
+    action: ScalingAction
+    current: PoolSizes
+    target: PoolSizes
     reason: str
-    load: Load
+    load: ModelLoad
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
     at_s: float
-    here: Layout
-    layout: Layout
-    load: Load
+    before: PoolSizes
+    after: PoolSizes
+    load: ModelLoad
 
 
 @dataclass(frozen=True, slots=True)
 class _Pressure:
-    layout: Layout
+    sizes: PoolSizes
     forecast: Forecast
     ttft: float
     tpot: float
@@ -141,174 +142,174 @@ class _Pressure:
 
 
 class Autoscaler:
-    """Of one model. Call `decide` at every look, and `changed` when a decision was carried out (or, in a dry run, would
-    have been); `refused` when it could not be."""
+    """The policy of one model. Call `decide` with every observation, `changed` after carrying out a decision (or where
+    a dry run would have), and `refused` if it could not be carried out."""
 
-    def __init__(self, spec: AutoscalerSpec, limits: Limits, objectives: Objectives) -> None:
+    def __init__(self, spec: AutoscalerSpec, limits: ScalingLimits, objectives: Objectives) -> None:
         self._spec, self._limits, self._objectives = spec, limits, objectives
         self._ttft_correction = 1.0
-        self._wanted: tuple[Action, int, int] | None = None  # and which way
-        self._times = 0
+        self._wanted: tuple[ScalingAction, int, int] | None = None  # with the direction of each role
+        self._confirmed = 0
         self._idle_since_s: float | None = None
         self._last: _Change | None = None
-        self._patience = 1.0
+        self._backoff = 1.0
 
-    def decide(self, view: View, now_s: float) -> Decision:
-        self._correct(view)
-        now = self._pressure(view, view.layout)
-        action, best = self._choose(view, now)
-        if action is not Action.STOP:
+    def decide(self, seen: PoolObservation, now_s: float) -> ScalingDecision:
+        self._correct(seen)
+        now = self._pressure(seen, seen.sizes)
+        action, best = self._choose(seen, now)
+        if action is not ScalingAction.STOP:
             self._idle_since_s = None
         elif self._idle_since_s is None:
             self._idle_since_s = now_s
         if best is None:
             self._wanted = None
-            return self._hold(view, self._why_not(now))
-        what = f"{view.layout} to {best.layout}: {self._why(action, now, best)}"
-        wanted = action, *_direction(view.layout, best.layout)
-        self._times = self._times + 1 if wanted == self._wanted else 1
+            return self._hold(seen, self._why_not(now))
+        what = f"{seen.sizes} to {best.sizes}: {self._why(action, now, best)}"
+        wanted = action, *_direction(seen.sizes, best.sizes)
+        self._confirmed = self._confirmed + 1 if wanted == self._wanted else 1
         self._wanted = wanted
-        if self._times < self._spec.confirmations:
-            return self._hold(view, f"seen {self._times} of {self._spec.confirmations} times: {what}")
-        if (wait_s := self._wait_s(action, view.load, now_s)) > 0:
-            return self._hold(view, f"not for {wait_s:.0f} s: {what}")
-        return Decision(action, view.layout, best.layout, what, view.load)
+        if self._confirmed < self._spec.confirmations:
+            return self._hold(seen, f"confirmed {self._confirmed} of {self._spec.confirmations} times: {what}")
+        if (wait_s := self._wait_s(action, seen.load, now_s)) > 0:
+            return self._hold(seen, f"waiting {wait_s:.0f} s: {what}")
+        return ScalingDecision(action, seen.sizes, best.sizes, what, seen.load)
 
-    def changed(self, decision: Decision, now_s: float) -> None:
+    def changed(self, decision: ScalingDecision, now_s: float) -> None:
         last = self._last
-        if last is None or not _alike(last.load, decision.load):
-            self._patience = 1.0
-        elif _takes_back(last, decision):
-            self._patience = min(MOST_PATIENCE, 2 * self._patience)
-        self._last = _Change(now_s, decision.here, decision.layout, decision.load)
+        if last is None or not _is_same_load(last.load, decision.load):
+            self._backoff = 1.0
+        elif _reverts(last, decision):
+            self._backoff = min(MAX_BACKOFF, 2 * self._backoff)
+        self._last = _Change(now_s, decision.current, decision.target, decision.load)
         self._wanted, self._idle_since_s = None, None
 
-    def refused(self, decision: Decision, now_s: float) -> None:
-        """It is asked for again only after twice the wait."""
-        self._patience = min(MOST_PATIENCE, 2 * self._patience)
-        self._last = _Change(now_s, decision.here, decision.here, decision.load)
+    def refused(self, decision: ScalingDecision, now_s: float) -> None:
+        """Doubles the wait before the next attempt."""
+        self._backoff = min(MAX_BACKOFF, 2 * self._backoff)
+        self._last = _Change(now_s, decision.current, decision.current, decision.load)
         self._wanted, self._idle_since_s = None, None
 
-    # ---- what to do
+    # ---- the action
 
-    def _choose(self, view: View, now: _Pressure) -> tuple[Action, _Pressure | None]:
+    def _choose(self, seen: PoolObservation, now: _Pressure) -> tuple[ScalingAction, _Pressure | None]:
         headroom, limits = self._spec.headroom, self._limits
         if now.value > headroom:
-            enough = now.value * GAIN
-            roles = self._best(view, self._other_roles(view.layout))
-            if roles is not None and roles.value <= enough:
-                return Action.CHANGE_ROLES, roles
-            more = self._enough_more(view)
+            limit = now.value * GAIN
+            roles = self._best(seen, self._with_other_roles(seen.sizes))
+            if roles is not None and roles.value <= limit:
+                return ScalingAction.CHANGE_ROLES, roles
+            more = self._with_more_workers(seen)
             if more is not None and more.value < now.value:
-                return Action.START, more
-        elif view.layout.workers > limits.workers[0]:
-            more_load = replace(view, load=view.load.times(STOP_MARGIN))
-            fewer = self._best(more_load, self._smaller(view.layout))
+                return ScalingAction.START, more
+        elif seen.sizes.workers > limits.workers[0]:
+            more_load = replace(seen, load=seen.load.times(STOP_MARGIN))
+            fewer = self._best(more_load, self._smaller(seen.sizes))
             if fewer is not None and fewer.value <= headroom:
-                return Action.STOP, fewer
-        return Action.HOLD, None
+                return ScalingAction.STOP, fewer
+        return ScalingAction.HOLD, None
 
-    def _enough_more(self, view: View) -> _Pressure | None:
-        """With as few workers more as are enough; with as many as there may be when none are."""
-        most, found = min(self._limits.workers[1], _most(view.layout)), None
-        for workers in range(view.layout.workers + 1, most + 1):
-            found = self._best(view, self._larger(view.layout, workers))
+    def _with_more_workers(self, seen: PoolObservation) -> _Pressure | None:
+        """With the fewest additional workers that meet the headroom; if none do, with as many as one change may add."""
+        most, found = min(self._limits.workers[1], _most_after_change(seen.sizes)), None
+        for workers in range(seen.sizes.workers + 1, most + 1):
+            found = self._best(seen, self._larger(seen.sizes, workers))
             if found is not None and found.value <= self._spec.headroom:
                 break
         return found
 
-    def _other_roles(self, here: Layout) -> Iterator[Layout]:
+    def _with_other_roles(self, current: PoolSizes) -> Iterator[PoolSizes]:
         if self._limits.same_width:
-            step = max(1, here.workers // 4)
-            for prefill in range(here.prefill - step, here.prefill + step + 1):
-                if prefill != here.prefill:
-                    yield Layout(prefill, here.workers - prefill)
+            step = max(1, current.workers // 4)
+            for prefill in range(current.prefill - step, current.prefill + step + 1):
+                if prefill != current.prefill:
+                    yield PoolSizes(prefill, current.workers - prefill)
 
-    def _larger(self, here: Layout, workers: int) -> Iterator[Layout]:
-        for prefill in range(here.prefill, here.prefill + workers - here.workers + 1):
-            yield Layout(prefill, workers - prefill)
+    def _larger(self, current: PoolSizes, workers: int) -> Iterator[PoolSizes]:
+        for prefill in range(current.prefill, current.prefill + workers - current.workers + 1):
+            yield PoolSizes(prefill, workers - prefill)
 
-    def _smaller(self, here: Layout) -> Iterator[Layout]:
-        yield Layout(here.prefill - 1, here.decode)
-        yield Layout(here.prefill, here.decode - 1)
+    def _smaller(self, current: PoolSizes) -> Iterator[PoolSizes]:
+        yield PoolSizes(current.prefill - 1, current.decode)
+        yield PoolSizes(current.prefill, current.decode - 1)
 
-    def _best(self, view: View, layouts: Iterable[Layout]) -> _Pressure | None:
-        """The least pressure; among equals the fewest changes."""
-        found = [self._pressure(view, each) for each in layouts if min(each) >= 0 and self._limits.allow(each)]
-        return min(found, key=lambda each: (each.value, abs(each.layout.prefill - view.layout.prefill)), default=None)
+    def _best(self, seen: PoolObservation, candidates: Iterable[PoolSizes]) -> _Pressure | None:
+        """The candidate with the least pressure; among equals the one with the fewest role changes."""
+        found = [self._pressure(seen, each) for each in candidates if min(each) >= 0 and self._limits.allow(each)]
+        return min(found, key=lambda each: (each.value, abs(each.sizes.prefill - seen.sizes.prefill)), default=None)
 
-    # ---- when
+    # ---- the waits
 
-    def _wait_s(self, action: Action, load: Load, now_s: float) -> float:
+    def _wait_s(self, action: ScalingAction, load: ModelLoad, now_s: float) -> float:
         last = self._last
-        patience = self._patience if last is not None and _alike(last.load, load) else 1.0
-        if action is Action.STOP:
+        backoff = self._backoff if last is not None and _is_same_load(last.load, load) else 1.0
+        if action is ScalingAction.STOP:
             since_s = now_s if self._idle_since_s is None else self._idle_since_s
-            return since_s + patience * self._spec.stop_after_s - now_s
+            return since_s + backoff * self._spec.stop_after_s - now_s
         if last is None:
             return 0.0
-        cooldown_s = self._spec.role_cooldown_s if action is Action.CHANGE_ROLES else self._spec.start_cooldown_s
-        return last.at_s + patience * cooldown_s - now_s
+        cooldown_s = self._spec.role_cooldown_s if action is ScalingAction.CHANGE_ROLES else self._spec.start_cooldown_s
+        return last.at_s + backoff * cooldown_s - now_s
 
-    # ---- what is predicted
+    # ---- predictions
 
-    def _pressure(self, view: View, layout: Layout) -> _Pressure:
-        found, load = self._forecast(view, layout), view.load
-        asks = load.requests_per_s > 0 or load.queued_tokens > 0
-        answers = load.answer_tokens_per_s > 0 or load.decoding_requests > 0
+    def _pressure(self, seen: PoolObservation, sizes: PoolSizes) -> _Pressure:
+        found, load = self._forecast(seen, sizes), seen.load
+        has_prefill_load = load.requests_per_s > 0 or load.queued_tokens > 0
+        has_decode_load = load.answer_tokens_per_s > 0 or load.decoding_requests > 0
         ttft, tpot = self._shares(found)
-        more_ttft, more_tpot = self._missed(view)
-        return _Pressure(layout, found, asks * ttft * more_ttft, answers * tpot * more_tpot)
+        ttft_factor, tpot_factor = self._missed_factors(seen)
+        return _Pressure(sizes, found, has_prefill_load * ttft * ttft_factor, has_decode_load * tpot * tpot_factor)
 
-    def _forecast(self, view: View, layout: Layout) -> Forecast:
-        """With as many prompts computed on decode workers as is best: so the router does it."""
-        return min(forecasts(layout, view.load, view.can), key=lambda each: max(*self._shares(each), each.fill))
+    def _forecast(self, seen: PoolObservation, sizes: PoolSizes) -> Forecast:
+        """With the best share of prompts prefilled on decode workers, as the router chooses it."""
+        return min(forecasts(sizes, seen.load, seen.capability), key=lambda each: max(*self._shares(each), each.fill))
 
     def _shares(self, found: Forecast) -> tuple[float, float]:
-        """Of the objectives."""
+        """TTFT and TPOT as shares of their objectives; 0 without an objective."""
         ttft_s, tpot_s = self._objectives.ttft_s, self._objectives.tpot_s
         return (
             0.0 if ttft_s is None else self._ttft_correction * found.ttft_tail_s / ttft_s,
             0.0 if tpot_s is None else found.tpot_s / tpot_s,
         )
 
-    def _missed(self, view: View) -> tuple[float, float]:
-        """By what TTFT and TPOT are taken to be more than predicted: an objective that many requests missed counts as
-        reached. Where predictions are off by more than that, it is no matter of how many workers there are."""
-        measured = view.measured
-        if measured.judged < LEAST_MEASURED:
+    def _missed_factors(self, seen: PoolObservation) -> tuple[float, float]:
+        """Factors that raise the predicted TTFT and TPOT to their objectives if many requests missed them. If the
+        prediction is further off than the bound of CORRECTIONS, more workers are not the remedy."""
+        measured = seen.measured
+        if measured.judged < MIN_MEASURED:
             return 1.0, 1.0
-        ttft, tpot = self._shares(self._forecast(view, view.layout))
+        ttft, tpot = self._shares(self._forecast(seen, seen.sizes))
         many = MISSED_SHARE * measured.judged
         return (
             _to_reach_one(ttft) if measured.missed_ttft > many else 1.0,
             _to_reach_one(tpot) if measured.missed_tpot > many else 1.0,
         )
 
-    def _correct(self, view: View) -> None:
-        measured = view.measured
-        if measured.ttft_s is None or measured.requests < LEAST_MEASURED:
+    def _correct(self, seen: PoolObservation) -> None:
+        measured = seen.measured
+        if measured.ttft_s is None or measured.requests < MIN_MEASURED:
             return
-        predicted_s = self._forecast(view, view.layout).ttft_s
+        predicted_s = self._forecast(seen, seen.sizes).ttft_s
         if predicted_s > 0:
             least, most = CORRECTIONS
-            seen = max(least, min(most, measured.ttft_s / predicted_s))
-            self._ttft_correction += CORRECTION_WEIGHT * (seen - self._ttft_correction)
+            ratio = max(least, min(most, measured.ttft_s / predicted_s))
+            self._ttft_correction += CORRECTION_WEIGHT * (ratio - self._ttft_correction)
 
-    # ---- in words
+    # ---- reasons
 
-    def _hold(self, view: View, reason: str) -> Decision:
-        return Decision(Action.HOLD, view.layout, view.layout, reason, view.load)
+    def _hold(self, seen: PoolObservation, reason: str) -> ScalingDecision:
+        return ScalingDecision(ScalingAction.HOLD, seen.sizes, seen.sizes, reason, seen.load)
 
-    def _why(self, action: Action, now: _Pressure, best: _Pressure) -> str:
-        if action is Action.STOP:
-            return f"at {STOP_MARGIN:g} times the load and without it {self._words(best)}"
+    def _why(self, action: ScalingAction, now: _Pressure, best: _Pressure) -> str:
+        if action is ScalingAction.STOP:
+            return f"at {STOP_MARGIN:g} times the load and without this worker: {self._words(best)}"
         return f"{self._words(now)}; then {self._words(best)}"
 
     def _why_not(self, now: _Pressure) -> str:
         if now.value <= self._spec.headroom:
             return f"within the objectives: {self._words(now)}"
-        return f"nothing within the limits would be clearly better: {self._words(now)}"
+        return f"no change within the limits would be clearly better: {self._words(now)}"
 
     def _words(self, pressure: _Pressure) -> str:
         found, parts = pressure.forecast, []
@@ -323,18 +324,18 @@ def _to_reach_one(share: float) -> float:
     return min(CORRECTIONS[1], max(1.0, 1 / share)) if share > 0 else 1.0
 
 
-def _direction(here: Layout, layout: Layout) -> tuple[int, int]:
-    """Of each role: 1 more, -1 fewer."""
-    changes = layout.prefill - here.prefill, layout.decode - here.decode
+def _direction(before: PoolSizes, after: PoolSizes) -> tuple[int, int]:
+    """For each role: 1 more workers, -1 fewer, 0 as many."""
+    changes = after.prefill - before.prefill, after.decode - before.decode
     return (changes[0] > 0) - (changes[0] < 0), (changes[1] > 0) - (changes[1] < 0)
 
 
-def _most(here: Layout) -> int:
-    """Workers after one change."""
-    return here.workers + max(1, here.workers // 4)
+def _most_after_change(current: PoolSizes) -> int:
+    """The most workers that one change may lead to."""
+    return current.workers + max(1, current.workers // 4)
 
 
-def _alike(one: Load, other: Load) -> bool:
+def _is_same_load(one: ModelLoad, other: ModelLoad) -> bool:
     pairs = (
         (one.prefill_tokens_per_s, other.prefill_tokens_per_s),
         (one.answer_tokens_per_s, other.answer_tokens_per_s),
@@ -342,7 +343,7 @@ def _alike(one: Load, other: Load) -> bool:
     return all(max(pair) <= SAME_LOAD * min(pair) or max(pair) == 0 for pair in pairs)
 
 
-def _takes_back(last: _Change, decision: Decision) -> bool:
-    """A role's number of workers goes the other way."""
-    before, after = _direction(last.here, last.layout), _direction(decision.here, decision.layout)
+def _reverts(last: _Change, decision: ScalingDecision) -> bool:
+    """Whether a pool that grew now shrinks, or the reverse."""
+    before, after = _direction(last.before, last.after), _direction(decision.current, decision.target)
     return any(one * other < 0 for one, other in zip(before, after, strict=True))

@@ -1,8 +1,8 @@
-"""What prefill, decode and a KV transfer cost: the protocol that planner and simulator speak, and a first answer to it.
+"""The cost of prefill, decode and KV transfer: the protocol that planner and simulator use, and a roofline model.
 
-`RooflineCostModel` needs no measurement: it bounds each step by arithmetic and by memory traffic and takes the larger
-(Williams et al., "Roofline", CACM 2009), scaled by the shares of both peaks that real kernels reach. A measured model
-implements the same protocol.
+`RooflineCostModel` needs no measurement. A step takes the larger of its arithmetic and its memory time (Williams et
+al., "Roofline", CACM 2009), each scaled by the share of the peak that real kernels reach. Measured models implement
+the same protocol.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from tandem.errors import ConfigError
 
 
 class PrefillWork(NamedTuple):
-    """`tokens` prompt tokens after `context` tokens that are in the KV cache already."""
+    """`tokens` prompt tokens that follow `context` tokens already in the KV cache."""
 
     tokens: int
     context: int
 
 
 class CostModel(Protocol):
-    """Seconds of one worker's work."""
+    """Time that one worker needs for its work, in seconds."""
 
     @property
     def fit_error(self) -> float | None:
-        """Mean relative error against the measurements it was fitted to; None: it was fitted to none."""
+        """Mean relative error against the measurements of the fit; None if the model is not fitted."""
         ...
 
     def prefill_s(self, tokens: int, context: int) -> float:
-        """Computing `tokens` prompt tokens that follow `context` tokens already in the KV cache."""
+        """Time to compute `tokens` prompt tokens that follow `context` tokens already in the KV cache."""
         ...
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
-        """One step that adds one token to each of `batch` requests, which hold `context_tokens` tokens together."""
+        """Time of a step that adds one token to each of `batch` requests with `context_tokens` tokens in all."""
         ...
 
     def step_s(self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int) -> float:
-        """One engine step that computes `prefills` and decodes for `batch` requests."""
+        """Time of an engine step that computes `prefills` and decodes for `batch` requests."""
         ...
 
     def transfer_s(self, num_bytes: int) -> float:
-        """Moving `num_bytes` of KV cache over one link."""
+        """Time to move `num_bytes` of KV cache over one link."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder-only transformer, whole (before tensor parallelism).
+    """A whole decoder-only transformer, before tensor parallelism.
 
     Args:
         block_params: parameters of all transformer blocks, each used once per token.
-        head_params: parameters of the output projection, used for tokens that are sampled from.
-        heads: query heads. kv_heads: key and value heads (grouped-query attention has fewer).
-        weight_bytes, kv_bytes: of one element.
+        head_params: parameters of the output projection, used for tokens to sample from.
+        heads: query heads. kv_heads: key and value heads; grouped-query attention has fewer.
+        weight_bytes, kv_bytes: bytes of one element.
     """
 
     layers: int
@@ -75,7 +75,7 @@ class ModelShape:
 
     @property
     def kv_token_bytes(self) -> float:
-        """KV cache of one token, all layers: 2·L·Hkv·dh·bytes."""
+        """Bytes of KV cache per token, all layers: 2·L·Hkv·dh·bytes."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
 
     @property
@@ -85,13 +85,13 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class DeviceShape:
-    """One rank's device: its peaks, dense, and the shares of them that kernels reach (MFU and MBU)."""
+    """One rank's device: its dense peaks, and the shares of them that kernels reach (MFU and MBU)."""
 
     flops_per_s: float
     memory_bytes_per_s: float
     mfu: float = 1.0
     mbu: float = 1.0
-    step_overhead_s: float = 0.0  # of every engine step, whatever is in it
+    step_overhead_s: float = 0.0  # of every engine step
 
     def __post_init__(self) -> None:
         _require_positive(self, "flops_per_s", "memory_bytes_per_s")
@@ -104,7 +104,7 @@ class DeviceShape:
 
 @dataclass(frozen=True, slots=True)
 class LinkShape:
-    """One link, one way. `efficiency` is the share of the line rate that transfers reach."""
+    """One direction of a link. `efficiency`: the share of the line rate that transfers reach."""
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -119,8 +119,8 @@ class LinkShape:
 
 @dataclass(frozen=True, slots=True)
 class RooflineCostModel:
-    """A lower bound at `mfu` = `mbu` = 1; an estimate with measured shares. `tp` ranks share the work evenly, and add
-    their partial sums up twice a layer over `fabric` (None: at no cost)."""
+    """A lower bound at `mfu` = `mbu` = 1; an estimate with measured shares. `tp` ranks share the work evenly and
+    all-reduce their partial sums twice per layer over `fabric` (None: at no cost)."""
 
     model: ModelShape
     device: DeviceShape
@@ -133,7 +133,7 @@ class RooflineCostModel:
 
     @property
     def fit_error(self) -> None:
-        """None: it is fitted to nothing."""
+        """None: the model is not fitted."""
         return None
 
     def prefill_s(self, tokens: int, context: int) -> float:
@@ -149,7 +149,7 @@ class RooflineCostModel:
         return self.step_s((), batch, context_tokens) if batch else 0.0
 
     def step_s(self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int) -> float:
-        """The sums of both kinds of work, with the weights read once."""
+        """Adds up the work of prefill and decode; the weights are read once."""
         model = self.model
         attention = 2.0 * model.layers * model.heads * model.head_dim
         flops = 2.0 * (model.block_params + model.head_params) * batch + 2.0 * attention * context_tokens
@@ -162,29 +162,29 @@ class RooflineCostModel:
         moved = model.weights_bytes + kv_tokens * model.kv_token_bytes
         compute_s = flops / (self.device.mfu * self.device.flops_per_s * self.tp)
         memory_s = moved / (self.device.mbu * self.device.memory_bytes_per_s * self.tp)
-        return max(compute_s, memory_s) + self._sums_s(tokens) + self.device.step_overhead_s
+        return max(compute_s, memory_s) + self._all_reduce_s(tokens) + self.device.step_overhead_s
 
     def transfer_s(self, num_bytes: int) -> float:
-        """bytes/(eta·BW) + latency; nothing to move costs nothing."""
+        """bytes/(eta·BW) + latency; 0 for 0 bytes."""
         _require_count("num_bytes", num_bytes)
         if num_bytes == 0:
             return 0.0
         return num_bytes / (self.link.efficiency * self.link.bytes_per_s) + self.link.latency_s
 
     def hiding_bytes_per_s(self, tokens: int) -> float:
-        """The link rate at which a layer-wise transfer of `tokens` tokens ends together with their prefill."""
+        """The link rate at which a layer-wise transfer of `tokens` tokens takes as long as their prefill."""
         _require_count("tokens", tokens)
         seconds = self.prefill_s(tokens, 0)
         return tokens * self.model.kv_token_bytes / seconds if seconds else 0.0
 
-    def _sums_s(self, tokens: int) -> float:
+    def _all_reduce_s(self, tokens: int) -> float:
         """Ring all-reduces of the hidden states: 2(t - 1)/t of them cross each rank's link (Patarasuk, Yuan 2009)."""
         if self.tp == 1 or self.fabric is None:
             return 0.0
         model = self.model
         crossing = 2 * (self.tp - 1) / self.tp * tokens * model.heads * model.head_dim * model.weight_bytes
-        one_s = crossing / (self.fabric.efficiency * self.fabric.bytes_per_s) + self.fabric.latency_s
-        return 2 * model.layers * one_s
+        each_s = crossing / (self.fabric.efficiency * self.fabric.bytes_per_s) + self.fabric.latency_s
+        return 2 * model.layers * each_s
 
 
 def _require_positive(owner: object, *names: str) -> None:

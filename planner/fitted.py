@@ -1,11 +1,11 @@
-"""Cost models fitted to measurements: published tables, or those of `tandem profile`.
+"""Cost models fitted to measurements: published tables, or the output of `tandem profile`.
 
-    prefill(n, c) = a + b·n + c·(n² + 2·n·c)          n tokens after c tokens of context
-    decode(B, s)  = a + b·s + c·B                     B requests with s tokens of context together
+    prefill(n, m) = a + b·n + c·(n² + 2·n·m)          n tokens after m tokens of context
+    decode(B, s)  = a + b·s + c·B                     B requests with s tokens of context in all
 
-Attention is the quadratic term; a chunk after context costs what it adds to it. What `tandem profile` measured is
-fitted bent: between each two measured chunks and batches prefill's b and decode's c are other ones, for 24 rows do not
-cost three times as much as 8.
+Attention is the quadratic term; a chunk costs what it adds to it. Output of `tandem profile` is fitted piecewise:
+between any two measured chunk sizes prefill has its own b, between any two batch sizes decode its own c, because 24
+rows do not cost three times as much as 8.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SPLITWISE = {"model", "hardware", "prompt_size", "batch_size", "token_size", "p
 
 
 class PrefillPoint(NamedTuple):
-    """A measured prefill of `sequences` prompts of `tokens` tokens each, after `context` each."""
+    """A measured prefill of `sequences` prompts, each of `tokens` tokens after `context` tokens."""
 
     tokens: int
     context: int
@@ -37,7 +37,7 @@ class PrefillPoint(NamedTuple):
 
 
 class DecodePoint(NamedTuple):
-    """A measured step."""
+    """A measured decode step."""
 
     batch: int
     context_tokens: int
@@ -45,7 +45,7 @@ class DecodePoint(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Line3:
+class Plane:
     """a + b·x + c·y, at least 0."""
 
     a: float
@@ -57,22 +57,22 @@ class Line3:
 
 
 @dataclass(frozen=True, slots=True)
-class Bent:
-    """The first line, up to the first bend; another one from each bend on."""
+class PiecewisePlane:
+    """The first plane holds below the first breakpoint, the next ones from each breakpoint on."""
 
-    lines: tuple[Line3, ...]
-    bends: tuple[float, ...] = ()
+    planes: tuple[Plane, ...]
+    breakpoints: tuple[float, ...] = ()
 
-    def line(self, at: float) -> Line3:
-        return self.lines[bisect_right(self.bends, at)]
+    def plane(self, at: float) -> Plane:
+        return self.planes[bisect_right(self.breakpoints, at)]
 
 
 @dataclass(frozen=True, slots=True)
 class FittedCostModel:
-    """`prefill` is bent at tokens of a step, `decode` at requests."""
+    """`prefill` has breakpoints in tokens of a step, `decode` in requests."""
 
-    prefill: Bent
-    decode: Bent
+    prefill: PiecewisePlane
+    decode: PiecewisePlane
     link: LinkShape
     fit_error: float | None = None
     source: str = ""
@@ -84,12 +84,12 @@ class FittedCostModel:
         return self.step_s((), batch, context_tokens) if batch else 0.0
 
     def step_s(self, prefills: Sequence[PrefillWork], batch: int, context_tokens: int) -> float:
-        """Both kinds add up; what a step costs in any case is paid once."""
+        """Prefill and decode time add up; the fixed cost of a step is counted once."""
         tokens = sum(work.tokens for work in prefills)
         pairs = sum(work.tokens * (work.tokens + 2 * work.context) for work in prefills)
-        prefill_s = self.prefill.line(tokens).at(tokens, pairs) if prefills else 0.0
-        decode_s = self.decode.line(batch).at(context_tokens, batch) if batch else 0.0
-        shared_s = min(self.prefill.lines[0].at(0, 0), self.decode.lines[0].at(0, 0)) if prefills and batch else 0.0
+        prefill_s = self.prefill.plane(tokens).at(tokens, pairs) if prefills else 0.0
+        decode_s = self.decode.plane(batch).at(context_tokens, batch) if batch else 0.0
+        shared_s = min(self.prefill.planes[0].at(0, 0), self.decode.planes[0].at(0, 0)) if prefills and batch else 0.0
         return max(0.0, prefill_s + decode_s - shared_s)
 
     def transfer_s(self, num_bytes: int) -> float:
@@ -104,9 +104,12 @@ def fit(
     link: LinkShape,
     source: str,
     *,
-    bent: bool = False,
+    piecewise: bool = False,
 ) -> FittedCostModel:
-    """Least squares of relative errors. Raises ConfigError when there are too few points."""
+    """Fits by least squares of relative errors. `piecewise`: with a breakpoint at every inner measured size.
+
+    Raises ConfigError when there are too few points.
+    """
     if len(prefills) < 3 or len(decodes) < 3:
         raise ConfigError(
             f"{source}: expected at least 3 prefill and 3 decode measurements, got {len(prefills)} and {len(decodes)}",
@@ -115,35 +118,35 @@ def fit(
     tokens = [p.sequences * p.tokens for p in prefills]
     pairs = [p.sequences * p.tokens * (p.tokens + 2 * p.context) for p in prefills]
     batches, contexts = [d.batch for d in decodes], [d.context_tokens for d in decodes]
-    prefill = _fit(tokens, pairs, [p.seconds for p in prefills], _between(tokens) if bent else ())
-    decode = _fit(batches, contexts, [d.seconds for d in decodes], _between(batches) if bent else ())
+    prefill = _fit(tokens, pairs, [p.seconds for p in prefills], _inner_sizes(tokens) if piecewise else ())
+    decode = _fit(batches, contexts, [d.seconds for d in decodes], _inner_sizes(batches) if piecewise else ())
     return FittedCostModel(
-        Bent(tuple(Line3(base, slope, prefill.of_y) for base, slope in prefill.of_x), prefill.bends),
-        Bent(tuple(Line3(base, decode.of_y, slope) for base, slope in decode.of_x), decode.bends),
+        PiecewisePlane(tuple(Plane(base, slope, prefill.of_y) for base, slope in prefill.of_x), prefill.breakpoints),
+        PiecewisePlane(tuple(Plane(base, decode.of_y, slope) for base, slope in decode.of_x), decode.breakpoints),
         link,
         fit_error=max(prefill.error, decode.error),
         source=source,
     )
 
 
-def _between(measured: Sequence[float]) -> tuple[float, ...]:
+def _inner_sizes(measured: Sequence[float]) -> tuple[float, ...]:
     return tuple(sorted(set(measured))[1:-1])
 
 
 class _Fit(NamedTuple):
-    """base + slope·x of each stretch between bends, and of_y·y. `error`: mean, relative."""
+    """base + slope·x between any two breakpoints, plus of_y·y. `error`: mean relative error."""
 
     of_x: list[tuple[float, float]]
-    bends: tuple[float, ...]
+    breakpoints: tuple[float, ...]
     of_y: float
     error: float
 
 
-def _fit(x: Sequence[float], y: Sequence[float], seconds: Sequence[float], bends: tuple[float, ...]) -> _Fit:
-    """Coefficients of at least 0: more work never costs less."""
+def _fit(x: Sequence[float], y: Sequence[float], seconds: Sequence[float], breakpoints: tuple[float, ...]) -> _Fit:
+    """Fits coefficients of at least 0, because more work never costs less."""
     target = np.array(seconds)
-    starts, ends = np.array([0.0, *bends]), np.array([*bends, np.inf])
-    ramps = np.clip(np.array(x, dtype=np.float64)[:, None] - starts, 0.0, ends - starts)  # [points, stretches]
+    starts, ends = np.array([0.0, *breakpoints]), np.array([*breakpoints, np.inf])
+    ramps = np.clip(np.array(x, dtype=np.float64)[:, None] - starts, 0.0, ends - starts)  # [points, pieces]
     columns = np.column_stack([np.ones(len(x)), np.array(y, dtype=np.float64), ramps])
     weighted = columns / target[:, None]
     scale = np.maximum(np.abs(weighted).max(axis=0), 1e-300)
@@ -154,16 +157,16 @@ def _fit(x: Sequence[float], y: Sequence[float], seconds: Sequence[float], bends
         if (part >= 0).all():
             found[used] = part
             break
-        used.pop(int(np.argmin(part * scale[used])))  # the least believable one counts for nothing
+        used.pop(int(np.argmin(part * scale[used])))  # drops the most negative coefficient
     error = float(np.abs(columns @ found / target - 1).mean())
     slopes = found[2:]
     reached = found[0] + np.concatenate([[0.0], np.cumsum(slopes[:-1] * np.diff(starts))])  # at each start
     of_x = list(zip((reached - slopes * starts).tolist(), slopes.tolist(), strict=True))
-    return _Fit(of_x, bends, float(found[1]), error)
+    return _Fit(of_x, breakpoints, float(found[1]), error)
 
 
 def read_splitwise(path: Path, model: str, hardware: str, link: Callable[[int], LinkShape]) -> dict[int, CostModel]:
-    """Cost models by TP width from a table of Splitwise's form (milliseconds). Raises ConfigError."""
+    """Cost models by TP width from a table in Splitwise's format (milliseconds). Raises ConfigError."""
     points: dict[int, tuple[list[PrefillPoint], list[DecodePoint]]] = {}
     names: set[tuple[str, str]] = set()
     with path.open(encoding="utf-8", newline="") as file:
@@ -185,8 +188,8 @@ def read_splitwise(path: Path, model: str, hardware: str, link: Callable[[int], 
 
 
 def read_distserve(path: Path, model: str, link: Callable[[int], LinkShape]) -> dict[int, CostModel]:
-    """Cost models by TP width from DistServe's published fits; they come without their measurements, and so without an
-    error. Raises ConfigError."""
+    """Cost models by TP width from DistServe's published fits, which include no measurements, so `fit_error` is None.
+    Raises ConfigError."""
     tables = _json(path)
     if model not in tables:
         raise ConfigError(f"{path.name}: expected one of {', '.join(tables)}, got {model!r}", field="--cost")
@@ -198,33 +201,35 @@ def read_distserve(path: Path, model: str, link: Callable[[int], LinkShape]) -> 
 
 def _distserve(entry: dict[str, Any], link: LinkShape, name: str) -> FittedCostModel:
     keys = ("prefill", "decoding_smallbs", "decoding_largebs")
-    prefill, small, large = (Line3(*(float(each) / 1000 for each in entry[key])) for key in keys)
+    prefill, small, large = (Plane(*(float(each) / 1000 for each in entry[key])) for key in keys)
     threshold = int(entry["decoding_large_small_bs_threshold"])
-    return FittedCostModel(Bent((prefill,)), Bent((small, large), (threshold,)), link, None, name)
+    return FittedCostModel(PiecewisePlane((prefill,)), PiecewisePlane((small, large), (threshold,)), link, None, name)
 
 
 def read_measured(path: Path) -> dict[int, CostModel]:
-    """What `write_measured` wrote. Raises ConfigError."""
+    """Reads a file of `write_measured`. Raises ConfigError."""
     try:
         found: dict[int, CostModel] = {}
         for entry in _json(path)["widths"]:
             prefills = [PrefillPoint(*point) for point in entry["prefill"]]
             decodes = [DecodePoint(*point) for point in entry["decode"]]
-            found[int(entry["tp"])] = fit(prefills, decodes, LinkShape(**entry["link"]), path.name, bent=True)
+            found[int(entry["tp"])] = fit(prefills, decodes, LinkShape(**entry["link"]), path.name, piecewise=True)
         return found
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path.name}: expected a cost model of `tandem profile`: {error}", field="--cost") from None
+        raise ConfigError(
+            f"{path.name}: expected a cost model written by `tandem profile`: {error}", field="--cost"
+        ) from None
 
 
-Measured = tuple[Sequence[PrefillPoint], Sequence[DecodePoint], LinkShape]
+Measurements = tuple[Sequence[PrefillPoint], Sequence[DecodePoint], LinkShape]
 
 
 def read_host(path: Path) -> HostCores:
-    """The host that `write_measured` wrote of. Raises ConfigError."""
+    """Reads the host from a file of `write_measured`. Raises ConfigError."""
     host = _json(path).get("host")
     if host is None:
         raise ConfigError(
-            f"{path.name}: expected what `tandem profile --device cpu` measures of a host's cores, found nothing",
+            f"{path.name}: expected a `host` entry, found none: measure one with `tandem profile --device cpu`",
             field="--one-host",
         )
     try:
@@ -234,9 +239,9 @@ def read_host(path: Path) -> HostCores:
 
 
 def write_measured(
-    path: Path, widths: dict[int, Measured], about: dict[str, str], host: HostCores | None = None
+    path: Path, widths: dict[int, Measurements], about: dict[str, str], host: HostCores | None = None
 ) -> None:
-    """The measurements themselves: the fit is made anew whenever they are read."""
+    """Writes the measurements, not the fit: `read_measured` fits them again."""
     entries = [
         {
             "tp": tp,

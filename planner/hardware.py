@@ -1,4 +1,4 @@
-"""A model on a device: which widths fit, what a worker's KV pool holds, and what its steps cost."""
+"""A model on a device: the TP widths that fit, the capacity of a worker's KV pool, and the cost of its steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from planner.simulator.setup import MAX_MODEL_TOKENS, PoolSetup, Setup
 from tandem.config.spec import ClusterSpec, PoolSpec, RouterSpec
 from tandem.errors import ConfigError
 
-_ROUNDING = 32  # a request's last block is half empty: in blocks of a 32nd of the mean prompt that is 1.6 %
+_ROUNDING = 32  # a request's last block is half empty on average: 1.6 % if a block is 1/32 of the mean prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """`measured`: cost models by TP width that replace the roofline where they are given. `host`: the one that all
-    workers run on; None: each has its own hardware."""
+    """`measured`: cost models by TP width that replace the roofline model. `host`: the host that all workers share;
+    None: each has its own hardware."""
 
     model: PlannedModel
     device: DeviceSpec
@@ -31,7 +31,9 @@ class Hardware:
         if self.measured:
             if tp not in self.measured:
                 known = ", ".join(map(str, sorted(self.measured)))
-                raise ConfigError(f"tp: the cost model was measured at {known}, got {tp}", field="tp")
+                raise ConfigError(
+                    f"tp: expected a width at which the cost model was measured ({known}), got {tp}", field="tp"
+                )
             return self.measured[tp]
         device = self.device
         return RooflineCostModel(
@@ -39,29 +41,29 @@ class Hardware:
         )
 
     def widths(self) -> list[int]:
-        """TP widths that the model can be cut into, fit into a node and leave room for KV."""
+        """TP widths that divide the model, fit into a node and leave memory for KV."""
         most = self.device.devices_per_node
         known = sorted(self.measured) if self.measured else [1 << power for power in range(most.bit_length())]
         return [tp for tp in known if tp <= most and self.model.fits_tp(tp) and self.kv_tokens(tp) > 0]
 
     def kv_rank_bytes(self, *widths: int) -> float:
-        """What each rank has for KV. The spec gives the ranks of both roles the same, so the narrowest width says."""
+        """Memory of each rank for KV. It is the same for both roles, so the narrowest width decides."""
         return self.device.memory_bytes * self.device.memory_share - self.model.weights_bytes / min(widths)
 
     def kv_tokens(self, tp: int, rank_bytes: float | None = None) -> int:
-        """What the KV pool of one worker holds; `rank_bytes` None: all there is. Ranks beyond the KV heads keep
-        copies."""
+        """Tokens that the KV pool of one worker holds; `rank_bytes` None: all memory left. With more ranks than KV
+        heads, ranks keep copies."""
         memory = tp * (self.kv_rank_bytes(tp) if rank_bytes is None else rank_bytes)
         copies = max(1, tp / self.model.kv_heads)
         return max(0, int(memory / (self.model.shape.kv_token_bytes * copies)))
 
     def pool(self, workers: int, tp: int, rank_bytes: float | None = None) -> PoolSetup:
-        """Raises ConfigError when the weights leave no room."""
+        """Raises ConfigError when the weights leave no memory for KV."""
         tokens = self.kv_tokens(tp, rank_bytes)
         if tokens == 0:
             need = self.model.weights_bytes / (self.device.memory_bytes * self.device.memory_share)
             raise ConfigError(
-                f"tp: {self.model.name} takes more than {need:.1f} x {self.device.name}: expected more ranks than {tp}",
+                f"tp: expected more ranks than {tp}: {self.model.name} needs more than {need:.1f} x {self.device.name}",
                 field="tp",
             )
         return PoolSetup(workers, tp, self.cost(tp), tokens)
@@ -70,9 +72,9 @@ class Hardware:
 def setup_of_spec(
     spec: ClusterSpec, hardware: Hardware, *, mean_prompt_tokens: float, trace_block: int | None
 ) -> Setup:
-    """The cluster that `spec` describes, on this hardware. Raises ConfigError."""
+    """The simulator's setup of the cluster in `spec` on this hardware. Raises ConfigError."""
     if len(spec.models) != 1:
-        raise ConfigError(f"models: expected one to simulate, got {len(spec.models)}", field="models")
+        raise ConfigError(f"models: expected one model to simulate, got {len(spec.models)}", field="models")
     model = spec.models[0]
     engine = model.engine
 
@@ -83,8 +85,8 @@ def setup_of_spec(
                 f"{name}.tp: expected one of {fitting} for {hardware.model.name}, got {wanted.tp}", field=f"{name}.tp"
             )
         found = hardware.pool(wanted.workers, wanted.tp)
-        own_tokens = None if engine.kv_blocks is None else engine.kv_blocks * engine.block_tokens
-        return found if own_tokens is None else replace(found, kv_tokens=own_tokens)
+        configured_tokens = None if engine.kv_blocks is None else engine.kv_blocks * engine.block_tokens
+        return found if configured_tokens is None else replace(found, kv_tokens=configured_tokens)
 
     setup = make_setup(
         hardware,
@@ -118,7 +120,7 @@ def make_setup(
 
 
 def simulated_block_tokens(engine_block: int, mean_prompt_tokens: float, trace_block: int | None) -> int:
-    """Bookkeeping in larger blocks than the engine's, where prompts are so long that the difference does not show."""
+    """A block size larger than the engine's, for prompts so long that the difference does not matter."""
     size = engine_block
     most = mean_prompt_tokens / _ROUNDING
     while size * 2 <= most:

@@ -1,4 +1,4 @@
-"""Shapes of models, by name or from a checkpoint's `config.json`."""
+"""Model shapes, by name or from a checkpoint's `config.json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """As in the checkpoint's own `config.json`; gated MLP."""
+    """The fields of the checkpoint's `config.json`. The MLP is gated."""
 
     layers: int
     hidden: int
@@ -41,7 +41,7 @@ KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """`resident_params`: everything that is kept in memory, embeddings too."""
+    """`resident_params`: all parameters in memory, embeddings included."""
 
     name: str
     shape: ModelShape
@@ -56,14 +56,14 @@ class PlannedModel:
         return self.resident_params * self.shape.weight_bytes
 
     def fits_tp(self, tp: int) -> bool:
-        """As ModelConfig.fits_tp: whole heads and MLP rows on each rank, KV heads whole or replicated."""
+        """Like ModelConfig.fits_tp: whole heads and MLP rows on each rank, KV heads whole or replicated."""
         if tp < 1 or self.heads % tp or self.intermediate % tp:
             return False
         return self.kv_heads % tp == 0 or tp % self.kv_heads == 0
 
 
 def find_model(name: str, *, element_bytes: float = 2.0) -> PlannedModel:
-    """A known name, a checkpoint's folder or its config.json. Raises ConfigError, CheckpointError."""
+    """Finds a model by known name, checkpoint folder or config.json. Raises ConfigError, CheckpointError."""
     known = KNOWN.get(name.rsplit("/", 1)[-1].lower().removesuffix("-instruct"))
     if known is not None:
         return _planned(name, known, element_bytes, tied=name.startswith("smollm"))
@@ -76,8 +76,10 @@ def find_model(name: str, *, element_bytes: float = 2.0) -> PlannedModel:
         )
     config = ModelConfig.load(folder)
     if config.traits.experts is not None:
-        # A step reads the experts that its tokens chose: neither all parameters nor those of one token.
-        raise ConfigError(f"--model: {name}: models with experts cannot be planned for yet", field="--model")
+        # A step reads the experts that its tokens choose: neither all parameters nor one token's share.
+        raise ConfigError(
+            f"--model: {name}: expected a dense model; models with experts are not supported yet", field="--model"
+        )
     found = KnownModel(
         config.layers, config.hidden_size, config.heads, config.kv_heads, config.intermediate_size,
         config.vocab_size, config.head_dim, config.max_position_tokens,

@@ -1,22 +1,27 @@
-"""Workers of one host take turns with its cores: a step lasts longer while others compute."""
+"""The cores of a host that several workers share: a step takes longer while others compute."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tandem.errors import ConfigError
 
-if TYPE_CHECKING:
-    from planner.simulator.events import EventLoop
+
+class VirtualTime(Protocol):
+    """The part of the simulator's event loop that is used here."""
+
+    def now_s(self) -> float: ...
+
+    def at(self, at_s: float, happen: Callable[..., None], *args: object) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class HostCores:
-    """`cores`: one for each rank that computes at a time, so half of the host's where a rank has two threads.
-    `contention`: how many times as long a step lasts while all compute, as they share caches, memory and often more;
-    `tandem profile` measures it. What router, agents and clients take of the cores is not in it."""
+    """`cores`: ranks that can compute at a time; half of the host's cores if a rank has two threads.
+    `contention`: factor on a step's time while all cores compute, because they share caches and memory bandwidth;
+    `tandem profile` measures it. The load of router, agents and clients is not modelled."""
 
     cores: int
     contention: float = 1.0
@@ -30,8 +35,8 @@ class HostCores:
             )
 
     def stretch(self, computing: int) -> float:
-        """How many times as long a step lasts while so many ranks compute, its own among them. On a straight line to
-        `contention`; beyond the cores they take turns."""
+        """Factor on a step's time while `computing` ranks compute, its own included. Linear up to `contention`; more
+        ranks than cores share the cores evenly."""
         others = min(computing, self.cores) - 1
         share = others / (self.cores - 1) if others > 0 else 0.0
         return (1 + (self.contention - 1) * share) * max(1.0, computing / self.cores)
@@ -40,30 +45,30 @@ class HostCores:
 @dataclass(slots=True)
 class _Step:
     ranks: int
-    left_s: float  # with a core for each rank, and nobody else
+    left_s: float  # with a core for each rank and no other load
     done: Callable[[], None]
 
 
 class BusyCores:
-    """The steps that run on a host just now, each as much slower as there are others at each moment."""
+    """The steps running on a host at present, each slowed down by the number of others at every moment."""
 
-    def __init__(self, host: HostCores, loop: EventLoop) -> None:
+    def __init__(self, host: HostCores, loop: VirtualTime) -> None:
         self._host, self._loop = host, loop
         self._steps: dict[object, _Step] = {}
         self._since_s, self._stretch = loop.now_s(), 1.0
-        self._generation = 0  # of the planned end; an older one means nothing
+        self._generation = 0  # of the scheduled end; older events are ignored
 
     def run(self, worker: object, ranks: int, seconds: float, done: Callable[[], None]) -> None:
-        """`worker` begins a step that takes `seconds` by itself; `done` is called at its end."""
+        """Starts a step of `worker` that takes `seconds` on an idle host, and calls `done` at its end."""
         self._advance()
         self._steps[worker] = _Step(ranks, seconds, done)
-        self._plan()
+        self._schedule_end()
 
     def stop(self, worker: object) -> None:
-        """It is lost; nothing is called."""
+        """Drops the step of a lost worker; its `done` is not called."""
         self._advance()
         self._steps.pop(worker, None)
-        self._plan()
+        self._schedule_end()
 
     def _advance(self) -> None:
         now_s = self._loop.now_s()
@@ -71,7 +76,7 @@ class BusyCores:
             step.left_s -= (now_s - self._since_s) / self._stretch
         self._since_s = now_s
 
-    def _plan(self) -> None:
+    def _schedule_end(self) -> None:
         self._generation += 1
         if self._steps:
             self._stretch = self._host.stretch(sum(step.ranks for step in self._steps.values()))
@@ -79,11 +84,11 @@ class BusyCores:
             self._loop.at(self._since_s + left_s * self._stretch, self._end, self._generation)
 
     def _end(self, generation: int) -> None:
-        """Of the step that has least left."""
+        """Ends the step with the least time left."""
         if generation != self._generation:
             return
         self._advance()
         worker, step = min(self._steps.items(), key=lambda item: item[1].left_s)
         del self._steps[worker]
-        self._plan()
+        self._schedule_end()
         step.done()

@@ -1,1 +1,1 @@
-"""The prefill service: the engine and the sending half of the handoff."""
+"""The prefill role of a worker: the engine and the sender of the handoff."""

@@ -1,11 +1,11 @@
-"""The prefill role: compute the prompt, push its blocks as they are finished, sample the first token."""
+"""The prefill role: compute the prompt, push its blocks as they finish, sample the first token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtransfer.agent.control import CloseSend, FromAgent, OpenSend, SendClosed, SendFailed, Sent
-from kvtransfer.session.causes import HandoffCause, HandoffFault, parse_cause
+from kvtransfer.causes import HandoffCause, HandoffFault, parse_cause
+from kvtransfer.control import CloseSend, FromAgent, OpenSend, SendClosed, SendFailed, Sent
 from kvtransfer.session.ticket import ticket_id_of
 from tandem.clock import Clock
 from tandem.engine.api import RequestEnd
@@ -14,15 +14,14 @@ from tandem.errors import InputError, TandemError
 from tandem.request import RequestState
 from tandem.v1 import worker_pb2
 from worker.agents import Agents
-from worker.identity import WorkerIdentity
-from worker.outgoing import Outgoing, OutgoingBook, Phase
+from worker.outbound_handoffs import OutboundHandoff, OutboundHandoffs, OutboundPhase
 from worker.requests import RequestBook
-from worker.send_report import handoff_done
+from worker.roles import WorkerIdentity
 from worker.wire import parse_work
 
 
 class PrefillRole:
-    """A request here is over when its first token is out *and* its blocks are acknowledged; both are tracked apart,
+    """A request ends here when its first token is sent *and* its blocks are acknowledged. Both are tracked separately,
     because the router must not wait for the second."""
 
     def __init__(
@@ -33,14 +32,14 @@ class PrefillRole:
         self._agents = agents
         self._requests = requests
         self._clock = clock
-        self._outgoing = OutgoingBook(identity.tp)
-        self._engine_ids: set[str] = set()  # ours, until their blocks are released
-        self._prefilled: set[str] = set()  # those that left the engine and keep leased blocks
+        self._handoffs = OutboundHandoffs(identity.tp)
+        self._engine_ids: set[str] = set()  # owned by this role, until their blocks are released
+        self._prefilled: set[str] = set()  # left the engine, but their blocks are still leased
 
     # --- routers -----------------------------------------------------------------------------------------------
 
     def on_frame(self, session: int, frame: worker_pb2.RouterFrame) -> None:
-        """Raises InputError when the router has a request of that name here already."""
+        """Raises InputError when the router already has a request of that id here."""
         prefill = frame.prefill
         engine_id = self._requests.open(session, prefill.work.request_id, prefill.work.trace_id)
         self._engine_ids.add(engine_id)
@@ -57,8 +56,8 @@ class PrefillRole:
         self._agents.require_all()
         ticket = prefill.ticket
         ticket_id = ticket_id_of(ticket.signed)
-        if self._outgoing.by_ticket(ticket_id) is not None:
-            raise InputError("ticket: expected one that is not in use", field="ticket")
+        if self._handoffs.by_ticket(ticket_id) is not None:
+            raise InputError("ticket: expected a new ticket, got one that is in use", field="ticket")
         first_block = ticket.cached_tokens // self._identity.block_tokens
         request = parse_work(
             prefill.work,
@@ -68,8 +67,8 @@ class PrefillRole:
         )
         self._engine.add(request)
         if first_block * self._identity.block_tokens >= len(request.prompt) or request.sampling.max_tokens == 1:
-            return  # the decode worker has every block, or needs none; only the first token is wanted
-        self._outgoing.open(ticket_id, engine_id, taken_up_at_s)
+            return  # the decode worker has every block or needs none: only the first token is missing
+        self._handoffs.open(ticket_id, engine_id, taken_up_at_s)
         self._agents.broadcast(
             OpenSend(
                 ticket_id=ticket_id,
@@ -87,38 +86,38 @@ class PrefillRole:
     def on_agent(self, rank: int, message: FromAgent) -> None:
         match message:
             case Sent():
-                if entry := self._outgoing.sent(rank, message):
+                if entry := self._handoffs.sent(rank, message):
                     self._acknowledged(entry)
             case SendFailed(ticket_id=ticket_id, cause=cause, message=text):
-                if entry := self._outgoing.by_ticket(ticket_id):
-                    fault = HandoffFault(parse_cause(cause), f"the KV blocks were not taken ({cause}): {text}")
+                if entry := self._handoffs.by_ticket(ticket_id):
+                    fault = HandoffFault(parse_cause(cause), f"the KV blocks were not delivered ({cause}): {text}")
                     self.cancel(entry.engine_id, fault)
             case SendClosed(ticket_id=ticket_id):
                 self._closed(rank, ticket_id)
             case _:
-                pass  # attachment and link reports are the agents' own business
+                pass  # attachments and link reports are handled by the leader
 
     def on_agent_lost(self, rank: int) -> None:
         lost = HandoffFault(HandoffCause.PEER_LOST, "the prefill worker's transfer agent was lost: try again")
-        for entry in self._outgoing.open_entries():
-            if entry.phase is Phase.SENDING and rank in entry.pending:
+        for entry in self._handoffs.open_entries():
+            if entry.phase is OutboundPhase.SENDING and rank in entry.pending:
                 self.cancel(entry.engine_id, lost)
             self._closed(rank, entry.ticket_id)
 
-    def _acknowledged(self, entry: Outgoing) -> None:
+    def _acknowledged(self, entry: OutboundHandoff) -> None:
         if target := self._requests.frame_of(entry.engine_id):
             frame, request_id = target
-            frame.handoffs.append(handoff_done(request_id, entry))
+            frame.handoffs.append(entry.done_frame(request_id))
         if entry.engine_id in self._prefilled:
             self._complete(entry.engine_id)
 
     def _complete(self, engine_id: str) -> None:
-        """The first token is out and nothing is left to send."""
+        """The first token is sent and no block is left to send."""
         self._requests.close(engine_id, RequestState.FINISHED)
         self._release(engine_id)
 
     def _closed(self, rank: int, ticket_id: str) -> None:
-        if entry := self._outgoing.closed(rank, ticket_id):
+        if entry := self._handoffs.closed(rank, ticket_id):
             self._release(entry.engine_id)
 
     def _release(self, engine_id: str) -> None:
@@ -132,7 +131,7 @@ class PrefillRole:
     # --- ends --------------------------------------------------------------------------------------------------
 
     def cancel(self, engine_id: str, error: TandemError) -> None:
-        """Tells the router at once."""
+        """Reports the error to the router at once; releases the blocks when no agent reads them any more."""
         self._requests.fail(engine_id, error)
         self._stop_sending(engine_id)
 
@@ -142,25 +141,25 @@ class PrefillRole:
                 self.cancel(end.request_id, end.error)
                 continue
             self._prefilled.add(end.request_id)
-            entry = self._outgoing.by_engine_id(end.request_id)
+            entry = self._handoffs.by_engine_id(end.request_id)
             if entry is not None:
                 entry.first_token_at_s = self._clock.now_s()
             if end.reason is not None:
-                # The first token ended the request. The router drops the handoff, at the decode worker: ended from
-                # here, it would look like a failure to those who hear of that before the token.
+                # The first token ended the request. The router cancels the handoff at the decode worker: if this side
+                # closed it, the decode worker could report a failure before the token arrives.
                 self._requests.finish(end.request_id, end.reason)
             if entry is None:
                 self._complete(end.request_id)
 
     def _stop_sending(self, engine_id: str) -> None:
-        """Releases the blocks as soon as nobody can read them any more."""
-        entry = self._outgoing.by_engine_id(engine_id)
+        """Releases the blocks as soon as no agent can read them any more."""
+        entry = self._handoffs.by_engine_id(engine_id)
         if entry is None:
             self._release(engine_id)
-        elif self._outgoing.start_closing(entry):
+        elif self._handoffs.start_closing(entry):
             self._agents.broadcast(CloseSend(ticket_id=entry.ticket_id))
             for rank in self._agents.lost_ranks():
                 self._closed(rank, entry.ticket_id)
 
     def tick(self) -> None:
-        """Deadlines of a push are the agents' own; nothing here waits on time."""
+        """The agents keep the deadlines of a push; this role has none."""

@@ -26,7 +26,8 @@ from router.observe.export import TraceExport
 from router.observe.metrics.certificates import CertificateCollector
 from router.observe.metrics.health import HealthMetrics
 from router.observe.metrics.requests import RouterMetrics
-from router.observe.observation import Observation, Observers
+from router.observe.observation import Observation
+from router.observers import Observers
 from router.policies.estimates import Estimates
 from router.policies.profiles import policy_profile
 from router.prefix_index.follower import PrefixFollower

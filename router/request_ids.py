@@ -7,11 +7,11 @@ tandem/telemetry/trace_context.py also parses the trace context.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.requests.request import new_request_id
 from tandem.telemetry.log_context import name_logs
 
 HEADER = b"x-request-id"
@@ -26,6 +26,10 @@ _SHAPES = {
 _TRACE_ID = slice(3, 35)
 
 Headers = list[tuple[bytes, bytes]]
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(12)
 
 
 def echoed(given: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -11,9 +11,10 @@ from router.auth.calls import Calls
 from router.auth.principal import ANONYMOUS
 from router.observe.metrics.requests import RouterMetrics
 from router.probes.readiness import Readiness
+from router.request_ids import new_request_id
 from router.requests.answers import Answers, Submitted
 from router.requests.dispatcher import Dispatcher
-from router.requests.request import Message, RawRequest, ServingModel, ValidRequest, new_request_id
+from router.requests.request import Message, RawRequest, ServingModel, ValidRequest
 from router.terms import RequestTerms, TermsParser
 from tandem.errors import InputError, ModelNotFound, RateLimited, TandemError
 

@@ -1,9 +1,9 @@
-"""Refuses what must never be in Tandem's product code (docs/architecture.md, Security).
+"""Checks that product code contains no banned construct (docs/architecture.md, Security).
 
-    check-bans.py [FILE ...]      without files: every module of every package in the wheel
+    check-bans.py [FILE ...]      without FILE: every module of every package in the wheel
 
-Banned: modules that execute what they load, calls that do, and wildcard binds. A line that ends in
-`# ban-ok: REASON` is let through. Prints one line per fault and exits 1 if there is any.
+Banned: modules and calls that execute the data they load, and wildcard binds. A line with `# ban-ok: REASON` is
+exempt. Prints one line per fault and exits 1 if there is any.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BANNED_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 BANNED_NAMES = {"eval", "exec", "__import__"}
-# Attribute calls, by their last two parts; None: whatever the object is called.
+# Attribute calls by their last two parts; None: any object.
 BANNED_ATTRIBUTES = {
     ("torch", "load"),
     ("yaml", "load"),
@@ -36,7 +36,7 @@ EXEMPTION = "# ban-ok: "
 
 
 def product_files() -> Iterator[Path]:
-    """Every module that the wheel ships, generated code too."""
+    """Every module in the wheel, including generated code."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         packages = tomllib.load(file)["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     for package in packages:
@@ -44,7 +44,7 @@ def product_files() -> Iterator[Path]:
 
 
 def faults_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and reason of everything banned."""
+    """Yields line and reason of every banned construct."""
     docstrings = {id(node) for node in _docstrings(tree)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -59,7 +59,7 @@ def faults_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Call):
             yield from _faults_of_call(node)
         elif isinstance(node, ast.Constant) and _is_wildcard(node.value) and id(node) not in docstrings:
-            yield node.lineno, f"names the wildcard address {node.value!r}; bind to a named interface"
+            yield node.lineno, f"contains the wildcard address {node.value!r}; bind to a named interface"
 
 
 def _faults_of_call(node: ast.Call) -> Iterator[tuple[int, str]]:

@@ -1,9 +1,9 @@
-"""Holds the chart's RayClusters against KubeRay's own definition, which is not part of this repository.
+"""Validates the chart's RayClusters against KubeRay's CRD, which is not part of this repository.
 
     check-crd.py ray.io_rayclusters.yaml [VALUES ...]
 
-The definition is what `kubectl get crd rayclusters.ray.io -o yaml` prints, or the file of a KubeRay release (.gz too).
-All examples are rendered, and the VALUES files given. Exits 1, with a line for each fault, when one does not fit.
+The CRD is the output of `kubectl get crd rayclusters.ray.io -o yaml`, or the file of a KubeRay release (.gz too).
+Renders all examples and the given VALUES files. Prints one line per fault and exits 1 if there is any.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHART = ROOT / "helm" / "tandem"
 
 
 def closed(node: Any) -> Any:
-    """A structural schema of Kubernetes as JSON Schema, with no room for fields that it does not name."""
+    """Converts a structural schema of Kubernetes to a JSON Schema that refuses unknown fields."""
     if isinstance(node, list):
         return [closed(each) for each in node]
     if not isinstance(node, dict):
@@ -40,7 +40,7 @@ def closed(node: Any) -> Any:
 
 
 def schemas(definition: Path) -> dict[str, Any]:
-    """By apiVersion."""
+    """JSON Schemas by apiVersion."""
     text = gzip.decompress(definition.read_bytes()) if definition.suffix == ".gz" else definition.read_bytes()
     spec = yaml.load(text, Loader=yaml.CSafeLoader)["spec"]
     found = {}
@@ -58,7 +58,7 @@ def faults(values: Path, known: dict[str, Any], helm: str) -> Iterator[str]:
         each for each in yaml.load_all(rendered, Loader=yaml.CSafeLoader) if each and each["kind"] == "RayCluster"
     ]
     if not clusters:
-        yield f"{values.name}: no RayCluster"
+        yield f"{values.name}: expected a RayCluster, got none"
     for cluster in clusters:
         if cluster["apiVersion"] not in known:
             yield f"{values.name}: apiVersion: expected one of {', '.join(known)}, got {cluster['apiVersion']}"
@@ -73,7 +73,7 @@ def main(definition: Path, more: list[Path]) -> int:
     known = schemas(definition)
     files = [*sorted((CHART / "examples").glob("*.yaml")), *more]
     found = [fault for each in files for fault in faults(each, known, helm)]
-    print("\n".join(found) or f"{len(files)} values files fit")
+    print("\n".join(found) or f"{len(files)} values files are valid")
     return bool(found)
 
 

@@ -1,9 +1,9 @@
-"""What mkdocs does with our pages beside rendering them (mkdocs.yml, `hooks`). The same files read well without it.
+"""mkdocs hooks that rewrite pages before rendering (mkdocs.yml, `hooks`). The files are readable without them.
 
-- `<!-- picture: NAME.svg -->` before a mermaid block puts docs/pictures/NAME.svg in its place: mermaid would have to
-  come from another host.
-- A link to a file that is not a page becomes its plain text: the site has the documents, not the code.
-- A place in `nav` that ends in / stands for all pages of that folder.
+- `<!-- picture: NAME.svg -->` before a mermaid block replaces the block with docs/pictures/NAME.svg, because mermaid
+  would be loaded from another host.
+- A link to a file that is not a page becomes plain text, because the site contains the documents but not the code.
+- A `nav` entry that ends in / expands to all pages of that folder.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?://|#|mailto:)([^)#\s]+)(#[^)\
 
 
 def on_config(config: Any) -> Any:
-    """Called by mkdocs once."""
-    config.nav = [_filled(entry) for entry in config.nav]
+    """Called by mkdocs once, before the build."""
+    config.nav = [_expanded(entry) for entry in config.nav]
     return config
 
 
-def _filled(entry: Any) -> Any:
+def _expanded(entry: Any) -> Any:
     match entry:
         case str() if entry.endswith("/"):
             return [str(page.relative_to(DOCS)) for page in sorted((DOCS / entry).glob("*.md"))]
         case list():
-            return [_filled(each) for each in entry]
+            return [_expanded(each) for each in entry]
         case dict():
-            return {title: _filled(each) for title, each in entry.items()}
+            return {title: _expanded(each) for title, each in entry.items()}
         case _:
             return entry
 
@@ -48,4 +48,4 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 def _link(found: re.Match[str], folder: Path) -> str:
     target = (folder / found[2]).resolve()
     is_page = target.is_relative_to(DOCS) and target.suffix == ".md"
-    return found[1] if target.exists() and not is_page else found[0]  # mkdocs names what is not there
+    return found[1] if target.exists() and not is_page else found[0]  # mkdocs reports targets that do not exist

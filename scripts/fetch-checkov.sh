@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prints the path of the pinned checkov, a policy linter of Kubernetes objects, installing it into .cache/tools when it is
-# not there. It has an environment of its own: it pins a hundred packages that are none of ours.
+# Prints the path of the pinned checkov, a policy linter for Kubernetes objects. Installs it into .cache/tools if needed, in
+# an environment of its own, because it pins a hundred packages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=3.3.30

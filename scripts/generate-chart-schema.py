@@ -1,9 +1,9 @@
-"""Writes the configuration schema into the chart's: Helm values under `cluster` are the same schema as the YAML file.
+"""Writes the configuration schema into the chart's values schema: Helm values under `cluster` have the same schema.
 
     generate-chart-schema.py [--check]
 
-Everything else in helm/tandem/values.schema.json is written by hand and kept. With --check nothing is written; exits 1
-when the file is stale.
+Everything else in helm/tandem/values.schema.json is hand-written and stays. --check: writes nothing; exits 1 if the
+file is stale.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes docs/configuration.md from the configuration schema.
 
-generate-config-doc.py [--check]     with --check nothing is written; exits 1 when the page is stale
+generate-config-doc.py [--check]     --check: writes nothing; exits 1 if the page is stale
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ INTRODUCTION = """\
 
 <!-- Generated from tandem/config/spec.py by scripts/generate-config-doc.py; change that and run `make docs`. -->
 
-One schema, checked once when `tandem up` starts: the YAML file (`tandem up --config FILE`), the environment, the
-flags, and the Helm values under `cluster` are all this. An unknown key is an error that names it. Every section has
-defaults, so an empty file is the default cluster: one prefill and one decode worker of the demo model on this machine.
-[`deploy/tandem.yaml`](../deploy/tandem.yaml) writes all defaults out.
+The YAML file (`tandem up --config FILE`), the environment, the flags and the Helm values under `cluster` share this
+schema. `tandem up` validates it at start. An unknown key is an error that names it. Every section has defaults, so an
+empty file gives the default cluster: one prefill and one decode worker of the demo model on this machine.
+[`deploy/tandem.yaml`](../deploy/tandem.yaml) lists all defaults.
 
-Flags win over the environment, the environment over the file. A variable is `TANDEM_` and the key's path with
-`__` between its parts, numbers for places in a list: `TANDEM_ROUTER__HTTP_PORT=8080`,
+Flags override the environment, and the environment overrides the file. A variable is `TANDEM_` plus the key's path,
+with `__` between its parts and numbers for list items: `TANDEM_ROUTER__HTTP_PORT=8080`,
 `TANDEM_MODELS__0__PREFILL__WORKERS=2`.
 """
 
 
 def models_of(root: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """(dotted path, model) of `root` and everything in it, in order; a list is shown as `name[]`."""
+    """Yields (dotted path, model) of `root` and all sections in it, in order; a list is `name[]`."""
     pending: list[tuple[str, type[BaseModel]]] = [("", root)]
     while pending:
         path, model = pending.pop(0)
@@ -64,7 +64,7 @@ def _nested(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def kind_of(schema: dict[str, Any], annotation: Any) -> str:
-    """How a reader would say the type and its limits."""
+    """The type and its limits in words."""
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return " \\| ".join(f"`{member.value}`" for member in annotation)
     choices = schema.get("anyOf", [schema])
@@ -102,7 +102,9 @@ def row(name: str, field: FieldInfo, schema: dict[str, Any]) -> str:
 
 def _section(name: str, model: type[BaseModel]) -> str:
     field = model.model_fields[name]
-    return f"`{name}`" + (" (unset; all of it or nothing)" if not field.is_required() and field.default is None else "")
+    return f"`{name}`" + (
+        " (unset; give all of its keys or none)" if not field.is_required() and field.default is None else ""
+    )
 
 
 def _without_none(annotation: Any) -> Any:

@@ -1,6 +1,6 @@
 """Writes the chart's Grafana dashboards from deploy/grafana.
 
-generate-dashboards.py [--check]     with --check nothing is written; exits 1 when a dashboard is stale
+generate-dashboards.py [--check]     --check: writes nothing; exits 1 if a dashboard is stale
 """
 
 from __future__ import annotations

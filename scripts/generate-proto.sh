@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generates tandem/v1 and tandem/oip from proto/tandem. With --check: fails when what is committed differs.
+# Generates tandem/v1 and tandem/oip from proto/tandem. --check: writes nothing; fails if the committed files differ.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

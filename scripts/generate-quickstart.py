@@ -1,6 +1,6 @@
-"""Writes docs/quickstart.md from the README, whose commands the tests run.
+"""Writes docs/quickstart.md from the README. Tests run the README's commands.
 
-generate-quickstart.py [--check]     with --check nothing is written; exits 1 when the page is stale
+generate-quickstart.py [--check]     --check: writes nothing; exits 1 if the page is stale
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INTRODUCTION = """\
 Everything here runs on a laptop, without a GPU. Run the commands in a clone of the repository.
 """
 END = """\
-Next: [what happens inside](concepts.md), or [why a request took as long as it did](observability.md).
+Next: [how Tandem works](concepts.md), or [how to find out where a request spent its time](observability.md).
 """
 
 _LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
@@ -32,7 +32,7 @@ _TEST_MARK = re.compile(r"<!-- test: .+? -->\n")
 
 
 def page(readme: str) -> str:
-    """The sections of `readme` that a beginner needs, with links as they are from docs/. Raises KeyError."""
+    """The sections of `readme` for beginners, with links relative to docs/. Raises KeyError."""
     parts = re.split(r"^## (.+)\n", readme, flags=re.MULTILINE)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     text = "\n".join(f"## {title}\n{sections[title]}".rstrip() + "\n" for title in SECTIONS)

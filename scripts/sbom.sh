@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Writes dist/sbom.cdx.json (CycloneDX): what Tandem and its dependencies are in this environment; then asks pip-audit whether
-# any of it has a known vulnerability. A report: only the list itself can fail. Without a network the question is left out.
+# Writes dist/sbom.cdx.json (CycloneDX), the list of Tandem and its dependencies in this environment. Then pip-audit reports
+# known vulnerabilities. Only writing the list can fail the script; without a network it skips the audit.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -35,5 +35,5 @@ if timeout 120 "$tools/bin/pip-audit" --path "$packages" --skip-editable --progr
 elif grep -qE '^(Name|Found [0-9]+ known)' "$report"; then
   cat "$report"
 else
-  echo "audit: the advisory database could not be asked; nothing is known about vulnerabilities"
+  echo "audit: skipped, because the advisory database is not reachable"
 fi

@@ -1,6 +1,6 @@
 #!/bin/sh
-# setup.sh runtime|dev VENV: a virtual environment with Tandem installed editable; `dev` adds the development tools.
-# PYTHON names the interpreter to use; unset, the first fitting one on PATH is taken.
+# setup.sh runtime|dev VENV: creates a virtual environment with Tandem as an editable install; `dev` adds development tools.
+# PYTHON: the interpreter; default: the first supported one on PATH.
 set -eu
 cd "$(dirname "$0")/.."
 what=$1
@@ -13,7 +13,7 @@ for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
   if fits "$candidate"; then python=$candidate; break; fi
 done
 if [ -z "$python" ]; then
-  echo "setup: expected Python 3.11, 3.12 or 3.13 with venv, found none; install it (on Debian: python3 python3-venv) or name it: make PYTHON=/path/to/python3.12" >&2
+  echo "setup: expected Python 3.11, 3.12 or 3.13 with venv, found none; install one (Debian: python3 python3-venv) or set its path: make PYTHON=/path/to/python3.12" >&2
   exit 1
 fi
 
@@ -22,7 +22,7 @@ if ! [ -x "$venv/bin/python" ] || ! fits "$venv/bin/python"; then
   "$python" -m venv "$venv"
 fi
 
-# Only the part of a dependency group that is plain requirements: this pip may be too old to know --group.
+# Writes the dependency group to a file: this pip may be too old for --group.
 set -- "${TORCH:-torch}" --editable .
 if [ "$what" = dev ]; then
   "$venv/bin/python" - > "$venv/dev-requirements.txt" <<'PYTHON_END'
@@ -34,14 +34,14 @@ PYTHON_END
 fi
 
 echo "setup: installing Tandem ($what) into $venv; the first time takes a few minutes" >&2
-# Of pip's words those that say what is under way; its status goes through a file, for sh has no pipefail.
+# Shows only pip's progress lines. The exit status goes through a file, because sh has no pipefail.
 status=$venv/.pip-status
 { "$venv/bin/python" -m pip install --no-compile --disable-pip-version-check --progress-bar off "$@" && echo 0 >"$status" || echo 1 >"$status"; } |
   grep --line-buffered -E '^(Collecting|Downloading|  Downloading|Installing|Successfully)' >&2 || true
 failed=$(cat "$status")
 rm -f "$status"
 [ "$failed" = 0 ] || exit 1
-# On all cores, where pip would take one; packages carry some files that do not compile.
+# Compiles on all cores; pip would use one. Some packages contain files that do not compile.
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 "$venv/bin/python" -m compileall -qq -j 0 "$site" || true
 touch "$venv/.stamp-runtime"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes sure that programs of the distribution that some tests drive are here: chromium, curl, ip, prometheus,
-# promtool, redis-server.
-# `scripts/system-tools.sh prometheus chromium` looks for these two. As root on Debian or Ubuntu it installs what is missing.
+# Checks for programs that some tests run: chromium, curl, ip, prometheus, promtool, redis-server. Example:
+#   scripts/system-tools.sh prometheus chromium
+# As root on Debian or Ubuntu it installs missing ones.
 set -euo pipefail
 
 declare -A package_of=(
@@ -17,10 +17,10 @@ done
 [ ${#missing[@]} -eq 0 ] && exit 0
 
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
-  echo "system-tools: not found: ${missing[*]}; install these packages and run this again" >&2
+  echo "system-tools: missing packages: ${missing[*]}; install them and run this again" >&2
   exit 1
 fi
 export DEBIAN_FRONTEND=noninteractive
-# Without recommendations Debian's prometheus brings no node exporter; its service is not wanted either.
+# Without recommended packages: those of Debian's prometheus include the node exporter, which would run as a service.
 install() { apt-get install -qq -y --no-install-recommends "${missing[@]}" >/dev/null; }
 install || { apt-get update -qq && install; }

@@ -1,4 +1,4 @@
-"""Time as a parameter. Production passes `SystemClock`, tests and the simulator pass a clock they turn by hand."""
+"""Time as a parameter. Production passes `SystemClock`; tests and the simulator pass a clock they control."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now_s(self) -> float:
-        """Monotonic seconds. Only differences mean anything; steps of the wall clock never show here."""
+        """Monotonic seconds. Only differences are meaningful; steps of the wall clock have no effect."""
         ...
 
 
 class SystemClock:
-    now_s = staticmethod(time.monotonic)  # itself, for it is asked for every token
+    now_s = staticmethod(time.monotonic)  # no wrapper, because it is called for every token

@@ -1,32 +1,32 @@
-"""Every error Tandem raises on purpose, and what each becomes on the wire.
+"""The tree of Tandem's errors, and the status of each in gRPC, HTTP and metrics.
 
     TandemError
-    ├── InputError            the caller's fault: names the field, what was expected, what came
+    ├── InputError            the caller's fault: names the field, the expected value and the actual one
     │   ├── ModelNotFound
     │   ├── NotFound
     │   ├── ContextExceeded
     │   ├── UnsupportedField
     │   └── PayloadTooLarge
-    ├── Unauthenticated       who calls is nobody we know
-    ├── PermissionDenied      who calls may not
-    ├── OverloadedError       refused early; retry after a delay
-    │   └── RateLimited       the key's own limit
-    ├── UnavailableError      a part of the cluster is not there; a retry may succeed
+    ├── Unauthenticated       the caller's credentials are missing or unknown
+    ├── PermissionDenied      the caller is known, but not allowed
+    ├── OverloadedError       refused before it was queued; retry after a delay
+    │   └── RateLimited       over the limit of the API key
+    ├── UnavailableError      a part of the cluster is missing; a retry may succeed
     │   ├── WorkerLost
     │   ├── NoWorker
     │   └── KvExhausted
-    ├── HandoffError          the KV blocks did not arrive whole (its cause: kvtransfer.session.causes.HandoffFault)
+    ├── HandoffError          the KV blocks did not arrive intact (causes: kvtransfer/causes.py)
     ├── DeadlineExceeded
     ├── RequestCancelled
-    ├── ConfigError           configuration, checkpoint or machine: names the field and the remedy
+    ├── ConfigError           wrong configuration, checkpoint or machine: names the field and the fix
     │   ├── CheckpointError
     │   ├── PortInUse
     │   ├── IncompatiblePools
     │   └── InsufficientMemory
-    └── InternalError         our fault
+    └── InternalError         a bug in Tandem
 
-An error says what was expected, what came, and what to do. `WIRE` maps each code to its gRPC status, HTTP status and
-metric label; a code that is missing there fails a test.
+An error states what was expected, what arrived and what to do. `WIRE` maps each code to its gRPC status, HTTP status
+and metric label; a test fails if a code is missing there.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ErrorCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How one error code looks from outside. `openai_type` is the `type` of OpenAI's error object."""
+    """How clients see one error code. `openai_type` is the `type` of OpenAI's error object."""
 
     grpc_status: str
     http_status: int
@@ -100,12 +100,12 @@ WIRE: dict[ErrorCode, Wire] = {
 
 
 class TandemError(Exception):
-    """Root of the tree.
+    """Root of all Tandem errors.
 
     Args:
-        message: one line: what was expected, what came, what to do.
-        field: the request field, option or file that is at fault, where there is one.
-        retry_after_s: how long a caller had better wait, where that is known.
+        message: one line: what was expected, what arrived, what to do.
+        field: the request field, option or file at fault, if there is one.
+        retry_after_s: how long the caller should wait before a retry, if known.
     """
 
     code: ClassVar[ErrorCode] = ErrorCode.INTERNAL
@@ -231,7 +231,8 @@ _CLASSES = _by_code()
 
 
 def error_from_code(code: str, message: str, field: str | None = None) -> TandemError:
-    """The typed error for what a worker sent. An unknown code (a newer worker) becomes InternalError."""
+    """The typed error for a code that a worker sent. A code of a newer worker that this version lacks becomes
+    InternalError."""
     try:
         cls = _CLASSES[ErrorCode(code)]
     except (ValueError, KeyError):

@@ -1,7 +1,7 @@
-"""A request's states and what it asks for. Torch-free; drawn in docs/request-lifecycle.md.
+"""A request's states and sampling parameters. Torch-free; docs/request-lifecycle.md draws the states.
 
-`RequestState` is the life of a request as the router sees it, and its end states are metric labels.
-`SamplingParams` is already valid: build it with `SamplingParams.parse` at the edge and trust it afterwards.
+`RequestState` is the lifecycle of a request in the router; its end states are metric labels. Build `SamplingParams`
+with `SamplingParams.parse` at the edge; every instance is valid.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RequestState(StrEnum):
 END_STATES = frozenset({RequestState.FINISHED, RequestState.REJECTED, RequestState.CANCELLED, RequestState.FAILED})
 
 _S = RequestState
-# The edges of the lifecycle. Any state that is not an end may also become CANCELLED or FAILED.
+# Edges of the lifecycle. Any state that is not an end may also become CANCELLED or FAILED.
 EDGES: dict[RequestState, frozenset[RequestState]] = {
     _S.RECEIVED: frozenset({_S.ADMITTED, _S.REJECTED}),
     _S.ADMITTED: frozenset({_S.QUEUED, _S.REJECTED}),
@@ -55,7 +55,7 @@ EDGES: dict[RequestState, frozenset[RequestState]] = {
 
 
 class Lifecycle:
-    """The state of one request. Every change goes through a named transition, which refuses a wrong edge."""
+    """The state of one request. Each change is a named transition that refuses a wrong edge."""
 
     __slots__ = ("_state",)
 
@@ -68,7 +68,7 @@ class Lifecycle:
 
     def _to(self, target: RequestState) -> None:
         if target not in EDGES.get(self._state, frozenset()):
-            raise InternalError(f"request cannot go from {self._state} to {target}")
+            raise InternalError(f"request cannot change from {self._state} to {target}")
         self._state = target
 
     def admit(self) -> None:
@@ -103,7 +103,7 @@ class Lifecycle:
 
     def _end(self, target: RequestState) -> None:
         if self._state.is_end:
-            raise InternalError(f"request already ended as {self._state}, cannot become {target}")
+            raise InternalError(f"request ended as {self._state} and cannot become {target}")
         self._state = target
 
 
@@ -114,10 +114,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens. `temperature` 0 is greedy; None means "no limit" for `top_k`, "none" for `logprobs`.
+    """How to sample tokens. `temperature` 0 is greedy; None means "no limit" for `top_k` and "none" for `logprobs`.
 
-    `logit_bias` holds (token id, what is added to its logit). `prompt_logprobs`: as `logprobs`, of the prompt's tokens.
-    The penalties are defined in tandem/sampling/penalties.py.
+    `logit_bias` holds (token id, addend to its logit). `prompt_logprobs` is `logprobs` for the prompt's tokens.
+    tandem/sampling/penalties.py defines the penalties.
 
     The same (seed, position, token) always draws the same noise, so the choice does not depend on batch, worker or
     tensor-parallel width (docs/architecture.md, Determinism).
@@ -160,7 +160,7 @@ class SamplingParams:
         logit_bias: Mapping[int, float] | None = None,
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """Raises InputError naming the field. None takes the default."""
+        """None takes the default. Raises InputError naming the field."""
         params = cls(
             temperature=1.0 if temperature is None else float(temperature),
             top_p=1.0 if top_p is None else float(top_p),

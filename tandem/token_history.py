@@ -1,4 +1,4 @@
-"""What penalties look at: which tokens a request has seen, and how often it said each. Torch-free."""
+"""The tokens that penalties apply to: those a request has seen, and how often it generated each. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Ids = NDArray[np.int64]
 
 
 class TokenHistory:
-    """The prompt's tokens, and the answer's with their counts. Grows with the answer."""
+    """The prompt's tokens, and the output's tokens with their counts."""
 
     def __init__(self, prompt: Sequence[int], answer: Sequence[int] = ()) -> None:
         self._prompt: Ids = np.unique(np.asarray(prompt, dtype=np.int64))
@@ -22,11 +22,11 @@ class TokenHistory:
         self._answer.update(answer)
 
     def answer(self) -> tuple[Ids, NDArray[np.int64]]:
-        """The answer's tokens, each once, and how often each occurs."""
+        """The output's distinct tokens, and the count of each."""
         size = len(self._answer)
         ids = np.fromiter(self._answer, dtype=np.int64, count=size)
         return ids, np.fromiter(self._answer.values(), dtype=np.int64, count=size)
 
     def seen(self) -> Ids:
-        """Tokens of prompt and answer; one that is in both comes twice."""
+        """Tokens of prompt and output; a token in both appears twice."""
         return np.concatenate([self._prompt, self.answer()[0]])

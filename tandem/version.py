@@ -1,4 +1,4 @@
-"""The installed version. A module of its own, so that `tandem version` loads nothing else."""
+"""The installed version, in its own module so that `tandem version` imports nothing else."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What prefill and decode workers share: the rank process with its step loop, and the service process."""
+"""Code that both roles share: the rank process with its step loop, and the service process."""

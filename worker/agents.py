@@ -2,48 +2,99 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from kvtransfer.agent.control import FromAgent, LinkReport, TakeCensus
+from kvtransfer.control import FromAgent, LinkReport, TakeCensus
 from tandem.clock import Clock
 from tandem.errors import UnavailableError
 from tandem.v1 import worker_pb2
-from worker.agent_watch import AgentWatch
+from worker.requests import WorkerEpoch
+
+PROBE_AFTER_S = 1.0
+UNRESPONSIVE_S = 10.0  # after the probe; an agent that loads torch for its first process group is busy for seconds
 
 
 class AgentConnection(Protocol):
     @property
     def pid(self) -> int | None:
-        """Of the agent, while there is a connection."""
+        """Process id of the agent while it is connected, else None."""
         ...
 
     def send(self, message: msgspec.Struct) -> None:
-        """Never waits; drops the message when the agent is gone (its loss is reported)."""
+        """Never blocks. Drops the message when the agent is gone; the connection reports that loss itself."""
         ...
 
 
+@dataclass(slots=True)
+class _Unanswered:
+    since_s: float
+    is_probed: bool = False
+
+
+class AgentProbes:
+    """Finds agents that are connected but no longer answer: stopped, or hung. Pure.
+
+    An agent that has not answered a message within PROBE_AFTER_S gets a probe. If UNRESPONSIVE_S later it has still
+    sent nothing, it counts as unresponsive. An agent without an unanswered message gets no probe, so an idle worker
+    sends nothing.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._unanswered: dict[int, _Unanswered] = {}  # by rank
+
+    def on_sent(self, rank: int) -> None:
+        if rank not in self._unanswered:
+            self._unanswered[rank] = _Unanswered(self._clock.now_s())
+
+    def on_received(self, rank: int) -> None:
+        """The agent answered; or its connection ended, and there is no other one yet."""
+        self._unanswered.pop(rank, None)
+
+    def due(self) -> list[int]:
+        """Ranks whose agents need a probe. Each rank is returned once."""
+        found = [
+            rank for rank, each in self._unanswered.items() if not each.is_probed and self._age_s(each) >= PROBE_AFTER_S
+        ]
+        for rank in found:
+            self._unanswered[rank].is_probed = True
+        return found
+
+    def unresponsive(self) -> list[int]:
+        """Ranks whose agents must be killed. Each rank is returned once."""
+        limit_s = PROBE_AFTER_S + UNRESPONSIVE_S
+        found = [rank for rank, each in self._unanswered.items() if self._age_s(each) >= limit_s]
+        for rank in found:
+            del self._unanswered[rank]
+        return found
+
+    def _age_s(self, unanswered: _Unanswered) -> float:
+        return self._clock.now_s() - unanswered.since_s
+
+
 class Agents:
-    """Sends to all ranks' agents and keeps what they report about links. Used by the step loop only."""
+    """Sends to the agents of all ranks and keeps their link reports. Used by the step loop only."""
 
     def __init__(self, connections: list[AgentConnection], clock: Clock) -> None:
         self._connections = connections
-        self._watch = AgentWatch(clock)
+        self._probes = AgentProbes(clock)
         self._alive = set(range(len(connections)))
         self._links: dict[tuple[int, str, int], LinkReport] = {}
 
     def send(self, rank: int, message: msgspec.Struct) -> None:
         self._connections[rank].send(message)
         if rank in self._alive:
-            self._watch.told(rank)
+            self._probes.on_sent(rank)
 
     def broadcast(self, message: msgspec.Struct) -> None:
         for rank in range(len(self._connections)):
             self.send(rank, message)
 
-    def note(self, rank: int, message: FromAgent) -> None:
-        self._watch.heard(rank)
+    def on_message(self, rank: int, message: FromAgent) -> None:
+        self._probes.on_received(rank)
         if isinstance(message, LinkReport):
             key = (rank, message.peer_worker, message.peer_rank)
             if message.state == "closed":
@@ -51,40 +102,40 @@ class Agents:
             else:
                 self._links[key] = message
 
-    def silent(self) -> list[tuple[int, int]]:
-        """Ranks and process ids of agents that answer nothing any more and are to be ended: then their loss is heard
-        of. Asks those that owe us a word. Called about once a second."""
-        for rank in self._watch.to_ask():
+    def unresponsive(self) -> list[tuple[int, int]]:
+        """Probes agents whose answer is overdue. Returns ranks and process ids of those that the caller must kill: the
+        connection then reports their loss. Called about once a second."""
+        for rank in self._probes.due():
             self._connections[rank].send(TakeCensus())
-        found = [(rank, self._connections[rank].pid) for rank in self._watch.silent()]
+        found = [(rank, self._connections[rank].pid) for rank in self._probes.unresponsive()]
         return [(rank, pid) for rank, pid in found if pid is not None]
 
     def lost(self, rank: int) -> None:
         self._alive.discard(rank)
-        self._watch.heard(rank)
+        self._probes.on_received(rank)
         self._links = {key: link for key, link in self._links.items() if key[0] != rank}
 
     def connected(self, rank: int) -> None:
         self._alive.add(rank)
 
     def lost_ranks(self) -> list[int]:
-        """Ranks whose agent is gone at present: they neither read nor write."""
+        """Ranks without an agent at present: nothing reads or writes their blocks."""
         return [rank for rank in range(len(self._connections)) if rank not in self._alive]
 
     def require_all(self) -> None:
-        """Raises UnavailableError while an agent is being replaced: a new handoff could not be told to it."""
+        """Raises UnavailableError while an agent is being replaced: that rank could not join a new handoff."""
         if lost := self.lost_ranks():
             raise UnavailableError(f"the transfer agents of ranks {lost} are being replaced: try again")
 
-    def forget_all_but(self, peers: set[tuple[str, int]]) -> None:
-        """Drops reports about lives (worker, epoch) that the directory no longer has."""
+    def forget_all_but(self, peers: set[WorkerEpoch]) -> None:
+        """Drops reports about worker epochs that are no longer in the directory."""
         self._links = {key: link for key, link in self._links.items() if (link.peer_worker, link.peer_epoch) in peers}
 
-    def reach(self) -> frozenset[tuple[str, int]]:
-        """The lives (worker, epoch) to which every link that this worker has was probed and is ready."""
-        lives = {(link.peer_worker, link.peer_epoch) for link in self._links.values()}
+    def reach(self) -> frozenset[WorkerEpoch]:
+        """The worker epochs to which every link of this worker is probed and ready."""
+        linked = {(link.peer_worker, link.peer_epoch) for link in self._links.values()}
         broken = {(link.peer_worker, link.peer_epoch) for link in self._links.values() if link.state != "ready"}
-        return frozenset() if self.lost_ranks() else frozenset(lives - broken)
+        return frozenset() if self.lost_ranks() else frozenset(linked - broken)
 
     def links(self) -> list[worker_pb2.LinkState]:
         return [

@@ -1,7 +1,7 @@
-"""Tells the prefix index what this worker caches: appends events to its Redis stream and keeps its snapshot fresh.
+"""Publishes what this worker caches to the prefix index: events on a Redis stream, and a snapshot beside it.
 
-Advisory by nature: Redis may be slow, away or empty at any moment, and the caller never notices. What could not be
-appended is not kept: the next thing written after a failure is a whole snapshot.
+The index is advisory: Redis may be slow, down or empty at any time without effect on the caller. Events that could not
+be appended are dropped; after a failure the publisher first writes a whole snapshot.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from tandem.rpc.redis_client import answer, connect
 
 log = logging.getLogger(__name__)
 
-STREAM_ENTRIES = 4096  # a reader further behind than this takes the snapshot
-HEARTBEAT_S = 2.0  # between looks at what Redis really holds
-KEY_TTL_S = 3600  # a worker that never comes back leaves nothing behind for longer
+STREAM_ENTRIES = 4096  # a reader further behind than this loads the snapshot
+HEARTBEAT_S = 2.0  # between checks of what Redis holds
+KEY_TTL_S = 3600  # the keys of a worker that never comes back expire after this
 MAX_BACKOFF_S = 5.0
 BATCH_EVENTS = 256
 FRESH_STEP = 1 << 32
 
 
 class EventPublisher:
-    """One per worker life. `publish` may be called before `run` and at any rate. `redis_url` None: nothing is told."""
+    """One per worker epoch. `publish` may be called at any rate, also before `run`. No `redis_url`: no events."""
 
     def __init__(
         self,
@@ -67,13 +67,13 @@ class EventPublisher:
         self._snapshot_due = True
         self._events_since_snapshot = 0
         self._header: bytes | None = None  # of the snapshot that Redis should hold
-        self._last_entry: bytes | None = None  # that the stream should end with; None: an empty stream
+        self._last_entry: bytes | None = None  # the id with which the stream should end; None: an empty stream
         self._check_due_s = 0.0
         self._wake = asyncio.Event()
 
     def publish(self, stored: bool, hashes: bytes) -> None:
-        """Notes that blocks (their hashes, concatenated) became findable or no longer are. Never waits, never raises
-        for Redis' sake."""
+        """Notes that blocks (their hashes, concatenated) were stored or removed. Never waits, and never raises because
+        of Redis."""
         if self._redis is None:
             return
         for start in range(0, len(hashes), MAX_EVENT_HASHES * HASH_BYTES):
@@ -83,14 +83,14 @@ class EventPublisher:
             else:
                 self._hashes.difference_update(split_hashes(part))
             self._seq += 1
-            if not self._snapshot_due:  # else the snapshot to come covers it
+            if not self._snapshot_due:  # else the pending snapshot covers it
                 self._pending.append(PrefixEvent(self._epoch, self._seq, stored, part))
         if len(self._pending) > self._stream_entries:
             self._need_snapshot()
         self._wake.set()
 
     async def run(self) -> None:
-        """Publishes until cancelled; then removes this worker's keys, as far as Redis is there."""
+        """Publishes until cancelled; then removes this worker's keys if Redis is reachable."""
         if self._redis is None:
             return
         try:
@@ -100,7 +100,7 @@ class EventPublisher:
                 async with asyncio.timeout(1.0):
                     await self._redis.delete(self._stream, self._snapshot, self._wanted)
             except (RedisError, OSError, TimeoutError):
-                pass  # the keys expire by themselves
+                pass  # the keys expire on their own
             await self._redis.aclose()
 
     async def _publish_forever(self, redis: Redis) -> None:
@@ -110,19 +110,19 @@ class EventPublisher:
             try:
                 await self._flush(redis)
                 if not reachable:
-                    log.info("redis is back")
+                    log.info("redis is reachable again")
                 backoff_s, reachable = 0.1, True
                 await self._idle(redis)
             except (RedisError, OSError) as error:
                 if reachable:
-                    log.warning("redis is not reachable; prefix events wait", extra={"error": str(error)})
+                    log.warning("redis is not reachable; a snapshot follows when it is", extra={"error": str(error)})
                 reachable = False
                 self._need_snapshot()
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def _idle(self, redis: Redis) -> None:
-        """Waits for work, and every heartbeat checks Redis, however much work there is."""
+        """Waits for work. Checks Redis once per heartbeat, also under constant work."""
         wait_s = self._check_due_s - asyncio.get_running_loop().time()
         if wait_s > 0:
             try:
@@ -136,7 +136,7 @@ class EventPublisher:
         await self._check(redis)
 
     async def _check(self, redis: Redis) -> None:
-        """Keeps the keys alive, and notices a Redis that lost them or went back to older ones."""
+        """Renews the keys' expiry, and detects a Redis that lost or reverted them."""
         async with redis.pipeline(transaction=False) as pipe:
             pipe.expire(self._stream, KEY_TTL_S)
             pipe.expire(self._snapshot, KEY_TTL_S)
@@ -145,10 +145,10 @@ class EventPublisher:
             pipe.delete(self._wanted)
             _, _, header, entries, wanted = await answer(pipe.execute())
         if header != self._header or (entries[0][0] if entries else None) != self._last_entry:
-            log.warning("redis does not hold what was written; writing a snapshot")
+            log.warning("redis lost or reverted the prefix events; writing a snapshot")
             self._need_snapshot()
         elif wanted:
-            # Under a number of its own, so that the router can tell it from the one it has.
+            # An empty event gives the snapshot a new number, so the router can tell it from the one it has.
             self._seq += 1
             self._pending.append(PrefixEvent(self._epoch, self._seq, True, b""))
             while self._pending:
@@ -183,9 +183,9 @@ class EventPublisher:
         self._last_entry = entry_id(self._epoch, batch[-1].seq).encode()
 
     async def _write_snapshot(self, redis: Redis, *, fresh_stream: bool) -> None:
-        """`fresh_stream`: what the stream holds may be of another life or have a gap, so it starts anew."""
+        """`fresh_stream`: restart the stream, which may hold another epoch's events or have a gap."""
         if fresh_stream:
-            # Further than anybody could have been led: whoever stands before this number is behind.
+            # Beyond any number published before, so every reader of the old stream sees that it is behind.
             self._seq += FRESH_STEP
             self._pending.clear()
             self._snapshot_due = False

@@ -1,16 +1,16 @@
-"""What reaches the leader's loop from outside: the service, the transfer agents, signals."""
+"""Events for the leader's loop: from the service, the transfer agents and signals."""
 
 from __future__ import annotations
 
 import queue
 from dataclasses import dataclass
 
-from kvtransfer.agent.control import FromAgent
-from worker.messages import ToLeader
+from kvtransfer.control import FromAgent
+from worker.messages import ServiceToLeader
 
 
 @dataclass(frozen=True, slots=True)
-class AgentSaid:
+class AgentMessage:
     rank: int
     message: FromAgent
 
@@ -22,7 +22,7 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True)
 class AgentConnected:
-    """The leader's connection to this rank's agent stands (again)."""
+    """The leader is connected to this rank's agent, for the first time or again."""
 
     rank: int
 
@@ -32,28 +32,28 @@ class Stop:
     reason: str
 
 
-Event = ToLeader | AgentSaid | AgentLost | AgentConnected | Stop
+LeaderEvent = ServiceToLeader | AgentMessage | AgentLost | AgentConnected | Stop
 
 
 class Inbox:
     """Filled by the I/O thread, emptied by the step loop."""
 
     def __init__(self) -> None:
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[LeaderEvent] = queue.SimpleQueue()
 
-    def put(self, event: Event) -> None:
+    def put(self, event: LeaderEvent) -> None:
         self._events.put(event)
 
-    def wait(self, timeout_s: float) -> list[Event]:
-        """Events that are there; when there is none, the first to come within `timeout_s`."""
+    def wait(self, timeout_s: float) -> list[LeaderEvent]:
+        """Returns all queued events; if there are none, waits up to `timeout_s` for the first."""
         try:
             events = [self._events.get(timeout=timeout_s)]
         except queue.Empty:
             return []
         return events + self.drain()
 
-    def drain(self) -> list[Event]:
-        events: list[Event] = []
+    def drain(self) -> list[LeaderEvent]:
+        events: list[LeaderEvent] = []
         while True:
             try:
                 events.append(self._events.get_nowait())

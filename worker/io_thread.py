@@ -1,4 +1,4 @@
-"""The rank process's I/O thread: an event loop for the leader's socket, so that the step loop never waits on one."""
+"""The rank process's I/O thread: its event loop serves the leader's socket, so the step loop never waits for I/O."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import msgspec
 
 from tandem.rpc.channel import Channel, ChannelError, ThreadSender
 from worker.inbox import Inbox, Stop
-from worker.messages import LeaderReady, ToLeader, ToRouter
+from worker.messages import LeaderReady, ServiceToLeader, ToRouter
 
 T = TypeVar("T")
 
 
 class IoThread:
-    """Runs coroutines for threads that must not wait."""
+    """Runs coroutines on behalf of threads that must not block."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -31,7 +31,7 @@ class IoThread:
 
 
 class ServiceLink:
-    """Where the service process connects. Its loss is the worker's end: routers cannot reach us any more."""
+    """The socket to which the service process connects. Losing it stops the worker: routers can no longer reach it."""
 
     def __init__(self, io: IoThread, inbox: Inbox) -> None:
         self._io = io
@@ -40,7 +40,7 @@ class ServiceLink:
         self._waiting: list[msgspec.Struct] = []
 
     def listen(self, path: Path, ready: LeaderReady) -> None:
-        """Accepts exactly one service, and greets it with `ready`."""
+        """Accepts exactly one service and sends it `ready`."""
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             if self._sender is not None:
@@ -48,18 +48,18 @@ class ServiceLink:
                 return
             self._sender = ThreadSender(writer)
             self._sender.send(ready)
-            channel: Channel[ToLeader] = Channel(reader, writer, ToLeader)
+            channel: Channel[ServiceToLeader] = Channel(reader, writer, ServiceToLeader)
             try:
                 async for message in channel:
                     self._inbox.put(message)
                 self._inbox.put(Stop("the service process is gone"))
             except ChannelError as error:
-                self._inbox.put(Stop(f"the service process sent nonsense: {error}"))
+                self._inbox.put(Stop(f"the service process sent an invalid message: {error}"))
 
         self._io.submit(_listen(accept, path)).result()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Leaves with the next `flush`."""
+        """Queues the message until the next `flush`."""
         self._waiting.append(message)
 
     def flush(self) -> None:

@@ -1,5 +1,6 @@
-"""The leader's loop: read what came in, run one engine step, say what came of it. One thread; no locks, no waiting on
-anything but the inbox.
+"""The leader's loop: handle events, run one engine step, send the results.
+
+One thread, no locks; the loop blocks on the inbox only.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from contextlib import suppress
 
 from google.protobuf.message import DecodeError
 
-from kvtransfer.agent.control import Attached, SetPeers
+from kvtransfer.control import Attached, SetPeers
 from tandem.engine.api import StepResult
 from tandem.engine.engine import Engine
 from tandem.errors import InputError, TandemError
 from tandem.v1 import cluster_pb2, worker_pb2
 from worker.agents import Agents
-from worker.identity import WorkerIdentity
-from worker.inbox import AgentConnected, AgentLost, AgentSaid, Event, Inbox, Stop
+from worker.inbox import AgentConnected, AgentLost, AgentMessage, Inbox, LeaderEvent, Stop
 from worker.io_thread import ServiceLink
 from worker.messages import (
     CacheChanged,
@@ -32,9 +32,8 @@ from worker.messages import (
     StateQuery,
 )
 from worker.meters import StepMeters
-from worker.requests import Outbox, RequestBook
-from worker.role_set import RoleSet
-from worker.steps import report_step
+from worker.requests import Outbox, RequestBook, report_step
+from worker.roles import RoleSet, WorkerIdentity
 from worker.wire import load_frame, reach_frame
 
 log = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ class Leader:
         engine: Engine,
         agents: Agents,
         requests: RequestBook,
-        role: RoleSet,
+        roles: RoleSet,
         inbox: Inbox,
         service: ServiceLink,
         meters: StepMeters,
@@ -60,17 +59,17 @@ class Leader:
         self._engine = engine
         self._agents = agents
         self._requests = requests
-        self._role = role
+        self._roles = roles
         self._inbox = inbox
         self._service = service
         self._meters = meters
-        self._told_meters = worker_pb2.WorkerMeters()
+        self._sent_meters = worker_pb2.WorkerMeters()
         self._peers = SetPeers(())
         self._steps = 0
         self._ticked_s = 0.0
 
     def run(self) -> str:
-        """Returns why it stopped."""
+        """Runs until a Stop event. Returns its reason."""
         while True:
             busy = self._engine.has_work
             for event in self._inbox.drain() if busy else self._inbox.wait(IDLE_TICK_S):
@@ -78,7 +77,7 @@ class Leader:
                     return event.reason
                 self._handle(event)
             self._tick()
-            self._flush()  # answers do not wait for a step
+            self._flush()  # replies must not wait for the step
             if self._engine.has_work:
                 self._step()
                 self._flush()
@@ -90,24 +89,24 @@ class Leader:
         self._meters.stepped(result.work, ended_s - began_s)
         self._steps += 1
         report_step(result, self._requests, began_s, ended_s)
-        self._role.after_step(result.ended)
+        self._roles.after_step(result.ended)
 
     def _tick(self) -> None:
         now_s = time.monotonic()
         if now_s - self._ticked_s >= IDLE_TICK_S:
             self._ticked_s = now_s
             self._engine.idle_tick()
-            self._role.tick()
-            self._tell_meters()
-            for rank, pid in self._agents.silent():
-                log.error("the transfer agent of rank %d (pid %d) does not answer: ending it", rank, pid)
-                with suppress(ProcessLookupError):  # its connection stood until now, so the id is its own
+            self._roles.tick()
+            self._send_meters()
+            for rank, pid in self._agents.unresponsive():
+                log.error("the transfer agent of rank %d (pid %d) does not answer: killing it", rank, pid)
+                with suppress(ProcessLookupError):  # still connected, so the process id was not reused
                     os.kill(pid, signal.SIGKILL)
 
-    def _tell_meters(self) -> None:
+    def _send_meters(self) -> None:
         meters = self._meters.frame(self._engine.preemptions, self._engine.load().host, self._agents.links())
-        if meters != self._told_meters:
-            self._told_meters = meters
+        if meters != self._sent_meters:
+            self._sent_meters = meters
             for session in self._requests.sessions:
                 self._requests.outbox.frame(session).meters.CopyFrom(meters)
 
@@ -120,19 +119,19 @@ class Leader:
         )
         self._service.flush()
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: LeaderEvent) -> None:
         match event:
             case FromRouter(session=session, frame=frame):
                 self._on_message(session, frame)
-            case AgentSaid(rank=rank, message=message):
-                self._agents.note(rank, message)
+            case AgentMessage(rank=rank, message=message):
+                self._agents.on_message(rank, message)
                 if isinstance(message, Attached):
-                    self._where(rank, message)
-                self._role.on_agent(rank, message)
+                    self._update_agent(rank, message)
+                self._roles.on_agent(rank, message)
             case AgentLost(rank=rank):
-                log.warning("the transfer agent of rank %d is gone", rank)
+                log.warning("lost the transfer agent of rank %d", rank)
                 self._agents.lost(rank)
-                self._role.on_agent_lost(rank)
+                self._roles.on_agent_lost(rank)
             case AgentConnected(rank=rank):
                 self._agents.connected(rank)
                 self._agents.send(rank, self._peers)
@@ -142,19 +141,19 @@ class Leader:
                 self._agents.broadcast(self._peers)
             case SessionOpened(session=session, router_id=router_id):
                 self._requests.sessions[session] = router_id
-                greeting = self._requests.outbox.frame(session)
-                greeting.load.CopyFrom(load_frame(self._engine.load(), self._steps))
-                greeting.reach.CopyFrom(reach_frame(self._agents.reach()))
-                greeting.meters.CopyFrom(self._told_meters)
+                first = self._requests.outbox.frame(session)
+                first.load.CopyFrom(load_frame(self._engine.load(), self._steps))
+                first.reach.CopyFrom(reach_frame(self._agents.reach()))
+                first.meters.CopyFrom(self._sent_meters)
             case SessionClosed(session=session):
                 self._requests.sessions.pop(session, None)
                 self._requests.outbox.drop(session)
-                self._role.on_session_closed(session)
+                self._roles.on_session_closed(session)
             case StateQuery(query=query):
                 self._service.send(StateAnswer(query, self._state().SerializeToString()))
 
-    def _where(self, rank: int, attached: Attached) -> None:
-        """A replaced agent listens elsewhere: the service registers the worker again."""
+    def _update_agent(self, rank: int, attached: Attached) -> None:
+        """A replaced agent listens at another address: the service then registers the worker again."""
         agent = self._info.agents[rank]
         agent.host_id, agent.mapped_path, agent.tcp_address, agent.device = (
             attached.host_id,
@@ -168,23 +167,23 @@ class Leader:
         try:
             first = worker_pb2.RouterFrame.FromString(raw)
         except DecodeError as error:
-            self._saw_frame(session)
+            self._count_frame(session)
             self._requests.refuse(session, "", InputError(f"frame: expected a RouterFrame: {error}"))
             return
         for frame in (first, *first.more):
             self._on_frame(session, frame)
 
     def _on_frame(self, session: int, frame: worker_pb2.RouterFrame) -> None:
-        """One bad frame may fail itself, never the worker."""
-        self._saw_frame(session)
+        """A bad frame fails its own request, never the worker."""
+        self._count_frame(session)
         try:
-            self._role.on_frame(session, frame)
+            self._roles.on_frame(session, frame)
         except TandemError as error:
             self._requests.refuse(session, _request_id(frame), error)
 
-    def _saw_frame(self, session: int) -> None:
+    def _count_frame(self, session: int) -> None:
         if session in self._requests.sessions:
-            self._requests.outbox.saw_frame(session)
+            self._requests.outbox.count_frame(session)
 
     def _state(self) -> worker_pb2.WorkerState:
         return worker_pb2.WorkerState(

@@ -1,18 +1,18 @@
-"""What a worker's service process and its leader (rank 0) say to each other, over `tandem.rpc.channel`.
+"""Messages between a worker's service process and its leader (rank 0), over `tandem.rpc.channel`.
 
-Frames of the Worker protocol pass through as bytes: the service ends the gRPC connection, the leader understands it.
+Frames of the Worker protocol pass through as bytes: the service terminates gRPC, the leader decodes the frames.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from kvtransfer.agent.control import Peer
+from kvtransfer.control import Peer
 
 
 class LeaderReady(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded, the pool touched, the agents attached. `info` is a serialized WorkerInfo without address.
-    Said again when an agent was replaced, since the new one listens elsewhere."""
+    """The model is loaded, the pool's memory is touched, the agents are attached. `info`: a serialized WorkerInfo
+    without address. Sent again when an agent was replaced, because the new one listens at another address."""
 
     info: bytes
 
@@ -37,7 +37,7 @@ class ToRouter(msgspec.Struct, frozen=True, tag=True):
 
 
 class Peers(msgspec.Struct, frozen=True, tag=True):
-    """The directory's agents of the model's other workers."""
+    """The transfer agents of the model's other workers, from the directory."""
 
     peers: tuple[Peer, ...]
 
@@ -58,5 +58,5 @@ class CacheChanged(msgspec.Struct, frozen=True, tag=True):
     hashes: bytes
 
 
-ToLeader = SessionOpened | SessionClosed | FromRouter | Peers | StateQuery
-FromLeader = LeaderReady | ToRouter | StateAnswer | CacheChanged
+ServiceToLeader = SessionOpened | SessionClosed | FromRouter | Peers | StateQuery
+LeaderToService = LeaderReady | ToRouter | StateAnswer | CacheChanged

@@ -1,4 +1,4 @@
-"""What a worker counts about its engine's steps, and tells the routers. Pure."""
+"""Counters and histograms of the engine's steps, which a worker reports to the routers. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64,
 
 
 class StepKind(StrEnum):
-    """What a step computed; a metric label."""
+    """The kind of work in a step; a metric label."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -35,36 +35,36 @@ class _Histogram:
 
 
 class StepMeters:
-    """Args: `peak_...` are those of all ranks together."""
+    """`peak_...`: sums over all ranks."""
 
     def __init__(self, shape: WorkShape, *, peak_flops_per_s: float, peak_memory_bytes_per_s: float) -> None:
         self._shape = shape
-        self._told = worker_pb2.WorkerMeters(
+        self._totals = worker_pb2.WorkerMeters(
             peak_flops_per_s=peak_flops_per_s, peak_memory_bytes_per_s=peak_memory_bytes_per_s
         )
         self._steps = {kind: _Histogram() for kind in StepKind}
 
     def stepped(self, work: StepWork, seconds: float) -> None:
         if not work.prefill_tokens and not work.decode_tokens:
-            return  # it only ended requests
+            return  # the step only ended requests
         histogram = self._steps[kind_of(work)]
         histogram.counts[bisect_left(STEP_BOUNDS_S, seconds)] += 1
         histogram.total_s += seconds
-        told = self._told
-        told.prefill_tokens += work.prefill_tokens
-        told.decode_tokens += work.decode_tokens
-        told.sampled_tokens += work.sampled_tokens
-        told.flops += self._shape.flops(work)
-        told.memory_bytes += self._shape.memory_bytes(work)
+        totals = self._totals
+        totals.prefill_tokens += work.prefill_tokens
+        totals.decode_tokens += work.decode_tokens
+        totals.sampled_tokens += work.sampled_tokens
+        totals.flops += self._shape.flops(work)
+        totals.memory_bytes += self._shape.memory_bytes(work)
 
     def frame(
         self, preemptions: int, host: TierCounts, links: Iterable[worker_pb2.LinkState]
     ) -> worker_pb2.WorkerMeters:
-        """All of it, as routers are told."""
+        """The message to the routers: all totals since the start of this epoch."""
         frame = worker_pb2.WorkerMeters(
             preemptions=preemptions, host_blocks_out=host.blocks_out, host_blocks_in=host.blocks_in, links=links
         )
-        frame.MergeFrom(self._told)
+        frame.MergeFrom(self._totals)
         for kind, histogram in self._steps.items():
             if any(histogram.counts):
                 frame.steps.add(kind=kind.value, counts=histogram.counts, total_s=histogram.total_s)

@@ -1,7 +1,7 @@
 """The rank process: one device, one shard of the model, one step loop.
 
-Rank 0 leads: it schedules, samples and talks to the service. The others follow its steps. Every rank attaches its KV
-pool to the transfer agent beside it.
+Rank 0 is the leader: it schedules, samples and exchanges messages with the service. The other ranks follow its steps.
+Every rank attaches its KV pool to the transfer agent beside it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from functools import partial
 from pathlib import Path
 
 from kvtransfer.agent.client import AgentClient, RankExporter
-from kvtransfer.agent.control import Attached, AttachPool, FromAgent, Layout, Lead, TlsFiles
+from kvtransfer.control import Attached, AttachPool, FromAgent, Lead, TlsFiles, WireLayout
 from kvtransfer.pool.cuda_ipc import export_tensor
-from kvtransfer.session.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from tandem.checkpoint.model_config import fingerprint
 from tandem.clock import SystemClock
 from tandem.config.launch import WorkerLaunch
-from tandem.config.spec import Role as RoleName
-from tandem.config.spec import WireDtype
+from tandem.config.spec import Role, WireDtype
 from tandem.engine.engine import Engine
 from tandem.engine.factory import Rank, build_rank
 from tandem.engine.peaks import device_peaks
@@ -36,23 +35,22 @@ from tandem.rpc.identity import Identity
 from tandem.telemetry.logs import setup_logging
 from tandem.v1 import cluster_pb2
 from worker.agents import Agents
-from worker.identity import WorkerIdentity
-from worker.inbox import AgentConnected, AgentLost, AgentSaid, Inbox, Stop
+from worker.inbox import AgentConnected, AgentLost, AgentMessage, Inbox, Stop
 from worker.io_thread import IoThread, ServiceLink
 from worker.leader import Leader, make_requests
 from worker.messages import LeaderReady
 from worker.meters import StepMeters
 from worker.requests import RequestBook
-from worker.role_set import RoleSet
+from worker.roles import RoleSet, WorkerIdentity
 
-_QUANTISED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.625}  # of a weight, its part of a group's scales included
+_QUANTISED_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.625}  # per weight, including its share of the group's scales
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RoleParts:
-    """What roles are made of."""
+    """What `make_roles` builds the roles from."""
 
     launch: WorkerLaunch
     identity: WorkerIdentity
@@ -65,13 +63,13 @@ MakeRoles = Callable[[RoleParts], RoleSet]
 
 
 def shared_ticket_key(run_dir: Path) -> bytes:
-    """The epoch's ticket key: made by whichever rank comes first, read by the others from the private run folder."""
+    """The epoch's ticket key: the first rank creates it in the private run folder, the others read it there."""
     path = run_dir / "ticket.key"
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     except FileExistsError:
         while len(key := path.read_bytes()) < 32:
-            time.sleep(0.01)  # its maker is between create and write
+            time.sleep(0.01)  # the other rank has created the file but not yet written the key
         return key
     with os.fdopen(handle, "wb") as file:
         key = secrets.token_bytes(32)
@@ -99,7 +97,7 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, i
         tp=identity.tp,
         model_kv_heads=rank.config.kv_heads,
         model_fingerprint=identity.model_fingerprint,
-        layout=Layout(
+        layout=WireLayout(
             num_blocks=layout.num_blocks,
             layers=layout.layers,
             kv_heads=layout.kv_heads,
@@ -109,7 +107,7 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, i
         ),
         ticket_key=identity.ticket_key,
         digests=launch.transfer.digests,
-        int8=launch.transfer.wire_dtype is WireDtype.INT8 and layout.element_bytes > 1,  # else it is as narrow
+        int8=launch.transfer.wire_dtype is WireDtype.INT8 and layout.element_bytes > 1,  # 8-bit pools stay as they are
         transport=launch.transfer.transport.value,
         bind_host=launch.bind_host,
         link_socket=str(launch.link_socket(index)),
@@ -120,7 +118,7 @@ def attach_message(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, i
 
 
 def _kv_tls(launch: WorkerLaunch) -> TlsFiles | None:
-    """Certificates of security.tls say who a peer is; those of transfer.tls need not."""
+    """Certificates of security.tls carry the peer's identity, which is checked; those of transfer.tls need not."""
     if (given := launch.transfer.tls) is not None:
         files, peer = given, None
     elif launch.tls is not None:
@@ -134,7 +132,7 @@ def _kv_tls(launch: WorkerLaunch) -> TlsFiles | None:
 def worker_info(
     launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, attached: dict[int, Attached]
 ) -> cluster_pb2.WorkerInfo:
-    role = cluster_pb2.ROLE_PREFILL if launch.role is RoleName.PREFILL else cluster_pb2.ROLE_DECODE
+    role = cluster_pb2.ROLE_PREFILL if launch.role is Role.PREFILL else cluster_pb2.ROLE_DECODE
     info = cluster_pb2.WorkerInfo(
         worker_id=launch.worker_id,
         epoch=launch.epoch,
@@ -154,20 +152,20 @@ def worker_info(
         total_blocks=rank.layout.num_blocks,
         max_model_tokens=rank.max_model_tokens,
     )
-    for index, where in sorted(attached.items()):
+    for index, agent in sorted(attached.items()):
         info.agents.add(
             rank=index,
-            host_id=where.host_id,
-            mapped_path=where.mapped_path,
-            tcp_address=where.tcp_address,
-            device=where.device,
+            host_id=agent.host_id,
+            mapped_path=agent.mapped_path,
+            tcp_address=agent.tcp_address,
+            device=agent.device,
         )
     info.processes.add(name="rank-0", pid=os.getpid())
     return info
 
 
 class LeaderConnections:
-    """Connects the leader to every rank's agent and feeds what they say into the inbox."""
+    """Connects the leader to every rank's agent and puts their messages into the inbox."""
 
     def __init__(self, launch: WorkerLaunch, inbox: Inbox, io: IoThread) -> None:
         self._launch = launch
@@ -180,23 +178,23 @@ class LeaderConnections:
                 self._launch.agent_socket(rank),
                 first=Lead(),
                 fd=None,
-                on_message=partial(self._said, rank),
+                on_message=partial(self._on_message, rank),
                 on_lost=partial(self._inbox.put, AgentLost(rank)),
                 on_connected=partial(self._inbox.put, AgentConnected(rank)),
             )
 
-    def _said(self, rank: int, message: FromAgent) -> None:
-        self._inbox.put(AgentSaid(rank, message))
+    def _on_message(self, rank: int, message: FromAgent) -> None:
+        self._inbox.put(AgentMessage(rank, message))
 
     def wait_attached(self) -> dict[int, Attached]:
-        """Blocks until every rank's pool is attached (agents repeat `Attached` to their leader)."""
+        """Blocks until every rank's pool is attached: each agent sends `Attached` to its leader too."""
         attached: dict[int, Attached] = {}
         while len(attached) < len(self.clients):
             for event in self._inbox.wait(1.0):
                 match event:
-                    case AgentSaid(rank=rank, message=Attached() as message):
+                    case AgentMessage(rank=rank, message=Attached() as message):
                         attached[rank] = message
-                    case AgentLost() | AgentConnected() | AgentSaid():
+                    case AgentLost() | AgentConnected() | AgentMessage():
                         pass
                     case Stop(reason=reason):
                         raise SystemExit(reason)
@@ -205,11 +203,11 @@ class LeaderConnections:
         return attached
 
 
-def attach_pool(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, index: int, own: AgentClient) -> None:
+def attach_pool(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, index: int, client: AgentClient) -> None:
     def ignore(message: FromAgent) -> None:
-        """Reports go to the leader's connection."""
+        """The agent reports over the leader's connection."""
 
-    own.connect(
+    client.connect(
         launch.agent_socket(index),
         first=attach_message(launch, identity, rank, index),
         fd=rank.pool.fd,
@@ -220,7 +218,7 @@ def attach_pool(launch: WorkerLaunch, identity: WorkerIdentity, rank: Rank, inde
 
 def make_meters(launch: WorkerLaunch, rank: Rank) -> StepMeters:
     spec = launch.model.engine
-    peaks = device_peaks(spec)  # of every rank: they are alike
+    peaks = device_peaks(spec)  # of one rank: all ranks have the same device
     weight_bytes = _QUANTISED_BYTES.get(spec.weights, DTYPE_BYTES[spec.dtype])
     kv_bytes = rank.layout.token_bytes / rank.config.head_dim
     return StepMeters(
@@ -241,30 +239,30 @@ def lead(launch: WorkerLaunch, make_roles: MakeRoles, rank: Rank, identity: Work
     service = ServiceLink(io, inbox)
     requests = make_requests(service)
     agents = Agents(list(connections.clients), SystemClock())
-    role = make_roles(RoleParts(launch, identity, engine, agents, requests))
+    roles = make_roles(RoleParts(launch, identity, engine, agents, requests))
     info = worker_info(launch, identity, rank, attached)
     service.listen(launch.leader_socket, LeaderReady(info.SerializeToString()))
-    log.info("ready: %d KV blocks, up to %d tokens a request", rank.layout.num_blocks, rank.max_model_tokens)
+    log.info("ready: %d KV blocks, at most %d tokens per request", rank.layout.num_blocks, rank.max_model_tokens)
     try:
         meters = make_meters(launch, rank)
-        return Leader(identity, info, engine, agents, requests, role, inbox, service, meters).run()
+        return Leader(identity, info, engine, agents, requests, roles, inbox, service, meters).run()
     finally:
         engine.close()
 
 
 def run(launch: WorkerLaunch, index: int, make_roles: MakeRoles) -> None:
     io = IoThread(name="rank-io")
-    own = AgentClient(io.loop)
+    client = AgentClient(io.loop)
     rank = build_rank(
         Path(launch.model_dir),
         launch.model.engine,
         rank=index,
         size=launch.tp,
         rendezvous_file=launch.rendezvous_file,
-        exporter=RankExporter(own),
+        exporter=RankExporter(client),
     )
     identity = make_identity(launch, rank)
-    attach_pool(launch, identity, rank, index, own)
+    attach_pool(launch, identity, rank, index, client)
     if index == 0:
         log.info("stopping: %s", lead(launch, make_roles, rank, identity, io))
     else:

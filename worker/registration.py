@@ -1,4 +1,4 @@
-"""A worker's place in the cluster: register this life with the controller, then follow the directory for peers."""
+"""Registers this epoch of a worker with the controller, then follows the directory for peers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
-from kvtransfer.agent.control import Peer
+from kvtransfer.control import Peer
 from tandem.config.launch import WorkerLaunch
 from tandem.rpc.grpc_errors import error_from_rpc
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
@@ -22,13 +22,13 @@ RETRY_S = 0.5
 
 
 class Registration:
-    """Keeps trying while the controller is away: the worker serves on without it.
+    """Retries while the controller is unreachable; meanwhile the worker keeps serving.
 
     Args:
-        info: this life; registered again whenever the controller comes back.
-        on_peers: called with the agents of the same model's other workers after every change.
+        info: this epoch; registered again whenever the controller comes back.
+        on_peers: called after every change with the agents of the same model's other workers.
 
-    The role is the directory's to say: this life may play another one than it was started for.
+    The directory decides the role, which may differ from the one the worker was started for.
     """
 
     def __init__(
@@ -42,50 +42,51 @@ class Registration:
         self._info = info
         self._on_peers = on_peers
         self._tls = tls
-        self._again = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def update_agents(self, info: cluster_pb2.WorkerInfo) -> None:
-        """An agent was replaced and listens elsewhere: the directory must know."""
+        """An agent was replaced and listens at another address: registers the worker again."""
         del self._info.agents[:]
         self._info.agents.extend(info.agents)
-        self._again.set()
+        self._changed.set()
 
     async def run(self) -> None:
-        """Never returns. Raises TandemError when the controller refuses this worker for good."""
+        """Never returns. Raises TandemError when the controller refuses this worker permanently."""
         while True:
             try:
                 address = self._launch.controller_address
                 async with open_channel(address, self._tls, Identity.CONTROLLER) as channel:
                     stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
-                    self._again.clear()  # whatever changes from here on is registered in another round
-                    waits = self._tls is None  # a channel shows the certificate that it was opened with, renewed or not
-                    await stub.Register(cluster_pb2.RegisterRequest(worker=self._info), wait_for_ready=waits)
+                    self._changed.clear()  # a change from here on needs another registration
+                    # With TLS a retry opens a new channel: an open one keeps its certificate after a renewal.
+                    wait_for_ready = self._tls is None
+                    await stub.Register(cluster_pb2.RegisterRequest(worker=self._info), wait_for_ready=wait_for_ready)
                     await self._follow(stub)
             except grpc.aio.AioRpcError as failure:
                 if failure.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
                     raise error_from_rpc(failure) from failure
-                log.info("controller is away (%s); trying again", failure.code().name)
-            if not self._again.is_set():
+                log.info("the controller is unreachable (%s); trying again", failure.code().name)
+            if not self._changed.is_set():
                 await asyncio.sleep(RETRY_S)
 
     async def _follow(self, stub: cluster_pb2_grpc.ClusterAsyncStub) -> None:
-        """Passes on the directory until the controller goes away or this worker must register again."""
+        """Passes on the directory until the controller is lost or this worker must register again."""
         watching = stub.WatchDirectory(cluster_pb2.WatchDirectoryRequest(watcher=self._launch.worker_id))
-        ending = asyncio.create_task(self._again.wait())
+        ending = asyncio.create_task(self._changed.wait())
         ending.add_done_callback(lambda _: watching.cancel())
         try:
             async for directory in watching:
                 self._on_peers(peers_of(directory, self._info))
         except asyncio.CancelledError:
-            if not self._again.is_set():
+            if not self._changed.is_set():
                 raise  # this worker is being stopped
         finally:
             ending.cancel()
 
 
 def peers_of(directory: cluster_pb2.Directory, own: cluster_pb2.WorkerInfo) -> tuple[Peer, ...]:
-    """The agents a worker may exchange blocks with: those of its model. A prefill worker is linked to every decode
-    worker all the time."""
+    """The agents with which a worker may exchange blocks: those of its model's other workers. A prefill worker keeps
+    links to all decode workers."""
     role = next((worker.role for worker in directory.workers if worker.worker_id == own.worker_id), own.role)
     return tuple(
         Peer(

@@ -1,7 +1,7 @@
-"""Who asked for what: the requests of one worker, by router session, and the frames that go back.
+"""The requests of one worker by router session, and the frames that go back to the routers.
 
-The engine names a request by an id made here, so a second attempt under the same request id never meets what is left
-of the first.
+Each request gets an engine id of its own here, so a second attempt under the same request id never collides with
+remains of the first.
 """
 
 from __future__ import annotations
@@ -12,90 +12,93 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 
-from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.causes import HandoffCause, HandoffFault
 from tandem.clock import Clock, SystemClock
-from tandem.engine.api import EngineLoad
+from tandem.engine.api import EngineLoad, StepResult
 from tandem.errors import ErrorCode, InputError, RequestCancelled, TandemError
 from tandem.request import FinishReason, RequestState
 from tandem.v1 import worker_pb2
-from worker.wire import FINISH_REASONS, error_frame, load_frame, reach_frame
+from worker.wire import FINISH_REASONS, error_frame, load_frame, reach_frame, scores_frame, token_frame
 
-Life = tuple[str, int]
+WorkerEpoch = tuple[str, int]  # worker id, epoch
 SendFrame = Callable[[int, bytes], None]
 
 log = logging.getLogger(__name__)
 
 MAX_TRACE_ID_CHARS = 32
-_REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})  # with too much to do, most of what is said
-PROGRESS_REPORT_S = 1.0  # the load is told again after this, to routers that have a request here
+_REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})  # logged at DEBUG: overload makes many
+PROGRESS_REPORT_S = 1.0  # an unchanged load is sent again this often to routers that have a request here
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
-    """Where a request came from."""
+class RequestKey:
+    """Names a request within one router session."""
 
     session: int
     request_id: str
 
 
 class Outbox:
-    """Gathers what one step has to say into one frame per router session."""
+    """Gathers the results of one step into one frame per router session."""
 
     def __init__(self, send: SendFrame, clock: Clock | None = None) -> None:
         self._send = send
         self._clock = clock or SystemClock()
         self._frames: defaultdict[int, worker_pb2.WorkerFrame] = defaultdict(worker_pb2.WorkerFrame)
-        self._told_load: EngineLoad | None = None
-        self._told_load_at_s = 0.0
-        self._told_reach: frozenset[Life] = frozenset()
-        self._seen: Counter[int] = Counter()  # frames of each session
+        self._sent_load: EngineLoad | None = None
+        self._load_sent_at_s = 0.0
+        self._sent_reach: frozenset[WorkerEpoch] = frozenset()
+        self._frames_seen: Counter[int] = Counter()  # by session
 
     def frame(self, session: int) -> worker_pb2.WorkerFrame:
         return self._frames[session]
 
     def drop(self, session: int) -> None:
         self._frames.pop(session, None)
-        del self._seen[session]
+        del self._frames_seen[session]
 
-    def saw_frame(self, session: int) -> None:
-        """A frame of the session is taken up: its router is told with the next flush, in any case."""
-        self._seen[session] += 1
+    def count_frame(self, session: int) -> None:
+        """Counts a frame that the leader took up; the next flush reports the count to the router, even alone."""
+        self._frames_seen[session] += 1
         self.frame(session)
 
     def flush(
         self,
         load: EngineLoad,
         steps: int,
-        reach: frozenset[Life],
+        reach: frozenset[WorkerEpoch],
         sessions: Iterable[int],
         busy_sessions: Callable[[], Iterable[int]],
     ) -> None:
-        """Sends every pending frame. Load and reach ride along, and go to all sessions whenever they changed; to those
-        with requests here the load goes once a second in any case, as the sign that the step loop goes on."""
+        """Sends every pending frame, and load and reach to all sessions when they changed.
+
+        Sessions with requests here get the load every PROGRESS_REPORT_S even if unchanged: it shows that the step loop
+        runs.
+        """
         now_s = self._clock.now_s()
-        told: Iterable[int] = ()
-        if load != self._told_load:
-            told = sessions
-        elif now_s - self._told_load_at_s >= PROGRESS_REPORT_S:
-            told = busy_sessions()
-        if told:
-            self._told_load, self._told_load_at_s = load, now_s
+        receivers: Iterable[int] = ()
+        if load != self._sent_load:
+            receivers = sessions
+        elif now_s - self._load_sent_at_s >= PROGRESS_REPORT_S:
+            receivers = busy_sessions()
+        if receivers:
+            self._sent_load, self._load_sent_at_s = load, now_s
             wire = load_frame(load, steps)
-            for session in told:
+            for session in receivers:
                 self._frames[session].load.CopyFrom(wire)
-        if reach != self._told_reach:
-            self._told_reach = reach
+        if reach != self._sent_reach:
+            self._sent_reach = reach
             for session in sessions:
                 self._frames[session].reach.CopyFrom(reach_frame(reach))
         for session, frame in self._frames.items():
             frame.sent_at_s = now_s
-            frame.frames_seen = self._seen[session]
+            frame.frames_seen = self._frames_seen[session]
             self._send(session, frame.SerializeToString())
         self._frames.clear()
 
 
 class RequestBook:
-    """The live requests of this worker. Every one leaves through `finish`, `fail` or `close`, exactly once."""
+    """The live requests of this worker. Each one leaves through `finish`, `fail` or `close`, exactly once."""
 
     def __init__(self, outbox: Outbox) -> None:
         self.outbox = outbox
@@ -103,47 +106,47 @@ class RequestBook:
         self.handoff_failures: Counter[HandoffCause] = Counter()
         self.sessions: dict[int, str] = {}
         self._ids = count(1)
-        self._clients: dict[str, Client] = {}
-        self._engine_ids: dict[Client, str] = {}
-        self._trace_ids: dict[str, str] = {}  # of those that have one
-        self._computing: dict[str, float] = {}  # since when, of those whose prompt was begun
+        self._keys: dict[str, RequestKey] = {}  # by engine id
+        self._engine_ids: dict[RequestKey, str] = {}
+        self._trace_ids: dict[str, str] = {}  # by engine id, where the router sent one
+        self._computing: dict[str, float] = {}  # by engine id: when the first step with its prompt began
 
     def open(self, session: int, request_id: str, trace_id: str = "") -> str:
-        """The engine's id for a new request; `trace_id` is for the logs. Raises InputError when the session already has
-        one of that name."""
-        client = Client(session, request_id)
-        if not request_id or client in self._engine_ids:
-            raise InputError("request_id: expected a new, non-empty id", field="request_id")
+        """Returns the engine id of a new request; `trace_id` is for the logs. Raises InputError when the session
+        already has a live request of that id."""
+        key = RequestKey(session, request_id)
+        if not request_id or key in self._engine_ids:
+            raise InputError(f"request_id: expected a new, non-empty id, got {request_id!r}", field="request_id")
         engine_id = f"{next(self._ids)}:{request_id}"
-        self._clients[engine_id] = client
-        self._engine_ids[client] = engine_id
+        self._keys[engine_id] = key
+        self._engine_ids[key] = engine_id
         if trace_id:
             self._trace_ids[engine_id] = trace_id[:MAX_TRACE_ID_CHARS]
         return engine_id
 
     def find(self, session: int, request_id: str) -> str | None:
-        return self._engine_ids.get(Client(session, request_id))
+        return self._engine_ids.get(RequestKey(session, request_id))
 
-    def client(self, engine_id: str) -> Client | None:
-        return self._clients.get(engine_id)
+    def is_open(self, engine_id: str) -> bool:
+        return engine_id in self._keys
 
     def of_session(self, session: int) -> list[str]:
-        return [engine_id for engine_id, client in self._clients.items() if client.session == session]
+        return [engine_id for engine_id, key in self._keys.items() if key.session == session]
 
     def busy_sessions(self) -> set[int]:
-        """Those with a live request."""
-        return {client.session for client in self._clients.values()} & self.sessions.keys()
+        """Sessions with a live request."""
+        return {key.session for key in self._keys.values()} & self.sessions.keys()
 
     def frame_of(self, engine_id: str) -> tuple[worker_pb2.WorkerFrame, str] | None:
-        """The frame to add to and the router's id, or None when the router no longer wants to hear of it."""
-        client = self._clients.get(engine_id)
-        if client is None or client.session not in self.sessions:
+        """The frame to add to and the router's request id; None when the request or its session is gone."""
+        key = self._keys.get(engine_id)
+        if key is None or key.session not in self.sessions:
             return None
-        return self.outbox.frame(client.session), client.request_id
+        return self.outbox.frame(key.session), key.request_id
 
     def computing(self, engine_id: str, since_s: float) -> None:
-        """The first step with its prompt began then."""
-        if engine_id in self._clients:
+        """Notes when the first step with the request's prompt began."""
+        if engine_id in self._keys:
             self._computing[engine_id] = since_s
 
     def computing_since_s(self, engine_id: str) -> float | None:
@@ -159,30 +162,50 @@ class RequestBook:
         if target := self.frame_of(engine_id):
             frame, request_id = target
             frame.ended.append(error_frame(request_id, error))
-        if isinstance(error, HandoffFault) and engine_id in self._clients:
+        if isinstance(error, HandoffFault) and engine_id in self._keys:
             self.handoff_failures[error.cause] += 1
         cancelled = isinstance(error, RequestCancelled)
-        if not cancelled and (client := self._clients.get(engine_id)) is not None:
+        if not cancelled and (key := self._keys.get(engine_id)) is not None:
             level = logging.DEBUG if error.code in _REFUSALS else logging.WARNING
-            log.log(level, "request failed", extra=self._names(engine_id, client) | {"code": error.code.value})
+            log.log(level, "request failed", extra=self._log_fields(engine_id, key) | {"code": error.code.value})
         self.close(engine_id, RequestState.CANCELLED if cancelled else RequestState.FAILED)
 
-    def _names(self, engine_id: str, client: Client) -> dict[str, str]:
-        """What the router's logs call it; its own id has the number of the attempt behind it."""
-        names = {"request": client.request_id.rpartition(".")[0] or client.request_id, "attempt": client.request_id}
+    def _log_fields(self, engine_id: str, key: RequestKey) -> dict[str, str]:
+        """The ids that the router's logs use. Routers send `REQUEST.ATTEMPT` as the request id."""
+        names = {"request": key.request_id.rpartition(".")[0] or key.request_id, "attempt": key.request_id}
         trace_id = self._trace_ids.get(engine_id)
         return names if trace_id is None else names | {"trace_id": trace_id}
 
     def refuse(self, session: int, request_id: str, error: TandemError) -> None:
-        """A frame that never became a request."""
+        """Reports a frame that never became a request."""
         if session in self.sessions:
             self.outbox.frame(session).ended.append(error_frame(request_id, error))
         self.ends[RequestState.REJECTED] += 1
 
     def close(self, engine_id: str, state: RequestState) -> None:
-        client = self._clients.pop(engine_id, None)
-        if client is not None:
-            del self._engine_ids[client]
+        key = self._keys.pop(engine_id, None)
+        if key is not None:
+            del self._engine_ids[key]
             self._trace_ids.pop(engine_id, None)
             self._computing.pop(engine_id, None)
             self.ends[state] += 1
+
+
+def report_step(result: StepResult, requests: RequestBook, began_s: float, ended_s: float) -> None:
+    """Adds a step's tokens and prompt scores to the routers' frames; to a first token, when its prompt was computed.
+
+    `began_s`, `ended_s`: of the step, on the clock of the frames.
+    """
+    for engine_id in result.began:
+        requests.computing(engine_id, began_s)
+    for scores in result.prompt_scores:
+        if target := requests.frame_of(scores.request_id):
+            frame, request_id = target
+            frame.prompt_scores.append(scores_frame(request_id, scores))
+    for token in result.tokens:
+        if target := requests.frame_of(token.request_id):
+            frame, request_id = target
+            wire = token_frame(request_id, token)
+            if token.cached_tokens is not None and (computing_at_s := requests.computing_since_s(token.request_id)):
+                wire.computing_at_s, wire.sampled_at_s = computing_at_s, ended_s
+            frame.tokens.append(wire)

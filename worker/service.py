@@ -1,7 +1,7 @@
-"""The service process of a worker: ends the routers' gRPC streams, registers the worker, publishes its cache events.
+"""The service process of a worker: serves the routers' gRPC streams, registers the worker, publishes its cache events.
 
-Torch-free, and a process of its own, so that no server shares the step loop's interpreter. Frames pass through as
-bytes to the leader (rank 0). When the leader goes, so does this process; the supervisor then ends the worker.
+Torch-free, and a separate process, so no server shares the step loop's interpreter. Frames pass to the leader (rank 0)
+as bytes. When the leader exits, this process exits too, and the supervisor then stops the worker.
 
     python -m worker.service --launch FILE
 """
@@ -33,9 +33,9 @@ from tandem.v1 import cluster_pb2, worker_pb2
 from worker.event_publisher import EventPublisher
 from worker.messages import (
     CacheChanged,
-    FromLeader,
     FromRouter,
     LeaderReady,
+    LeaderToService,
     Peers,
     SessionClosed,
     SessionOpened,
@@ -48,7 +48,7 @@ from worker.wire import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
 
-QUEUED_FRAMES = 4096  # per router; a router that does not read this many is cut off
+QUEUED_FRAMES = 4096  # per router; a router that leaves more unread is disconnected
 STATE_TIMEOUT_S = 2.0
 HELLO_TIMEOUT_S = 10.0
 SERVICE = "tandem.v1.Worker"
@@ -59,11 +59,11 @@ ALLOWED = {
 
 
 class LeaderLink:
-    """The connection to rank 0, and who waits for what it says."""
+    """The connection to rank 0, with the router sessions and state queries that wait for its messages."""
 
     def __init__(
         self,
-        channel: Channel[FromLeader],
+        channel: Channel[LeaderToService],
         publisher: EventPublisher,
         on_info: Callable[[cluster_pb2.WorkerInfo], None],
     ) -> None:
@@ -95,11 +95,11 @@ class LeaderLink:
             async with asyncio.timeout(STATE_TIMEOUT_S):
                 return await answer
         except TimeoutError:
-            raise UnavailableError(f"the engine did not answer within {STATE_TIMEOUT_S:g} s") from None
+            raise UnavailableError(f"the engine did not answer within {STATE_TIMEOUT_S:g} s: try again") from None
         finally:
             del self._queries[query]
 
-    def handle(self, message: FromLeader) -> None:
+    def handle(self, message: LeaderToService) -> None:
         match message:
             case ToRouter(session=session, frame=frame):
                 self._to_router(session, frame)
@@ -118,9 +118,9 @@ class LeaderLink:
         try:
             queue.put_nowait(frame)
         except asyncio.QueueFull:
-            log.warning("router session %d does not read; ending it", session)
+            log.warning("router session %d left %d frames unread: ending it", session, QUEUED_FRAMES)
             self.close_session(session)
-            queue.get_nowait()  # room for the end mark
+            queue.get_nowait()  # makes room for the end mark
             queue.put_nowait(None)
 
 
@@ -136,9 +136,9 @@ class WorkerService:
     ) -> AsyncIterator[bytes]:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                router_id = await self._greet(frames)
+                router_id = await self._read_hello(frames)
         except TimeoutError:
-            await abort(context, DeadlineExceeded(f"frame: expected a hello within {HELLO_TIMEOUT_S:g} s"))
+            await abort(context, DeadlineExceeded(f"frame: expected a hello within {HELLO_TIMEOUT_S:g} s, got none"))
         except DecodeError as error:
             await abort(context, InputError(f"frame: expected a RouterFrame: {error}", field="frame"))
         except TandemError as error:
@@ -156,21 +156,22 @@ class WorkerService:
             reading.cancel()
             self._leader.close_session(session)
 
-    async def _greet(self, frames: AsyncIterator[bytes]) -> str:
+    async def _read_hello(self, frames: AsyncIterator[bytes]) -> str:
         async for raw in frames:
             frame = worker_pb2.RouterFrame.FromString(raw)
-            if frame.WhichOneof("frame") != "hello" or not frame.hello.router_id:
-                raise InputError("frame: expected a hello with a router_id first", field="frame")
+            kind = frame.WhichOneof("frame")
+            if kind != "hello" or not frame.hello.router_id:
+                raise InputError(f"frame: expected a hello with a router_id first, got {kind or 'none'}", field="frame")
             if frame.hello.protocol != PROTOCOL_VERSION:
                 raise InputError(
-                    f"protocol: expected {PROTOCOL_VERSION}, got {frame.hello.protocol}; update the older side",
+                    f"protocol: expected {PROTOCOL_VERSION}, got {frame.hello.protocol}: update the older side",
                     field="protocol",
                 )
             return frame.hello.router_id
         raise InputError("frame: expected a hello, got the end of the stream", field="frame")
 
     async def _read(self, session: int, frames: AsyncIterator[bytes], queue: asyncio.Queue[bytes | None]) -> None:
-        """The stream's end, however it comes, ends the session; a full queue is ended by who fills it."""
+        """Ends the session with the stream. A full queue is left alone: `_to_router` ends that session."""
         try:
             async for raw in frames:
                 self._leader.channel.send(FromRouter(session, raw))
@@ -183,7 +184,7 @@ class WorkerService:
             return await self._leader.query_state()
         except TandemError as error:
             await abort(context, error)
-            raise  # abort raises; this line is for the type checker
+            raise  # abort raises; the type checker needs this line
 
     def handlers(self) -> grpc.GenericRpcHandler:
         return grpc.method_handlers_generic_handler(
@@ -195,12 +196,12 @@ class WorkerService:
         )
 
 
-async def connect_leader(launch: WorkerLaunch) -> Channel[FromLeader]:
-    """Waits for rank 0 to listen; how long a start may take is the controller's business."""
+async def connect_leader(launch: WorkerLaunch) -> Channel[LeaderToService]:
+    """Waits until rank 0 listens. The controller bounds how long a start may take."""
     while True:
         try:
             reader, writer = await asyncio.open_unix_connection(str(launch.leader_socket), limit=1 << 20)
-            return Channel(reader, writer, FromLeader)
+            return Channel(reader, writer, LeaderToService)
         except (FileNotFoundError, ConnectionRefusedError):
             await asyncio.sleep(0.05)
 
@@ -210,7 +211,7 @@ async def serve(launch: WorkerLaunch) -> None:
     messages = aiter(channel)
     first = await anext(messages, None)
     if not isinstance(first, LeaderReady):
-        raise UnavailableError(f"expected the leader to be ready first, got {type(first).__name__}")
+        raise UnavailableError(f"leader: expected LeaderReady as the first message, got {type(first).__name__}")
     info = cluster_pb2.WorkerInfo.FromString(first.info)
     publisher = EventPublisher(
         cluster=launch.cluster, worker_id=launch.worker_id, epoch=launch.epoch, redis_url=launch.redis_url
@@ -230,7 +231,7 @@ async def serve(launch: WorkerLaunch) -> None:
     try:
         async for message in messages:
             leader.handle(message)
-        log.warning("the leader is gone; ending")
+        log.warning("the leader is gone: exiting")
     finally:
         for task in background:
             task.cancel()
@@ -252,7 +253,7 @@ async def run(launch: WorkerLaunch) -> None:
     try:
         await serve(launch)
     except asyncio.CancelledError:
-        pass  # a signal asked for it
+        pass  # by a signal
 
 
 def main() -> None:

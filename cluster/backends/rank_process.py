@@ -1,4 +1,4 @@
-"""`python -m cluster.backends.rank_process --launch FILE --rank R`: one rank of a worker, able to play every role."""
+"""`python -m cluster.backends.rank_process --launch FILE --rank R`: one rank of a worker, able to take every role."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from decode_worker.role import DecodeRole
 from prefill_worker.role import PrefillRole
 from tandem.clock import SystemClock
 from worker.rank import RoleParts, main
-from worker.role import Role
-from worker.role_set import RoleSet
+from worker.roles import RoleHandler, RoleSet
 
 
 def make_roles(parts: RoleParts) -> RoleSet:
     shared = (parts.identity, parts.engine, parts.agents, parts.requests, SystemClock())
     ttl_s = parts.launch.transfer.ticket_ttl_s
     prefill, moving, decode = PrefillRole(*shared), MovingRole(*shared, ttl_s), DecodeRole(*shared, ttl_s)
-    by_frame: dict[str, Role] = {"prefill": prefill}
+    by_frame: dict[str, RoleHandler] = {"prefill": prefill}
     by_frame |= dict.fromkeys(("generate", "reserve", "join"), decode)
     by_frame |= dict.fromkeys(("hold", "move", "resume"), moving)
     return RoleSet(parts.requests, (prefill, moving, decode), by_frame)

@@ -1,8 +1,8 @@
 """Members in Ray actors, one per tensor-parallel rank. The only module that imports Ray.
 
-An actor hosts a `Supervisor`; the processes it starts die with it. Ray restarts a lost actor (`max_restarts`); the
-controller, told by `wait_end`, then starts the whole worker again under a new epoch. Ray carries control only: actor
-calls take about a millisecond.
+An actor hosts a `Supervisor`; its processes die with it. Ray restarts a lost actor (`max_restarts`); `wait_end` then
+returns, and the controller restarts the whole worker in a new epoch. Ray carries control messages only: an actor call
+takes about a millisecond.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Read by Ray when it is imported and by the processes it starts.
+# Ray reads these when it is imported, and so do the processes it starts.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
@@ -33,18 +33,18 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.backends.processes import MemberHandle, MemberStart, Resources, RunningProcess
+from cluster.backends.protocol import MemberHandle, MemberStart, Resources, RunningProcess
 from cluster.backends.supervisor import Supervisor
 from tandem.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 80 << 20  # Ray's least; nothing of ours goes through it
+OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; Tandem stores no objects
 RETRY_S = 0.2
-ASK_TIMEOUT_S = 2.0
+GCS_TIMEOUT_S = 2.0
 SYSTEM_CONFIG = {
-    "worker_niceness": 0,  # else 15, which ranks inherit: whatever else runs here would go before them
-    # A frozen node is noticed in about 5 s instead of 65.
+    "worker_niceness": 0,  # ranks would inherit the default, 15, and yield to every other process
+    # Detect a frozen node in about 5 s instead of 65 s.
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 1000,
@@ -52,9 +52,11 @@ SYSTEM_CONFIG = {
 }
 
 
-def leave_out_helpers() -> None:
-    """A Ray of our own starts without its log monitor, autoscaler and API server: nothing here asks them, each takes a
-    second of a core and 80 MB, and no option of `ray.init` leaves them out. A Ray that names them otherwise has them.
+def disable_helpers() -> None:
+    """Makes a local Ray cluster start without log monitor, autoscaler and API server.
+
+    Tandem uses none of them, each takes a second of a core and 80 MB, and `ray.init` has no option against them. If a
+    Ray version names these methods differently, the helpers start.
     """
     for name in ("start_log_monitor", "start_monitor", "start_api_server"):
         if hasattr(Node, name):
@@ -62,11 +64,11 @@ def leave_out_helpers() -> None:
 
 
 def _start_nothing(node: Node, **settings: object) -> None:
-    """In place of a method that starts a process."""
+    """Replaces a method that starts a process."""
 
 
 class SupervisorActor:
-    """The actor's body. Messages are JSON, so no class of ours has to be alike on both sides."""
+    """The actor's body. Messages are JSON, so both sides need not have the same version of a class."""
 
     def __init__(self, name: str, log_dir: str) -> None:
         self._supervisor = Supervisor(name, Path(log_dir))
@@ -85,15 +87,15 @@ class SupervisorActor:
 
 
 class RayMember:
-    """Of an actor that may still wait for its place, only `start` is asked: Ray lets calls wait too."""
+    """Calls only `start` on an actor that may not be placed yet: Ray queues calls to it, so others would block."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._actor: Any = None
         self._started = False
 
-    def live_in(self, actor: Any) -> None:
-        """From now on; what there was before is gone."""
+    def use(self, actor: Any) -> None:
+        """Replaces the actor; the previous one is gone."""
         self._actor, self._started = actor, False
 
     async def start(self, start: MemberStart) -> None:
@@ -103,7 +105,7 @@ class RayMember:
                 self._started = True
                 return
             except RayActorError:
-                await asyncio.sleep(RETRY_S)  # Ray is bringing the actor back
+                await asyncio.sleep(RETRY_S)  # Ray is restarting the actor
 
     async def wait_end(self) -> str:
         try:
@@ -129,28 +131,28 @@ class RayMember:
             pass  # its processes died with it
 
     def kill(self) -> None:
-        """The actor, and its processes with it."""
+        """Kills the actor and with it the processes."""
         ray.kill(self._actor, no_restart=True)
 
 
 @dataclass(slots=True)
-class _Place:
-    """Of one group: what it needs, what Ray keeps for it, and who lives there."""
+class _Reservation:
+    """One group's resources, placement group and members."""
 
     resources: tuple[Resources, ...]
-    reserved: PlacementGroup
+    placement: PlacementGroup
     members: list[RayMember]
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         for member in self.members:
             member.kill()
-        remove_placement_group(self.reserved)
+        remove_placement_group(self.placement)
 
 
 class RayBackend:
-    """Args: `address` of an existing cluster, or None to start one on this machine, in `temp_dir`, with `cpus`.
+    """`address`: an existing Ray cluster; None starts one on this machine, in `temp_dir`, with `cpus`.
 
-    Nodes of an existing cluster may still be on their way: a place is waited for, for `place_timeout_s`.
+    Nodes of an existing cluster may join late: `place` waits up to `place_timeout_s` for room.
     """
 
     name = "ray"
@@ -163,27 +165,27 @@ class RayBackend:
         self._address = address
         self._cpus = cpus
         self._place_timeout_s = place_timeout_s
-        self._here: list[RayMember] = []
-        self._places: dict[str, _Place] = {}
+        self._local: list[RayMember] = []
+        self._reservations: dict[str, _Reservation] = {}
         self._opening: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
-        """Raises ConfigError when the address cannot be reached."""
-        # Ray's processes die with the thread that starts them; the loop's own pool keeps its threads to the end.
+        """Raises ConfigError if Ray cannot be started, or joined at `address`."""
+        # Ray's processes die with the thread that starts them; the event loop's thread pool keeps its threads.
         self._opening = asyncio.get_running_loop().run_in_executor(None, self._init)
         try:
             await asyncio.shield(self._opening)
-        except Exception as error:  # Ray raises plain ones too, as when its own start takes too long
+        except Exception as error:  # Ray raises plain exceptions too, for instance when its start times out
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if self._address is None:
                 raise ConfigError(
-                    f"control.backend: Ray did not start here ({reason.rstrip('.')}). It gives itself 30 s, which a "
-                    "busy machine may not keep: try again, or on one machine `--backend subprocess`, which does "
-                    f"without Ray; its log: {self._temp_dir}/session_latest/logs",
+                    f"control.backend: Ray did not start here ({reason.rstrip('.')}). Its start times out "
+                    "after 30 s, which a busy machine may exceed: try again, or use `--backend subprocess`, which runs "
+                    f"on one machine without Ray; its log: {self._temp_dir}/session_latest/logs",
                     field="control.backend",
                 ) from error
             raise ConfigError(
-                f"control.ray_address: no Ray cluster could be joined at {self._address}: {reason}",
+                f"control.ray_address: cannot join a Ray cluster at {self._address}: {reason}",
                 field="control.ray_address",
             ) from error
 
@@ -193,7 +195,7 @@ class RayBackend:
             ray.init(address=self._address, **common)
             return
         self._temp_dir.mkdir(mode=0o700, parents=True)
-        leave_out_helpers()
+        disable_helpers()
         ray.init(
             address="local",
             num_cpus=max(1, round(self._cpus)),
@@ -207,58 +209,58 @@ class RayBackend:
 
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
         resources = tuple(members)
-        place = _Place(resources, _reserve(group, resources), [])
-        self._places[group] = place
+        reservation = _Reservation(resources, _reserve(group, resources), [])
+        self._reservations[group] = reservation
         try:
-            if not await asyncio.to_thread(place.reserved.wait, self._place_timeout_s):
+            if not await asyncio.to_thread(reservation.placement.wait, self._place_timeout_s):
                 free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
                 raise ConfigError(
-                    f"{group}: no Ray node has {place.reserved.bundle_specs} free; Ray has {free}: add a node or ask "
-                    "for less",
+                    f"{group}: no Ray node has {reservation.placement.bundle_specs} free; Ray has {free}: add a node "
+                    "or ask for less",
                     field="models",
                 )
-        except BaseException:  # also when whoever asked went away: else it would be placed later, for nobody
-            await self.give_back(group)
+        except BaseException:  # cancelled too: otherwise Ray would place the group later, unused
+            await self.release(group)
             raise
-        place.members += [RayMember(f"{group}.{index}") for index in range(len(resources))]
-        self._fill(place)
-        return list(place.members)
+        reservation.members += [RayMember(f"{group}.{index}") for index in range(len(resources))]
+        self._start_actors(reservation)
+        return list(reservation.members)
 
-    async def place_here(self, name: str) -> MemberHandle:
+    async def place_local(self, name: str) -> MemberHandle:
         here = ray.get_runtime_context().get_node_id()
         member = RayMember(name)
-        member.live_in(self._actor(name, Resources(), NodeAffinitySchedulingStrategy(here, soft=False)))
-        self._here.append(member)
+        member.use(self._actor(name, Resources(), NodeAffinitySchedulingStrategy(here, soft=False)))
+        self._local.append(member)
         return member
 
-    async def leaving(self) -> frozenset[str]:
+    async def draining(self) -> frozenset[str]:
         if self._address is None:
-            return frozenset()  # a Ray of our own has this node alone
-        return await asyncio.to_thread(self._leaving)
+            return frozenset()  # a local Ray cluster has only this node
+        return await asyncio.to_thread(self._draining)
 
-    def _leaving(self) -> frozenset[str]:
+    def _draining(self) -> frozenset[str]:
         gcs = internal_kv_get_gcs_client()  # type: ignore[no-untyped-call]
         try:
-            # What Ray Serve asks too: there is no public word for it.
-            nodes: set[str] = set(gcs.get_draining_nodes(timeout=ASK_TIMEOUT_S))
+            # A private call, which Ray Serve uses too: there is no public one.
+            nodes: set[str] = set(gcs.get_draining_nodes(timeout=GCS_TIMEOUT_S))
             table: dict[str, Any] = placement_group_table() if nodes else {}
         except RayError as error:
-            log.warning("Ray does not say which nodes leave: %s", error)
+            log.warning("cannot read which Ray nodes are draining: %s", error)
             return frozenset()
-        there = {key for key, each in table.items() if nodes.intersection(each["bundles_to_node_id"].values())}
-        return frozenset(group for group, place in list(self._places.items()) if place.reserved.id.hex() in there)
+        affected = {key for key, each in table.items() if nodes.intersection(each["bundles_to_node_id"].values())}
+        return frozenset(name for name, each in list(self._reservations.items()) if each.placement.id.hex() in affected)
 
-    def place_anew(self, group: str) -> None:
-        place = self._places[group]
-        place.give_back()
-        place.reserved = _reserve(group, place.resources)
-        self._fill(place)
+    def reschedule(self, group: str) -> None:
+        reservation = self._reservations[group]
+        reservation.release()
+        reservation.placement = _reserve(group, reservation.resources)
+        self._start_actors(reservation)
 
-    def _fill(self, place: _Place) -> None:
-        """With an actor for each member."""
-        for index, (member, resources) in enumerate(zip(place.members, place.resources, strict=True)):
-            strategy = PlacementGroupSchedulingStrategy(place.reserved, index)
-            member.live_in(self._actor(member.name, resources, strategy))
+    def _start_actors(self, reservation: _Reservation) -> None:
+        """Starts one actor for each member."""
+        for index, (member, resources) in enumerate(zip(reservation.members, reservation.resources, strict=True)):
+            strategy = PlacementGroupSchedulingStrategy(reservation.placement, index)
+            member.use(self._actor(member.name, resources, strategy))
 
     def _actor(
         self,
@@ -274,22 +276,22 @@ class RayBackend:
             scheduling_strategy=strategy,
         ).remote(name, str(self._log_dir))
 
-    async def give_back(self, group: str) -> None:
-        if (place := self._places.pop(group, None)) is not None:
-            place.give_back()
+    async def release(self, group: str) -> None:
+        if (reservation := self._reservations.pop(group, None)) is not None:
+            reservation.release()
 
     async def close(self) -> None:
         if self._opening is not None:
-            await asyncio.gather(self._opening, return_exceptions=True)  # a start of Ray can only be waited for
+            await asyncio.gather(self._opening, return_exceptions=True)  # a starting Ray cannot be cancelled
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
         with contextlib.suppress(RayError):  # the Ray cluster itself may be gone
             if ray.is_initialized():
-                for member in self._here:
+                for member in self._local:
                     member.kill()
-                for place in self._places.values():
-                    place.give_back()
+                for reservation in self._reservations.values():
+                    reservation.release()
         ray.shutdown()
         if self._address is None:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
@@ -297,5 +299,5 @@ class RayBackend:
 
 def _reserve(group: str, resources: Sequence[Resources]) -> PlacementGroup:
     bundles = [{"CPU": each.cpus} | ({"GPU": each.gpus} if each.gpus else {}) for each in resources]
-    reserved: PlacementGroup = placement_group(bundles, strategy="STRICT_PACK", name=group)
-    return reserved
+    placement: PlacementGroup = placement_group(bundles, strategy="STRICT_PACK", name=group)
+    return placement

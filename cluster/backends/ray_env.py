@@ -1,4 +1,4 @@
-"""The environment of a Ray cluster of our own. Ray reads it when it is imported, so this module must not import Ray."""
+"""The environment of a local Ray cluster. Ray reads it when imported, so this module must not import Ray."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from tandem.config.spec import TlsSpec
 from tandem.rpc.identity import Identity
 
 _LOOPBACK = {
-    # Else Ray turns 127.0.0.1 into the host's own address and listens on every interface.
+    # Without this, Ray replaces 127.0.0.1 by the host's address and listens on every interface.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # No port can have this number: the autoscaler's metrics, which nobody here reads, would be open to anybody.
+    # An impossible port: disables the autoscaler's metrics, which nothing reads and which would be unprotected.
     "AUTOSCALER_METRIC_PORT": "-1",
 }
 
 
-def prepare_own_ray(tls: TlsSpec | None) -> None:
-    """For this process and its children: loopback only; a token that every caller must know, one for this cluster, so
-    that none is left in the home folder; and mutual TLS where `security.tls` is given. The user's own choices stand."""
+def prepare_local_ray(tls: TlsSpec | None) -> None:
+    """Secures Ray for this process and its children; variables that the user has set keep their values.
+
+    Ray listens on loopback only, requires a token (a fresh one, so that Ray stores none in the home folder) and, if
+    `security.tls` is set, mutual TLS.
+    """
     for name, value in _LOOPBACK.items():
         os.environ.setdefault(name, value)
     if "RAY_AUTH_MODE" not in os.environ:

@@ -1,16 +1,16 @@
-"""Members as children of the controller. For tests and for machines without Ray."""
+"""Runs members as child processes of the controller: for tests and for machines without Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.backends.processes import MemberHandle, MemberStart, Resources, RunningProcess
+from cluster.backends.protocol import MemberHandle, MemberStart, Resources, RunningProcess
 from cluster.backends.supervisor import Supervisor
 
 
 class LocalMember:
-    """A member among this process's own children: the controller's Redis, whatever the backend."""
+    """A member whose processes are children of this one. The embedded Redis is one under every backend."""
 
     def __init__(self, name: str, log_dir: Path) -> None:
         self._supervisor = Supervisor(name, log_dir)
@@ -35,22 +35,22 @@ class SubprocessBackend:
         self._log_dir = log_dir
 
     async def open(self) -> None:
-        """Nothing to open: members are children of this process."""
+        """Does nothing: members are children of this process."""
 
     async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
         return [LocalMember(f"{group}.{index}", self._log_dir) for index in range(len(members))]
 
-    async def place_here(self, name: str) -> MemberHandle:
+    async def place_local(self, name: str) -> MemberHandle:
         return LocalMember(name, self._log_dir)
 
-    async def give_back(self, group: str) -> None:
-        """Nothing was taken."""
+    async def release(self, group: str) -> None:
+        """Does nothing: no resources were reserved."""
 
-    async def leaving(self) -> frozenset[str]:
-        return frozenset()  # this host leaves with the controller alone
+    async def draining(self) -> frozenset[str]:
+        return frozenset()  # if this host stops, the controller stops with it
 
-    def place_anew(self, group: str) -> None:
-        """Nothing leaves."""
+    def reschedule(self, group: str) -> None:
+        """Never called: no host drains."""
 
     async def close(self) -> None:
-        """Nothing to close: every member was stopped by its owner."""
+        """Does nothing: the owners have stopped their members."""

@@ -1,7 +1,7 @@
-"""Runs one member's processes: starts them, restarts those that may be restarted, and leaves none behind.
+"""Runs one member's processes: starts them, restarts those with `restart`, and leaves none behind.
 
-Every child dies with its supervisor (PR_SET_PDEATHSIG), even when that is killed. The signal is tied to the thread that
-forked, so children are started from the event loop's own thread.
+Every child dies with its supervisor (PR_SET_PDEATHSIG), even if that is killed. The kernel sends the signal when the
+thread that forked ends, so the event loop's thread starts the children.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from cluster.backends.processes import MemberStart, ProcessSpec, RunningProcess
+from cluster.backends.protocol import MemberStart, ProcessSpec, RunningProcess
 
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 RESTART_DELAY_S = 0.2
 MAX_RESTART_DELAY_S = 5.0
-STABLE_S = 10.0  # a process that lived this long is restarted without further delay
+STABLE_S = 10.0  # a process that ran for so long restarts with the shortest delay
 TAIL_BYTES = 4096
-# A line of tandem.telemetry.logs, as text or as JSON, below a warning; what is none of ours may be a traceback's end.
+# A log line of tandem.telemetry.logs below warning, as text or JSON. Any other line may be the end of a traceback.
 _HARMLESS = re.compile(r'\S+ (info|debug) |\{"time": "[^"]*", "level": "(info|debug)"')
-_CODE = Path(__file__).resolve().parents[2]  # where our packages are: the repository or site-packages
+_CODE = Path(__file__).resolve().parents[2]  # the folder of the packages: the repository or site-packages
 
-
-# Run by a bare interpreter between fork and our program: code that ran in the forked copy of a process with many
-# threads (gRPC's, say) could not be trusted to work.
+# Run by a bare interpreter before it executes the program: code in a forked copy of a process with many threads, such
+# as gRPC's, is not safe.
 _DIE_WITH_PARENT = (
     "import ctypes, os, sys; "
     f"ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}); "
-    "os.getppid() == int(sys.argv[1]) or os._exit(1); "  # the parent may have died before that took effect
+    "os.getppid() == int(sys.argv[1]) or os._exit(1); "  # the parent may have died before prctl
     "os.execvp(sys.argv[2], sys.argv[2:])"
 )
 
@@ -56,7 +55,7 @@ class Supervisor:
         self._ended: asyncio.Future[str] | None = None
 
     async def start(self, start: MemberStart) -> None:
-        """What cannot be started is an end that `wait_end` tells of, like any other."""
+        """If a process cannot start, `wait_end` returns the reason."""
         self._run_dir = Path(start.run_dir)
         self._ended = asyncio.get_running_loop().create_future()
         try:
@@ -114,25 +113,25 @@ class Supervisor:
         delay_s = RESTART_DELAY_S
         while True:
             started_s = loop.time()
-            how = _how(await self._children[spec.name].wait())
+            how = _exit_text(await self._children[spec.name].wait())
             if not spec.restart:
                 break
-            log.warning("%s/%s %s; starting it again", self._name, spec.name, how)
+            log.warning("%s/%s %s; restarting it", self._name, spec.name, how)
             stable = loop.time() - started_s >= STABLE_S
             delay_s = RESTART_DELAY_S if stable else min(MAX_RESTART_DELAY_S, 2 * delay_s)
             await asyncio.sleep(delay_s)
             try:
                 await self._spawn(spec)
             except OSError as error:
-                how = f"could not be started again: {error}"
+                how = f"could not be restarted: {error}"
                 break
-        self._end(f"{self._name}/{spec.name} {how}{self._last_words(spec.name)}")
+        self._end(f"{self._name}/{spec.name} {how}{self._log_hint(spec.name)}")
 
     def _log_of(self, process: str) -> Path:
         return self._log_dir / f"{self._name}.{process}.log"
 
-    def _last_words(self, process: str) -> str:
-        """The last line of its log that says something, if that may be why it ended; else where the log is."""
+    def _log_hint(self, process: str) -> str:
+        """The log's last line if it may be the reason of the end; otherwise the log's path."""
         path = self._log_of(process)
         with contextlib.suppress(OSError), path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -143,7 +142,7 @@ class Supervisor:
 
 
 async def _stop(child: asyncio.subprocess.Process, grace_s: float) -> None:
-    """SIGTERM to the process and what it started; SIGKILL after the grace."""
+    """Sends SIGTERM to the process group, and SIGKILL after `grace_s`."""
     if child.returncode is not None:
         return
     with contextlib.suppress(ProcessLookupError):
@@ -157,12 +156,12 @@ async def _stop(child: asyncio.subprocess.Process, grace_s: float) -> None:
         await child.wait()
 
 
-def _how(code: int) -> str:
+def _exit_text(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _write_private(path: Path, content: str) -> None:
-    """In one step: the members of a worker share a folder, and one's processes may be reading already."""
+    """Writes atomically: the ranks of a worker share a folder, and another rank may already read the file."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(content)
@@ -170,7 +169,7 @@ def _write_private(path: Path, content: str) -> None:
 
 
 def _python_path() -> dict[str, str]:
-    """Our packages are found wherever they are; those of site-packages are found anyway, and after Python's own."""
+    """Adds the packages' folder to PYTHONPATH. Not site-packages: the standard library must come before it."""
     if str(_CODE) in (sysconfig.get_path("purelib"), site.getusersitepackages()):
         return {}
     before = os.environ.get("PYTHONPATH")
@@ -178,5 +177,5 @@ def _python_path() -> dict[str, str]:
 
 
 def python(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command line of one of our own modules, in this interpreter. -P: never a module of the current folder."""
+    """The command line that runs a module in this interpreter. -P: never imports from the current folder."""
     return (sys.executable, "-P", "-m", module, *arguments)

@@ -1,4 +1,4 @@
-"""What commands print on: a terminal's width is kept to, a file or a pipe gets whole lines; tables fit either."""
+"""Console output: fits a terminal's width; a file or pipe gets whole lines."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 UNLIMITED = 10_000  # columns
-FOLDED = 20  # what a column that may be folded is granted before others are left out
+FOLDED = 20  # width of a folded column before other columns are dropped
 
 _WIDE = Console(width=UNLIMITED)
 
 
 def console() -> Console:
-    """For stdout."""
+    """The console for stdout."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else UNLIMITED)
 
 
@@ -34,12 +34,12 @@ def fitted(
     box: Box | None = None,
     header_style: str = "table.header",
 ) -> Table:
-    """A table of `width` columns at most, whose cells are never shortened.
+    """A table at most `width` characters wide, whose cells are never truncated.
 
     Args:
-        left: titles of the columns that are justified left; figures stand right.
-        spare: titles of the columns that may be missing where there is no room, the first to go first.
-        folded: titles of the columns whose cells may go on in the next line. Where nothing else helps, all do.
+        left: titles of left-justified columns; all others are right-justified.
+        spare: titles of columns that may be dropped, in this order.
+        folded: titles of columns whose cells may wrap. If dropping columns is not enough, all cells wrap.
     """
 
     def build(without: Collection[str], most: int | None) -> Table:
@@ -59,21 +59,21 @@ def fitted(
             table.add_row(*(_plain(row[number]) for number in kept))
         return table
 
-    gone = 0
-    while gone < len(spare) and _width(build(spare[:gone], FOLDED)) > width:
-        gone += 1
-    return build(spare[:gone], None)
+    dropped = 0
+    while dropped < len(spare) and _width(build(spare[:dropped], FOLDED)) > width:
+        dropped += 1
+    return build(spare[:dropped], None)
 
 
 BOXED = HEAVY_HEAD
 
 
 def _plain(cell: RenderableType) -> RenderableType:
-    """Text is not markup: names and notes come from people."""
+    """Strings are not markup, since users choose names and notes."""
     return Text(cell) if isinstance(cell, str) else cell
 
 
 def _width(table: Table) -> int:
-    """With every cell in one line, but for those that may be folded."""
+    """The width with every cell on one line, except cells that may wrap."""
     table.title = None
     return Measurement.get(_WIDE, _WIDE.options, table).maximum

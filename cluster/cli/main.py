@@ -1,4 +1,4 @@
-"""The `tandem` command. Each command's own module is imported when it runs, so that `--help` answers at once."""
+"""The `tandem` command. A command imports its module only when it runs, so `--help` is fast."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli import planning as planning_cli
-from cluster.cli.keys import keys
-from cluster.cli.trace import traces
+from cluster.cli.options import planning
+from cluster.cli.options.keys import keys
+from cluster.cli.options.shared import Address, ClusterName, Config, Json, Model, ServedName, Tls
+from cluster.cli.options.trace import traces
 
-# ruff: noqa: PLC0415 (commands import what they need when they run: gRPC, pydantic, Ray and torch take seconds)
+# ruff: noqa: PLC0415 (importing gRPC, pydantic, Ray and torch takes seconds)
 
 app = typer.Typer(
     name="tandem",
@@ -27,14 +28,19 @@ app = typer.Typer(
 app.add_typer(keys, name="keys")
 app.add_typer(traces, name="trace")
 
-Config = Annotated[Path | None, typer.Option("--config", help="Cluster spec (YAML); see docs/configuration.md.")]
-Model = Annotated[str | None, typer.Option("--model", help="Pulled model, checkpoint folder or GGUF file.")]
-Address = Annotated[str | None, typer.Option("--address", help="Admin address (host:port) of a cluster elsewhere.")]
-GrpcAddress = Annotated[str | None, typer.Option("--address", help="gRPC address (host:port) of a router elsewhere.")]
-Tls = Annotated[Path | None, typer.Option("--tls", envvar="TANDEM_TLS", help="Folder of `tandem certs`: as its admin.")]
-ApiKey = Annotated[str | None, typer.Option(envvar="TANDEM_API_KEY", help="Where the routers ask for one.")]
-ClusterName = Annotated[
-    str | None, typer.Option("--cluster", "--name", help="Which running cluster; the only one by default.")
+GrpcAddress = Annotated[
+    str | None,
+    typer.Option("--address", help="gRPC address (HOST:PORT) of a router. Default: a cluster on this machine."),
+]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="TANDEM_API_KEY", help="API key, if the routers require one. Default: none.")
+]
+Wait = Annotated[
+    bool, typer.Option("--wait", help="Let running requests finish on the worker instead of moving them to others.")
+]
+RestartModel = Annotated[
+    str | None,
+    typer.Option("--model", help="Restart only this model's workers (its served name). Default: all models."),
 ]
 
 
@@ -42,25 +48,49 @@ ClusterName = Annotated[
 def up(
     config: Config = None,
     model: Model = None,
-    prefill: Annotated[int | None, typer.Option(help="Prefill workers; 0 makes the cluster aggregated.")] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
-    prefill_tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks of a prefill worker.")] = None,
-    decode_tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks of a decode worker.")] = None,
-    routers: Annotated[int | None, typer.Option(help="Routers; each has ports of its own.")] = None,
-    http_port: Annotated[int | None, typer.Option(help="OpenAI-compatible HTTP; 0 takes a free one.")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="gRPC; 0 takes a free one.")] = None,
-    admin_port: Annotated[int | None, typer.Option(help="Admin gRPC; 0 takes a free one.")] = None,
-    backend: Annotated[str | None, typer.Option(help="ray or subprocess.")] = None,
-    redis_url: Annotated[str | None, typer.Option(help="An external Redis or Valkey instead of the embedded.")] = None,
-    disaggregation: Annotated[str | None, typer.Option(help="auto, always or never.")] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", "--cluster", help="A name of its own lets a second cluster run.")
+    prefill: Annotated[
+        int | None, typer.Option(help="Prefill workers; 0 turns disaggregation off. Default: 1.")
     ] = None,
-    tls: Annotated[Path | None, typer.Option(help="Folder of `tandem certs`: TLS inside and at the edge.")] = None,
-    autoscale: Annotated[bool, typer.Option("--autoscale", help="Let the pools follow the traffic.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="The autoscaler decides, but changes nothing.")] = False,
+    decode: Annotated[int | None, typer.Option(help="Decode workers. Default: 1.")] = None,
+    prefill_tp: Annotated[
+        int | None, typer.Option(help="Tensor-parallel ranks of each prefill worker. Default: 1.")
+    ] = None,
+    decode_tp: Annotated[
+        int | None, typer.Option(help="Tensor-parallel ranks of each decode worker. Default: 1.")
+    ] = None,
+    routers: Annotated[int | None, typer.Option(help="Routers; each has its own ports. Default: 1.")] = None,
+    http_port: Annotated[
+        int | None, typer.Option(help="Port of the OpenAI-compatible HTTP API; 0 picks a free one. Default: 8000.")
+    ] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(help="Port of the gRPC API; 0 picks a free one. Default: 50051.")
+    ] = None,
+    admin_port: Annotated[
+        int | None, typer.Option(help="Port of the admin gRPC API; 0 picks a free one. Default: 50052.")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="ray, or subprocess (one machine, without Ray). Default: ray.")
+    ] = None,
+    redis_url: Annotated[
+        str | None, typer.Option(help="URL of an external Redis or Valkey. Default: the embedded server.")
+    ] = None,
+    disaggregation: Annotated[str | None, typer.Option(help="auto, always or never. Default: auto.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", "--cluster", help="Name of the cluster, unique on this machine. Default: tandem."),
+    ] = None,
+    tls: Annotated[
+        Path | None,
+        typer.Option(help="Folder made by `tandem certs`: mutual TLS inside, TLS for clients. Default: no TLS."),
+    ] = None,
+    autoscale: Annotated[
+        bool, typer.Option("--autoscale", help="Turn the autoscaler on: pool sizes follow the load.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --autoscale: show decisions, but change nothing.")
+    ] = False,
 ) -> None:
-    """Start a cluster and stay up until Ctrl-C."""
+    """Start a cluster and run it until Ctrl-C. Options override the spec given with --config."""
     from cluster.cli.commands.up import UpFlags, run_up
 
     flags = UpFlags(
@@ -72,7 +102,7 @@ def up(
 
 @app.command()
 def demo() -> None:
-    """Start one prefill and one decode worker, ask three questions, show where the time went, stop."""
+    """Start one prefill and one decode worker, ask three questions, show where the time went, and stop."""
     from cluster.cli.commands.demo import run_demo
 
     raise typer.Exit(run_demo())
@@ -80,30 +110,41 @@ def demo() -> None:
 
 @app.command()
 def chat(
-    question: Annotated[str | None, typer.Argument(help="Ask once; otherwise read from the terminal or stdin.")] = None,
-    model: Model = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy; higher is more varied.")] = 0.0,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer; unset: what the context leaves.")] = None,
+    question: Annotated[
+        str | None, typer.Argument(help="Ask this and exit. Default: read questions from the terminal or stdin.")
+    ] = None,
+    model: ServedName = None,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum tokens of an answer. Default: the rest of the context.")
+    ] = None,
     address: GrpcAddress = None,
     cluster: ClusterName = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue each text as it is, for models without a chat.")] = False,
-    ca: Annotated[Path | None, typer.Option(help="PEM file to check a router's certificate against.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Send each text as a plain prompt, for models without a chat template.")
+    ] = False,
+    ca: Annotated[
+        Path | None,
+        typer.Option(help="PEM file with the CA of the router's certificate. Default: the local cluster's."),
+    ] = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Talk to a running cluster."""
-    from cluster.cli.commands.chat import Ask, run_chat
+    """Chat with a model of a running cluster."""
+    from cluster.cli.commands.chat import ChatOptions, run_chat
 
-    raise typer.Exit(run_chat(question, Ask(model or "", temperature, max_tokens, raw), address, cluster, ca, api_key))
+    raise typer.Exit(
+        run_chat(question, ChatOptions(model or "", temperature, max_tokens, raw), address, cluster, ca, api_key)
+    )
 
 
 @app.command()
 def status(
-    json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    json: Json = False,
     address: Address = None,
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Show a running cluster's workers, blocks, links and processes."""
+    """Show the workers, KV blocks, links and processes of a running cluster."""
     from cluster.cli.commands.status import run_status
 
     raise typer.Exit(run_status(json, address, cluster, tls))
@@ -111,13 +152,15 @@ def status(
 
 @app.command()
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print one frame, as without a terminal.")] = False,
-    interval: Annotated[float, typer.Option(help="Seconds between two frames.", min=0.2, max=60)] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one frame and exit. Without a terminal, this is the default.")
+    ] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between frames.", min=0.2, max=60)] = 1.0,
     address: Address = None,
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Watch a running cluster: workers, links, queues and requests, live."""
+    """Watch the workers, links, queues and requests of a running cluster."""
     from cluster.cli.commands.top import run_top
 
     raise typer.Exit(run_top(once, interval, address, cluster, tls))
@@ -125,62 +168,62 @@ def top(
 
 @app.command()
 def scale(
-    prefill: Annotated[int | None, typer.Option(help="Prefill workers there shall be.")] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode workers there shall be.")] = None,
-    model: Annotated[str | None, typer.Option(help="Served name, where there are several.")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Number of prefill workers. Default: unchanged.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Number of decode workers. Default: unchanged.")] = None,
+    model: ServedName = None,
     address: Address = None,
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Change how many workers there are, without losing a request."""
+    """Change the number of workers without losing a request."""
     from cluster.cli.admin_client import find_admin
-    from cluster.cli.commands.live_ratio import run_scale
+    from cluster.cli.commands.scaling import run_scale
 
     raise typer.Exit(run_scale(prefill, decode, model, find_admin(address, cluster, tls)))
 
 
 @app.command()
 def ratio(
-    ratio: Annotated[str, typer.Argument(help="Prefill to decode workers, as in 2:1.")],
-    model: Annotated[str | None, typer.Option(help="Served name, where there are several.")] = None,
+    ratio: Annotated[str, typer.Argument(help="Prefill:decode, for example 2:1.")],
+    model: ServedName = None,
     address: Address = None,
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Give the workers there are other roles, in this ratio."""
+    """Change the roles of the running workers to this ratio."""
     from cluster.cli.admin_client import find_admin
-    from cluster.cli.commands.live_ratio import run_ratio
+    from cluster.cli.commands.scaling import run_ratio
 
     raise typer.Exit(run_ratio(ratio, model, find_admin(address, cluster, tls)))
 
 
 @app.command()
 def drain(
-    worker: Annotated[str, typer.Argument(help="A worker's id, as in `tandem status`.")],
-    restart: Annotated[bool, typer.Option("--restart", help="Start it again instead of taking it out.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Let its requests end there instead of moving them.")] = False,
+    worker: Annotated[str, typer.Argument(help="Id of the worker, as `tandem status` shows it.")],
+    restart: Annotated[bool, typer.Option("--restart", help="Restart the worker instead of removing it.")] = False,
+    wait: Wait = False,
     address: Address = None,
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Empty a worker and take it out of the cluster, or restart it, without losing a request."""
+    """Empty a worker, then remove or restart it, without losing a request."""
     from cluster.cli.admin_client import find_admin
-    from cluster.cli.commands.live_ratio import run_drain
+    from cluster.cli.commands.scaling import run_drain
 
     raise typer.Exit(run_drain(worker, restart, wait, find_admin(address, cluster, tls)))
 
 
 @app.command()
 def restart(
-    model: Annotated[str | None, typer.Option(help="Only the workers of this served name.")] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Let requests end instead of moving them.")] = False,
+    model: RestartModel = None,
+    wait: Wait = False,
     address: Address = None,
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Restart every worker, one after the other, without losing a request."""
+    """Restart the workers one after another, without losing a request."""
     from cluster.cli.admin_client import find_admin
-    from cluster.cli.commands.live_ratio import run_restart
+    from cluster.cli.commands.scaling import run_restart
 
     raise typer.Exit(run_restart(model, wait, find_admin(address, cluster, tls)))
 
@@ -188,21 +231,21 @@ def restart(
 @app.command()
 def apply(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The changed cluster spec (YAML).")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the changes without making them.")] = False,
     address: Address = None,
     cluster: ClusterName = None,
     tls: Tls = None,
 ) -> None:
-    """Make a running cluster what a changed spec says; refused where that needs a restart."""
+    """Apply a changed spec to a running cluster. Refuses changes that need a restart."""
     from cluster.cli.admin_client import find_admin
-    from cluster.cli.commands.apply import run_apply
+    from cluster.cli.commands.scaling import run_apply
 
     raise typer.Exit(run_apply(file, dry_run, find_admin(address, cluster, tls)))
 
 
 @app.command()
-def pull(model: Annotated[str, typer.Argument(help="smollm2-135m, or a model hub name (owner/name).")]) -> None:
-    """Fetch a model into the local cache."""
+def pull(model: Annotated[str, typer.Argument(help="smollm2-135m, or a model on the hub (OWNER/NAME).")]) -> None:
+    """Download a model into the local cache."""
     from cluster.cli.commands.pull import run_pull
 
     raise typer.Exit(run_pull(model))
@@ -222,30 +265,36 @@ def replay(
 
 @app.command()
 def doctor(config: Config = None, model: Model = None) -> None:
-    """Check ports, memory, shared memory, devices, Redis and model; every failure names its fix."""
+    """Check ports, memory, shared memory, devices, Redis and the model. Every failure names its fix."""
     from cluster.cli.commands.doctor import run_doctor
 
     raise typer.Exit(run_doctor(config, model))
 
 
-planning_cli.add_to(app)
+planning.add_to(app)
 
 
-certs = typer.Typer(help="The cluster's own certificates: mutual TLS inside, TLS at the edge.", no_args_is_help=True)
+certs = typer.Typer(
+    help="Certificates of a cluster: mutual TLS between its processes, TLS for clients.", no_args_is_help=True
+)
 app.add_typer(certs, name="certs")
-CertsFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the files.")]
-Days = Annotated[int, typer.Option(help="Days that the certificates are valid.", min=1, max=3650)]
+CertsFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the certificates.")]
+Days = Annotated[int, typer.Option(help="Days for which the certificates are valid.", min=1, max=3650)]
 
 
 @certs.command("init")
 def certs_init(
     folder: CertsFolder,
-    cluster: Annotated[str, typer.Option("--cluster", "--name", help="A certificate is of no other.")] = "tandem",
-    host: Annotated[list[str] | None, typer.Option(help="Name or address of a host; may be repeated.")] = None,
+    cluster: Annotated[
+        str, typer.Option("--cluster", "--name", help="Name of the cluster. Other clusters refuse its certificates.")
+    ] = "tandem",
+    host: Annotated[
+        list[str] | None, typer.Option(help="Name or address of a host, repeatable. Default: only this machine.")
+    ] = None,
     days: Days = 365,
-    ca_days: Annotated[int, typer.Option(help="Days that the authority is valid.", min=1, max=7300)] = 3650,
+    ca_days: Annotated[int, typer.Option(help="Days for which the authority is valid.", min=1, max=7300)] = 3650,
 ) -> None:
-    """Make an authority and a certificate for each kind of process. Refuses to overwrite."""
+    """Create a certificate authority and a certificate for each role. Refuses to overwrite files."""
     from cluster.cli.commands.certs import run_init
 
     raise typer.Exit(run_init(folder, cluster, host or [], days, ca_days))
@@ -255,9 +304,11 @@ def certs_init(
 def certs_renew(
     folder: CertsFolder,
     days: Days = 365,
-    only: Annotated[list[str] | None, typer.Option(help="edge, controller, router, worker, admin.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="edge, controller, router, worker or admin, repeatable. Default: all.")
+    ] = None,
 ) -> None:
-    """Replace certificates and keys by new ones of the same names. Running processes take them."""
+    """Replace certificates and keys, keeping their names. Running processes load the new ones."""
     from cluster.cli.commands.certs import run_renew
 
     raise typer.Exit(run_renew(folder, days, only or []))
@@ -265,7 +316,7 @@ def certs_renew(
 
 @certs.command("show")
 def certs_show(folder: CertsFolder) -> None:
-    """Show names and expiry; warn below 30 days, and exit with 1 when one has expired."""
+    """Show names and expiry. Warns below 30 days; exits with 1 if a certificate has expired."""
     from cluster.cli.commands.certs import run_show
 
     raise typer.Exit(run_show(folder))
@@ -280,22 +331,24 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point. Every error of ours is one line on stderr and exit code 2."""
-    # While modules load nothing runs yet, and an interrupt inside an import may get lost: Ctrl-C ends the process at
-    # once. Commands that have something to end take the signal over.
+    """Entry point. Prints a TandemError as one line on stderr and exits with code 2."""
+    # An interrupt inside an import may get lost, so Ctrl-C ends the process immediately while modules load. Commands
+    # that must clean up install their own handlers.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Children replace themselves at once, so gRPC has nothing to do at a fork but talk about it on stderr.
+    # Children call exec right after the fork, so gRPC's fork support would only log to stderr.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else each peer without TLS leaves a raw line on the terminal
+    os.environ.setdefault(
+        "GRPC_VERBOSITY", "ERROR"
+    )  # at the default level, gRPC prints a line for each peer without TLS
     try:
         app()
     except Exception as error:
-        from cluster.cli.termination_message import leave
+        from cluster.cli import termination_message
         from tandem.errors import TandemError
 
         if not isinstance(error, TandemError):
             raise
         print(f"error: {error.message}", file=sys.stderr)
-        leave(error.message)
+        termination_message.write(error.message)
         sys.exit(2)

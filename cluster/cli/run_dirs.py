@@ -1,4 +1,4 @@
-"""Private folders for sockets and launch files: short enough for unix sockets, named after their owner's process."""
+"""Private folders for sockets and launch files: short enough for unix sockets, and named after the owner's pid."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ import psutil
 from tandem.errors import ConfigError
 
 UNIX_PATH_BYTES = 107
-SOCKET_NAME_BYTES = 40  # what a worker's run folder and socket add to a cluster's own folder
+SOCKET_NAME_BYTES = 40  # length of a worker's run folder and socket below the cluster's folder
 
 
 def private_base() -> Path:
-    """This user's folder, mode 0700. Raises ConfigError when it is not, or cannot be made, the user's alone."""
+    """This user's folder, with mode 0700. Raises ConfigError if others can access it, or it cannot be created."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     base = Path(runtime) / "tandem" if runtime else _in_tmp()
     return _private(base)
 
 
 def run_base(cluster: str) -> Path:
-    """Where this process's cluster keeps its run folders. What dead processes left behind is removed first.
+    """The folder for the run folders of this process's cluster. Removes those of dead processes first.
 
-    Raises ConfigError when its path would be too long for unix sockets.
+    Raises ConfigError if the path is too long for unix sockets.
     """
     base = private_base()
     sweep(base)
     own = _fresh(base / f"{cluster[:16]}-{os.getpid()}")
     if len(os.fsencode(own)) + SOCKET_NAME_BYTES > UNIX_PATH_BYTES:
-        raise ConfigError(f"run folder: {own} is too long for unix sockets: set XDG_RUNTIME_DIR to a shorter folder")
+        raise ConfigError(f"run folder: {own} is too long for unix sockets: set XDG_RUNTIME_DIR to a shorter path")
     return own
 
 
 def ray_base() -> Path:
-    """Ray's temporary folder: always below /tmp, because Ray appends about 65 bytes to reach its sockets."""
+    """Ray's temporary folder, always below /tmp: the paths of Ray's sockets add about 65 bytes."""
     base = _private(_in_tmp())
     sweep(base)
     return _fresh(base / f"ray-{os.getpid()}")
 
 
 def sweep(base: Path) -> None:
-    """Removes folders `NAME-PID` whose process is gone, as a killed controller leaves them."""
+    """Removes folders `NAME-PID` of dead processes, which a killed controller leaves behind."""
     for folder in base.iterdir():
         pid = folder.name.rpartition("-")[2]
         if pid.isdigit() and not _is_running(int(pid)):
@@ -52,13 +52,13 @@ def sweep(base: Path) -> None:
 
 def _is_running(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # in a container nobody may wait for it
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # in a container, a zombie may never be reaped
     except psutil.NoSuchProcess:
         return False
 
 
 def _fresh(own: Path) -> Path:
-    """An earlier process may have had our pid: in a container the same one comes again and again."""
+    """Removes the folder of an earlier process with the same pid, which is common in containers."""
     shutil.rmtree(own, ignore_errors=True)
     return own
 
@@ -73,11 +73,11 @@ def _private(base: Path) -> Path:
         found = base.lstat()
     except OSError as error:
         raise ConfigError(
-            f"run folder: {base} cannot be made ({error.strerror}): set XDG_RUNTIME_DIR to a folder of yours"
+            f"run folder: cannot create {base} ({error.strerror}): set XDG_RUNTIME_DIR to a folder of yours"
         ) from None
-    # In /tmp anybody may have been there first, with a folder of theirs or with a link.
+    # In /tmp, another user may have created the folder or a link first.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(
-            f"run folder: expected {base} to be a folder that only you can enter: remove it, or set XDG_RUNTIME_DIR"
+            f"run folder: expected {base} to be a folder that only you can access: remove it, or set XDG_RUNTIME_DIR"
         )
     return base

@@ -1,4 +1,4 @@
-"""Where a running cluster can be found: one small file in the user's state folder."""
+"""The state file of a running cluster, in the user's state folder: commands find the cluster by it."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ KEPT_LOGS = 10
 class ClusterState:
     name: str
     pid: int
-    started: float  # the process's start time: a recycled pid is somebody else
-    admin: str  # empty while it starts, like the next two
+    started: float  # the process's start time, which detects a reused pid
+    admin: str  # this and the next two are empty during the start
     http: str
     grpc: str
     tls: dict[str, str] | None = None  # security.tls
-    edge_ca: str | None = None  # what to check the routers' certificate against; None: no TLS
+    edge_ca: str | None = None  # PEM file with the CA of the routers' certificate; None: no TLS
 
     @property
     def is_starting(self) -> bool:
-        """Nobody can ask it anything yet."""
+        """Whether the cluster has no addresses yet."""
         return not self.admin
 
     @property
     def is_alive(self) -> bool:
         try:
             process = psutil.Process(self.pid)
-            # A killed process that nobody has waited for is a zombie, which still has its pid and start time.
+            # A zombie keeps its pid and start time until it is reaped.
             return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - self.started) < 1.0
         except psutil.NoSuchProcess:
             return False
@@ -49,7 +49,7 @@ def state_dir() -> Path:
 
 
 def new_log_dir(cluster: str) -> Path:
-    """For this process's cluster. Of earlier ones the last few are kept."""
+    """The log folder of this process's cluster. Keeps the last KEPT_LOGS earlier ones."""
     logs = state_dir() / "logs"
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     for old in sorted(logs.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT_LOGS]:
@@ -58,7 +58,7 @@ def new_log_dir(cluster: str) -> Path:
 
 
 def read(name: str) -> ClusterState | None:
-    """The live cluster of that name; what a dead one left is removed."""
+    """The live cluster with this name. Removes the file of a dead one."""
     path = state_dir() / f"{name}.json"
     try:
         state = ClusterState(**json.loads(path.read_text()))
@@ -74,41 +74,41 @@ def read(name: str) -> ClusterState | None:
 
 
 def refuse_second(name: str) -> None:
-    """Raises ConfigError when a cluster of that name is running."""
+    """Raises ConfigError if a cluster with this name is running."""
     if (state := read(name)) is not None:
         phase = "starting" if state.is_starting else "running"
         raise ConfigError(
-            f"name: a cluster named {name!r} is {phase} (pid {state.pid}): end it with Ctrl-C there or "
-            f"`kill {state.pid}`, or give this one another --name",
+            f"name: a cluster named {name!r} is {phase} (pid {state.pid}): stop it with Ctrl-C or "
+            f"`kill {state.pid}`, or choose another --name",
             field="name",
         )
 
 
 def find(name: str | None) -> ClusterState:
-    """The cluster of that name, or the only one.
+    """The cluster with this name, or the only one.
 
-    Raises ConfigError saying how to name one, UnavailableError when it is still starting.
+    Raises ConfigError if none or several match, UnavailableError if it is still starting.
     """
     names = sorted(path.stem for path in state_dir().glob("*.json"))
     alive = [state for found in names if (state := read(found)) is not None]
     listed = ", ".join(state.name for state in alive)
-    fitting = [state for state in alive if name in (None, state.name)]
+    matching = [state for state in alive if name in (None, state.name)]
     if not alive:
         raise ConfigError(
-            "no cluster is running here: start one with `tandem up`, or give --address", field="--address"
+            "no cluster is running on this machine: start one with `tandem up`, or pass --address", field="--address"
         )
-    if not fitting:
-        raise ConfigError(f"--cluster: no cluster named {name!r} runs here; running: {listed}", field="--cluster")
-    if len(fitting) > 1:
-        raise ConfigError(f"--cluster: several clusters are running ({listed}): name one", field="--cluster")
-    if fitting[0].is_starting:
-        raise UnavailableError(f"{fitting[0].name} is still starting: try again in a moment", field="--cluster")
-    return fitting[0]
+    if not matching:
+        raise ConfigError(f"--cluster: expected a running cluster, got {name!r}; running: {listed}", field="--cluster")
+    if len(matching) > 1:
+        raise ConfigError(f"--cluster: several clusters are running ({listed}): choose one", field="--cluster")
+    if matching[0].is_starting:
+        raise UnavailableError(f"{matching[0].name} is still starting: try again in a moment", field="--cluster")
+    return matching[0]
 
 
 @contextmanager
 def written(state: ClusterState) -> Iterator[None]:
-    """The file is there while the cluster is."""
+    """The file exists inside the context."""
     folder = state_dir()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{state.name}.json"
@@ -122,7 +122,7 @@ def written(state: ClusterState) -> Iterator[None]:
 
 
 def starting(name: str) -> ClusterState:
-    """This process, before its cluster has addresses."""
+    """The state of this process before its cluster has addresses."""
     return this_process(name, admin="", http="", grpc="")
 
 

@@ -1,4 +1,4 @@
-"""Why a start failed, where Kubernetes looks for it: `kubectl describe pod` shows it as the container's last state."""
+"""The termination message of a failed start, which `kubectl describe pod` shows as the container's last state."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 VARIABLE = "TANDEM_TERMINATION_LOG"
-MAX_BYTES = 4096  # the kubelet reads no more
+MAX_BYTES = 4096  # the kubelet's limit
 
 
-def leave(message: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Into the file that TANDEM_TERMINATION_LOG names; the same is on stderr, so that it may fail in silence."""
+def write(message: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Writes to the file in TANDEM_TERMINATION_LOG. Ignores write errors: stderr has the same message."""
     if path := environ.get(VARIABLE):
         try:
             Path(path).write_bytes(message.encode(errors="replace")[:MAX_BYTES])

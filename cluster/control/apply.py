@@ -1,77 +1,88 @@
-"""Makes a running cluster what a changed spec says, as far as that goes without a restart."""
+"""Applies a changed spec to a running cluster: pool sizes and the autoscaler change without a restart."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from cluster.spec.changes import SpecSource
 from tandem.config.autoscaler import AutoscalerSpec
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError, TandemError
 
-if TYPE_CHECKING:
-    from cluster.control.controller import Controller
-
 log = logging.getLogger(__name__)
 
-MOST_SPEC_BYTES = 256 << 10
+MAX_SPEC_BYTES = 256 << 10
 
 
-class Apply:
-    """`source` is what the cluster is asked to be now."""
+class PoolSizes(Protocol):
+    """Implemented by `PoolScaler`."""
 
-    def __init__(self, controller: Controller, source: SpecSource) -> None:
-        self._controller = controller
+    def sizes(self, model_name: str) -> tuple[int, int]: ...
+
+    async def scale(self, model_name: str, prefill: int | None, decode: int | None) -> tuple[str, ...]: ...
+
+
+class AutoscalerSettings(Protocol):
+    """Implemented by `Autoscaling`."""
+
+    async def configure(self, spec: ClusterSpec) -> None: ...
+
+
+class SpecApplier:
+    """`source` is the spec that the cluster was last asked to have."""
+
+    def __init__(self, pools: PoolSizes, autoscaling: AutoscalerSettings, source: SpecSource) -> None:
+        self._pools = pools
+        self._autoscaling = autoscaling
         self._source = source
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def apply(self, text: str, *, dry_run: bool) -> tuple[str, ...]:
-        """Returns what was done (or would be), in words. While the autoscaler is on, only sizes that differ from what
-        was asked for before are set: the others are where the traffic has brought them.
+        """Returns one sentence for each change that was made, or would be. While the autoscaler is on, sets only sizes
+        that differ from the previous spec: the autoscaler chose the others.
 
-        Raises ConfigError before anything is changed; that of `LiveRatio.scale` where a model's pools cannot be so,
-        with what was set before that.
+        Raises ConfigError before any change; if a later model's pools cannot have their sizes, raises the error of
+        `PoolScaler.scale`, which then lists the changes that were made.
         """
-        if len(text.encode()) > MOST_SPEC_BYTES:
-            raise ConfigError(f"FILE: expected at most {MOST_SPEC_BYTES} bytes of YAML", field="spec")
-        async with self._one_at_a_time:
+        if len(text.encode()) > MAX_SPEC_BYTES:
+            raise ConfigError(f"FILE: expected at most {MAX_SPEC_BYTES} bytes of YAML", field="spec")
+        async with self._lock:
             return await self._apply(text, dry_run)
 
     async def _apply(self, text: str, dry_run: bool) -> tuple[str, ...]:
         before, after = self._source.spec, self._source.changed_by(text)
-        sizes = self._sizes(before, after)
-        done = [f"{name}: {prefill} prefill and {decode} decode workers" for name, prefill, decode in sizes]
+        sizes = self._changed_sizes(before, after)
+        changes = [f"{name}: {prefill} prefill and {decode} decode workers" for name, prefill, decode in sizes]
         if after.autoscaler != before.autoscaler:
-            done.append(f"autoscaler: {_changes(before.autoscaler, after.autoscaler)}")
+            changes.append(f"autoscaler: {_changed_fields(before.autoscaler, after.autoscaler)}")
         if dry_run:
-            return tuple(f"would set {each}" for each in done)
+            return tuple(f"would set {each}" for each in changes)
         for number, (name, prefill, decode) in enumerate(sizes):
-            log.info("apply: %s gets %d prefill and %d decode workers", name, prefill, decode)
+            log.info("apply: set %s to %d prefill and %d decode workers", name, prefill, decode)
             try:
-                await self._controller.live_ratio.scale(name, prefill, decode)
+                await self._pools.scale(name, prefill, decode)
             except TandemError as error:
                 if number:
-                    error.message += f" (set before that: {'; '.join(done[:number])})"
+                    error.message += f" (set before that: {'; '.join(changes[:number])})"
                 raise
         self._source = SpecSource(after, self._source.flags)
         if after.autoscaler != before.autoscaler or sizes:
-            await self._controller.start_autoscaling(after)
-        return tuple(done)
+            await self._autoscaling.configure(after)
+        return tuple(changes)
 
-    def _sizes(self, before: ClusterSpec, after: ClusterSpec) -> list[tuple[str, int, int]]:
-        """Of the pools that are to be set, by model."""
+    def _changed_sizes(self, before: ClusterSpec, after: ClusterSpec) -> list[tuple[str, int, int]]:
+        """(model, prefill workers, decode workers) for every model whose pools must change."""
         found = []
         for old, new in zip(before.models, after.models, strict=True):
             wanted = new.prefill.workers, new.decode.workers
-            asked = (old.prefill.workers, old.decode.workers) != wanted
-            there_are = self._controller.live_ratio.sizes(new.served_name)
-            if wanted != there_are and (asked or not after.autoscaler.enabled):
+            requested = (old.prefill.workers, old.decode.workers) != wanted
+            if wanted != self._pools.sizes(new.served_name) and (requested or not after.autoscaler.enabled):
                 found.append((new.served_name, *wanted))
         return found
 
 
-def _changes(before: AutoscalerSpec, after: AutoscalerSpec) -> str:
+def _changed_fields(before: AutoscalerSpec, after: AutoscalerSpec) -> str:
     old, new = before.model_dump(), after.model_dump()
     return ", ".join(f"{name} {new[name]}" for name in new if new[name] != old[name])

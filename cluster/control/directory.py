@@ -1,4 +1,4 @@
-"""Who is in the cluster now. Pure bookkeeping plus a wake-up for those who follow it."""
+"""The directory of ready workers, which routers and workers follow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.v1 import cluster_pb2
 
 
 class Directory:
-    """The ready workers. Every change has a version and reaches every follower, though not every version does."""
+    """Every change increments the version. Followers see the latest version; they may skip intermediate ones."""
 
     def __init__(self) -> None:
         self._workers: dict[str, cluster_pb2.WorkerInfo] = {}
@@ -29,12 +29,12 @@ class Directory:
         )
 
     def set_autoscaler_decisions(self, counts: Mapping[str, int]) -> None:
-        """By action: the routers show them among their metrics."""
+        """Counts by action, which the routers export as metrics."""
         self._autoscaler_decisions = dict(counts)
         self._bump()
 
     def put_place(self, place: cluster_pb2.WorkerPlace) -> None:
-        """A worker that there should be, and how often it was started again."""
+        """Adds or updates a worker that should exist, ready or not, with its number of restarts."""
         if self._places.get(place.worker_id) != place:
             self._places[place.worker_id] = place
             self._bump()
@@ -44,7 +44,7 @@ class Directory:
             self._bump()
 
     def put(self, worker: cluster_pb2.WorkerInfo) -> None:
-        """Raises IncompatiblePools when its KV cannot be exchanged with a worker of the same model."""
+        """Raises IncompatiblePools if the worker cannot exchange KV with another worker of its model."""
         for other in self._workers.values():
             if other.model == worker.model and other.worker_id != worker.worker_id:
                 _check_pair(worker, other)
@@ -58,7 +58,7 @@ class Directory:
         role: cluster_pb2.Role.ValueType | None = None,
         drain: cluster_pb2.Drain.ValueType | None = None,
     ) -> None:
-        """Another role, another way to drain, of a ready worker; nothing of one that is not."""
+        """Changes the role or drain mode of a ready worker. Does nothing for any other worker."""
         worker = self._workers.get(worker_id)
         if worker is None:
             return
@@ -77,11 +77,11 @@ class Directory:
         return self._workers.get(worker_id)
 
     async def follow(self) -> AsyncIterator[cluster_pb2.Directory]:
-        """The directory now, and after every change."""
-        told = 0
+        """Yields the current directory, then each newer one."""
+        sent = 0
         while True:
-            if self._version != told:
-                told = self._version
+            if self._version != sent:
+                sent = self._version
                 yield self.snapshot()
                 continue
             changed = self._changed

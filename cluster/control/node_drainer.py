@@ -1,58 +1,59 @@
-"""Empties the workers of a machine that was told to end, before it does: its pod is deleted, its Ray node drained."""
+"""Drains the workers of a host that is about to stop: its pod is deleted, or its Ray node drained."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from cluster.control.controller import Controller
+from cluster.backends.protocol import Backend
+from cluster.control.pool_scaler import PoolScaler
+from cluster.control.workers import Workers
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 
 
-class Leaving:
-    """`run` ends only when it is cancelled. What `tandem scale` and others do meanwhile is not waited for: the machine
-    does not wait either."""
+class NodeDrainer:
+    """`run` ends only when cancelled. It does not wait for other changes: the host does not wait for them either."""
 
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
-        self._under_way: set[str] = set()
+    def __init__(self, workers: Workers, scaler: PoolScaler, backend: Backend) -> None:
+        self._workers = workers
+        self._scaler = scaler
+        self._backend = backend
+        self._draining: set[str] = set()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             while True:
-                for worker_id in await self._look():
-                    if worker_id not in self._under_way:
-                        self._under_way.add(worker_id)
-                        tasks.create_task(self._leave(worker_id))
+                for worker_id in await self._workers_to_drain():
+                    if worker_id not in self._draining:
+                        self._draining.add(worker_id)
+                        tasks.create_task(self._drain(worker_id))
                 await asyncio.sleep(POLL_S)
 
-    async def _look(self) -> frozenset[str]:
+    async def _workers_to_drain(self) -> frozenset[str]:
         try:
-            return await self._controller.backend.leaving()
-        except Exception:  # whatever is wrong now, the next look may find machines that leave
-            log.exception("which machines leave is not known; workers there would be lost with them")
+            return await self._backend.draining()
+        except Exception:  # the next poll may succeed
+            log.exception("cannot read which hosts are draining; workers on them would be lost with them")
             return frozenset()
 
-    async def _leave(self, worker_id: str) -> None:
+    async def _drain(self, worker_id: str) -> None:
         try:
-            await self._empty_and_place_anew(worker_id)
-        except Exception:  # a fault of ours with one worker must not end the looking
-            log.exception("%s could not leave its machine", worker_id)
+            await self._drain_and_reschedule(worker_id)
+        except Exception:  # a failure with one worker must not stop the drainer
+            log.exception("%s could not be drained from its host", worker_id)
         finally:
-            self._under_way.remove(worker_id)
+            self._draining.remove(worker_id)
 
-    async def _empty_and_place_anew(self, worker_id: str) -> None:
-        """Its requests are moved, or end; its next life is on another machine, as soon as one has room."""
-        if (slot := self._controller.slots.get(worker_id)) is None:
+    async def _drain_and_reschedule(self, worker_id: str) -> None:
+        """Moves the worker's requests away; its next epoch starts on another host as soon as one has room."""
+        if (slot := self._workers.slots.get(worker_id)) is None:
             return
-        log.info("%s is emptied: its machine was told to end", worker_id)
+        log.info("draining %s: its host is about to stop", worker_id)
         epoch = slot.epoch
-        await self._controller.live_ratio.empty(slot, move=True)
-        if slot.epoch == epoch and self._controller.slots.get(worker_id) is slot:
-            slot.next_life("its machine was told to end")
-            self._controller.backend.place_anew(worker_id)
+        await self._scaler.empty(slot, move=True)
+        if slot.epoch == epoch and self._workers.slots.get(worker_id) is slot:
+            slot.restart("its host is about to stop")
+            self._backend.reschedule(worker_id)

@@ -1,4 +1,4 @@
-"""One model's load as the routers' counters and the workers' reports show it. Pure; the caller passes the time."""
+"""One model's load, from the routers' counters and the workers' reports. Pure; the caller passes the time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.autoscaler import Measured
-from planner.pool_forecast import Capability, Load, LocalPrompts
+from planner.autoscaler import MeasuredRequests
+from planner.pool_forecast import Capability, LocalPrompts, ModelLoad
 from router.policies.pace import BATCH_SIZES, START_PACE, Pace
 from tandem.v1 import trace_pb2, worker_pb2
 
 WINDOW_S = 10.0
-LEAST_WINDOW_S = 1.0
+MIN_WINDOW_S = 1.0
 _COUNTERS = (
     "requests", "prompt_tokens", "first_tokens", "prefilled_tokens", "cached_tokens", "ttft_s", "finished",
     "answer_tokens", "judged", "missed_ttft", "missed_tpot",
@@ -27,10 +27,10 @@ class _Sample:
 
 
 class ObservedLoad:
-    """Of one model, over the last WINDOW_S."""
+    """One model's load over the last WINDOW_S."""
 
     def __init__(self, now_s: float) -> None:
-        self._seen: dict[tuple[str, int], Counts] = {}  # by router and its life
+        self._seen: dict[tuple[str, int], Counts] = {}  # by router and its epoch
         self._totals: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
         self._samples = deque([_Sample(now_s, dict(self._totals))])
         self._uncached_share = 1.0
@@ -40,14 +40,14 @@ class ObservedLoad:
         self._paces: tuple[Pace, Pace] = (START_PACE, START_PACE)
 
     def note(self, reports: Mapping[str, tuple[int, trace_pb2.ModelDemand]], now_s: float) -> None:
-        """`reports`: by router, the life of its counters and what they are. Routers that did not answer are missing:
-        what they counted is noted at their next answer."""
-        for router, (life, demand) in reports.items():
+        """`reports`: by router, the epoch of its counters and their values. Routers that did not answer are missing;
+        their next report includes what they counted meanwhile."""
+        for router, (epoch, demand) in reports.items():
             counts = {name: float(getattr(demand, name)) for name in _COUNTERS}
-            before = self._seen.get((router, life), {})
+            before = self._seen.get((router, epoch), {})
             for name, count in counts.items():
                 self._totals[name] += max(0.0, count - before.get(name, 0.0))
-            self._seen = {key: each for key, each in self._seen.items() if key[0] != router} | {(router, life): counts}
+            self._seen = {key: each for key, each in self._seen.items() if key[0] != router} | {(router, epoch): counts}
         self._samples.append(_Sample(now_s, dict(self._totals)))
         while len(self._samples) > 2 and self._samples[1].at_s <= now_s - WINDOW_S:
             self._samples.popleft()
@@ -58,14 +58,14 @@ class ObservedLoad:
         self._paces = _mean(prefill or decode) or self._paces[0], _mean(decode) or self._paces[1]
         self._update_means()
 
-    def load(self, prefill: Iterable[worker_pb2.WorkerLoad], decode: Iterable[worker_pb2.WorkerLoad]) -> Load:
-        """Args: what the workers of each role report."""
+    def load(self, prefill: Iterable[worker_pb2.WorkerLoad], decode: Iterable[worker_pb2.WorkerLoad]) -> ModelLoad:
+        """`prefill`, `decode`: the reports of the workers of each role."""
         decode = list(decode)
         on_workers = sum(each.waiting_tokens for each in (*prefill, *decode))
         passed_s = self._samples[-1].at_s - self._samples[0].at_s
         requests = self._since(self._samples[0])["requests"]
-        return Load(
-            requests_per_s=requests / max(LEAST_WINDOW_S, passed_s),
+        return ModelLoad(
+            requests_per_s=requests / max(MIN_WINDOW_S, passed_s),
             uncached_tokens=self._uncached_share * self._prompt_tokens,
             context_tokens=self._prompt_tokens + self._answer_tokens,
             answer_tokens=self._answer_tokens,
@@ -73,12 +73,12 @@ class ObservedLoad:
             decoding_requests=sum(each.running_requests for each in decode),
         )
 
-    def measured(self, since_s: float) -> Measured:
-        """Of the window, but not before `since_s`."""
+    def measured(self, since_s: float) -> MeasuredRequests:
+        """Measurements within the window, starting at `since_s` or later."""
         first = next((each for each in self._samples if each.at_s >= since_s), self._samples[-1])
         seen = self._since(first)
         requests = round(seen["first_tokens"])
-        return Measured(
+        return MeasuredRequests(
             requests=requests,
             ttft_s=seen["ttft_s"] / requests if requests else None,
             judged=round(seen["judged"]),
@@ -93,7 +93,7 @@ class ObservedLoad:
         return {name: total - sample.totals[name] for name, total in self._totals.items()}
 
     def _update_means(self) -> None:
-        """While nothing comes or ends, they stay what they were."""
+        """Updates the mean lengths. A mean without new requests keeps its value."""
         seen = self._since(self._samples[0])
         if seen["prefilled_tokens"]:
             self._uncached_share = 1 - seen["cached_tokens"] / seen["prefilled_tokens"]
@@ -104,7 +104,7 @@ class ObservedLoad:
 
 
 def _mean(paces: Sequence[trace_pb2.Pace]) -> Pace | None:
-    """None when there are none, or they are not as ours."""
+    """None if there is no pace with this version's batch sizes."""
     fitting = [each for each in paces if len(each.tpot_s) == len(BATCH_SIZES) and each.prefill_s_per_token > 0]
     if not (count := len(fitting)):
         return None

@@ -1,7 +1,7 @@
-"""What must be done to give a model's pools another size. Pure: the controller does it.
+"""Plans the steps that give a model's pools another size. Pure: `PoolScaler` carries them out.
 
-Role changes first: they cost nothing but a word in the directory, and the worker keeps its weights and its cache. Then
-new workers, so that there is never less than there must be, and at last workers that leave.
+Role changes come first: only the directory changes, and the worker keeps its weights and cache. New workers come next,
+so that capacity never falls below the target, and removals last.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from tandem.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """A worker as it is now. `busy`: requests on it; who has the fewest goes first."""
+class PoolMember:
+    """A worker now. `busy` counts its requests: the worker with the fewest changes first."""
 
     worker_id: str
     role: Role
@@ -32,7 +32,7 @@ class ChangeRole:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartWorker:
     role: Role
     worker_id: str
 
@@ -41,39 +41,39 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class RemoveWorker:
     worker_id: str
 
     def __str__(self) -> str:
         return f"{self.worker_id} leaves"
 
 
-Action = ChangeRole | Start | Leave
+PoolChange = ChangeRole | StartWorker | RemoveWorker
 
 
-def check_targets(prefill: int, decode: int, most: int = 4096) -> None:
+def check_targets(prefill: int, decode: int, limit: int = 4096) -> None:
     """Raises ConfigError naming the field."""
-    if not 0 <= prefill <= most:
-        raise ConfigError(f"prefill: expected 0 to {most} workers, got {prefill}", field="prefill")
-    if not 1 <= decode <= most:
+    if not 0 <= prefill <= limit:
+        raise ConfigError(f"prefill: expected 0 to {limit} workers, got {prefill}", field="prefill")
+    if not 1 <= decode <= limit:
         raise ConfigError(
-            f"decode: expected 1 to {most} workers (zero prefill workers make the cluster aggregated), got {decode}",
+            f"decode: expected 1 to {limit} workers (zero prefill workers make the cluster aggregated), got {decode}",
             field="decode",
         )
 
 
 def ratio_split(prefill: int, decode: int, workers: int) -> tuple[int, int]:
-    """So many workers in about this ratio, at least one of each that is asked for.
+    """Splits `workers` in about this ratio, with at least one worker of each role that the ratio names.
 
     Raises:
-        ConfigError: there are too few workers for it.
+        ConfigError: the ratio is invalid, or there are too few workers for it.
     """
     if prefill < 0 or decode < 1:
         raise ConfigError(f"ratio: expected P:D with D at least 1, got {prefill}:{decode}", field="ratio")
-    least = (1 if prefill else 0) + 1
-    if workers < least:
+    minimum = (1 if prefill else 0) + 1
+    if workers < minimum:
         raise ConfigError(
-            f"ratio: {prefill}:{decode} needs at least {least} workers, there are {workers}", field="ratio"
+            f"ratio: {prefill}:{decode} needs at least {minimum} workers, there are {workers}", field="ratio"
         )
     wanted = round(workers * prefill / (prefill + decode))
     chosen = max(1 if prefill else 0, min(workers - 1, wanted))
@@ -81,46 +81,46 @@ def ratio_split(prefill: int, decode: int, workers: int) -> tuple[int, int]:
 
 
 def plan_change(
-    members: Sequence[Member], prefill: int, decode: int, *, same_width: bool, name_of: str
-) -> tuple[Action, ...]:
-    """What leads from `members` to so many of each role, in order.
+    members: Sequence[PoolMember], prefill: int, decode: int, *, same_width: bool, name_prefix: str
+) -> tuple[PoolChange, ...]:
+    """The ordered changes that turn `members` into pools of `prefill` and `decode` workers.
 
     Args:
-        same_width: both pools have the same tensor-parallel width, so a worker can change its role.
-        name_of: worker ids are `{name_of}{role}-{number}`.
+        same_width: both pools have the same tensor-parallel width, so workers can change their role.
+        name_prefix: worker ids are `{name_prefix}{role}-{number}`.
     """
     check_targets(prefill, decode)
     targets = {Role.PREFILL: prefill, Role.DECODE: decode}
-    by_role = {role: sorted(_of(members, role), key=_goes_first) for role in targets}
-    actions: list[Action] = []
+    by_role = {role: sorted(_of(members, role), key=_change_order) for role in targets}
+    actions: list[PoolChange] = []
     for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
         while same_width and len(by_role[role]) < targets[role] and len(by_role[other]) > targets[other]:
             changed = by_role[other].pop(0)
-            by_role[role].append(Member(changed.worker_id, role, changed.busy))
+            by_role[role].append(PoolMember(changed.worker_id, role, changed.busy))
             actions.append(ChangeRole(changed.worker_id, role))
     taken = {member.worker_id for member in members}
     for role, target in targets.items():
         for _ in range(target - len(by_role[role])):
-            worker_id = _free_name(name_of, role, taken)
+            worker_id = _unused_id(name_prefix, role, taken)
             taken.add(worker_id)
-            actions.append(Start(role, worker_id))
+            actions.append(StartWorker(role, worker_id))
     for role, target in targets.items():
-        actions += [Leave(member.worker_id) for member in by_role[role][: max(0, len(by_role[role]) - target)]]
+        actions += [RemoveWorker(member.worker_id) for member in by_role[role][: max(0, len(by_role[role]) - target)]]
     return tuple(actions)
 
 
-def _of(members: Sequence[Member], role: Role) -> list[Member]:
+def _of(members: Sequence[PoolMember], role: Role) -> list[PoolMember]:
     return [member for member in members if member.role is role]
 
 
-def _goes_first(member: Member) -> tuple[int, int, str]:
-    """The least busy; among equals the one with the highest number, so that the first stay longest."""
+def _change_order(member: PoolMember) -> tuple[int, int, str]:
+    """Sort key: the least busy first; among equals the highest number, so that low numbers stay."""
     number = member.worker_id.rpartition("-")[2]
     return member.busy, -int(number) if number.isdigit() else 0, member.worker_id
 
 
-def _free_name(name_of: str, role: Role, taken: set[str]) -> str:
+def _unused_id(name_prefix: str, role: Role, taken: set[str]) -> str:
     number = 0
-    while (name := f"{name_of}{role.value}-{number}") in taken:
+    while (name := f"{name_prefix}{role.value}-{number}") in taken:
         number += 1
     return name

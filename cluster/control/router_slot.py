@@ -1,4 +1,4 @@
-"""One router of the spec: started, watched, and started again when it ends. Routers know nothing of each other."""
+"""One router of the spec: starts it, watches it, and restarts it when it ends. Routers are independent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.backends.processes import MemberHandle, MemberStart, ProcessSpec, RunningProcess
+from cluster.backends.protocol import MemberHandle, MemberStart, ProcessSpec, RunningProcess
 from cluster.backends.supervisor import python
 from cluster.spec.resolve import port_is_free
 from tandem.config.launch import RouterLaunch
@@ -22,15 +22,15 @@ log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 2.0
 RESTART_DELAY_S = 0.5
-STOP_MARGIN_S = 2.0  # what a router needs beside its drain
+STOP_MARGIN_S = 2.0  # added to the router's drain timeout before SIGKILL
 
 
 class RouterState(StrEnum):
     STARTING = "starting"
-    READY = "ready"  # as it says itself: it is there and has a worker for what it serves
+    READY = "ready"  # its health check says it serves: it has a worker for each model
     NOT_READY = "not_ready"
     RESTARTING = "restarting"
-    FAILED = "failed"  # it ended without ever having served
+    FAILED = "failed"  # it ended before it ever served
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,15 @@ class RouterStatus:
 
 
 class RouterSlot:
-    """A router's lives, all at the same addresses."""
+    """Restarts keep the router's addresses."""
 
     def __init__(self, launch: RouterLaunch, member: MemberHandle, run_dir: Path) -> None:
         self.name = launch.router_id
         self.http_address = f"{launch.router.http_host}:{launch.router.http_port}"
         self.grpc_address = f"{launch.router.grpc_host}:{launch.router.grpc_port}"
-        self.control_address = f"unix:{launch.controller_socket}"  # in a private folder: no TLS, whatever clients need
+        self.control_address = f"unix:{launch.controller_socket}"  # in a private folder, so without TLS
         self.restarts = 0
-        self.failure = ""  # why it will never serve: told to the user, instead of trying for ever
+        self.failure = ""  # why the router cannot start; empty while it may
         self._member = member
         self._start = MemberStart(
             run_dir=str(run_dir),
@@ -65,32 +65,32 @@ class RouterSlot:
             ),
         )
         self._has_served = False
-        self._between_lives = False
+        self._is_restarting = False
         self._closing = False
 
     async def run(self) -> None:
-        """Keeps the router alive until it is closed, or fails to start."""
+        """Restarts the router whenever it ends, until it is closed or fails to start."""
         try:
-            while (reason := await self._live()) and not self._closing:
+            while (reason := await self._run_once()) and not self._closing:
                 if not self._has_served:
                     self.failure = f"{self.name}: {reason}"
                     return
                 log.warning("%s ended: %s", self.name, reason)
                 self.restarts += 1
-                self._between_lives = True
+                self._is_restarting = True
                 await self._member.stop()
                 await asyncio.sleep(RESTART_DELAY_S)
         finally:
             await self._member.stop()
 
-    async def _live(self) -> str:
-        """One life, from start to end. Returns why it ended."""
+    async def _run_once(self) -> str:
+        """Returns why the router ended."""
         await self._member.start(self._start)
-        self._between_lives = False
+        self._is_restarting = False
         return await self._member.wait_end()
 
     async def close(self) -> None:
-        """Lets it end the requests it has, or tell their clients."""
+        """Stops the router. Running requests may finish within its drain timeout; the rest end with an error."""
         self._closing = True
         await self._member.stop()
 
@@ -98,13 +98,13 @@ class RouterSlot:
         return RouterStatus(self.name, await self._state(), self.restarts, self.http_address, self.grpc_address)
 
     async def processes(self) -> list[RunningProcess]:
-        """Named after the router, for all of them run the same program."""
+        """Named after the router, since all routers run the same program."""
         return [RunningProcess(name=self.name, pid=found.pid) for found in await self._member.processes()]
 
     async def _state(self) -> RouterState:
         if self.failure:
             return RouterState.FAILED
-        if self._between_lives:
+        if self._is_restarting:
             return RouterState.RESTARTING
         if await self._serves():
             self._has_served = True
@@ -122,9 +122,9 @@ class RouterSlot:
 
 
 def router_specs(spec: ClusterSpec) -> list[RouterSpec]:
-    """One for each router: the first has the configured ports, every further one the next ports above that are free.
+    """One spec per router. The first has the configured ports; each further router has the next free ports above them.
 
-    Raises PortInUse when there are not enough.
+    Raises PortInUse if too few ports are free.
     """
     first = spec.router
     taken = {first.http_port, first.grpc_port, spec.control.admin_port}
@@ -144,5 +144,5 @@ def _next_port(field: str, host: str, after: int, taken: set[int]) -> int:
             taken.add(port)
             return port
     raise PortInUse(
-        f"{field}: no port above {after} is free on {host}: choose a lower one, or fewer routers", field=field
+        f"{field}: no port above {after} is free on {host}: choose a lower port, or fewer routers", field=field
     )

@@ -1,5 +1,4 @@
-"""The traces that the routers keep, and what they see now, as the controller asks for them. A request is known to the
-router that took it."""
+"""Queries every router for its traces, snapshot and demand. Only the router that accepted a request has its trace."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from tandem.v1 import cluster_pb2, trace_pb2, trace_pb2_grpc
 
 TIMEOUT_S = 5.0
 RETRY_S = 1.0
-WAITING_REQUESTS = 1024  # between routers and a caller who reads more slowly; routers count what they then leave out
+MAX_BUFFERED_REQUESTS = 1024  # if the caller reads more slowly, routers drop requests and count them
 DEMAND_TIMEOUT_S = 2.0
 
 log = logging.getLogger(__name__)
@@ -30,10 +29,10 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class RouterTraces:
-    """Asks all routers at once. What one does not answer is missing; when none answers, or none knows, that is raised:
-    UnavailableError, or the routers' own TandemError."""
+    """Queries all routers in parallel. Routers that do not answer are left out. If no router has an answer, raises the
+    TandemError of one that replied, or UnavailableError."""
 
-    addresses: Mapping[str, str]  # by the router's name
+    addresses: Mapping[str, str]  # by router name
     secret: str
 
     async def get(self, request: trace_pb2.GetTraceRequest) -> trace_pb2.RequestTrace:
@@ -42,14 +41,16 @@ class RouterTraces:
     async def list(self, request: trace_pb2.ListTracesRequest) -> trace_pb2.ListTracesResponse:
         answers = _found(await asyncio.gather(*(self._list(name, request) for name in self.addresses)))
         traces = [trace for answer in answers for trace in answer.traces]
-        traces.sort(key=lambda trace: trace.received_unix_s + trace.total_s, reverse=True)  # as one router lists them
+        traces.sort(
+            key=lambda trace: trace.received_unix_s + trace.total_s, reverse=True
+        )  # the order in which one router lists them
         return trace_pb2.ListTracesResponse(traces=traces[: request.limit or DEFAULT_LISTED])
 
     async def record(self, request: trace_pb2.RecordRequestsRequest) -> AsyncGenerator[trace_pb2.LoggedRequest, None]:
-        """Of all routers as they come, with one salt, so that what they share shows. A router that goes away is asked
-        again until the caller has enough; what ends there meanwhile is missing."""
+        """Yields requests of all routers as they end. All use one salt, so equal prefixes have equal hashes across
+        routers. If a router disconnects, it is queried again; requests that end there meanwhile are missing."""
         wanted = trace_pb2.RecordRequestsRequest(model=request.model, salt=secrets.token_bytes(32))
-        logged: asyncio.Queue[trace_pb2.LoggedRequest | TandemError] = asyncio.Queue(maxsize=WAITING_REQUESTS)
+        logged: asyncio.Queue[trace_pb2.LoggedRequest | TandemError] = asyncio.Queue(maxsize=MAX_BUFFERED_REQUESTS)
         followers = [asyncio.create_task(self._follow(name, wanted, logged)) for name in self.addresses]
         try:
             while True:
@@ -75,9 +76,9 @@ class RouterTraces:
                     async for each in stub.RecordRequests(request, metadata=((SECRET_KEY, self.secret),)):
                         await logged.put(each)
                 except grpc.aio.AioRpcError as error:
-                    told = _told(name, error)
-                    if not isinstance(told, UnavailableError):
-                        await logged.put(told)
+                    failure = _router_error(name, error)
+                    if not isinstance(failure, UnavailableError):
+                        await logged.put(failure)
                         return
             await asyncio.sleep(RETRY_S)
 
@@ -86,7 +87,7 @@ class RouterTraces:
         return cluster_pb2.ListSnapshotsResponse(snapshots=_found(answers))
 
     async def demands(self) -> dict[str, trace_pb2.RouterDemand]:
-        """Of the routers that answered."""
+        """Demand by router, for the routers that answered."""
         answers = await asyncio.gather(*(self._demand(name) for name in self.addresses))
         return {name: each for name, each in zip(self.addresses, answers, strict=True) if each is not None}
 
@@ -97,7 +98,7 @@ class RouterTraces:
             try:
                 return await stub.GetDemand(request, timeout=DEMAND_TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
             except grpc.aio.AioRpcError as error:
-                log.info("%s", _told(name, error).message)
+                log.info("%s", _router_error(name, error).message)
                 return None
 
     async def _snapshot(self, name: str) -> trace_pb2.RouterSnapshot | TandemError:
@@ -107,7 +108,7 @@ class RouterTraces:
                 request = trace_pb2.GetSnapshotRequest()
                 return await stub.GetSnapshot(request, timeout=TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
             except grpc.aio.AioRpcError as error:
-                return _told(name, error)
+                return _router_error(name, error)
 
     async def _get(self, name: str, request: trace_pb2.GetTraceRequest) -> trace_pb2.RequestTrace | TandemError:
         async with grpc.aio.insecure_channel(self.addresses[name]) as channel:
@@ -115,7 +116,7 @@ class RouterTraces:
             try:
                 return await stub.GetTrace(request, timeout=TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
             except grpc.aio.AioRpcError as error:
-                return _told(name, error)
+                return _router_error(name, error)
 
     async def _list(
         self, name: str, request: trace_pb2.ListTracesRequest
@@ -125,20 +126,20 @@ class RouterTraces:
             try:
                 return await stub.ListTraces(request, timeout=TIMEOUT_S, metadata=((SECRET_KEY, self.secret),))
             except grpc.aio.AioRpcError as error:
-                return _told(name, error)
+                return _router_error(name, error)
 
 
 def _found(answers: Sequence[Answer | TandemError]) -> list[Answer]:
-    """Raises the error that says most when there is no answer: a router's own before the silence of another."""
+    """The answers. If there is none, raises a router's own error rather than an UnavailableError."""
     found = [answer for answer in answers if not isinstance(answer, TandemError)]
     errors = [answer for answer in answers if isinstance(answer, TandemError)]
     if not found:
-        silent = UnavailableError("no router was started yet; try again")
-        raise min(errors, key=lambda error: isinstance(error, UnavailableError), default=silent)
+        no_router = UnavailableError("no router was started yet; try again")
+        raise min(errors, key=lambda error: isinstance(error, UnavailableError), default=no_router)
     return found
 
 
-def _told(name: str, error: grpc.aio.AioRpcError) -> TandemError:
+def _router_error(name: str, error: grpc.aio.AioRpcError) -> TandemError:
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return UnavailableError(f"the router {name} does not answer ({error.code().name}); try again")
     return error_from_rpc(error)

@@ -1,4 +1,4 @@
-"""One worker of the spec through its lives: start all ranks, watch them, and begin again when any of them ends."""
+"""One worker of the spec: starts all its ranks, watches them, and restarts them all when one ends."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from cluster.backends.processes import MemberHandle, MemberStart, ProcessSpec, RunningProcess
+from cluster.backends.protocol import MemberHandle, MemberStart, ProcessSpec, RunningProcess
 from cluster.backends.supervisor import python
 from cluster.spec.resolve import ResolvedModel
 from kvtransfer.agent.env import AGENT_ENV
 from tandem.config.launch import WorkerLaunch
-from tandem.config.spec import ClusterSpec, Role
+from tandem.config.spec import ClusterSpec, PoolSpec, Role
 from tandem.v1 import cluster_pb2
 
 log = logging.getLogger(__name__)
 
-FAILED_STARTS = 3  # so many ends without ever having been ready, and the worker is given up
+FAILED_STARTS = 3  # a worker that ends so often without becoming ready is given up
 MAX_BACKOFF_S = 10.0
-STABLE_S = 10.0
+STABLE_S = 10.0  # a worker that was ready for so long restarts without backoff
+ROLES = {Role.PREFILL: cluster_pb2.ROLE_PREFILL, Role.DECODE: cluster_pb2.ROLE_DECODE}
 
 
 def new_epoch() -> int:
-    """Never 0, and positive in every integer type it may pass through."""
+    """A random positive number of 62 bits, which fits a signed 64-bit integer. Never 0."""
     return secrets.randbits(62) + 1
 
 
@@ -38,8 +39,8 @@ class WorkerState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class LifeSettings:
-    """What every life of a worker is told."""
+class EpochSettings:
+    """What every epoch of every worker is started with."""
 
     spec: ClusterSpec
     controller_address: str
@@ -48,9 +49,9 @@ class LifeSettings:
 
 
 class WorkerSlot:
-    """`on_change` is called whenever the worker enters or leaves READY.
+    """Calls `on_change` whenever the worker enters or leaves READY.
 
-    `epoch` is that of the life that is running or, between two lives, of the next: an ended one is accepted no more.
+    `epoch` is the running epoch or, between two epochs, the next one: an ended epoch can no longer register.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class WorkerSlot:
         role: Role,
         model: ResolvedModel,
         members: Sequence[MemberHandle],
-        settings: LifeSettings,
+        settings: EpochSettings,
         on_change: Callable[[WorkerSlot], None],
     ) -> None:
         self.worker_id = worker_id
@@ -77,13 +78,13 @@ class WorkerSlot:
         self._failures = 0
         self._was_ever_ready = False
         self._ready_since_s: float | None = None
-        self._asked_to_end: asyncio.Future[str] | None = None
+        self._restart_reason: asyncio.Future[str] | None = None  # resolved by `restart`
 
     async def run(self) -> None:
-        """Keeps the worker alive until it is cancelled or given up."""
+        """Runs one epoch after another until cancelled or given up."""
         try:
             while not self.is_given_up:
-                self._ended(await self._live())
+                self._epoch_ended(await self._run_epoch())
                 await self._stop()
                 if not self.is_given_up:
                     await asyncio.sleep(min(MAX_BACKOFF_S, 0.1 * 2**self._failures))
@@ -93,6 +94,11 @@ class WorkerSlot:
     @property
     def is_given_up(self) -> bool:
         return self.state is WorkerState.FAILED
+
+    @property
+    def pool(self) -> PoolSpec:
+        """The pool of its role."""
+        return self.model.spec.prefill if self.role is Role.PREFILL else self.model.spec.decode
 
     def accepts(self, epoch: int) -> bool:
         return epoch == self.epoch and self.state is not WorkerState.FAILED
@@ -105,26 +111,26 @@ class WorkerSlot:
         self._on_change(self)
 
     def refuse(self, reason: str) -> None:
-        """It can never work: no further life."""
+        """Gives the worker up: it can never work."""
         self.state, self.reason = WorkerState.FAILED, reason
         self._on_change(self)
 
-    def next_life(self, reason: str) -> None:
-        """Ends this life; the next begins at once."""
-        if self._asked_to_end is not None and not self._asked_to_end.done():
-            self._asked_to_end.set_result(reason)
+    def restart(self, reason: str) -> None:
+        """Ends the running epoch; the next one starts after the usual backoff."""
+        if self._restart_reason is not None and not self._restart_reason.done():
+            self._restart_reason.set_result(reason)
 
     async def processes(self) -> list[RunningProcess]:
         found = await asyncio.gather(*(member.processes() for member in self._members))
         return [process for member in found for process in member]
 
-    async def _live(self) -> str:
-        """One epoch, from start to end. Returns why it ended."""
+    async def _run_epoch(self) -> str:
+        """Returns why the epoch ended."""
         launch = self._launch()
         await asyncio.gather(*(m.start(self._start(launch, rank)) for rank, m in enumerate(self._members)))
-        self._asked_to_end = asyncio.get_running_loop().create_future()
+        self._restart_reason = asyncio.get_running_loop().create_future()
         ends: list[asyncio.Future[str]] = [asyncio.ensure_future(member.wait_end()) for member in self._members]
-        ends.append(self._asked_to_end)
+        ends.append(self._restart_reason)
         timeout_s = self._settings.spec.control.start_timeout_s
         try:
             await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -136,11 +142,11 @@ class WorkerSlot:
             for end in ends:
                 end.cancel()
 
-    def _ended(self, reason: str) -> None:
+    def _epoch_ended(self, reason: str) -> None:
         self.info = None
         self.drain = cluster_pb2.DRAIN_NONE
         if self.state is WorkerState.FAILED:
-            return  # it was refused, for a reason that says more
+            return  # the reason of the refusal says more
         self.reason = reason
         self.epoch = new_epoch()
         self.restarts += 1
@@ -152,7 +158,7 @@ class WorkerSlot:
         self._on_change(self)
 
     def _was_stable(self) -> bool:
-        """A worker that dies right after it became ready is restarted ever more slowly."""
+        """A worker that ends right after it became ready restarts with growing backoff."""
         now_s = asyncio.get_running_loop().time()
         return self._ready_since_s is not None and now_s - self._ready_since_s >= STABLE_S
 
@@ -180,7 +186,7 @@ class WorkerSlot:
     def _start(self, launch: WorkerLaunch, rank: int) -> MemberStart:
         launch_file = f"{launch.run_dir}/launch.json"
         threads = str(self.model.spec.engine.threads_per_rank)
-        # Torch's threads wait for work by spinning: for some 50 µs, no longer, others need the cores too.
+        # Idle OpenMP threads spin for about 50 µs, then sleep: other processes need the cores too.
         env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "GOMP_SPINCOUNT": "1000"}
         processes = [
             ProcessSpec(

@@ -1,4 +1,4 @@
-"""A worker that computes while `tandem profile` measures what that costs the one beside it, until its stdin ends.
+"""A noisy neighbour: an engine that computes while `tandem profile` measures another one, until its stdin closes.
 
 python -m cluster.profiling.neighbour FOLDER SPEC       SPEC: the ModelSpec as JSON
 """
@@ -18,12 +18,12 @@ from tandem.config.spec import ModelSpec
 from tandem.errors import UnavailableError
 
 READY = "ready"
-END_TIMEOUT_S = 30.0  # a few steps of a large model
+END_TIMEOUT_S = 30.0  # enough for a few steps of a large model
 
 
 @contextmanager
 def neighbours(count: int, folder: Path, spec: ModelSpec) -> Iterator[None]:
-    """So many of them compute meanwhile. Raises UnavailableError."""
+    """Runs `count` neighbours inside the context. Raises UnavailableError."""
     command = [sys.executable, "-P", "-m", __name__, str(folder), spec.model_dump_json()]
     started = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
@@ -31,12 +31,12 @@ def neighbours(count: int, folder: Path, spec: ModelSpec) -> Iterator[None]:
     try:
         for each in started:
             if each.stdout is None or each.stdout.readline().strip() != READY:
-                raise UnavailableError("a neighbour of the profiled worker did not start; its own words are above")
+                raise UnavailableError("a neighbour process did not start; its error output is above")
         yield
     finally:
         for each in started:
             try:
-                each.communicate(timeout=END_TIMEOUT_S)  # which ends its stdin
+                each.communicate(timeout=END_TIMEOUT_S)  # closes its stdin
             except subprocess.TimeoutExpired:
                 each.kill()
                 each.wait()
@@ -49,7 +49,7 @@ def main() -> None:
     options = parser.parse_args()
     spec = ModelSpec.model_validate_json(options.spec)
     ended = threading.Event()
-    threading.Thread(target=_await_end, args=(ended,), daemon=True).start()
+    threading.Thread(target=_wait_stdin_closed, args=(ended,), daemon=True).start()
     with build_alone(options.folder, spec) as rank:
         profiler = Profiler(rank, spec, Grid())
         profiler.mixed_s()
@@ -58,8 +58,8 @@ def main() -> None:
             profiler.mixed_s()
 
 
-def _await_end(ended: threading.Event) -> None:
-    """Also when who started it is killed."""
+def _wait_stdin_closed(ended: threading.Event) -> None:
+    """Sets `ended` when stdin closes, which also happens if the parent is killed."""
     sys.stdin.read()
     ended.set()
 

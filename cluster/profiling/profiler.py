@@ -1,4 +1,4 @@
-"""What the steps of one engine take on this hardware, without a worker around it."""
+"""Measures the steps of one engine on this hardware, without the rest of a worker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tandem.scheduler.scheduler import Scheduler
 CHUNKS = (16, 64, 128, 256, 512, 1024, 2048)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (64, 256, 1024, 4096)
-CHUNKS_OF_A_PROMPT = 4  # so that a chunk is measured after contexts of different lengths
+CHUNKS_OF_A_PROMPT = 4  # measures each chunk size after contexts of several lengths
 REPEATS = 3
 DECODE_STEPS = 6
 MIXED_BATCH, MIXED_PROMPT, MIXED_STEPS = 4, 64, 8  # about as much time for prompts as for decodes
@@ -39,32 +39,32 @@ class Grid:
     contexts: tuple[int, ...] = CONTEXTS
 
 
-class _NoExporter:
+class _NullExporter:
     def begin_step(self, ranges: Sequence[ExportRange]) -> None:
-        """Nobody is sent anything."""
+        """Exports nothing."""
 
     def layer_done(self, layer: int) -> None:
-        """Nobody is sent anything."""
+        """Exports nothing."""
 
 
 @contextmanager
 def build_alone(folder: Path, spec: ModelSpec) -> Iterator[Rank]:
-    """A worker's only rank. Raises ConfigError, CheckpointError."""
+    """Builds a single rank. Raises ConfigError, CheckpointError."""
     with tempfile.TemporaryDirectory() as scratch:
         yield build_rank(
-            folder, spec.engine, rank=0, size=1, rendezvous_file=Path(scratch) / "rendezvous", exporter=_NoExporter()
+            folder, spec.engine, rank=0, size=1, rendezvous_file=Path(scratch) / "rendezvous", exporter=_NullExporter()
         )
 
 
 class Profiler:
-    """Medians of the steps of one engine, whose scheduler is made anew for each chunk budget."""
+    """Medians of the step times of one engine, in seconds. Each chunk budget gets a new scheduler."""
 
     def __init__(self, rank: Rank, spec: ModelSpec, grid: Grid) -> None:
         self._rank, self._spec, self._grid = rank, spec, grid
         self._numbers = count()
         self._capacity = rank.layout.num_blocks * rank.layout.block_tokens
 
-    def prefills(self, say: Callable[[str], None]) -> list[PrefillPoint]:
+    def prefills(self, report: Callable[[str], None]) -> list[PrefillPoint]:
         longest = min(self._rank.max_model_tokens - 2, self._capacity - 2)
         found = []
         for chunk in self._grid.chunks:
@@ -72,45 +72,45 @@ class Profiler:
             seconds: dict[int, list[float]] = defaultdict(list)
             for _ in range(REPEATS if chunks else 0):
                 engine = self._engine(chunk)
-                self._add(engine, chunk * chunks, answer=1)
+                self._add(engine, chunk * chunks, output_tokens=1)
                 for number in range(chunks):
                     seconds[number * chunk].append(_timed(engine))
             found += [PrefillPoint(chunk, context, statistics.median(took)) for context, took in seconds.items()]
-            say(f"prefill, chunks of {chunk}: {chunks} contexts")
+            report(f"prefill, chunks of {chunk}: {chunks} contexts")
         return found
 
-    def decodes(self, say: Callable[[str], None]) -> list[DecodePoint]:
+    def decodes(self, report: Callable[[str], None]) -> list[DecodePoint]:
         found = []
         for batch, context in self._decode_grid():
             engine = self._engine(batch * context)
             for _ in range(batch):
-                self._add(engine, context, answer=DECODE_STEPS + 2)
-            engine.step()  # all prompts
+                self._add(engine, context, output_tokens=DECODE_STEPS + 2)
+            engine.step()  # prefills all prompts
             took = statistics.median(_timed(engine) for _ in range(DECODE_STEPS))
             found.append(DecodePoint(batch, batch * (context + DECODE_STEPS // 2), took))
-            say(f"decode, {batch} requests of {context} tokens: {1000 * took:.2f} ms")
+            report(f"decode, {batch} requests of {context} tokens: {1000 * took:.2f} ms")
         if not found:
             raise ConfigError(
-                f"engine.kv_memory_bytes: {self._capacity} tokens of KV are too few to profile: expected more",
+                f"engine.kv_memory_bytes: {self._capacity} tokens of KV are too few to profile: raise it",
                 field="engine.kv_memory_bytes",
             )
         return found
 
     def mixed_s(self) -> float:
-        """Of some prompts in one step, and of some steps that decode for them."""
+        """Seconds for one step with several prompts and the decode steps that follow."""
         longest = min(self._rank.max_model_tokens - MIXED_STEPS - 2, self._capacity // MIXED_BATCH - MIXED_STEPS - 2)
         engine = self._engine(MIXED_BATCH * MIXED_PROMPT)
         for _ in range(MIXED_BATCH):
-            self._add(engine, max(1, min(MIXED_PROMPT, longest)), answer=MIXED_STEPS + 1)
+            self._add(engine, max(1, min(MIXED_PROMPT, longest)), output_tokens=MIXED_STEPS + 1)
         return sum(_timed(engine) for _ in range(MIXED_STEPS + 1))
 
     def _decode_grid(self) -> Iterator[tuple[int, int]]:
-        """What the KV pool and the model's context hold."""
+        """(batch, context) pairs that fit the KV pool and the model's context."""
         block = self._rank.layout.block_tokens
         for batch in self._grid.batches:
             for context in self._grid.contexts:
-                held = context + DECODE_STEPS + 2 + block
-                if batch * held <= self._capacity and held < self._rank.max_model_tokens:
+                needed = context + DECODE_STEPS + 2 + block
+                if batch * needed <= self._capacity and needed < self._rank.max_model_tokens:
                     yield batch, context
 
     def _engine(self, step_tokens: int) -> Engine:
@@ -123,16 +123,16 @@ class Profiler:
         )
         return Engine(self._rank.runner, scheduler, self._rank.config.vocab_size, None)
 
-    def _add(self, engine: Engine, prompt_tokens: int, answer: int) -> None:
+    def _add(self, engine: Engine, prompt_tokens: int, output_tokens: int) -> None:
         number = next(self._numbers)
         vocab = self._rank.config.vocab_size
         prompt = tuple((number + 7 * position) % vocab for position in range(prompt_tokens))
-        sampling = SamplingParams(temperature=0.0, max_tokens=answer)
+        sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens)
         engine.add(EngineRequest(str(number), prompt, sampling, HashKey("profile"), use_prefix_cache=False))
 
 
 def _timed(engine: Engine) -> float:
-    """One step, which ends with the logits on the host: nothing is left running on a device."""
+    """Seconds of one step. It ends with the logits on the host, so no device work is still running."""
     started_s = time.perf_counter()
     engine.step()
     return time.perf_counter() - started_s

@@ -1,4 +1,4 @@
-"""What a changed spec asks of a running cluster: sizes of pools and the autoscaler can change live. Pure."""
+"""Compares a changed spec with the running one. Only pool sizes and the autoscaler can change live. Pure."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ SHOWN_FIELDS = 6
 
 @dataclass(frozen=True, slots=True)
 class SpecSource:
-    """What the running cluster was asked to be (`spec`, with ports as given), and by which command-line flags."""
+    """The spec that the running cluster was asked to have, with ports as given, and the command-line flags for it."""
 
     spec: ClusterSpec
     flags: Mapping[str, Any]
 
     def changed_by(self, text: str) -> ClusterSpec:
-        """The spec that the YAML `text` asks for. What flags and the environment of `tandem up` said still holds, but
-        for what can change live, where the file has the last word.
+        """The spec in the YAML `text`. Flags and environment of `tandem up` still override it, except in fields that
+        can change live, where the file wins over the flags.
 
         Raises:
-            ConfigError: the text is not a spec, or names every field that needs a restart.
+            ConfigError: the text is not a spec, or changes fields that need a restart; lists them.
         """
         live = {field: value for field, value in self.flags.items() if is_live(field)}
         fixed = {field: value for field, value in self.flags.items() if not is_live(field)}
-        spec = spec_of_text(text, below=live, flags=fixed)
+        spec = spec_of_text(text, fallbacks=live, flags=fixed)
         if fixed_changes := [field for field in changed_fields(self.spec, spec) if not is_live(field)]:
             more = f" and {len(fixed_changes) - SHOWN_FIELDS} more" if len(fixed_changes) > SHOWN_FIELDS else ""
             raise ConfigError(
-                f"{', '.join(fixed_changes[:SHOWN_FIELDS])}{more}: changing this needs a restart of the cluster (end "
+                f"{', '.join(fixed_changes[:SHOWN_FIELDS])}{more}: changing this needs a restart of the cluster (stop "
                 "`tandem up` and start it again); nothing was changed",
                 field=fixed_changes[0],
             )
@@ -43,7 +43,7 @@ class SpecSource:
 
 
 def is_live(field: str) -> bool:
-    """Whether it can change while the cluster runs."""
+    """Whether the field can change while the cluster runs."""
     return any(fnmatchcase(field, pattern) for pattern in LIVE)
 
 
@@ -57,7 +57,7 @@ def _changes(path: str, old: Any, new: Any) -> Iterator[str]:
         for name in dict.fromkeys([*old, *new]):
             yield from _changes(f"{path}.{name}" if path else name, old.get(name), new.get(name))
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for place, (one, other) in enumerate(zip(old, new, strict=True)):
-            yield from _changes(f"{path}.{place}", one, other)
+        for index, (one, other) in enumerate(zip(old, new, strict=True)):
+            yield from _changes(f"{path}.{index}", one, other)
     elif old != new:
         yield path

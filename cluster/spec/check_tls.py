@@ -1,10 +1,10 @@
-"""Certificates are looked at before anything is started: what cannot work is named, with the file and the remedy."""
+"""Checks certificates before a start. Every error names the file and the fix."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.cli.certificates import SOON_DAYS, days_left, load, texts_of
+from cluster.certificates import SOON_DAYS, days_left, load, texts_of
 from router.edge.tls import edge_context
 from tandem.config.spec import ClusterSpec, TlsSpec
 from tandem.errors import ConfigError
@@ -15,8 +15,10 @@ _RAY_ADDRESS = "127.0.0.1"
 
 
 def check_tls(spec: ClusterSpec) -> list[str]:
-    """What expires within SOON_DAYS, in words. Raises ConfigError for a file that is missing, has expired, does not fit
-    the others, or is of somebody else."""
+    """Returns a warning for each certificate that expires within SOON_DAYS.
+
+    Raises ConfigError for a file that is missing or expired, does not match the others, or has the wrong identity.
+    """
     soon = []
     if spec.transfer.tls is not None:
         soon += _check_files(spec.transfer.tls.of(Identity.WORKER), "transfer.tls")
@@ -32,7 +34,7 @@ def check_tls(spec: ClusterSpec) -> list[str]:
 
 
 def _needed_here(spec: ClusterSpec, files: TlsSpec) -> list[Identity]:
-    """Workers may be on hosts whose files are not here."""
+    """Identities whose files this host needs. Workers on other hosts have their own files."""
     needed = [Identity.CONTROLLER, Identity.ROUTER]
     if spec.control.ray_address is None or Path(files.of(Identity.WORKER).cert).exists():
         needed.append(Identity.WORKER)
@@ -46,8 +48,8 @@ def _check_identity(files: TlsSpec, identity: Identity, cluster: str) -> list[st
         if name not in shown:
             raise ConfigError(
                 f"security.tls.cert: {files.cert}: expected the name {name} among its alternative names, got "
-                f"{', '.join(shown) or 'none'}: these are of another cluster: `tandem up --name` with "
-                f"its name, or `tandem certs init NEW_FOLDER --cluster {cluster}`",
+                f"{', '.join(shown) or 'none'}: it belongs to another cluster: use its name with "
+                f"`tandem up --name`, or run `tandem certs init NEW_FOLDER --cluster {cluster}`",
                 field="security.tls.cert",
             )
     return soon
@@ -56,7 +58,7 @@ def _check_identity(files: TlsSpec, identity: Identity, cluster: str) -> list[st
 def _check_files(files: TlsSpec, field: str) -> list[str]:
     for name in ("cert", "ca"):
         path = getattr(files, name)
-        if Path(path).exists():  # one that is missing is named below
+        if Path(path).exists():  # load_tls reports a missing file
             _check_dates(path, f"{field}.{name}")
     load_tls(files, field)
     return _check_dates(files.cert, f"{field}.cert") + _check_dates(files.ca, f"{field}.ca")
@@ -65,9 +67,7 @@ def _check_files(files: TlsSpec, field: str) -> list[str]:
 def _check_dates(path: str, field: str) -> list[str]:
     left = min(days_left(each) for each in load(path, field))
     if left <= 0:
-        raise ConfigError(
-            f"{field}: {path}: has expired {-left:.1f} days ago: renew it (tandem certs renew)", field=field
-        )
+        raise ConfigError(f"{field}: {path}: expired {-left:.1f} days ago: renew it (tandem certs renew)", field=field)
     return [f"{path} expires in {left:.0f} days"] if left < SOON_DAYS else []
 
 
@@ -75,7 +75,7 @@ def _check_ray(files: TlsSpec) -> None:
     shown = texts_of(load(files.cert, "security.tls.cert")[0])
     if _RAY_ADDRESS not in shown:
         raise ConfigError(
-            f"security.tls.cert: {files.cert}: expected the address {_RAY_ADDRESS} among its alternative names, where "
-            "the processes of Ray find each other; or use --backend subprocess",
+            f"security.tls.cert: {files.cert}: expected the address {_RAY_ADDRESS} among its alternative names, "
+            "which Ray's processes connect to: create it with `tandem certs init`, or use --backend subprocess",
             field="security.tls.cert",
         )

@@ -1,8 +1,8 @@
-"""The cluster spec from its four sources: command-line flags over environment over YAML file over defaults.
+"""Reads the cluster spec from four sources: command-line flags override the environment, which overrides the YAML file,
+which overrides the defaults.
 
-A variable is TANDEM_ and the path of a field, its parts joined by two underscores: TANDEM_ROUTER__HTTP_PORT=8080,
-TANDEM_MODELS__0__SOURCE=..., TANDEM_LOG_LEVEL=debug. Others that begin with TANDEM_ (TANDEM_CACHE) are not of the
-spec.
+A variable's name is TANDEM_ and a field's path, with parts joined by two underscores: TANDEM_ROUTER__HTTP_PORT=8080,
+TANDEM_MODELS__0__SOURCE=..., TANDEM_LOG_LEVEL=debug. Other TANDEM_ variables, such as TANDEM_CACHE, are no spec fields.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError
 
 ENV_PREFIX = "TANDEM_"
-MOST_MISTAKES = 10
+MAX_MISTAKES = 10
 CHART_VALUES = ("cluster",)
-UNKNOWN = "extra_forbidden"  # pydantic's word
+UNKNOWN = "extra_forbidden"  # pydantic's error type
 SCALARS = frozenset(
     name
     for name, field in ClusterSpec.model_fields.items()
@@ -36,21 +36,21 @@ Tree = dict[str, Any]
 def load_spec(
     path: Path | None = None, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ
 ) -> ClusterSpec:
-    """Args: `flags` maps dotted paths ("router.http_port", "models.0.prefill.workers") to values; None is "not given".
+    """`flags` maps dotted paths ("router.http_port", "models.0.prefill.workers") to values; None means not given.
 
     Raises:
-        ConfigError: a line for each mistake, naming the field, what was expected and what came.
+        ConfigError: one line per mistake, with the field, what was expected and what was given.
     """
     return _validated(_read(path) if path is not None else {}, flags or {}, environ)
 
 
 def spec_of_text(
-    text: str, below: Mapping[str, Any], flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+    text: str, fallbacks: Mapping[str, Any], flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> ClusterSpec:
-    """As `load_spec`, of a file's text; `below` holds where the file says nothing. Raises ConfigError."""
+    """Like `load_spec`, for the text of a file. `fallbacks` apply to fields that the text does not set."""
     tree = _parsed(text, "FILE")
-    for dotted, value in below.items():
-        if not _says(tree, dotted.split(".")):
+    for dotted, value in fallbacks.items():
+        if not _has(tree, dotted.split(".")):
             _put(tree, dotted.split("."), value, given_by=dotted)
     return _validated(tree, flags, environ)
 
@@ -90,7 +90,7 @@ def _parsed(text: str, where: str) -> Tree:
     return tree
 
 
-def _says(tree: Any, path: Sequence[str]) -> bool:
+def _has(tree: Any, path: Sequence[str]) -> bool:
     for part in path:
         if isinstance(tree, list) and part.isdigit() and int(part) < len(tree):
             tree = tree[int(part)]
@@ -116,9 +116,9 @@ def _value(variable: str, text: str) -> object:
 
 
 def _put(tree: Tree, path: Sequence[str], value: object, *, given_by: str) -> None:
-    """Sets one leaf; numbers in the path are places in a list, which grows by one at most.
+    """Sets one leaf. Numbers in the path are list indices; a list grows by at most one item.
 
-    Raises ConfigError when the path leads through something that has no parts.
+    Raises ConfigError if the path continues below a value that has no fields.
     """
     here: Any = tree
     for part, following in zip(path, [*path[1:], None], strict=True):
@@ -126,7 +126,7 @@ def _put(tree: Tree, path: Sequence[str], value: object, *, given_by: str) -> No
         if isinstance(here, list):
             if not part.isdigit() or int(part) > len(here):
                 raise ConfigError(
-                    f"{given_by}: expected a place from 0 to {len(here)} after {path[0]}, got {part}", field=given_by
+                    f"{given_by}: expected an index from 0 to {len(here)} after {path[0]}, got {part}", field=given_by
                 )
             key = int(part)
             if key == len(here):
@@ -138,12 +138,12 @@ def _put(tree: Tree, path: Sequence[str], value: object, *, given_by: str) -> No
         if child is None:
             child = here[key] = [] if following.isdigit() else {}
         if not isinstance(child, dict | list):
-            raise ConfigError(f"{given_by}: expected {part} to have parts, got {child!r}", field=given_by)
+            raise ConfigError(f"{given_by}: expected {part} to be a section or list, got {child!r}", field=given_by)
         here = child
 
 
 def _config_error(error: ValidationError) -> ConfigError:
-    """A line for each mistake. What only follows from another one (a list without its one, wrong item) is left out."""
+    """One line per mistake. Leaves out errors that only follow from another one, such as a list with one wrong item."""
     found = error.errors(include_url=False)
     places = [each["loc"] for each in found]
     mistakes = [
@@ -151,9 +151,9 @@ def _config_error(error: ValidationError) -> ConfigError:
         if not any(place != each["loc"] and place[: len(each["loc"])] == each["loc"] for place in places)
     ]  # fmt: skip
     if any(each["loc"] == CHART_VALUES and each["type"] == UNKNOWN for each in mistakes):
-        text = "cluster: these are values of the Helm chart: expected a file of what is below `cluster` in them"
+        text = "cluster: expected a cluster spec, got values of the Helm chart: use the part below `cluster`"
         return ConfigError(text, field="cluster")
-    lines = [_line(each) for each in mistakes[:MOST_MISTAKES]]
+    lines = [_line(each) for each in mistakes[:MAX_MISTAKES]]
     if (left := len(mistakes) - len(lines)) > 0:
         lines.append(f"and {left} more")
     return ConfigError("\n".join(lines), field=_dotted(mistakes[0]["loc"]) or None)
@@ -169,25 +169,25 @@ def _line(mistake: ErrorDetails) -> str:
     if mistake["type"] == "too_short":
         return f"{field}: expected at least {mistake['ctx']['min_length']}, got {mistake['ctx']['actual_length']}"
     if mistake["type"] == UNKNOWN:
-        return f"{field}: expected a known field (docs/configuration.md lists them){_meant(mistake['loc'])}"
-    came = "" if isinstance(mistake["input"], dict | BaseModel) else f", got {mistake['input']!r}"
-    # Our own validators, which look at several fields, name the one at fault themselves.
+        return f"{field}: expected a known field (docs/configuration.md lists them){_suggestion(mistake['loc'])}"
+    given = "" if isinstance(mistake["input"], dict | BaseModel) else f", got {mistake['input']!r}"
+    # Validators of several fields name the wrong field in their message.
     text = f"{field}: {message}" if field and not message.startswith(field) else message
-    return f"{text}{came}"
+    return f"{text}{given}"
 
 
-def _meant(loc: tuple[int | str, ...]) -> str:
-    """The known field that is spelled nearly alike."""
+def _suggestion(loc: tuple[int | str, ...]) -> str:
+    """A hint with the known field that has a similar name."""
     known: type[BaseModel] | None = ClusterSpec
     for part in loc[:-1]:
         if known is not None and isinstance(part, str):
             known = _section(known, part)
     close = difflib.get_close_matches(str(loc[-1]), known.model_fields if known is not None else (), 1)
-    return f"; is it {close[0]}?" if close else ""
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _section(spec: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The class of a field's value, or of its items."""
+    """The model class of a field's value, or of its items."""
     field = spec.model_fields.get(name)
     kinds = [None if field is None else field.annotation]
     while kinds:

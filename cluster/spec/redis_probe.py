@@ -1,4 +1,4 @@
-"""Is a Redis there? Asked before a start, by `tandem doctor` and for `tandem status`."""
+"""Checks that Redis answers: before a start, in `tandem doctor` and for `tandem status`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ TIMEOUT_S = 2.0
 
 
 def check_redis(url: str, timeout_s: float = TIMEOUT_S) -> str:
-    """Its version. Raises ConfigError when the URL is none or nothing answers there; passwords are not shown."""
+    """Returns its version. Raises ConfigError for an invalid URL or no answer; the message contains no password."""
     try:
-        with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop already
+        with ThreadPoolExecutor(1) as thread:  # the caller may run in an event loop
             return thread.submit(lambda: asyncio.run(_version(url, timeout_s))).result()
     except ValueError as error:
         raise ConfigError(
@@ -29,7 +29,7 @@ def check_redis(url: str, timeout_s: float = TIMEOUT_S) -> str:
         reason = " ".join(str(error).split()).rstrip(".") or "no answer in time"
         raise ConfigError(
             f"redis.url: expected a Redis or Valkey at {without_password(url)}, got: {reason}; start it, correct the "
-            "URL, or leave --redis-url out for the embedded one",
+            "URL, or omit --redis-url to use the embedded server",
             field="redis.url",
         ) from None
 

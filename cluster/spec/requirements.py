@@ -1,9 +1,9 @@
-"""What a pod was promised and only the platform can put there: Secrets and volumes, listed by the Helm chart.
+"""Checks the Secrets and volumes that the Helm chart lists as requirements of a pod.
 
     - {value: auth.existingSecret, what: "Secret tandem-keys with keys.yaml", path: /etc/tandem-keys/keys.yaml}
     - {value: models.hubTokenSecret, what: "Secret hub with token", variable: HF_TOKEN}
 
-Kubernetes starts a pod without an optional Secret, so that the pod can say by name what it lacks.
+The chart marks Secrets as optional, so Kubernetes starts the pod without them and the pod names what is missing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pydantic import TypeAdapter, ValidationError, model_validator
 from tandem.config.frozen import Frozen
 from tandem.errors import ConfigError
 
-VARIABLE = "TANDEM_REQUIREMENTS"  # the list's file; unset: nothing was promised
+VARIABLE = "TANDEM_REQUIREMENTS"  # path of the list; unset: no requirements
 
 
 class Requirement(Frozen):
-    """`value` is the chart's value that asks for it."""
+    """`value`: the chart value that requires it. Exactly one of `path` and `variable` is set."""
 
     value: str
     what: str
@@ -36,7 +36,7 @@ class Requirement(Frozen):
         return self
 
     def missing_from(self, environ: Mapping[str, str]) -> str | None:
-        """Where it should be and is not."""
+        """Where the requirement is missing; None if it is met."""
         if self.variable is not None:
             return None if environ.get(self.variable) else f"the variable {self.variable}"
         path = Path(self.path or "")
@@ -47,19 +47,19 @@ _LIST = TypeAdapter(list[Requirement])
 
 
 def check_requirements(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """What is there, in words. Raises ConfigError that names everything that is not."""
+    """Returns the requirements that are met. Raises ConfigError that lists the missing ones."""
     if not (listed := environ.get(VARIABLE)):
         return ()
     requirements = _read(listed)
     missing = [(each, at) for each in requirements if (at := each.missing_from(environ)) is not None]
     if missing:
-        told = "; ".join(f"{each.value}: expected {each.what} at {at}, and it is missing" for each, at in missing)
-        raise ConfigError(f"{told}: make it, then delete the pod", field=missing[0][0].value)
+        text = "; ".join(f"{each.value}: expected {each.what} at {at}, and it is missing" for each, at in missing)
+        raise ConfigError(f"{text}: create it, then delete the pod", field=missing[0][0].value)
     return tuple(each.what for each in requirements)
 
 
 def origin_of(variable: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Where the variable was promised to come from, in words; None: nobody promised it. Raises ConfigError."""
+    """The requirement that sets the variable; None if no requirement does. Raises ConfigError."""
     listed = environ.get(VARIABLE)
     for each in _read(listed) if listed else ():
         if each.variable == variable:
@@ -72,7 +72,7 @@ def _read(listed: str) -> list[Requirement]:
     try:
         return _LIST.validate_python(yaml.safe_load(Path(listed).read_text(encoding="utf-8")))
     except OSError as error:
-        reason = error.strerror or "it cannot be read"
+        reason = error.strerror or "cannot read it"
     except (yaml.YAMLError, UnicodeDecodeError):
         reason = "it is not YAML"
     except ValidationError as error:
@@ -80,5 +80,7 @@ def _read(listed: str) -> list[Requirement]:
         place = ", ".join(f"entry {part + 1}" if isinstance(part, int) else part for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
         reason = f"{place or 'the file'}: {message[:1].lower()}{message[1:]}"
-    text = f"{VARIABLE}: expected the chart's list of requirements in {listed}: {reason}; `helm upgrade` writes it anew"
+    text = (
+        f"{VARIABLE}: expected the chart's list of requirements in {listed}: {reason}; `helm upgrade` writes it again"
+    )
     raise ConfigError(text, field=VARIABLE)

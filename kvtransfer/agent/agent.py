@@ -1,15 +1,16 @@
-"""The transfer agent: a process beside each rank that maps the rank's KV pool and moves blocks to and from peers.
+"""The transfer agent: a process beside each rank that maps the rank's KV pool and exchanges blocks with peers.
 
     python -m kvtransfer.agent --socket PATH
 
-It lives as long as its rank's connection and holds nothing that outlives a ticket: killed and started again, it works
-with the next tickets. No torch, unless the pool is in a device's memory or a link needs `process_group`.
+It ends with its rank's connection. It keeps no state beyond open tickets, so a restarted agent serves the next tickets.
+It loads torch only if the pool is in device memory or a link uses `process_group`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import logging
 import os
 import signal
@@ -19,7 +20,12 @@ from pathlib import Path
 
 import msgspec
 
-from kvtransfer.agent.control import (
+from kvtransfer.agent.handoff_receiver import HandoffReceiver
+from kvtransfer.agent.handoff_sender import HandoffSender
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.connection.handshake import LocalRank, pool_layout
+from kvtransfer.connection.sockets import listen_tcp, listen_unix, peer_is_same_user, receive_first, serve, tcp_address
+from kvtransfer.control import (
     Attached,
     AttachPool,
     BeginStep,
@@ -38,22 +44,16 @@ from kvtransfer.agent.control import (
     SetPeers,
     TakeCensus,
 )
-from kvtransfer.agent.host import host_id
-from kvtransfer.agent.incoming import Incoming
-from kvtransfer.agent.outgoing import Outgoing
-from kvtransfer.link.handshake import Own, pool_layout
 from kvtransfer.link.in_link import LinkAcceptor
-from kvtransfer.link.sockets import listen_tcp, listen_unix, peer_is_same_user, receive_first, serve, tcp_address
 from kvtransfer.pool import digest
 from kvtransfer.pool.pools import open_pool
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.session.ticket import KEY_BYTES
 from kvtransfer.transports.factory import MAPPED, Transports, offered
 from tandem.clock import Clock, SystemClock
+from tandem.config.log_format import LogFormat
 from tandem.errors import ConfigError
 from tandem.rpc.channel import Channel, ChannelError
 from tandem.rpc.tls import RenewedTls
-from tandem.telemetry.log_format import LogFormat
 from tandem.telemetry.logs import setup_logging
 
 log = logging.getLogger(__name__)
@@ -67,24 +67,26 @@ FromLeader = SetPeers | OpenReceive | CloseReceive | OpenSend | CloseSend | Take
 
 
 class Attachment:
-    """What there is once the rank's pool is attached: both sides and the listeners that peers reach."""
+    """Everything that exists once the rank's pool is attached: both sides and the listeners for peers."""
 
-    def __init__(self, own: Own, transports: Transports, clock: Clock, report: Callable[[FromAgent], None]) -> None:
-        self.own = own
-        self.outgoing = Outgoing(own, transports, clock, report)
-        self.incoming = Incoming(own, clock, report, self.outgoing.has_link)
-        attach = own.attach
-        self._acceptor = LinkAcceptor(own, transports, self.incoming, report)
+    def __init__(
+        self, local: LocalRank, transports: Transports, clock: Clock, report: Callable[[FromAgent], None]
+    ) -> None:
+        self.local = local
+        self.outgoing = HandoffSender(local, transports, clock, report)
+        self.incoming = HandoffReceiver(local, clock, report, self.outgoing.has_link)
+        attach = local.attach
+        self._acceptor = LinkAcceptor(local, transports, self.incoming, report)
         self._tasks: list[asyncio.Task[None]] = []
         mapped_path = tcp = ""
-        if MAPPED in offered(own):
+        if MAPPED in offered(local):
             mapped_path = attach.link_socket
             self._listen(listen_unix(mapped_path))
-        if any(kind != MAPPED for kind in offered(own)):
+        if any(kind != MAPPED for kind in offered(local)):
             listener = listen_tcp(attach.bind_host)
             tcp = tcp_address(listener)
             self._listen(listener)
-        self.where = Attached(own.host_id, mapped_path, tcp, own.device)
+        self.attached = Attached(local.host_id, mapped_path, tcp, local.device)
 
     def _listen(self, listener: socket.socket) -> None:
         self._tasks.append(asyncio.create_task(serve(listener, self._acceptor.accept)))
@@ -117,10 +119,10 @@ class Attachment:
 
 
 class Agent:
-    """One agent.
+    """The transfer agent of one rank.
 
     Args:
-        path: the unix socket on which the rank and the leader connect.
+        path: unix socket for the rank and the leader.
         transports: how links move bytes.
     """
 
@@ -135,14 +137,14 @@ class Agent:
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Until the rank is gone, or `stop`."""
+        """Runs until the rank disconnects, or `stop`."""
         listener = listen_unix(str(self._path))
         tasks = [asyncio.create_task(serve(listener, self._connection)), asyncio.create_task(self._tick())]
         ended = asyncio.create_task(self._ended.wait())
         await asyncio.wait([*tasks, ended], return_when=asyncio.FIRST_COMPLETED)
         if self._attachment is not None:
-            self._attachment.fail_all("the transfer agent stops")
-        await asyncio.sleep(0)  # lets what was queued leave
+            self._attachment.fail_all("the transfer agent is stopping")
+        await asyncio.sleep(0)  # sends queued messages
         for task in tasks:
             if task.done():
                 task.result()
@@ -153,7 +155,7 @@ class Agent:
     # --- connections -------------------------------------------------------------------------------------------
 
     async def _connection(self, raw: socket.socket) -> None:
-        """Whatever comes, only this connection suffers."""
+        """Serves one control connection. An error ends only this connection."""
         fds: list[int] = []
         try:
             with raw:
@@ -168,7 +170,7 @@ class Agent:
             else:
                 await self._serve_rank(first, fds, Channel(*stream, FromRank))
         except (HandoffFault, ChannelError, msgspec.MsgspecError, UnicodeDecodeError, OSError, TimeoutError) as error:
-            log.warning("a control connection ended: %s", error or type(error).__name__)
+            log.warning("control connection closed: %s", error or type(error).__name__)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -176,10 +178,10 @@ class Agent:
     async def _serve_rank(self, attach: AttachPool, fds: list[int], channel: Channel[FromRank]) -> None:
         try:
             if self._attachment is not None:
-                raise protocol_fault("attach: expected one rank, and it has attached already")
+                raise protocol_fault("attach: expected one rank, but a rank is attached already")
             attachment = self._attach(attach, fds)
-            channel.send(attachment.where)
-            self._report(attachment.where)
+            channel.send(attachment.attached)
+            self._report(attachment.attached)
             if self._peers is not None:
                 attachment.set_peers(self._peers)
             try:
@@ -190,7 +192,7 @@ class Agent:
                         case BeginStep():
                             attachment.outgoing.begin_step(message)
             finally:
-                log.info("the rank is gone")
+                log.info("the rank disconnected")
                 self.stop()
         finally:
             channel.close()
@@ -204,26 +206,26 @@ class Agent:
             tls = RenewedTls(attach.tls, peer=attach.tls.peer) if attach.tls is not None else None
         except ConfigError as error:
             raise HandoffFault(HandoffCause.TRANSPORT, f"attach: {error.message}") from error
-        own = Own(attach, pool, os.dup(fds[0]) if fds else None, host_id(), tls)
-        self._attachment = Attachment(own, self._transports, self._clock, self._report)
+        local = LocalRank(attach, pool, os.dup(fds[0]) if fds else None, host_id(), tls)
+        self._attachment = Attachment(local, self._transports, self._clock, self._report)
         log.info("attached rank %d of %s, %d blocks", attach.rank, attach.worker_id, attach.layout.num_blocks)
         return self._attachment
 
     async def _serve_leader(self, channel: Channel[FromLeader]) -> None:
         self._leaders.append(channel)
         if self._attachment is not None:
-            channel.send(self._attachment.where)
+            channel.send(self._attachment.attached)
             self._attachment.report_links()
         try:
             async for message in channel:
-                self._obey(message)
+                self._handle(message)
         finally:
             self._leaders.remove(channel)
             channel.close()
             if not self._leaders and self._attachment is not None:
-                self._attachment.fail_all("the leader's connection ended")
+                self._attachment.fail_all("the leader disconnected")
 
-    def _obey(self, message: FromLeader) -> None:
+    def _handle(self, message: FromLeader) -> None:
         if isinstance(message, SetPeers):
             self._peers = message
         attachment = self._attachment
@@ -245,7 +247,7 @@ class Agent:
                 self._report(attachment.census())
 
     def _answer_unattached(self, message: FromLeader) -> None:
-        """The rank has not attached its pool (again) yet: no ticket is known."""
+        """Answers while no pool is attached, so no ticket is known."""
         reason = "the rank's pool is not attached yet"
         match message:
             case OpenReceive(ticket_id=ticket_id):
@@ -259,24 +261,37 @@ class Agent:
             case TakeCensus():
                 self._report(Census(0, 0, 0, 0, 0))
             case SetPeers():
-                pass  # kept for when it attaches
+                pass  # applied when the rank attaches
 
     def _report(self, message: FromAgent) -> None:
         for leader in self._leaders:
             leader.send(message)
 
     async def _tick(self) -> None:
-        """Deadlines. An idle agent wakes up twice a second and looks at nothing."""
+        """Checks deadlines, twice a second."""
         while True:
             await asyncio.sleep(MAX_TICK_S)
             if self._attachment is not None:
                 self._attachment.tick()
 
 
+def host_id() -> str:
+    """16 hex digits. Processes with equal ids can share memory and unix sockets, so they can use `mapped`.
+
+    The digest of the boot id, the user id, and the network and mount namespaces.
+    """
+    parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(os.getuid())]
+    parts += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "mnt")]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
 def _end_hung(thread: str) -> None:
-    """Nobody can say what a hung thread still reads or writes, so the process ends with it and says nothing about its
-    handoffs: peers and leader see their connections end, the supervisor starts another agent."""
-    log.error("%s hangs in an operation on a piece: this agent ends", thread)
+    """Ends the process because a hung thread may still read or write blocks.
+
+    It reports nothing about its handoffs: peers and leader see their connections end, and the supervisor starts another
+    agent.
+    """
+    log.error("%s: an operation on a piece hangs; exiting", thread)
     logging.shutdown()
     os._exit(HUNG_EXIT_CODE)
 
@@ -290,18 +305,18 @@ async def serve_agent(path: Path, transports: Transports) -> None:
 
 
 def main(transports: Transports | None = None, arguments: list[str] | None = None) -> None:
-    """The process; `transports` is for tests that break them."""
+    """Runs the agent process. Tests pass `transports` that inject faults."""
     parser = argparse.ArgumentParser(prog="python -m kvtransfer.agent", description="A rank's transfer agent.")
-    parser.add_argument("--socket", type=Path, required=True, help="the unix socket for the rank and its leader")
+    parser.add_argument("--socket", type=Path, required=True, help="unix socket for the rank and its leader")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     parser.add_argument("--log-format", choices=[*LogFormat], type=LogFormat, default=LogFormat.TEXT)
     options = parser.parse_args(arguments)
     setup_logging(options.log_level, process=options.socket.stem, log_format=options.log_format)
-    digest.native()  # may have to be built, which links would wait for
+    digest.native()  # may compile it, which would delay links
     try:
         asyncio.run(serve_agent(options.socket, transports or Transports()))
     except OSError as error:
-        log.error("error: --socket: cannot listen at %s: %s", options.socket, error)
+        log.error("error: --socket: cannot listen on %s: %s", options.socket, error)
         os._exit(2)
     logging.shutdown()
-    os._exit(0)  # a link's thread may hang in a collective operation: it must not hold the process
+    os._exit(0)  # a link's thread may hang in a collective operation and would block a normal exit

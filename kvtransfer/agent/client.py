@@ -1,4 +1,4 @@
-"""A rank's connection to a transfer agent. The engine's step loop never waits: sending queues, an I/O loop delivers."""
+"""A rank's connection to a transfer agent. Sending only queues, so the engine's step loop never waits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvtransfer.agent.control import Attached, AttachPool, BeginStep, FromAgent, LayerDone, Lead, Range
-from kvtransfer.link.sockets import connect_unix, peer_pid, send_first
+from kvtransfer.connection.sockets import connect_unix, peer_pid, send_first
+from kvtransfer.control import Attached, AttachPool, BeginStep, FromAgent, LayerDone, Lead, Range
 from tandem.engine.api import ExportRange
 from tandem.rpc.channel import Channel, ChannelError, ThreadSender, encode
 
@@ -34,10 +34,10 @@ class _Connection:
 
 
 class AgentClient:
-    """Keeps one connection to an agent, and makes it again when the agent was restarted.
+    """Keeps one connection to an agent, and reconnects after the agent restarts.
 
     Args:
-        loop: a running loop in another thread to share; without it the client runs its own in a daemon thread.
+        loop: an event loop running in another thread; None: the client runs its own in a daemon thread.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -58,25 +58,26 @@ class AgentClient:
         """Starts connecting and returns at once. The callbacks run on the client's loop and must not block.
 
         Args:
-            first: sent first on every new connection; `AttachPool` goes with `fd`, which stays open and the caller's.
-            on_connected: an agent with an attached pool is there (again); comes before its `Attached`.
-            on_lost: the agent is gone, and everything it was told with it.
+            first: sent first on every new connection. `AttachPool` is sent with `fd`, which the caller keeps open and
+                owns.
+            on_connected: an agent with an attached pool is connected; called before its `Attached`.
+            on_lost: the agent is gone, with all its state.
         """
         connection = _Connection(Path(socket_path), first, fd, on_message, on_lost, on_connected or _nothing)
         self._running = asyncio.run_coroutine_threadsafe(self._run(connection), self._loop)
 
     @property
     def pid(self) -> int | None:
-        """Of the agent, while there is a connection."""
+        """The agent's process id, while connected."""
         return self._pid
 
     def send(self, message: msgspec.Struct) -> None:
-        """From any thread; never blocks. Without a connection the message is dropped: `on_lost` told so."""
+        """Sends from any thread; never blocks. Without a connection the message is dropped; `on_lost` was called."""
         if (sender := self._sender) is not None:
             sender.send(message)
 
     def close(self) -> None:
-        """No callback comes after this has taken effect on the loop."""
+        """Stops. No callback is called once the loop has processed this."""
         if self._running is not None:
             self._running.cancel()
 
@@ -86,7 +87,7 @@ class AgentClient:
             try:
                 reader, writer = await self._open(connection)
             except OSError:
-                await asyncio.sleep(retry_s)  # it is being started
+                await asyncio.sleep(retry_s)  # the agent is starting
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
                 continue
             retry_s = FIRST_RETRY_S
@@ -94,7 +95,7 @@ class AgentClient:
             try:
                 await self._listen(Channel(reader, writer, FromAgent), connection)
             except ChannelError as error:
-                log.warning("the transfer agent sent nonsense: %s", error)
+                log.warning("invalid message from the transfer agent: %s", error)
             finally:
                 self._sender = self._pid = None
                 sender.close()
@@ -122,7 +123,7 @@ class AgentClient:
 
 
 class RankExporter:
-    """`tandem.engine.api.KvExporter` of one rank: tells its own agent which blocks and layers are finished."""
+    """`tandem.engine.api.KvExporter` of one rank. Reports finished blocks and layers to the rank's agent."""
 
     def __init__(self, client: AgentClient) -> None:
         self._client = client
@@ -152,4 +153,4 @@ def _start_loop() -> asyncio.AbstractEventLoop:
 
 
 def _nothing() -> None:
-    """Nobody asked to hear of it."""
+    """Default of `on_connected`."""

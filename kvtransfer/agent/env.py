@@ -1,4 +1,4 @@
-"""The environment a transfer agent is started with."""
+"""Environment variables for a transfer agent."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import Final
 
 STREAMING_COPY_BYTES: Final = 384 << 10
 
-# glibc copies past the cache (without reading the target first, a third of the traffic) only from a size that has to do
-# with the shared cache, tens of MB; a run of KV blocks is smaller. It reads this at the start of a process; other C
-# libraries ignore it.
+# glibc uses non-temporal stores, which save a third of the memory traffic, only above a threshold of tens of MB. Runs
+# of KV blocks are smaller. glibc reads this variable at process start; other C libraries ignore it.
 AGENT_ENV: Final = {
     "OMP_NUM_THREADS": "1",
     "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={STREAMING_COPY_BYTES}",

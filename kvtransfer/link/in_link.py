@@ -1,6 +1,6 @@
 """The receiving end of a link: check the hello, answer, then take frames in order, one piece at a time.
 
-A link ends by its connection ending, never in the middle of a write: whoever wants it gone closes the stream.
+To end a link, close its stream. It then ends between two writes, never inside one.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvtransfer.agent.control import LinkReport
-from kvtransfer.link.handshake import Hello, Own, Refused, Welcome, check_hello, parse_hello
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.connection.handshake import Hello, LocalRank, Refused, Welcome, check_hello, parse_hello
+from kvtransfer.connection.sockets import peer_is_same_user, receive_first, send_first
+from kvtransfer.connection.stream import FrameStream
+from kvtransfer.connection.tls import TlsConnection, Wire
+from kvtransfer.control import LinkReport
 from kvtransfer.link.liveness import LinkWatch
-from kvtransfer.link.sockets import peer_is_same_user, receive_first, send_first
-from kvtransfer.link.stream import FrameStream
-from kvtransfer.link.tls import TlsConnection, Wire
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.session.piece import FrameType, Header, Piece, as_in_pool, check_size, failure_body
 from kvtransfer.session.receive import ReceiveSession
-from kvtransfer.session.reshard import Link
+from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.transports.factory import MAPPED, Transports, max_piece_bytes
 from kvtransfer.transports.protocol import INLINE_BYTES, KvReceiver, LinkThread
 from tandem.errors import IncompatiblePools
@@ -33,8 +33,8 @@ from tandem.rpc.channel import encode
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
-PLACES_AHEAD = 8  # pieces that wait for the link's thread behind the one it writes: it never idles
-PROBE_TIMEOUT_S = 60.0  # the sender may have to load torch first
+PLACES_AHEAD = 8  # pieces queued for the link's thread, to keep it busy
+PROBE_TIMEOUT_S = 60.0  # the sender may load torch first
 
 
 class InLinkEvents(Protocol):
@@ -44,13 +44,13 @@ class InLinkEvents(Protocol):
         """The session that accepted this link, if it still takes pieces."""
         ...
 
-    def link_knows(self, ticket_id: str) -> bool:
-        """Whether this ticket is or was open here: pieces may still come for one that is over."""
+    def has_ticket(self, ticket_id: str) -> bool:
+        """Whether this ticket is or was open here. Pieces of a finished ticket may still arrive."""
         ...
 
     def link_written(self, link: InLink, ticket_id: str, piece: Piece, digest: int, verify_s: float) -> None: ...
     def link_fault(self, link: InLink, ticket_id: str, fault: HandoffFault, *, writing: bool) -> None:
-        """This ticket cannot go on; `writing`: and a write that had begun ended without its piece."""
+        """This ticket failed. `writing`: a started write ended without its piece."""
         ...
 
     def link_finish(self, link: InLink, ticket_id: str, pieces: int) -> None: ...
@@ -60,11 +60,11 @@ class InLinkEvents(Protocol):
 
 @dataclass(slots=True)
 class InLink:
-    """One that shook hands and was probed."""
+    """A link after its handshake and probe."""
 
-    own: Own
+    local: LocalRank
     hello: Hello
-    link: Link
+    link: PlannedLink
     stream: FrameStream
     receiver: KvReceiver
     thread: LinkThread
@@ -72,7 +72,7 @@ class InLink:
     is_taking: bool = False
     watch: LinkWatch = field(init=False)
     _placing: deque[asyncio.Task[None]] = field(default_factory=deque)
-    _following: deque[tuple[str, int, asyncio.Future[int]]] = field(default_factory=deque)  # digests that must come
+    _pending_digests: deque[tuple[str, int, asyncio.Future[int]]] = field(default_factory=deque)
     _placed_at_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -85,8 +85,8 @@ class InLink:
         self.reply(FrameType.FAIL, ticket_id, body=failure_body(cause, message))
 
     def close(self) -> None:
-        """The running loop ends after the write that is under way; one that never ends is the agent's end."""
-        self._no_digest_comes()
+        """Ends `run` after the current write. If that write hangs, the agent exits."""
+        self._fail_pending_digests()
         self.stream.close()
         self.receiver.close()
         self.thread.close()
@@ -96,46 +96,46 @@ class InLink:
         return LinkReport(hello.worker_id, hello.epoch, hello.rank, hello.transport, state, reason, self.moved_bytes)
 
     async def run(self, events: InLinkEvents) -> None:
-        """Until the connection ends, or nothing comes any more."""
+        """Runs until the connection ends or stalls."""
         cause, reason = HandoffCause.PEER_LOST, "the sender's connection ended"
         watching = asyncio.create_task(self._watch())
         try:
             async for header, body in self.stream.frames():
                 await self._take(events, header, body)
-                await self.stream.drain()  # who does not read our answers may not make us keep them
+                await self.stream.drain()  # a peer that does not read must not fill our memory
                 self.watch.heard()
-            self._no_digest_comes()
+            self._fail_pending_digests()
             await self._settle()
         except HandoffFault as fault:
             cause, reason = fault.cause, fault.message
-            log.warning("link from %s rank %d ends: %s", self.hello.worker_id, self.hello.rank, reason)
+            log.warning("link from %s rank %d failed: %s", self.hello.worker_id, self.hello.rank, reason)
         except ConnectionError:
-            pass  # while an answer was on its way: it has ended
+            pass  # the connection ended during an answer
         finally:
             if watching.done() and not watching.cancelled():
                 cause, reason = HandoffCause.PEER_LOST, watching.result()
             watching.cancel()
-            self._no_digest_comes()
-            await asyncio.gather(*self._placing, return_exceptions=True)  # each has told its session
+            self._fail_pending_digests()
+            await asyncio.gather(*self._placing, return_exceptions=True)  # each has reported to its session
             events.link_down(self, cause, reason)
 
     async def _watch(self) -> str:
-        """Closes the link when it stalls; returns why."""
+        """Closes the link when it stalls; returns the reason."""
         try:
             await self.watch.run(self.stream)
         except HandoffFault as fault:
-            log.warning("link from %s rank %d stalls: %s", self.hello.worker_id, self.hello.rank, fault.message)
+            log.warning("link from %s rank %d stalled: %s", self.hello.worker_id, self.hello.rank, fault.message)
             self.close()
             return fault.message
 
     async def _settle(self, left: int = 0) -> None:
-        """Waits until no more than `left` pieces are being written. Raises HandoffFault: the link must end."""
+        """Waits until at most `left` pieces are being written. Raises HandoffFault, after which the link must end."""
         while len(self._placing) > left:
             await self._placing.popleft()
 
     async def _take(self, events: InLinkEvents, header: Header, body: bytes) -> None:
-        if header.type not in (FrameType.PIECE, FrameType.DIGEST, FrameType.BEAT):
-            await self._settle()  # an answer to an abort says that nothing is read any more
+        if header.type not in (FrameType.PIECE, FrameType.DIGEST, FrameType.HEARTBEAT):
+            await self._settle()  # the answer to an abort promises that nothing is read any more
         match header.type:
             case FrameType.PIECE if header.piece is not None:
                 self.watch.moved()
@@ -153,9 +153,9 @@ class InLink:
             case FrameType.ABORT:
                 events.link_abort(self, header.ticket_id)
                 self.reply(FrameType.ABORTED, header.ticket_id)
-            case FrameType.BEAT:
-                pass  # the watch has heard
-            case FrameType.PROBE:  # the first was answered before the link was up; these measure
+            case FrameType.HEARTBEAT:
+                pass  # `run` tells the watch
+            case FrameType.PROBE:  # later probes measure latency; the first was answered before link_up
                 await self.probed()
             case _:
                 raise protocol_fault(f"expected a sender's frame, got {header.type.name}")
@@ -166,18 +166,18 @@ class InLink:
     async def _take_piece(self, events: InLinkEvents, ticket_id: str, piece: Piece, body: bytes) -> None:
         hello = self.hello
         limit = max_piece_bytes(hello.transport, hello.protocol)
-        check_size(piece, self.own.layout, self.link.head_count, int8=hello.int8, max_bytes=limit)
+        check_size(piece, self.local.layout, self.link.head_count, int8=hello.int8, max_bytes=limit)
         if piece.head_start < self.link.head_start or (
             piece.head_start + piece.head_count > self.link.head_start + self.link.head_count
         ):
-            raise protocol_fault(f"piece {piece.seq} has heads that are not this link's")
+            raise protocol_fault(f"piece {piece.seq} has heads outside this link")
         arrival = await self.receiver.fetch(piece, body)
-        followed = self._digest_of(ticket_id, piece) if arrival.digest_follows else None
-        wire_bytes, piece = piece.payload_bytes, as_in_pool(piece, self.own.layout)
+        followed = self._expect_digest(ticket_id, piece) if arrival.digest_follows else None
+        wire_bytes, piece = piece.payload_bytes, as_in_pool(piece, self.local.layout)
         session = events.link_session(self, ticket_id)
         if session is None:
-            if not events.link_knows(ticket_id):
-                raise protocol_fault(f"piece {piece.seq} is for a ticket that was never shown here")
+            if not events.has_ticket(ticket_id):
+                raise protocol_fault(f"piece {piece.seq} is for an unknown ticket")
             self.fail(ticket_id, HandoffCause.REFUSED_TICKET, "no such ticket is open on this link")
             await arrival.discard()
             return
@@ -194,29 +194,33 @@ class InLink:
         task = asyncio.create_task(placing)
         task.add_done_callback(self._placed)
         self._placing.append(task)
-        await asyncio.sleep(0)  # it begins before the next frame is looked at
+        await asyncio.sleep(0)  # starts it before the next frame is handled
         await self._settle(left=PLACES_AHEAD)
 
-    def _digest_of(self, ticket_id: str, piece: Piece) -> asyncio.Future[int]:
-        if len(self._following) > PLACES_AHEAD:  # refused ones count too: they would be kept for as long as the link
+    def _expect_digest(self, ticket_id: str, piece: Piece) -> asyncio.Future[int]:
+        if len(self._pending_digests) > PLACES_AHEAD:  # bounds memory: digests of refused pieces count too
             raise protocol_fault(f"expected the digests of {PLACES_AHEAD} pieces before piece {piece.seq}")
         followed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._following.append((ticket_id, piece.seq, followed))
+        self._pending_digests.append((ticket_id, piece.seq, followed))
         return followed
 
     def _take_digest(self, header: Header) -> None:
-        if not self._following or header.digest is None or self._following[0][:2] != (header.ticket_id, header.seq):
-            raise protocol_fault(f"expected no digest of piece {header.seq} here")
-        *_, followed = self._following.popleft()
+        if (
+            not self._pending_digests
+            or header.digest is None
+            or self._pending_digests[0][:2] != (header.ticket_id, header.seq)
+        ):
+            raise protocol_fault(f"unexpected digest of piece {header.seq}")
+        *_, followed = self._pending_digests.popleft()
         followed.set_result(header.digest)
 
-    def _no_digest_comes(self) -> None:
-        for *_, followed in self._following:
+    def _fail_pending_digests(self) -> None:
+        for *_, followed in self._pending_digests:
             if not followed.done():
-                lost = HandoffFault(HandoffCause.PEER_LOST, "the connection ended before the digest of a piece came")
+                lost = HandoffFault(HandoffCause.PEER_LOST, "the connection ended before the digest of a piece arrived")
                 followed.set_exception(lost)
-                followed.exception()  # nobody waits for that of a piece which was refused
-        self._following.clear()
+                followed.exception()  # marks it as retrieved: a refused piece's digest has no waiter
+        self._pending_digests.clear()
 
     async def _place(
         self,
@@ -227,7 +231,7 @@ class InLink:
         placing: Coroutine[None, None, int],
         followed: asyncio.Future[int] | None,
     ) -> None:
-        """One write that its session waits for, to its end, however it ends. Raises HandoffFault: so must the link."""
+        """Completes one write and reports it to its session. Raises HandoffFault, after which the link must end."""
         started_s = time.perf_counter()
         try:
             digest = await placing
@@ -238,35 +242,36 @@ class InLink:
             raise
         except (MemoryError, RuntimeError, ValueError, OSError, asyncio.CancelledError) as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise  # the agent ends, and the write may go on; else the closed link took it from its thread's queue
+                raise  # the agent is ending, and the write may continue
+            # A CancelledError here comes from the link's thread, whose queue was closed.
             failed = HandoffFault(HandoffCause.TRANSPORT, f"piece {piece.seq} could not be written: {error}")
             events.link_fault(self, ticket_id, failed, writing=True)
             raise failed from error
         self.watch.moved()
         self.moved_bytes += wire_bytes
         ended_s = time.perf_counter()
-        writing_s = ended_s - max(started_s, self._placed_at_s)  # not the wait for the one before
+        writing_s = ended_s - max(started_s, self._placed_at_s)  # without the wait for the previous piece
         self._placed_at_s = ended_s
         events.link_written(self, ticket_id, piece, digest, writing_s)
 
     def _placed(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            self.stream.close()  # `run` must hear of it, even when no frame comes any more
+            self.stream.close()  # ends `run` even if no further frame arrives
 
 
 class LinkAcceptor:
-    """What the agent's two listeners do with a connection."""
+    """Handles connections to the agent's two listeners."""
 
     def __init__(
-        self, own: Own, transports: Transports, events: InLinkEvents, report: Callable[[LinkReport], None]
+        self, local: LocalRank, transports: Transports, events: InLinkEvents, report: Callable[[LinkReport], None]
     ) -> None:
-        self._own = own
+        self._local = local
         self._transports = transports
         self._events = events
         self._report = report
 
     async def accept(self, raw: socket.socket) -> None:
-        """One connection, to its end. Whatever comes, only this connection suffers."""
+        """Serves one connection to its end. An error ends only this connection."""
         thread: LinkThread | None = None
         fds: list[int] = []
         wire: Wire = raw
@@ -276,8 +281,8 @@ class LinkAcceptor:
                     return
                 if raw.family != socket.AF_UNIX:
                     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    if self._own.tls is not None:
-                        wire = await TlsConnection.accept(raw.dup(), self._own.tls)
+                    if self._local.tls is not None:
+                        wire = await TlsConnection.accept(raw.dup(), self._local.tls)
                 async with asyncio.timeout(HELLO_TIMEOUT_S):
                     body, fds = await receive_first(wire)
                 hello = parse_hello(body)
@@ -286,7 +291,7 @@ class LinkAcceptor:
             if link is not None:
                 await self._run(link)
         except (HandoffFault, OSError, TimeoutError) as error:
-            log.info("a link's connection ended before it was ready: %s", error or type(error).__name__)
+            log.info("a link's connection failed before it was ready: %s", error or type(error).__name__)
         finally:
             if isinstance(wire, TlsConnection):
                 wire.close()
@@ -296,18 +301,18 @@ class LinkAcceptor:
                 thread.close()
 
     async def _welcome(self, raw: Wire, hello: Hello, fds: list[int], thread: LinkThread) -> InLink | None:
-        """The link after its handshake; None when it was refused for good."""
-        own, attach = self._own, self._own.attach
+        """The link after its handshake; None if it was refused permanently."""
+        local, attach = self._local, self._local.attach
         digests = attach.digests or hello.digests
         try:
-            link = check_hello(hello, own)
+            link = check_hello(hello, local)
             if (hello.transport == MAPPED) != (raw.family == socket.AF_UNIX):
-                raise protocol_fault(f"transport: {hello.transport} does not go over this kind of socket")
-            receiver = await self._transports.receiver(own, hello, link, thread, digests=digests)
+                raise protocol_fault(f"transport: {hello.transport} cannot use this kind of socket")
+            receiver = await self._transports.receiver(local, hello, link, thread, digests=digests)
             terms = await receiver.prepare(fds)
         except (HandoffFault, IncompatiblePools) as error:
             if isinstance(error, HandoffFault) and error.cause is HandoffCause.TRANSPORT:
-                raise  # it may work the next time: only what never will is refused
+                raise  # may succeed next time; only permanent failures are refused
             cause = error.cause if isinstance(error, HandoffFault) else HandoffCause.TRANSPORT
             log.warning("refused a link from %s rank %d: %s", hello.worker_id, hello.rank, error)
             await send_first(raw, encode(Refused(cause.value, error.message)), [])
@@ -321,7 +326,7 @@ class LinkAcceptor:
         except BaseException:
             receiver.close()
             raise
-        return InLink(own, hello, link, stream, receiver, thread)
+        return InLink(local, hello, link, stream, receiver, thread)
 
     async def _run(self, link: InLink) -> None:
         try:

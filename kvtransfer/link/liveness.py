@@ -1,7 +1,7 @@
-"""When a link is given up: both ends beat, so silence means a peer that stopped; and pieces must move.
+"""Detects stalled links: both ends send heartbeats, and pieces must make progress.
 
-A stopped process, a lost host and a hung communicator look alike from here: nothing happens for `STALL_S`. Then the
-link ends, its handoffs fail as `peer_lost`, and the sending end makes it again.
+A stopped process, a lost host and a hung communicator look the same: no progress for `STALL_S`. Then the link ends, its
+handoffs fail as `peer_lost`, and the sending end reconnects.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ import asyncio
 from collections.abc import Callable
 from typing import NoReturn
 
-from kvtransfer.link.stream import FrameStream
-from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.causes import HandoffCause, HandoffFault
+from kvtransfer.connection.stream import FrameStream
 from kvtransfer.session.piece import FrameType, Header
-from kvtransfer.session.versions import beats
+from kvtransfer.transports.protocol import STALL_S as STALL_S
+from kvtransfer.versions import has_heartbeats
 from tandem.clock import Clock, SystemClock
 
-BEAT_S = 0.5
-STALL_S = 2.0  # nothing ordinary takes so long; a slow prefill is its ticket's business, not its link's
+HEARTBEAT_S = 0.5
 
 
 class LinkWatch:
     """One end of a ready link.
 
     Args:
-        is_moving: a piece is on its way or being written; then only `moved` counts, else `heard` does too.
+        is_moving: whether a piece is in flight or being written. Then only `moved` counts as progress, otherwise
+            `heard` does too.
     """
 
     def __init__(self, is_moving: Callable[[], bool], clock: Clock | None = None) -> None:
@@ -33,34 +34,34 @@ class LinkWatch:
         self._last_s = self._clock.now_s()
 
     def heard(self) -> None:
-        """Something arrived; a peer that beats while its pieces do not move is no better than a silent one."""
+        """A frame arrived. Heartbeats do not count as progress while pieces do not move."""
         if not self._is_moving():
             self.moved()
 
     def moved(self) -> None:
-        """A piece was moved or answered, or is the first to be on its way."""
+        """A piece was moved or acknowledged, or became the first one in flight."""
         self._last_s = self._clock.now_s()
 
     async def run(self, stream: FrameStream) -> NoReturn:
-        """Beats until the link stalls.
+        """Sends heartbeats until the link stalls.
 
         Raises:
             HandoffFault: (peer_lost)
         """
         self.moved()
         while True:
-            if beats(stream.version):
-                stream.send(Header(FrameType.BEAT))
+            if has_heartbeats(stream.version):
+                stream.send(Header(FrameType.HEARTBEAT))
             else:
-                self.heard()  # an older peer is silent when it has nothing to say
+                self.heard()  # peers of version 1 send no heartbeats
             began_s = self._clock.now_s()
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
             self.check(self._clock.now_s() - began_s)
 
     def check(self, slept_s: float) -> None:
-        """Raises HandoffFault (peer_lost): the link has stalled. `slept_s`: since the check before."""
-        if slept_s > 2 * BEAT_S:
-            self._last_s += slept_s  # it was us who did not run: what came meanwhile is not read yet
+        """Raises HandoffFault (peer_lost) if the link has stalled. `slept_s` is the time since the previous check."""
+        if slept_s > 2 * HEARTBEAT_S:
+            self._last_s += slept_s  # this process was suspended, and frames that arrived meanwhile are unread
         if self._clock.now_s() - self._last_s > STALL_S:
-            what = "no piece moved" if self._is_moving() else "no sign of life"
+            what = "no piece moved" if self._is_moving() else "no heartbeat"
             raise HandoffFault(HandoffCause.PEER_LOST, f"{what} for {STALL_S:g} s")

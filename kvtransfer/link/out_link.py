@@ -1,7 +1,7 @@
-"""The sending end of a link: connect, shake hands, probe, then pump frames and pieces; again after a failure.
+"""The sending end of a link: connect, handshake, probe, then send frames and pieces; reconnect on failure.
 
-connecting ──probe good──▶ ready ──connection ended──▶ down ──backoff──▶ connecting
-    └── refused: for as long as both ends live
+connecting ──probe passed──▶ ready ──connection ended──▶ down ──backoff──▶ connecting
+    └── refused: for as long as both epochs last
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from kvtransfer.agent.control import LinkReport, Peer
-from kvtransfer.link.fair_queue import FairQueue
-from kvtransfer.link.handshake import LinkRefused, Own, make_hello, receive_answer
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.connection.handshake import LinkRefused, LocalRank, make_hello, receive_answer
+from kvtransfer.connection.sockets import connect_tcp, connect_unix, send_first
+from kvtransfer.connection.stream import FrameStream
+from kvtransfer.connection.tls import TlsConnection, Wire
+from kvtransfer.control import LinkReport, Peer
 from kvtransfer.link.liveness import LinkWatch
 from kvtransfer.link.meter import LinkMeter
-from kvtransfer.link.sockets import connect_tcp, connect_unix, send_first
-from kvtransfer.link.stream import FrameStream
-from kvtransfer.link.tls import TlsConnection, Wire
-from kvtransfer.pool.pool import Span
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.link.ticket_queue import TicketQueue
+from kvtransfer.pool.pool import PoolSpan
 from kvtransfer.session.piece import MAX_PIECE_BYTES, FrameType, Header, Piece
-from kvtransfer.session.reshard import Link
-from kvtransfer.session.versions import many_probes
+from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.transports.factory import MAPPED, Transports, carries_int8, choose_transport, max_piece_bytes
 from kvtransfer.transports.protocol import KvSender
+from kvtransfer.versions import has_many_probes
 from tandem.clock import SystemClock
 from tandem.errors import IncompatiblePools
 from tandem.rpc.channel import encode
@@ -38,17 +38,17 @@ from tandem.rpc.channel import encode
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
-HANDSHAKE_TIMEOUT_S = 60.0  # the peer may have to load torch first
+HANDSHAKE_TIMEOUT_S = 60.0  # the peer may load torch first
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
-MIN_WINDOW_BYTES = 2 * MAX_PIECE_BYTES  # unacknowledged on one link: it stays full, and tickets take turns here
+MIN_WINDOW_BYTES = 2 * MAX_PIECE_BYTES  # unacknowledged bytes: enough to keep the link busy; tickets share it here
 MAX_WINDOW_BYTES = 16 * MAX_PIECE_BYTES
-WINDOW_S = 0.02  # what a fast link moves in this time: its agents may have to wait for a core, but not its threads
+WINDOW_S = 0.02  # of a fast link's throughput, to cover delays in scheduling the agents
 PROBES = 5
 
 
 class LinkState(StrEnum):
-    """As in LinkReport."""
+    """States of a LinkReport."""
 
     CONNECTING = "connecting"
     READY = "ready"
@@ -60,7 +60,7 @@ class OutLinkEvents(Protocol):
     def link_ready(self, link: OutLink) -> None: ...
     def link_frame(self, link: OutLink, header: Header, body: bytes) -> None: ...
     def link_down(self, link: OutLink, cause: HandoffCause, reason: str, *, final: bool) -> None:
-        """The connection ended, or could not be made; `final`: there will be no other."""
+        """The connection ended or failed. `final`: there will be no retry."""
         ...
 
 
@@ -75,15 +75,15 @@ class _Push:
     wanted: Callable[[], bool]
     ticket_id: str
     piece: Piece
-    span: Span
+    span: PoolSpan
 
 
 class OutLink:
     def __init__(
         self,
-        own: Own,
+        local: LocalRank,
         peer: Peer,
-        link: Link,
+        link: PlannedLink,
         transports: Transports,
         events: OutLinkEvents,
         report: Callable[[LinkReport], None],
@@ -95,13 +95,13 @@ class OutLink:
         self.is_wanted = True
         self.max_piece_bytes = MAX_PIECE_BYTES
         self._meter = LinkMeter(SystemClock())
-        self._own = own
+        self._local = local
         self._link = link
         self._transports = transports
         self._events = events
         self._report = report
         self._kind = ""
-        self._jobs = FairQueue(self._may_go)
+        self._jobs = TicketQueue(self._may_send)
         self._watch = LinkWatch(self._is_moving)
         self._backoff_s = FIRST_BACKOFF_S
 
@@ -117,13 +117,13 @@ class OutLink:
         """Queues a frame behind the pieces of its ticket."""
         self._jobs.put(header.ticket_id, _Frame(header, body))
 
-    def push(self, wanted: Callable[[], bool], ticket_id: str, piece: Piece, span: Span) -> None:
-        """Queues a piece; it is dropped when `wanted` says no by the time it is its turn."""
+    def push(self, wanted: Callable[[], bool], ticket_id: str, piece: Piece, span: PoolSpan) -> None:
+        """Queues a piece. It is dropped if `wanted` returns False when its turn comes."""
         self._jobs.put(ticket_id, _Push(wanted, ticket_id, piece, span))
 
     def report(self) -> None:
         if not self.is_wanted:
-            return  # that its task ends is no news to those who were told that it is closed
+            return  # it was already reported as closed
         peer, meter = self.peer, self._meter
         self._report(
             LinkReport(
@@ -133,7 +133,7 @@ class OutLink:
         )  # fmt: skip
 
     async def run(self) -> None:
-        """Until it is refused; or cancelled, when the peer is gone from the directory."""
+        """Runs until the link is refused, or cancelled when the peer leaves the directory."""
         while True:
             try:
                 await self._connect()
@@ -146,11 +146,11 @@ class OutLink:
                 name = f"{self.peer.worker_id} rank {self.peer.rank}"
                 reason = f"cannot reach {name}: {error or type(error).__name__}"
                 final = isinstance(error, ssl.SSLCertVerificationError)
-            except Exception as error:  # a transport's library may raise anything; this link suffers, not the agent
+            except Exception as error:  # a transport's library may raise anything; only this link fails
                 log.exception("link to %s rank %d", self.peer.worker_id, self.peer.rank)
                 reason, final = f"{type(error).__name__}: {error}", False
             except asyncio.CancelledError:
-                self._enter(LinkState.DOWN, "the peer is gone")
+                self._enter(LinkState.DOWN, "the peer left the directory")
                 raise
             self._enter(LinkState.REFUSED if final else LinkState.DOWN, reason)
             cause = HandoffCause.TRANSPORT if final else HandoffCause.PEER_LOST
@@ -165,28 +165,28 @@ class OutLink:
         self.report()
 
     async def _connect(self) -> None:
-        """Returns or raises when the connection ended."""
+        """Returns or raises when the connection ends."""
         peer = self.peer
         self._enter(LinkState.CONNECTING, self.reason)
-        self._kind, reason = choose_transport(self._own, peer)
+        self._kind, reason = choose_transport(self._local, peer)
         thread = self._transports.thread(f"link-{peer.worker_id}-{peer.rank}")
         sender: KvSender | None = None
         stream: FrameStream | None = None
         try:
-            sender = await self._transports.sender(self._kind, self._own, peer, thread)
-            stream = await self._shake_hands(sender)
+            sender = await self._transports.sender(self._kind, self._local, peer, thread)
+            stream = await self._handshake(sender)
             self._meter.reconnected()
             self.max_piece_bytes = max_piece_bytes(self._kind, stream.version)
-            for _ in range(PROBES if many_probes(stream.version) else 1):
+            for _ in range(PROBES if has_many_probes(stream.version) else 1):
                 async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                     await self._probe(sender, stream)
-            self._jobs = FairQueue(self._may_go)
+            self._jobs = TicketQueue(self._may_send)
             self._watch = LinkWatch(self._is_moving)
             thread.moves_pieces = True
             self._backoff_s = FIRST_BACKOFF_S
             self._enter(LinkState.READY, reason)
             self._events.link_ready(self)
-            await self._carry(sender, stream)
+            await self._pump(sender, stream)
         finally:
             if stream is not None:
                 stream.close()
@@ -194,18 +194,20 @@ class OutLink:
                 sender.close()
             thread.close()
 
-    async def _shake_hands(self, sender: KvSender) -> FrameStream:
+    async def _handshake(self, sender: KvSender) -> FrameStream:
         peer = self.peer
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             raw = await self._dial()
         fds: list[int] = []
         try:
             fds = sender.hello_fds()
-            hello = make_hello(self._own, peer, self._link, self._kind, int8=carries_int8(self._kind, self._own, peer))
+            hello = make_hello(
+                self._local, peer, self._link, self._kind, int8=carries_int8(self._kind, self._local, peer)
+            )
             await send_first(raw, encode(hello), fds)
             welcome = await receive_answer(raw, HANDSHAKE_TIMEOUT_S)
             if (welcome.worker_id, welcome.epoch, welcome.rank) != (peer.worker_id, peer.epoch, peer.rank):
-                raise LinkRefused(f"another life answered: {welcome.worker_id}, epoch {welcome.epoch}")
+                raise LinkRefused(f"another epoch answered: {welcome.worker_id}, epoch {welcome.epoch}")
             await sender.establish(welcome)
         except BaseException:
             raw.close()
@@ -221,13 +223,13 @@ class OutLink:
         if self._kind == MAPPED:
             return await connect_unix(self.peer.mapped_path)
         raw = await connect_tcp(self.peer.tcp_address)
-        return raw if self._own.tls is None else await TlsConnection.connect(raw, self._own.tls)
+        return raw if self._local.tls is None else await TlsConnection.connect(raw, self._local.tls)
 
     async def _probe(self, sender: KvSender, stream: FrameStream) -> None:
         started_s = time.monotonic()
         digest = await sender.send_probe(stream)
-        header = Header(FrameType.BEAT)
-        while header.type is FrameType.BEAT:  # the receiving end is up since the first probe
+        header = Header(FrameType.HEARTBEAT)
+        while header.type is FrameType.HEARTBEAT:  # the receiving end sends heartbeats since the first probe
             answer = await stream.receive()
             if answer is None:
                 raise protocol_fault("the connection ended during the probe")
@@ -235,11 +237,11 @@ class OutLink:
         if header.type is not FrameType.PROBED:
             raise protocol_fault(f"expected the probe's answer, got {header.type.name}")
         if header.digest != digest:
-            raise LinkRefused(f"the probe arrived corrupted over {self._kind}")
+            raise LinkRefused(f"the probe was corrupted over {self._kind}")
         self._meter.probed(time.monotonic() - started_s)
 
-    async def _carry(self, sender: KvSender, stream: FrameStream) -> None:
-        """Sends and receives until either ends."""
+    async def _pump(self, sender: KvSender, stream: FrameStream) -> None:
+        """Sends and receives until either task ends."""
         works = (self._send_jobs(sender, stream), self._read(stream), self._watch.run(stream))
         tasks = [asyncio.create_task(work) for work in works]
         try:
@@ -262,26 +264,26 @@ class OutLink:
                     if not self._is_moving():
                         self._watch.moved()
                     self._meter.pushed(ticket_id, piece.seq, piece.payload_bytes)
-                    self.moved_bytes += piece.payload_bytes  # before it may be acknowledged, and the ticket be over
+                    self.moved_bytes += piece.payload_bytes  # before the acknowledgement, which may end the ticket
                     await sender.push(stream, ticket_id, piece, span)
 
     async def _read(self, stream: FrameStream) -> None:
         async for header, body in stream.frames():
-            if header.type is FrameType.BEAT:
+            if header.type is FrameType.HEARTBEAT:
                 self._watch.heard()
                 continue
-            self._answered(header)
+            self._update_window(header)
             self._events.link_frame(self, header, body)
 
     # --- the window ----------------------------------------------------------------------------------------------
 
-    def _may_go(self, job: _Frame | _Push) -> bool:
+    def _may_send(self, job: _Frame | _Push) -> bool:
         moved_bytes = WINDOW_S * (self._meter.bytes_per_s or 0.0)
         full = self._meter.in_flight_bytes >= min(max(MIN_WINDOW_BYTES, moved_bytes), MAX_WINDOW_BYTES)
         return not (full and isinstance(job, _Push) and job.wanted())
 
-    def _answered(self, header: Header) -> None:
-        """An acknowledgement makes room; after a failure or an abort no others of the ticket will come."""
+    def _update_window(self, header: Header) -> None:
+        """Updates the window. After a failure or an abort, no acknowledgement of the ticket follows."""
         if header.type is FrameType.ACK:
             self._meter.acknowledged(header.ticket_id, header.seq)
         elif header.type in (FrameType.FAIL, FrameType.ABORTED):
@@ -290,7 +292,7 @@ class OutLink:
             self._watch.heard()
             return
         self._watch.moved()
-        self._jobs.look_again()
+        self._jobs.wake()
 
     def _is_moving(self) -> bool:
         return self._meter.in_flight_bytes > 0

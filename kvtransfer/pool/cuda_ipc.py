@@ -1,15 +1,15 @@
-"""Every line that only a GPU can run: a pool's memory named to other processes and opened there, and streams.
+"""All code that needs a GPU: sharing a pool's memory between processes, and streams.
 
-The driver's interface, by its documentation (CUDA Driver API, "Memory Management", "Primary Context Management"):
+The functions used (CUDA Driver API, "Memory Management", "Primary Context Management"):
 
-    cuMemGetAddressRange    the allocation that a pointer lies in: torch's allocator may have put the pool inside one
-    cuIpcGetMemHandle       64 bytes that name an allocation of cuMemAlloc to other processes; for its base only
-    cuIpcOpenMemHandle      that allocation, in the current context of this process; not in the process that made it
+    cuMemGetAddressRange    the allocation that contains a pointer; torch may place the pool inside a larger one
+    cuIpcGetMemHandle       64 bytes that identify an allocation of cuMemAlloc to other processes; needs its base
+    cuIpcOpenMemHandle      maps that allocation in the current context; fails in the process that owns it
     cuIpcCloseMemHandle     once for each open
 
-torch has private functions for the same, but what they exchange differs between versions and counts references in
-files. A context is current for one thread, so `_bind` comes before each call. Processes name a GPU by its UUID, as
-ordinals depend on CUDA_VISIBLE_DEVICES.
+torch has private functions for this, but their format differs between versions and they count references in files. A
+context is current per thread, so `_bind` precedes each call. A GPU is identified by its UUID, because ordinals depend
+on CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from kvtransfer.agent.control import IPC_HANDLE_BYTES, DeviceMemory
-from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.causes import HandoffCause, HandoffFault
+from kvtransfer.control import IPC_HANDLE_BYTES, DeviceMemory
 from tandem.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LAZY_ENABLE_PEER_ACCESS: Final = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that may be given
+LAZY_ENABLE_PEER_ACCESS: Final = 1  # the only valid flag
 
 
 class IpcHandle(ctypes.Structure):
-    """CUipcMemHandle; passed by value."""
+    """CUipcMemHandle, passed by value."""
 
     _fields_ = (("reserved", ctypes.c_char * IPC_HANDLE_BYTES),)
 
 
 class Driver(Protocol):
-    """Of libcuda, what is used here. Every function returns a CUresult, 0 for success."""
+    """The functions of libcuda used here. Each returns a CUresult, 0 for success."""
 
     cuInit: Callable[..., int]
     cuDeviceGet: Callable[..., int]
@@ -53,11 +53,11 @@ class Driver(Protocol):
 
 
 class CudaError(Exception):
-    """A function of the driver failed."""
+    """A driver function failed."""
 
 
 def load_driver() -> Driver:
-    """Raises OSError: no driver is installed."""
+    """Raises OSError if no driver is installed."""
     driver: Any = ctypes.CDLL("libcuda.so.1")
     address, size, number = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int
     out = ctypes.POINTER
@@ -77,7 +77,7 @@ def load_driver() -> Driver:
 
 
 def name_allocation(driver: Driver, index: int, pointer: int) -> tuple[bytes, int]:
-    """The handle of the allocation that `pointer` lies in, and the pointer's offset there. Raises CudaError."""
+    """The handle of the allocation that contains `pointer`, and the pointer's offset in it. Raises CudaError."""
     _bind(driver, index)
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), IpcHandle()
     _check("cuMemGetAddressRange", driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), pointer))
@@ -86,7 +86,7 @@ def name_allocation(driver: Driver, index: int, pointer: int) -> tuple[bytes, in
 
 
 def open_allocation(driver: Driver, index: int, handle: bytes) -> int:
-    """Where an allocation of another process begins in this one. Raises CudaError."""
+    """Maps another process's allocation and returns its address. Raises CudaError."""
     _bind(driver, index)
     base = ctypes.c_uint64()
     given = IpcHandle.from_buffer_copy(handle)
@@ -101,7 +101,7 @@ def close_allocation(driver: Driver, index: int, base: int) -> None:
 
 
 def _bind(driver: Driver, index: int) -> None:
-    """Makes torch's context of this device (the primary one) current in this thread, and keeps it for good."""
+    """Makes the device's primary context, which torch uses, current in this thread. It stays retained."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
     _check("cuInit", driver.cuInit(0))
     _check("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), index))
@@ -122,51 +122,51 @@ def gpu_uuid(index: int) -> str:
 
 
 def gpu_index(uuid: str) -> int | None:
-    """This process's ordinal of a GPU; None: it does not see that one."""
+    """This process's ordinal of a GPU; None if it is not visible."""
     return next((index for index in range(torch.cuda.device_count()) if gpu_uuid(index) == uuid), None)
 
 
 def export_tensor(tensor: Tensor) -> DeviceMemory:
-    """A contiguous CUDA tensor's memory, for other processes, as long as the tensor lives.
+    """Shares a contiguous CUDA tensor's memory with other processes, for the tensor's lifetime.
 
     Raises:
-        ConfigError: its allocation cannot be shared.
+        ConfigError: the allocation cannot be shared.
     """
     index = tensor.get_device()
     try:
-        with torch.cuda.device(index):  # gives the thread its own device back
+        with torch.cuda.device(index):  # restores the thread's device afterwards
             handle, offset = name_allocation(load_driver(), index, tensor.data_ptr())
     except (CudaError, OSError) as error:
         raise ConfigError(
             f"engine.device: the KV pool on cuda:{index} cannot be shared with its transfer agent: {error}; expected "
-            "memory of cudaMalloc: run without expandable_segments and backend:cudaMallocAsync in PYTORCH_ALLOC_CONF",
+            "memory of cudaMalloc: remove expandable_segments and backend:cudaMallocAsync from PYTORCH_ALLOC_CONF",
             field="engine.device",
         ) from error
     return DeviceMemory(gpu_uuid(index), tensor.nbytes, handle, offset)
 
 
 class _Mapped:
-    """An opened allocation; closed when the last tensor on it is gone."""
+    """A mapped allocation, closed when its last tensor is freed."""
 
     def __init__(self, driver: Driver, index: int, base: int, size_bytes: int) -> None:
-        self.__cuda_array_interface__ = {  # torch takes no read-only arrays: that we only read a peer's is up to us
+        self.__cuda_array_interface__ = {  # torch rejects read-only arrays, although we only read a peer's
             "shape": (size_bytes,), "typestr": "|u1", "data": (base, False), "strides": None, "version": 3,
         }  # fmt: skip
-        weakref.finalize(self, _let_go, driver, index, base).atexit = False  # the end of a process closes everything
+        weakref.finalize(self, _unmap, driver, index, base).atexit = False  # process exit closes all mappings
 
 
-def _let_go(driver: Driver, index: int, base: int) -> None:
+def _unmap(driver: Driver, index: int, base: int) -> None:
     try:
         close_allocation(driver, index, base)
     except CudaError as error:
-        log.warning("a peer's pool stays open: %s", error)
+        log.warning("cannot unmap a peer's pool: %s", error)
 
 
 def open_memory(memory: DeviceMemory) -> Tensor:
     """u8 [size_bytes] of another process's GPU memory.
 
-    How large the allocation is cannot be asked for here by what the driver documents; who names too much of it, and is
-    the same user, makes this process fail at the first access, as DeviceLost.
+    The driver documents no way to query the allocation's size. If a peer of the same user states too large a size, the
+    first access fails with DeviceLost.
 
     Raises:
         HandoffFault: (transport) this process cannot reach it.
@@ -184,11 +184,11 @@ def open_memory(memory: DeviceMemory) -> Tensor:
         raise HandoffFault(HandoffCause.TRANSPORT, f"pool: cannot open it on cuda:{index}: {error}") from error
 
 
-def reaches(own: str, peer: str) -> bool:
-    """Whether kernels on GPU `own` can read memory of GPU `peer`."""
-    if own == peer:
+def reaches(local: str, peer: str) -> bool:
+    """Whether kernels on GPU `local` can read memory of GPU `peer`."""
+    if local == peer:
         return True
-    here, there = gpu_index(own), gpu_index(peer)
+    here, there = gpu_index(local), gpu_index(peer)
     return here is not None and there is not None and torch.cuda.can_device_access_peer(here, there)
 
 
@@ -197,11 +197,11 @@ def make_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def run_on(stream: torch.cuda.Stream, work: Callable[[], T]) -> T:
-    """Does `work` on the stream and waits until it is done there, without the interpreter lock.
+    """Runs `work` on the stream and waits for its end, without the interpreter lock.
 
     A copy from another GPU runs on that GPU's current stream; torch makes ours wait for it, so the event covers it.
     """
-    # A blocking event lets the thread sleep: links may outnumber cores.
+    # Links may outnumber cores, so the thread sleeps in a blocking event.
     done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         result = work()

@@ -1,13 +1,13 @@
-"""The digest of a piece where its bytes are, on any torch device: a keyed multilinear hash modulo 2^64.
+"""The digest of a piece in device memory: a keyed multilinear hash modulo 2^64, on any torch device.
 
 With w the 32-bit words of one head of one layer of one block (K or V), k and K streams of random odd 64-bit numbers
 from the link's key, and the rows r in canonical order (block, layer, K/V, head):
 
     row    r = Σ w_i · k_i           digest = Σ low(r_j) · K_2j + high(r_j) · K_2j+1
 
-Two pieces of one shape that differ have the same digest with a probability of at most 2^-31 over the keys, whatever
-the difference, unless it was made by someone who knows the key (Lemire and Kaser, "Strongly universal string hashing is
-fast", 2014). Two kernels over the bytes; sums of integers come out the same in any order.
+Two different pieces of one shape have the same digest with a probability of at most 2^-31 over the keys, unless the
+difference was chosen with knowledge of the key (Lemire and Kaser, "Strongly universal string hashing is fast", 2014).
+It takes two kernels over the bytes. Integer sums do not depend on their order.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_WORDS, _ROWS = 0, 1  # the streams
+_WORDS, _ROWS = 0, 1  # numbers of the streams
 _MASK = (1 << 64) - 1
 
 
 class DigestKeys:
-    """The two streams of one link's key, on its device. Made once for each link and used in its thread only.
+    """The two streams of one link's key, on its device. Used only in the link's thread.
 
     Args:
         row_words: 32-bit words of a full row.
@@ -36,18 +36,18 @@ class DigestKeys:
         self._rows = self._stream(_ROWS, 1024)
 
     def digest(self, parts: Iterable[Tensor]) -> int:
-        """Of int32 views [..., tokens, words of a token], in canonical order."""
+        """The digest of int32 views [..., tokens, words of a token], in canonical order."""
         rows = torch.cat([self._row_sums(part).reshape(-1) for part in parts])
-        halves = rows.view(torch.int32)
-        while len(self._rows) < len(halves):
+        entries = rows.view(torch.int32)
+        while len(self._rows) < len(entries):
             self._rows = self._stream(_ROWS, 2 * len(self._rows))
-        return int((halves * self._rows[: len(halves)]).sum().item()) & _MASK
+        return int((entries * self._rows[: len(entries)]).sum().item()) & _MASK
 
     def _row_sums(self, part: Tensor) -> Tensor:
         tokens, words = part.shape[-2:]
         return (part * self._words[: tokens * words].view(tokens, words)).sum((-2, -1))
 
     def _stream(self, number: int, count: int) -> Tensor:
-        """The first `count` of a stream, whatever `count`: numpy promises the bits of Philox for good."""
+        """The first `count` numbers of a stream. numpy guarantees Philox's bits across versions."""
         raw = np.random.Philox(key=np.array([self._key, number], np.uint64)).random_raw(count)
         return torch.from_numpy((raw | np.uint64(1)).view(np.int64)).to(self._device)

@@ -1,10 +1,10 @@
 """The digest of a piece: xxh3_64 over its valid bytes in canonical order (block, layer, K/V, head, token).
 
-It covers the bytes as sent, so it holds for any reshard. It finds corruption and mix-ups; against forgery stand the
-ticket's signature and, between hosts, TLS.
+It covers the bytes as sent, so it works for any reshard. It detects corruption and mix-ups; the ticket's signature and,
+between hosts, TLS protect against forgery.
 
-It is made while the bytes are copied: in one pass by native code where that can be had, else by the xxhash package,
-each stretch read again while the CPU's cache holds it.
+It is computed during the copy: by native code in one pass if available, else by the xxhash package, which rereads each
+stretch while it is in the CPU's cache.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from kvtransfer.pool.pool import Bytes, Copier, PoolMap, Span
-from kvtransfer.session.piece import payload_bytes
+from kvtransfer.pool.pool import Bytes, Copier, PoolMap, PoolSpan, payload_bytes
 from tandem.errors import ConfigError
 from tandem.native.digest import SHORTEST_BYTES, STRIPE_BYTES, NativeDigest, checked_library
 
 log = logging.getLogger(__name__)
 
-STREAM_BYTES = 512 << 10  # pool to pool: the C library copies past the cache (agent_env), and the source stays in it
-STAGE_BYTES = 256 << 10  # into and out of buffers that are read next: half of a core's second-level cache
-_DIRECT_BYTES = 16 << 10  # contiguous parts of this size are hashed where they lie
-_GATHER_BYTES = 1 << 20  # smaller ones are gathered first, this much at a time: it stays in the CPU's cache
+STREAM_BYTES = 512 << 10  # pool to pool: non-temporal stores (agent/env.py) keep the source cached
+STAGE_BYTES = 256 << 10  # through buffers that are read next: half of a core's L2 cache
+_DIRECT_BYTES = 16 << 10  # contiguous parts of this size are hashed in place
+_GATHER_BYTES = 1 << 20  # smaller parts are gathered first, this much at a time, to stay in the cache
 
 
 class Digest(Copier, Protocol):
-    """Takes a piece's parts in canonical order, copied or only read."""
+    """Receives a piece's parts in canonical order, while copying or reading them."""
 
     def feed(self, part: Bytes) -> None: ...
 
@@ -39,7 +38,7 @@ class Digest(Copier, Protocol):
 
 
 def start_digest(size_bytes: int, grain_bytes: int = 1) -> Digest:
-    """Of `size_bytes` bytes in parts whose contiguous rows are multiples of `grain_bytes`."""
+    """A digest of `size_bytes` bytes in parts whose contiguous rows are multiples of `grain_bytes`."""
     if grain_bytes % STRIPE_BYTES or size_bytes < SHORTEST_BYTES or (library := native()) is None:
         return XxhashDigest()
     return NativeDigest(size_bytes, library)
@@ -47,15 +46,15 @@ def start_digest(size_bytes: int, grain_bytes: int = 1) -> Digest:
 
 @cache
 def native() -> Any | None:
-    """The library, which takes a second to build the very first time."""
+    """The native library. The first call on a machine compiles it, which takes about a second."""
     try:
         return checked_library()
     except ConfigError as error:
-        log.warning("digests are made by the xxhash package, more slowly: %s", error.message)
+        log.warning("using the slower xxhash package for digests: %s", error.message)
         return None
 
 
-def digest_of(pool: PoolMap, span: Span) -> int:
+def digest_of(pool: PoolMap, span: PoolSpan) -> int:
     """The 64-bit digest of a span of a pool."""
     digest = _of_span(pool, span)
     for part in pool.slices(span):
@@ -63,11 +62,11 @@ def digest_of(pool: PoolMap, span: Span) -> int:
     return digest.value()
 
 
-def copy_and_digest(target: PoolMap, source: PoolMap, read: Span, write: Span) -> int:
+def copy_and_digest(target: PoolMap, source: PoolMap, read: PoolSpan, write: PoolSpan) -> int:
     """Copies a piece between pools; returns the digest of its source.
 
-    The source may change under us until its owner has proved that it did not (FINISH). Whatever it changes to, early
-    or late, the digest is then another one; and our own blocks need no second look, as nobody else writes to them.
+    The source may change until its owner confirms with FINISH that it did not. Any change leads to another digest. Our
+    own blocks need no second check, because only this process writes to them.
     """
     digest = _of_span(target, write)
     target.copy_from(source, read, write, digest)
@@ -79,7 +78,7 @@ def digest_of_bytes(data: bytes | memoryview) -> int:
     return int(xxhash.xxh3_64_intdigest(data))
 
 
-def _of_span(pool: PoolMap, span: Span) -> Digest:
+def _of_span(pool: PoolMap, span: PoolSpan) -> Digest:
     layout = pool.layout
     size = payload_bytes(layout, len(span.block_ids), span.last_block_tokens, span.layer_count, span.head_count)
     return start_digest(size, layout.token_bytes)
@@ -112,8 +111,10 @@ class XxhashDigest:
 
 
 def _chunks(a: Bytes, b: Bytes, size: int) -> Iterator[tuple[Bytes, Bytes]]:
-    """Two arrays of one shape in parts of about `size` bytes, in order: flat where both are contiguous, else along
-    the first axis that makes parts small enough."""
+    """Splits two arrays of one shape into parts of about `size` bytes, in order.
+
+    They are split flat if both are contiguous, else along the first axis that makes parts small enough.
+    """
     if a.nbytes <= size:
         yield a, b
     elif a.flags.c_contiguous and b.flags.c_contiguous:

@@ -1,6 +1,6 @@
-"""A KV pool as numpy sees it: mapped memory, and the slices of it that pieces are made of. No torch.
+"""A KV pool in host memory as a numpy array, and the slices that pieces consist of. No torch.
 
-Canonical order of a piece's bytes: block, layer, K/V, head, valid tokens. Slices come in that order, each as large as
+Canonical order of a piece's bytes: block, layer, K/V, head, valid tokens. Slices follow this order, each as large as
 the block ids allow.
 """
 
@@ -17,23 +17,24 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
 from tandem.kvcache.layout import KvPoolLayout
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Copier(Protocol):
-    """Sees the parts of a piece in canonical order as it copies them."""
+    """Copies the parts of a piece, in canonical order."""
 
     def copy(self, target: Bytes, source: Bytes, *, past_cache: bool) -> None:
-        """Two parts of one shape. `past_cache`: the target is not read soon, and its old bytes need not be fetched."""
+        """Copies one part to another of the same shape. `past_cache`: the target is not read soon, so its lines need
+        not be cached."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Where a piece lies in one pool: physical blocks, layers, and the rank's own heads."""
+class PoolSpan:
+    """The place of a piece in one pool: physical blocks, layers, and the rank's own heads."""
 
     block_ids: tuple[int, ...]
     last_block_tokens: int
@@ -57,7 +58,7 @@ class PoolMap:
         """Maps a pool's memfd; the fd may be closed afterwards.
 
         Raises:
-            HandoffFault: (protocol) the file is not a pool of this layout, or could shrink under our feet.
+            HandoffFault: (protocol) the file is not a pool of this layout, or its size is not sealed.
         """
         size = os.fstat(fd).st_size
         if size != layout.pool_bytes:
@@ -74,19 +75,19 @@ class PoolMap:
         except (OSError, ValueError) as error:
             raise HandoffFault(HandoffCause.TRANSPORT, f"pool: cannot map it: {error}") from error
 
-    def check(self, span: Span) -> None:
-        """Raises HandoffFault (protocol) unless all of `span` lies in this pool."""
+    def check(self, span: PoolSpan) -> None:
+        """Raises HandoffFault (protocol) unless all of `span` is in this pool."""
         check_span(self.layout, span)
 
     @contextmanager
-    def on_host(self, span: Span, *, write: bool) -> Iterator[tuple[PoolMap, Span]]:
-        """As of pools that are not in host memory (DevicePool)."""
+    def on_host(self, span: PoolSpan, *, write: bool) -> Iterator[tuple[PoolMap, PoolSpan]]:
+        """The span in host memory; see DevicePool."""
         yield self, span
 
-    def cursor(self, span: Span) -> Cursor:
+    def cursor(self, span: PoolSpan) -> Cursor:
         return Cursor(self.slices(span))
 
-    def slices(self, span: Span) -> Iterator[Bytes]:
+    def slices(self, span: PoolSpan) -> Iterator[Bytes]:
         """The span's bytes in canonical order: one slice for each run of neighbouring blocks."""
         full = full_blocks(self.layout, span)
         for start, end in runs(span.block_ids[:full]):
@@ -94,25 +95,25 @@ class PoolMap:
         if full < len(span.block_ids):
             yield self._tail(span)
 
-    def pack(self, span: Span, payload_bytes: int) -> Bytes:
+    def pack(self, span: PoolSpan, payload_bytes: int) -> Bytes:
         """A copy of the span's bytes, contiguous and in canonical order."""
         out = np.empty(payload_bytes, np.uint8)
         self.cursor(span).read(out)
         return out
 
-    def unpack(self, data: Bytes, span: Span) -> None:
-        """Writes what `pack` made into the span."""
+    def unpack(self, data: Bytes, span: PoolSpan) -> None:
+        """Writes bytes from `pack` into the span."""
         self.cursor(span).write(data)
 
-    def copy_from(self, source: PoolMap, read: Span, write: Span, copier: Copier | None = None) -> None:
-        """Copies the same piece out of another pool; `read` and `write` have the same shape."""
+    def copy_from(self, source: PoolMap, read: PoolSpan, write: PoolSpan, copier: Copier | None = None) -> None:
+        """Copies a piece from another pool; `read` and `write` have the same shape."""
         full = full_blocks(self.layout, write)
         for start, end in runs(write.block_ids[:full], read.block_ids[:full]):
             _copy(self._run(write, start, end), source._run(read, start, end), copier, past_cache=True)
         if full < len(write.block_ids):
             _copy(self._tail(write), source._tail(read), copier, past_cache=True)
 
-    def _run(self, span: Span, start: int, end: int) -> Bytes:
+    def _run(self, span: PoolSpan, start: int, end: int) -> Bytes:
         first = span.block_ids[start]
         return self.blocks[
             first : first + end - start,
@@ -121,7 +122,7 @@ class PoolMap:
             span.head_start : span.head_start + span.head_count,
         ]
 
-    def _tail(self, span: Span) -> Bytes:
+    def _tail(self, span: PoolSpan) -> Bytes:
         return self.blocks[
             span.block_ids[-1],
             span.layer_start : span.layer_start + span.layer_count,
@@ -132,33 +133,33 @@ class PoolMap:
 
 
 def make_staging(size: int) -> Bytes:
-    """A buffer on a page of its own. Copies from pages of a pool to a few bytes behind a page's start, where the
-    allocator puts large arrays, take several times as long on some processors (glibc bug 30994)."""
+    """A page-aligned buffer. On some processors, copies to addresses slightly above a page boundary, where the
+    allocator puts large arrays, take several times as long (glibc bug 30994)."""
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
 class Cursor:
-    """Goes through a span's bytes in canonical order, any number at a time."""
+    """Iterates over a span's bytes in canonical order, any number at a time."""
 
     def __init__(self, parts: Iterable[Bytes]) -> None:
-        self._rest = list(parts)[::-1]  # the next one last
+        self._rest = list(parts)[::-1]  # reversed: the next part is last
 
     def read(self, out: Bytes, copier: Copier | None = None) -> None:
-        """The next `out.size` bytes."""
+        """Reads the next `out.size` bytes."""
         offset = 0
         for part in self._take(out.size):
             _copy(out[offset : offset + part.size].reshape(part.shape), part, copier, past_cache=False)
             offset += part.size
 
     def write(self, data: Bytes, copier: Copier | None = None) -> None:
-        """Into the next `data.size` bytes."""
+        """Writes the next `data.size` bytes."""
         offset = 0
         for part in self._take(data.size):
             _copy(part, data[offset : offset + part.size].reshape(part.shape), copier, past_cache=False)
             offset += part.size
 
     def _take(self, size: int) -> Iterator[Bytes]:
-        """Views of the next `size` bytes; as many must be left."""
+        """Views of the next `size` bytes, of which enough must be left."""
         while size:
             part = self._rest.pop()
             if part.nbytes <= size:
@@ -182,8 +183,8 @@ def _copy(target: Bytes, source: Bytes, copier: Copier | None, *, past_cache: bo
         copier.copy(target, source, past_cache=past_cache)
 
 
-def check_span(layout: KvPoolLayout, span: Span) -> None:
-    """Raises HandoffFault (protocol) unless all of `span` lies in such a pool. Ids from a peer go through here."""
+def check_span(layout: KvPoolLayout, span: PoolSpan) -> None:
+    """Raises HandoffFault (protocol) unless all of `span` is in such a pool. Checks all ids from peers."""
     inside = (
         bool(span.block_ids)
         and min(span.block_ids) >= 0
@@ -196,13 +197,19 @@ def check_span(layout: KvPoolLayout, span: Span) -> None:
         raise protocol_fault("piece: expected physical blocks, layers, heads and tokens within the pool")
 
 
-def full_blocks(layout: KvPoolLayout, span: Span) -> int:
-    """All of the span's blocks, or all but the last."""
+def payload_bytes(layout: KvPoolLayout, blocks: int, last_block_tokens: int, layers: int, heads: int) -> int:
+    """Bytes of a piece whose blocks are full except perhaps the last."""
+    tokens = (blocks - 1) * layout.block_tokens + last_block_tokens
+    return tokens * layers * heads * 2 * layout.token_bytes
+
+
+def full_blocks(layout: KvPoolLayout, span: PoolSpan) -> int:
+    """Number of full blocks: all of the span's, or all but the last."""
     return len(span.block_ids) - (span.last_block_tokens < layout.block_tokens)
 
 
 def runs(*columns: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Positions [start, end) over which the ids of every column go up by one."""
+    """Ranges [start, end) of positions in which the ids of every column are consecutive."""
     length = len(columns[0])
     if not length:
         return

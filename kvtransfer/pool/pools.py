@@ -1,12 +1,12 @@
-"""A rank's pool in whatever memory it is. Only a pool that is not in host memory needs torch."""
+"""Opens a rank's pool in host or device memory. Only device memory needs torch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvtransfer.agent.control import HOST_DEVICE, DeviceMemory
+from kvtransfer.causes import protocol_fault
+from kvtransfer.control import HOST_DEVICE, DeviceMemory
 from kvtransfer.pool.pool import PoolMap
-from kvtransfer.session.causes import protocol_fault
 from tandem.kvcache.layout import KvPoolLayout
 
 if TYPE_CHECKING:
@@ -16,19 +16,19 @@ Pool: TypeAlias = "PoolMap | DevicePool"
 
 
 def open_pool(layout: KvPoolLayout, memory: DeviceMemory | None, fds: list[int], *, writable: bool) -> Pool:
-    """Opens what another process says is its pool.
+    """Opens another process's pool.
 
     Args:
-        fds: what came beside the message: the pool's memfd, and nothing where the pool is in a GPU's memory.
+        fds: descriptors sent with the message: the pool's memfd, or none for GPU memory.
 
     Raises:
-        HandoffFault: (protocol) it is not a pool of this layout; (transport) this process cannot reach it.
+        HandoffFault: (protocol) not a pool of this layout; (transport) not reachable from this process.
     """
     expected = 1 if memory is None or memory.device == HOST_DEVICE else 0
     if len(fds) != expected:
-        raise protocol_fault(f"pool: expected {expected} descriptors beside the message, got {len(fds)}")
+        raise protocol_fault(f"pool: expected {expected} descriptors with the message, got {len(fds)}")
     if memory is None:
         return PoolMap.map_fd(layout, fds[0], writable=writable)
-    from kvtransfer.pool.device_pool import DevicePool  # noqa: PLC0415 - torch, only where a pool needs it
+    from kvtransfer.pool.device_pool import DevicePool  # noqa: PLC0415 - imports torch
 
     return DevicePool.open(layout, memory, fds[0] if fds else None, writable=writable)

@@ -1,6 +1,6 @@
-"""KV as int8 on the wire: one scale for each token of each head, so that one loud token does not blur the others.
+"""KV as int8 on the wire, with one scale per token and head, so an outlier token does not affect the others.
 
-A packed piece is rows of `head_dim` values, one row for each token, head, K/V, layer and block. On the wire come the
+A packed piece consists of rows of `head_dim` values, one per token, head, K/V, layer and block. The wire format is the
 scales of all rows (f32), then the rows (i8): about a quarter of the bytes of float32, half of bfloat16.
 """
 
@@ -19,13 +19,13 @@ Floats = npt.NDArray[np.float32]
 
 
 def quantised_bytes(payload_bytes: int, layout: KvPoolLayout) -> int:
-    """Bytes on the wire of a piece that has `payload_bytes` in a pool of this layout."""
+    """Bytes on the wire of a piece that takes `payload_bytes` in a pool of this layout."""
     rows = payload_bytes // layout.token_bytes
     return rows * (_SCALE_BYTES + layout.head_dim)
 
 
 def quantise(packed: Bytes, layout: KvPoolLayout) -> Bytes:
-    """From `PoolMap.pack`'s bytes to what crosses the wire. Values that are not finite become 0."""
+    """Converts bytes from `PoolMap.pack` to the wire format. Values that are not finite become 0."""
     values = _to_floats(packed, layout)
     np.nan_to_num(values, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
     scales = np.abs(values).max(axis=1) / _LARGEST
@@ -35,7 +35,7 @@ def quantise(packed: Bytes, layout: KvPoolLayout) -> Bytes:
 
 
 def dequantise(wire: Bytes, layout: KvPoolLayout) -> Bytes:
-    """From the wire to what `PoolMap.unpack` takes."""
+    """Converts the wire format to bytes for `PoolMap.unpack`."""
     count = wire.size // (_SCALE_BYTES + layout.head_dim)
     scales = wire[: count * _SCALE_BYTES].view(np.float32)
     rows = wire[count * _SCALE_BYTES :].view(np.int8).reshape(count, layout.head_dim)

@@ -1,6 +1,6 @@
-"""What a rank's engine has finished and what its tickets may push: step ranges and layers in, ready requests out.
+"""Tracks which blocks and layers a rank's engine has finished, and releases them to their tickets.
 
-Pure. Ranges of an export whose OpenSend has not come yet are held, a bounded number and for a bounded time.
+Pure. Ranges that arrive before their OpenSend are held, limited in number and time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvtransfer.agent.control import Range
+from kvtransfer.control import Range
 from tandem.clock import Clock
 
 MAX_HELD_EXPORTS = 1024
@@ -19,7 +19,7 @@ _REMEMBERED = 4096
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Logical blocks from `first_block` in physical blocks `block_ids`: these layers are in the pool."""
+    """Logical blocks from `first_block`, in physical blocks `block_ids`, whose KV of these layers is in the pool."""
 
     first_block: int
     block_ids: tuple[int, ...]
@@ -28,7 +28,7 @@ class Ready:
     layer_count: int
 
     def continues_with(self, other: Ready) -> bool:
-        """Whether `other` is the same blocks and the layers after these."""
+        """Whether `other` covers the same blocks and the next layers."""
         same = replace(other, layer_start=self.layer_start, layer_count=self.layer_count) == self
         return same and self.layer_start + self.layer_count == other.layer_start
 
@@ -48,20 +48,20 @@ class Exports:
         self._clock = clock
         self._ttl_s = ttl_s
         self._step: tuple[Range, ...] = ()
-        self._layers_done = 0  # of the step
+        self._layers_done = 0  # of the current step
         self._open: set[str] = set()
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._closed: OrderedDict[str, None] = OrderedDict()
 
     def begin_step(self, ranges: Sequence[Range]) -> list[tuple[str, Ready]]:
-        """What may go at once: ranges whose KV was there before."""
+        """Starts a step. Returns the ranges whose KV was cached before."""
         self._step = tuple(item for item in ranges if item.block_ids and not item.in_cache)
         self._layers_done = 0
         cached = (item for item in ranges if item.block_ids and item.in_cache)
         return self._give((item.export_id, _ready(item, 0, self._layers)) for item in cached)
 
     def layer_done(self, layer: int) -> list[tuple[str, Ready]]:
-        """What this layer of the current step, and those before it, make ready."""
+        """Returns what this layer of the current step, and earlier layers, made ready."""
         first, end = self._layers_done, layer + 1
         if not first < end <= self._layers:
             return []
@@ -69,13 +69,13 @@ class Exports:
         return self._give((item.export_id, _ready(item, first, end - first)) for item in self._step)
 
     def open(self, export_id: str) -> list[Ready]:
-        """From now on given out at once; returns what was held."""
+        """Stops holding this export's ranges. Returns those held so far."""
         self._open.add(export_id)
         held = self._held.pop(export_id, None)
         return held.ready if held else []
 
     def close(self, export_id: str) -> None:
-        """Whatever else comes for this export is dropped."""
+        """Drops all further ranges of this export."""
         self._open.discard(export_id)
         self._held.pop(export_id, None)
         self._closed[export_id] = None

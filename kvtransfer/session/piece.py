@@ -1,14 +1,14 @@
-"""What crosses a link: frames of a fixed binary header and a bounded body. Never an address, a pickle or an object.
+"""The frames of a link: a fixed binary header and a bounded body. Never an address, a pickle or an object.
 
-A *piece* is a rectangle of KV: logical blocks × layers × heads, K and V, and of its last block perhaps only the first
-tokens. Limits are checked before memory is allocated. Little-endian, 80 bytes:
+A *piece* is a rectangle of KV: logical blocks × layers × heads, K and V. Its last block may be partial. Limits are
+checked before memory is allocated. Little-endian, 80 bytes:
 
     version u8 · type u8 · dtype u8 · flags u8 · ticket id 16 · seq u32 · first block u32 · block count u32 ·
     layer start u16, count u16 · head start u16, count u16 · last block's tokens u16 · 0 u16 · payload u64 ·
     digest u64 · body u32 · 0 ×16
 
-From version 2 on the digest field is the digest of the payload (0 without one) xor that of the header without it: a
-header that was changed on its way does not fit its payload any more.
+From version 2 the digest field is the payload's digest (0 without one) xor the digest of the rest of the header, so a
+changed header no longer matches its payload.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from enum import IntEnum
 
 import xxhash
 
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.pool.pool import payload_bytes
 from kvtransfer.pool.quantise import INT8, quantised_bytes
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
-from kvtransfer.session.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, binds_address
+from kvtransfer.versions import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, binds_address
 from tandem.kvcache.layout import KvPoolLayout
 
 MAX_BODY_BYTES = 1 << 20
-MAX_PIECE_BYTES = 16 << 20  # senders cut larger requests: tickets take turns, digests and copies overlap
+MAX_PIECE_BYTES = 16 << 20  # senders split larger requests, so tickets share the link and digests overlap copies
 MAX_MAPPED_PIECE_BYTES = 64 << 20  # copied within 10 ms
-MIN_PIECE_BYTES = 1 << 20  # layers are gathered up to this; a piece costs each side some 100 µs
+MIN_PIECE_BYTES = 1 << 20  # layers are gathered up to this size; a piece costs each side about 100 µs
 MAX_PIECE_BLOCKS = MAX_BODY_BYTES // 4
 NO_TICKET = "0" * 32
 _HEADER = struct.Struct("<BBBB16sIIIHHHHHHQQI16x")
@@ -42,10 +43,10 @@ class FrameType(IntEnum):
     # sender to receiver
     OPEN = 1  # body: the signed ticket
     PIECE = 2  # body: what the transport adds (mapped: the sender's physical blocks, u32 each)
-    FINISH = 3  # every piece was acknowledged and the blocks still belong to the ticket; seq: number of pieces
+    FINISH = 3  # all pieces acknowledged, blocks still owned by the ticket; seq: number of pieces
     ABORT = 4
     PROBE = 5
-    DIGEST = 6  # xor the number that was announced; of pieces whose digest follows, in their order
+    DIGEST = 6  # xor the announced number; for pieces whose digest follows, in order
     # receiver to sender
     ACCEPT = 16
     ACK = 17
@@ -53,12 +54,13 @@ class FrameType(IntEnum):
     ABORTED = 19
     PROBED = 20
     # either way
-    BEAT = 32  # still here
+    HEARTBEAT = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Heads are the model's; blocks are the prompt's logical ones; `last_block_tokens` of the last block are valid."""
+    """Heads are the model's, blocks the prompt's logical ones. Only `last_block_tokens` tokens of the last block are
+    valid."""
 
     seq: int
     first_block: int
@@ -79,7 +81,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """`seq` repeats the piece's, or says which piece is acknowledged, or how many there were. PROBED: the digest."""
+    """`seq` is the piece's number, the acknowledged piece, or the number of pieces. `digest` is that of a PROBED
+    frame."""
 
     type: FrameType
     ticket_id: str = NO_TICKET
@@ -118,7 +121,7 @@ class Header:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Header:
-        """Raises HandoffFault (protocol): not a header of a version we speak, or over a limit."""
+        """Raises HandoffFault (protocol) for an invalid header, an unsupported version or an exceeded limit."""
         if len(raw) != HEADER_BYTES:
             raise protocol_fault(f"frame: expected a header of {HEADER_BYTES} bytes, got {len(raw)}")
         version, kind, dtype, flags, ticket, seq, *numbers, payload_bytes, digest, body_bytes = _HEADER.unpack(raw)
@@ -135,7 +138,7 @@ class Header:
         digest ^= _address_digest(raw)
         found = digest if flags & _HAS_DIGEST else None
         if found is None and digest:
-            raise protocol_fault("frame: its header was changed on the way")
+            raise protocol_fault("frame: the header was changed in transit")
         piece = None
         if frame_type is FrameType.PIECE:
             first, count, layer_start, layer_count, head_start, head_count, last, _ = numbers
@@ -149,7 +152,7 @@ class Header:
 
 
 def _address_digest(raw: bytes | bytearray) -> int:
-    """Of a packed header, its digest field taken as zero."""
+    """The digest of a packed header, with its digest field as zero."""
     if not binds_address(raw[0]):
         return 0
     bare = bytearray(raw)
@@ -160,16 +163,10 @@ def _address_digest(raw: bytes | bytearray) -> int:
 _NO_PIECE = Piece(0, 0, 0, 0, 0, 0, 0, _DTYPES[0], 0, 0)
 
 
-def payload_bytes(layout: KvPoolLayout, blocks: int, last_block_tokens: int, layers: int, heads: int) -> int:
-    """Bytes of a piece: all blocks full but the last."""
-    tokens = (blocks - 1) * layout.block_tokens + last_block_tokens
-    return tokens * layers * heads * 2 * layout.token_bytes
-
-
 def check_size(
     piece: Piece, layout: KvPoolLayout, head_count: int, *, int8: bool = False, max_bytes: int = MAX_PIECE_BYTES
 ) -> None:
-    """Before anything is allocated for a piece: its size is what its rectangle says, and within the pool and limits.
+    """Checks a piece before memory is allocated: its size matches its rectangle, within the pool and the limits.
 
     Raises:
         HandoffFault: (protocol)
@@ -195,12 +192,12 @@ def check_size(
 
 
 def as_int8(piece: Piece, layout: KvPoolLayout) -> Piece:
-    """The piece as a link that carries int8 announces it."""
+    """The piece as announced on a link that carries int8."""
     return replace(piece, dtype=INT8, payload_bytes=quantised_bytes(piece.payload_bytes, layout))
 
 
 def as_in_pool(piece: Piece, layout: KvPoolLayout) -> Piece:
-    """The piece as the sessions know it, whatever its link carries. Its size was checked."""
+    """The piece in the pool's dtype, as sessions use it. Its size was checked."""
     tokens = piece.last_block_tokens
     size = payload_bytes(layout, piece.block_count, tokens, piece.layer_count, piece.head_count)
     return replace(piece, dtype=layout.dtype, payload_bytes=size)
@@ -211,10 +208,10 @@ def failure_body(cause: HandoffCause, message: str) -> bytes:
 
 
 def parse_failure(body: bytes) -> HandoffFault:
-    """The body of a FAIL frame. An unknown cause (a newer peer) becomes `protocol`."""
+    """Parses the body of a FAIL frame. An unknown cause, from a newer peer, becomes `protocol`."""
     name, _, message = body.decode(errors="replace").partition("\n")
     try:
         cause = HandoffCause(name)
     except ValueError:
-        return protocol_fault(f"the receiver failed with {name!r}: {message}")
+        return protocol_fault(f"the receiver failed with unknown cause {name!r}: {message}")
     return HandoffFault(cause, message)

@@ -1,11 +1,12 @@
-"""The receiving half of a handoff on one rank: pieces in, a bitmap of what is there, final. Pure.
+"""The receiving half of a handoff on one rank: tracks which blocks have arrived. Pure.
 
-    EXPECTING ──first link opened──▶ RECEIVING ──every link finished, all there, digests good──▶ RECEIVED
-        ├── failed ──▶ FAILING ──no write under way──▶ FAILED
-        └── close ───▶ CLOSING ──no write under way──▶ CLOSED
+    EXPECTING ──first link opened──▶ RECEIVING ──every link finished, all blocks verified──▶ RECEIVED
+        ├── failed ──▶ FAILING ──no write in progress──▶ FAILED
+        └── close ───▶ CLOSING ──no write in progress──▶ CLOSED
 
-A write is under way between `begin_piece` and `end_piece`. None begins once the session has left RECEIVING, and
-ReceiveFailed and ReceiveClosed are reported only when none is under way: then the blocks may have another owner.
+A write is in progress between `begin_piece` and `end_piece`. None begins once the session has left RECEIVING.
+ReceiveFailed and ReceiveClosed are reported only without a write in progress, so the blocks may then have another
+owner.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from enum import StrEnum
 
 import numpy as np
 
-from kvtransfer.agent.control import FromAgent, OpenReceive, ReceiveClosed, Received, ReceiveFailed
-from kvtransfer.pool.pool import Span
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
-from kvtransfer.session.piece import Piece, payload_bytes
-from kvtransfer.session.reshard import Link, reshard_plan
-from kvtransfer.session.stages import ReceiveStages
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.control import FromAgent, OpenReceive, ReceiveClosed, Received, ReceiveFailed
+from kvtransfer.pool.pool import PoolSpan, payload_bytes
+from kvtransfer.session.piece import Piece
+from kvtransfer.session.reshard import PlannedLink, reshard_plan
 from kvtransfer.session.ticket import Ticket
+from kvtransfer.stages import ReceiveStages
 from tandem.clock import Clock
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 
@@ -38,7 +39,7 @@ class ReceiveState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Tell the senders on all open links that nothing more is taken for this ticket."""
+    """Tells the senders on all open links that this ticket takes no more pieces."""
 
     cause: HandoffCause
     message: str
@@ -52,7 +53,7 @@ class Acknowledge:
 
 @dataclass(frozen=True, slots=True)
 class ReportReceive:
-    """Tell the leader."""
+    """Reports to the leader."""
 
     message: FromAgent
 
@@ -61,8 +62,8 @@ ReceiveAction = Refuse | Acknowledge | ReportReceive
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRank:
-    """The receiving rank, as the reshard plan sees it."""
+class ReceivingRank:
+    """The receiving rank's place in the reshard plan."""
 
     rank: int
     tp: int
@@ -70,10 +71,10 @@ class OwnRank:
 
 
 @dataclass(slots=True)
-class _Source:
-    """One link of the plan that ends here."""
+class _IncomingLink:
+    """A link of the plan that ends at this rank."""
 
-    link: Link
+    link: PlannedLink
     is_open: bool = False
     next_seq: int = 0
     finished: bool = False
@@ -83,13 +84,13 @@ class ReceiveSession:
     """One ticket on one decode rank.
 
     Raises:
-        HandoffFault: (protocol) the lease makes no sense: blocks beyond the pool or the prompt, or named twice.
+        HandoffFault: (protocol) the lease is invalid: blocks outside the pool or the prompt, or duplicate blocks.
     """
 
     def __init__(
         self,
         lease: OpenReceive,
-        own: OwnRank,
+        local: ReceivingRank,
         layout: KvPoolLayout,
         clock: Clock,
         *,
@@ -99,14 +100,14 @@ class ReceiveSession:
         _check_lease(lease, layout)
         self.lease = lease
         self.state = ReceiveState.EXPECTING
-        self._own = own
+        self._local = local
         self._layout = layout
         self._clock = clock
         self._ttl_s = ttl_s
         self._digests = digests
         self._end_block = lease.first_block + len(lease.block_ids)
         self._prompt_blocks = blocks_for(lease.prompt_tokens, layout.block_tokens)
-        self._sources: dict[int, _Source] = {}
+        self._sources: dict[int, _IncomingLink] = {}
         self._prefill_tp: int | None = None
         shape = (len(lease.block_ids), layout.layers, layout.kv_heads)
         self._there = np.zeros(shape, np.bool_)
@@ -122,34 +123,36 @@ class ReceiveSession:
     # --- events ------------------------------------------------------------------------------------------------
 
     def start(self) -> list[ReceiveAction]:
-        """Reports Received at once when there is nothing to receive."""
+        """Reports Received at once if there is nothing to receive."""
         if self._missing:
             return []
         self.state = ReceiveState.RECEIVED
         return [ReportReceive(Received(self.lease.ticket_id, 0, 0, 0, 0.0))]
 
     def open_link(self, ticket: Ticket, prefill_rank: int, prefill_tp: int) -> None:
-        """A sender showed the (verified) ticket.
+        """Opens a link whose sender presented the verified ticket.
 
         Raises:
-            HandoffFault: it is not the ticket of this lease, not a rank that sends to us, or too late.
+            HandoffFault: the ticket is not of this lease, the rank does not send to this one, or it is too late.
         """
         lease = self.lease
         if self.state not in (ReceiveState.EXPECTING, ReceiveState.RECEIVING):
             raise HandoffFault(HandoffCause.REFUSED_TICKET, f"this ticket is {self.state} here")
         if (ticket.prefill_worker, ticket.prefill_epoch) != (lease.prefill_worker, lease.prefill_epoch):
-            raise HandoffFault(HandoffCause.STALE_EPOCH, "the ticket is for another life of a prefill worker")
+            raise HandoffFault(HandoffCause.STALE_EPOCH, "the ticket is for another epoch of the prefill worker")
         if (ticket.first_block, ticket.block_count, ticket.prompt_tokens) != (
             lease.first_block,
             len(lease.block_ids),
             lease.prompt_tokens,
         ):
-            raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket names other blocks than were leased")
+            raise HandoffFault(HandoffCause.REFUSED_TICKET, "the ticket's blocks differ from the leased ones")
         if self._prefill_tp not in (None, prefill_tp):
             raise protocol_fault(f"expected all links from a worker of tp {self._prefill_tp}, got tp {prefill_tp}")
         if self._prefill_tp is None:
-            plan = reshard_plan(prefill_tp, self._own.tp, self._own.model_kv_heads)
-            self._sources = {link.prefill_rank: _Source(link) for link in plan if link.decode_rank == self._own.rank}
+            plan = reshard_plan(prefill_tp, self._local.tp, self._local.model_kv_heads)
+            self._sources = {
+                link.prefill_rank: _IncomingLink(link) for link in plan if link.decode_rank == self._local.rank
+            }
             self._prefill_tp = prefill_tp
         source = self._sources.get(prefill_rank)
         if source is None or source.is_open:
@@ -159,11 +162,11 @@ class ReceiveSession:
         self.state = ReceiveState.RECEIVING
         self._renew()
 
-    def begin_piece(self, prefill_rank: int, piece: Piece) -> Span:
-        """Where the piece is to be written. Each successful call must be followed by `end_piece` or `drop_piece`.
+    def begin_piece(self, prefill_rank: int, piece: Piece) -> PoolSpan:
+        """The place of the piece in the pool. Each successful call must be followed by `end_piece` or `drop_piece`.
 
         Raises:
-            HandoffFault: the piece is not one that this link may bring now; the session must fail with its cause.
+            HandoffFault: this link may not send the piece now. The session must fail with this cause.
         """
         if self.state is not ReceiveState.RECEIVING:
             raise HandoffFault(HandoffCause.REFUSED_TICKET, f"this ticket is {self.state} here")
@@ -173,14 +176,14 @@ class ReceiveSession:
         self._check_piece(source, piece)
         cells = self._there[self._cells(source.link, piece)]
         if cells.any():
-            raise protocol_fault(f"piece {piece.seq} brings blocks that are already there")
+            raise protocol_fault(f"piece {piece.seq} repeats blocks that have arrived")
         self._stages.piece_begins(self._clock.now_s())
         cells[:] = True
         source.next_seq += 1
         self._missing -= cells.size
         self._writes += 1
         offset = piece.first_block - self.lease.first_block
-        return Span(
+        return PoolSpan(
             self.lease.block_ids[offset : offset + piece.block_count],
             piece.last_block_tokens,
             piece.layer_start,
@@ -190,13 +193,14 @@ class ReceiveSession:
         )
 
     def end_piece(self, prefill_rank: int, piece: Piece, digest: int, verify_s: float) -> list[ReceiveAction]:
-        """The piece's bytes are in our blocks; `digest` is of the bytes that were written."""
+        """The piece is written. `digest` is of the bytes written."""
         self._writes -= 1
         if self.state is not ReceiveState.RECEIVING:
             return self._over_if_drained()
         if piece.digest is not None and piece.digest != digest:
             return self.fail(
-                HandoffCause.DIGEST_MISMATCH, f"piece {piece.seq} of prefill rank {prefill_rank} arrived corrupted"
+                HandoffCause.DIGEST_MISMATCH,
+                f"piece {piece.seq} of prefill rank {prefill_rank} was corrupted in transit",
             )
         self._renew()
         self._stages.last_piece_at_s = self._clock.now_s()
@@ -206,12 +210,12 @@ class ReceiveSession:
         return [Acknowledge(prefill_rank, piece.seq)]
 
     def drop_piece(self, cause: HandoffCause, message: str) -> list[ReceiveAction]:
-        """The write that `begin_piece` announced ended without the piece."""
+        """The write started by `begin_piece` ended without the piece."""
         self._writes -= 1
         return [*self.fail(cause, message), *self._over_if_drained()]
 
     def finish(self, prefill_rank: int, pieces: int) -> list[ReceiveAction]:
-        """The sender says that these were all, and that the blocks still were its own after our last copy."""
+        """The sender sent all pieces, and still owned its blocks after our last copy."""
         source = self._sources.get(prefill_rank)
         if self.state is not ReceiveState.RECEIVING or source is None or not source.is_open:
             return []
@@ -243,7 +247,7 @@ class ReceiveSession:
         return [Refuse(cause, message), *self._over_if_drained()]
 
     def close(self) -> list[ReceiveAction]:
-        """Leads to ReceiveClosed, once; a failure that was not reported yet is not reported any more."""
+        """Leads to one ReceiveClosed. A failure not yet reported is no longer reported."""
         match self.state:
             case ReceiveState.EXPECTING | ReceiveState.RECEIVING:
                 refuse = Refuse(HandoffCause.CANCELLED, "the decode worker closed the handoff")
@@ -260,19 +264,19 @@ class ReceiveSession:
             return []
         return self.fail(HandoffCause.DEADLINE, f"no progress within {self._ttl_s:g} s")
 
-    # --- questions ---------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
-        """Nothing more happens here: it may be forgotten. (A close that comes later is answered at once.)"""
+        """Whether the session has ended and may be forgotten. A later close is answered at once."""
         return self.state in (ReceiveState.RECEIVED, ReceiveState.FAILED, ReceiveState.CLOSED)
 
     @property
     def missing_cells(self) -> int:
-        """(block, layer, head) cells that no piece has brought yet."""
+        """Number of (block, layer, head) cells that have not arrived."""
         return self._missing
 
-    # --- inside ------------------------------------------------------------------------------------------------
+    # --- internals ---------------------------------------------------------------------------------------------
 
     def _renew(self) -> None:
         self._deadline_s = self._clock.now_s() + self._ttl_s
@@ -289,7 +293,7 @@ class ReceiveSession:
             return [ReportReceive(ReceiveClosed(self.lease.ticket_id))]
         return []
 
-    def _cells(self, link: Link, piece: Piece) -> tuple[slice, slice, slice]:
+    def _cells(self, link: PlannedLink, piece: Piece) -> tuple[slice, slice, slice]:
         block = piece.first_block - self.lease.first_block
         head = link.dst_head + piece.head_start - link.head_start
         return (
@@ -298,8 +302,8 @@ class ReceiveSession:
             slice(head, head + piece.head_count),
         )
 
-    def _check_piece(self, source: _Source, piece: Piece) -> None:
-        """Everything that came over the wire, against the lease and the plan."""
+    def _check_piece(self, source: _IncomingLink, piece: Piece) -> None:
+        """Checks a piece from the wire against the lease and the plan."""
         layout, link = self._layout, source.link
         if piece.seq != source.next_seq:
             raise protocol_fault(f"expected piece {source.next_seq}, got {piece.seq}")
@@ -315,7 +319,7 @@ class ReceiveSession:
             and piece.head_start + piece.head_count <= link.head_start + link.head_count
         )
         if not inside:
-            raise protocol_fault(f"piece {piece.seq} lies outside what was leased and planned")
+            raise protocol_fault(f"piece {piece.seq} is outside the lease or the plan")
         tokens = layout.block_tokens
         if piece.end_block == self._prompt_blocks:
             tokens = self.lease.prompt_tokens - (piece.end_block - 1) * layout.block_tokens
@@ -330,6 +334,6 @@ class ReceiveSession:
 def _check_lease(lease: OpenReceive, layout: KvPoolLayout) -> None:
     ids = lease.block_ids
     if any(not 0 <= block < layout.num_blocks for block in ids) or len(set(ids)) != len(ids):
-        raise protocol_fault("lease: expected different physical blocks of this pool")
+        raise protocol_fault("lease: expected distinct physical blocks of this pool")
     if lease.first_block < 0 or lease.first_block + len(ids) > blocks_for(lease.prompt_tokens, layout.block_tokens):
         raise protocol_fault("lease: expected blocks within the prompt")

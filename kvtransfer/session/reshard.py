@@ -1,7 +1,7 @@
-"""Which prefill rank sends which KV heads to which decode rank, for any pair of tensor-parallel widths.
+"""Plans which prefill rank sends which KV heads to which decode rank, for any pair of tensor-parallel widths.
 
-With `tp <= kv_heads` a rank owns `kv_heads / tp` whole heads; with more ranks than heads, rank r owns head
-`r * kv_heads // tp`, so that heads are replicated. Every decode rank gets each of its heads from exactly one source.
+With `tp <= kv_heads` a rank owns `kv_heads / tp` whole heads. With more ranks than heads, rank r owns head `r *
+kv_heads // tp`, so heads are replicated. Every decode rank gets each of its heads from exactly one prefill rank.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtransfer.session.versions import common_version
+from kvtransfer.versions import common_version
 from tandem.errors import IncompatiblePools
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """Heads [head_start, head_start + head_count) of the model go from one prefill rank to one decode rank.
+class PlannedLink:
+    """One prefill rank sends heads [head_start, head_start + head_count) of the model to one decode rank.
 
-    `src_head` and `dst_head` are where they start in the two ranks' own pools.
+    `src_head` and `dst_head` are the indices of the first head in the two ranks' pools.
     """
 
     prefill_rank: int
@@ -30,7 +30,8 @@ class Link:
 
 
 class KvShape(Protocol):
-    """What both ends of a handoff must agree on; `kv_heads` are the model's. cluster_pb2.KvLayout is one."""
+    """Properties that both ends of a handoff must share. `kv_heads` are the model's. cluster_pb2.KvLayout implements
+    it."""
 
     @property
     def model_fingerprint(self) -> str: ...
@@ -58,7 +59,7 @@ def heads_of_rank(tp: int, kv_heads: int, rank: int) -> range:
     """The model's KV heads that a rank owns.
 
     Raises:
-        IncompatiblePools: the heads cannot be divided among `tp` ranks.
+        IncompatiblePools: `tp` ranks cannot divide the heads.
     """
     if tp < 1 or kv_heads < 1:
         raise IncompatiblePools(f"tp: expected at least 1 rank and 1 KV head, got tp {tp} and {kv_heads} heads")
@@ -72,8 +73,8 @@ def heads_of_rank(tp: int, kv_heads: int, rank: int) -> range:
     return range(rank * count, (rank + 1) * count)
 
 
-def reshard_plan(prefill_tp: int, decode_tp: int, kv_heads: int) -> tuple[Link, ...]:
-    """All links of a pair of workers: at most one for each pair of ranks.
+def reshard_plan(prefill_tp: int, decode_tp: int, kv_heads: int) -> tuple[PlannedLink, ...]:
+    """All links of a pair of workers, at most one for each pair of ranks.
 
     Raises:
         IncompatiblePools: one of the widths does not fit the model.
@@ -85,8 +86,8 @@ def reshard_plan(prefill_tp: int, decode_tp: int, kv_heads: int) -> tuple[Link, 
         starts.append(owned.start)
         for head in owned:
             owners[head].append(prefill_rank)
-    links: list[Link] = []
-    needed: defaultdict[int, int] = defaultdict(int)  # how many decode ranks asked for this head so far
+    links: list[PlannedLink] = []
+    needed: defaultdict[int, int] = defaultdict(int)  # decode ranks that have requested this head
     for decode_rank in range(decode_tp):
         wanted = heads_of_rank(decode_tp, kv_heads, decode_rank)
         heads_from: defaultdict[int, list[int]] = defaultdict(list)
@@ -96,13 +97,15 @@ def reshard_plan(prefill_tp: int, decode_tp: int, kv_heads: int) -> tuple[Link, 
             needed[head] += 1
         for source, heads in sorted(heads_from.items()):
             links.append(
-                Link(source, decode_rank, heads[0], len(heads), heads[0] - starts[source], heads[0] - wanted.start)
+                PlannedLink(
+                    source, decode_rank, heads[0], len(heads), heads[0] - starts[source], heads[0] - wanted.start
+                )
             )
     return tuple(links)
 
 
 def check_compatible(a: KvShape, b: KvShape) -> None:
-    """Whether blocks can move between two workers, either way.
+    """Checks that blocks can move between two workers, in either direction.
 
     Raises:
         IncompatiblePools: names the field that differs and both values, or the width that does not fit.
@@ -110,6 +113,8 @@ def check_compatible(a: KvShape, b: KvShape) -> None:
     for name in ("model_fingerprint", "adapter", "dtype", "layers", "kv_heads", "head_dim", "block_tokens"):
         mine, theirs = getattr(a, name), getattr(b, name)
         if mine != theirs:
-            raise IncompatiblePools(f"{name}: expected the same on both, got {mine!r} and {theirs!r}", field=name)
+            raise IncompatiblePools(
+                f"{name}: expected the same on both workers, got {mine!r} and {theirs!r}", field=name
+            )
     common_version(a, b)
     reshard_plan(a.tp, b.tp, a.kv_heads)

@@ -1,11 +1,11 @@
-"""The sending half of a handoff on one rank: ranges in, pieces out, acknowledgements, final. Pure.
+"""The sending half of a handoff on one rank: turns finished ranges into pieces and tracks acknowledgements. Pure.
 
     SENDING ──every piece acknowledged──▶ SENT
         ├── failed ──▶ FAILED ──close──▶ CLOSING
-        └── close ──────────────────────▶ CLOSING ──no link can read our blocks any more──▶ CLOSED
+        └── close ──────────────────────▶ CLOSING ──no link can read our blocks──▶ CLOSED
 
-Each link goes WAITING → OPENING → ACCEPTED, and then FINISHED, or ABORTING → ENDED. FINISH goes out only after the
-last acknowledgement: the receiver never completes from blocks that no longer belonged to the ticket when it read them.
+Each link goes WAITING → OPENING → ACCEPTED, and then FINISHED, or ABORTING → ENDED. FINISH is sent only after the last
+acknowledgement, so the receiver never accepts blocks that the ticket no longer owned when it read them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from enum import StrEnum
 
 import numpy as np
 
-from kvtransfer.agent.control import FromAgent, SendClosed, SendFailed, Sent
-from kvtransfer.pool.pool import Span
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.control import FromAgent, SendClosed, SendFailed, Sent
+from kvtransfer.pool.pool import PoolSpan, payload_bytes
 from kvtransfer.session.exports import Ready
-from kvtransfer.session.piece import MAX_PIECE_BLOCKS, MAX_PIECE_BYTES, MIN_PIECE_BYTES, Piece, payload_bytes
-from kvtransfer.session.reshard import Link
-from kvtransfer.session.stages import SendStages
+from kvtransfer.session.piece import MAX_PIECE_BLOCKS, MAX_PIECE_BYTES, MIN_PIECE_BYTES, Piece
+from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.session.ticket import Ticket
+from kvtransfer.stages import SendStages
 from tandem.clock import Clock
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 
@@ -38,16 +38,16 @@ class SendState(StrEnum):
 
 class LinkPhase(StrEnum):
     WAITING = "waiting"  # the link is not ready yet
-    OPENING = "opening"  # OPEN is out
+    OPENING = "opening"  # OPEN was sent
     ACCEPTED = "accepted"
-    FINISHED = "finished"  # FINISH is out
-    ABORTING = "aborting"  # ABORT is out
-    ENDED = "ended"  # its receiver cannot read our blocks any more
+    FINISHED = "finished"  # FINISH was sent
+    ABORTING = "aborting"  # ABORT was sent
+    ENDED = "ended"  # the receiver can no longer read our blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Show the ticket on the link to this decode rank."""
+    """Presents the ticket on the link to this decode rank."""
 
     decode_rank: int
 
@@ -56,7 +56,7 @@ class Open:
 class Push:
     decode_rank: int
     piece: Piece
-    span: Span
+    span: PoolSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +71,18 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Tell the leader."""
+class ReportSend:
+    """Reports to the leader."""
 
     message: FromAgent
 
 
-SendAction = Open | Push | Finish | Abort | Report
+SendAction = Open | Push | Finish | Abort | ReportSend
 
 
 @dataclass(slots=True)
 class _LinkState:
-    link: Link
+    link: PlannedLink
     phase: LinkPhase = LinkPhase.WAITING
     queued: list[Push] = field(default_factory=list)
     unacknowledged: dict[int, int] = field(default_factory=dict)  # seq → bytes
@@ -94,10 +94,10 @@ class SendSession:
     """One ticket on one prefill rank.
 
     Args:
-        links: this rank's links of the reshard plan to the ticket's decode worker; may be none (replicated heads).
+        links: this rank's links to the ticket's decode worker, from the reshard plan; may be empty (replicated heads).
     """
 
-    def __init__(self, ticket: Ticket, links: tuple[Link, ...], layout: KvPoolLayout, clock: Clock) -> None:
+    def __init__(self, ticket: Ticket, links: tuple[PlannedLink, ...], layout: KvPoolLayout, clock: Clock) -> None:
         self.ticket = ticket
         self.state = SendState.SENDING
         self.stages = SendStages(clock.now_s())
@@ -113,7 +113,7 @@ class SendSession:
     # --- events ------------------------------------------------------------------------------------------------
 
     def start(self) -> list[SendAction]:
-        """Reports Sent at once when there is nothing to send."""
+        """Reports Sent at once if there is nothing to send."""
         return self._sent_if_complete()
 
     def link_ready(self, decode_rank: int, max_piece_bytes: int = MAX_PIECE_BYTES) -> list[SendAction]:
@@ -137,11 +137,12 @@ class SendSession:
         return pushes
 
     def ready(self, ready: Ready) -> list[SendAction]:
-        """A range whose layers are in the pool. Layers are gathered to pieces of some size, up to the last one."""
+        """A range of layers is in the pool. Layers are gathered into pieces of at least MIN_PIECE_BYTES, except the
+        last."""
         if self.state is not SendState.SENDING:
             return []
         self._renew()
-        self.stages.computing(self._clock.now_s())  # when nobody said so before
+        self.stages.computing(self._clock.now_s())  # unless `begin_step` reported it before
         actions: list[SendAction] = []
         if self._gathered is not None and self._gathered.continues_with(ready):
             ready = self._gathered.and_layers_of(ready)
@@ -156,7 +157,7 @@ class SendSession:
         return actions
 
     def _push(self, ready: Ready) -> list[SendAction]:
-        """Cut to what the ticket asks for and was not pushed before."""
+        """Sends the part of a range that the ticket covers and that was not sent before."""
         if self.state is not SendState.SENDING:
             return []
         try:
@@ -180,7 +181,7 @@ class SendSession:
             return []
         size = state.unacknowledged.pop(seq, None)
         if size is None:
-            return self.fail(HandoffCause.PROTOCOL, f"decode rank {decode_rank} acknowledged unknown piece {seq}")
+            return self.fail(HandoffCause.PROTOCOL, f"decode rank {decode_rank} acknowledged an unknown piece, {seq}")
         self._renew()
         self.stages.last_ack_at_s = self._clock.now_s()
         self._bytes += size
@@ -191,8 +192,8 @@ class SendSession:
         return [Finish(decode_rank, state.next_seq), *self._sent_if_complete()]
 
     def link_down(self, decode_rank: int, cause: HandoffCause, reason: str, *, final: bool) -> list[SendAction]:
-        """The connection ended: its receiver reads nothing more. One that never carried this ticket may come back,
-        unless this was `final`."""
+        """The connection ended, so its receiver reads no more. A link that never carried this ticket may reconnect,
+        unless `final`."""
         state = self._links[decode_rank]
         if state.phase is LinkPhase.WAITING and not final:
             return []
@@ -209,14 +210,14 @@ class SendSession:
         return self._closed_if_drained()
 
     def fail(self, cause: HandoffCause, message: str) -> list[SendAction]:
-        """The leader is told at once; the receivers are told to stop reading."""
+        """Reports to the leader at once, and tells the receivers to stop reading."""
         if self.state is not SendState.SENDING:
             return []
         self.state = SendState.FAILED
-        return [*self._abort_all(), Report(SendFailed(self.ticket.ticket_id, cause.value, message))]
+        return [*self._abort_all(), ReportSend(SendFailed(self.ticket.ticket_id, cause.value, message))]
 
     def close(self) -> list[SendAction]:
-        """Always leads to SendClosed, once, from any state in which it was not yet reported."""
+        """Leads to one SendClosed, from any state in which it was not reported."""
         match self.state:
             case SendState.SENDING:
                 self.state = SendState.CLOSING
@@ -226,12 +227,12 @@ class SendSession:
                 return self._closed_if_drained()
             case SendState.SENT:
                 self.state = SendState.CLOSED
-                return [Report(SendClosed(self.ticket.ticket_id))]
+                return [ReportSend(SendClosed(self.ticket.ticket_id))]
             case _:
                 return []
 
     def tick(self) -> list[SendAction]:
-        """Deadlines: of the push, and afterwards of receivers that do not answer our abort."""
+        """Checks the deadlines of sending, and then of receivers that do not answer an abort."""
         if self._clock.now_s() < self._deadline_s:
             return []
         if self.state is SendState.SENDING:
@@ -240,7 +241,7 @@ class SendSession:
             state.phase = LinkPhase.ENDED
         return self._closed_if_drained()
 
-    # --- questions ---------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------
 
     @property
     def is_sending(self) -> bool:
@@ -248,7 +249,7 @@ class SendSession:
 
     @property
     def is_over(self) -> bool:
-        """Nothing more happens here: it may be forgotten. (A close that comes later is answered at once.)"""
+        """Whether the session has ended and may be forgotten. A later close is answered at once."""
         drained = all(state.phase in _NOT_READING for state in self._links.values())
         return self.state in (SendState.SENT, SendState.CLOSED) or (self.state is SendState.FAILED and drained)
 
@@ -256,7 +257,7 @@ class SendSession:
     def decode_ranks(self) -> tuple[int, ...]:
         return tuple(self._links)
 
-    # --- inside ------------------------------------------------------------------------------------------------
+    # --- internals ---------------------------------------------------------------------------------------------
 
     @property
     def _all_pushed(self) -> bool:
@@ -271,7 +272,7 @@ class SendSession:
             return []
         self.state = SendState.SENT
         stages = self.stages if self._pieces else None
-        return [Report(Sent(self.ticket.ticket_id, self._bytes, self._pieces, stages))]
+        return [ReportSend(Sent(self.ticket.ticket_id, self._bytes, self._pieces, stages))]
 
     def _abort_all(self) -> list[SendAction]:
         self._renew()
@@ -289,15 +290,15 @@ class SendSession:
         if self.state is not SendState.CLOSING or not all(s.phase in _NOT_READING for s in self._links.values()):
             return []
         self.state = SendState.CLOSED
-        return [Report(SendClosed(self.ticket.ticket_id))]
+        return [ReportSend(SendClosed(self.ticket.ticket_id))]
 
     def _new_rectangles(self, ready: Ready) -> Iterator[Ready]:
-        """The parts of `ready` inside the ticket that were not pushed before, as rectangles of blocks × layers."""
+        """The parts of `ready` inside the ticket that were not sent before, as rectangles of blocks × layers."""
         ticket, block_tokens = self.ticket, self._layout.block_tokens
         end = ready.first_block + len(ready.block_ids)
         prompt_blocks = blocks_for(ticket.prompt_tokens, block_tokens)
         if ready.last_block_tokens < block_tokens and end != prompt_blocks:
-            end -= 1  # half a block in mid-prompt: it comes again when it is full
+            end -= 1  # a partial block in mid-prompt is exported again when full
         first, end = max(ready.first_block, ticket.first_block), min(end, ticket.end_block)
         if end > prompt_blocks or not 0 < ready.last_block_tokens <= block_tokens:
             raise protocol_fault("the engine exported blocks beyond the prompt")
@@ -310,7 +311,7 @@ class SendSession:
         cells = self._pushed[first - ticket.first_block : end - ticket.first_block, layers]
         if not cells.any():
             runs = [(0, end - first, ready.layer_start, ready.layer_count)]
-        else:  # the engine computed some of it again: only what is missing goes
+        else:  # the engine recomputed some of it; only the missing part is sent
             runs = [
                 (block, 1, ready.layer_start + int(layer), 1)
                 for block in range(end - first)
@@ -324,8 +325,8 @@ class SendSession:
             yield Ready(start, ids, tokens, layer_start, layer_count)
 
     def _cut(self, state: _LinkState, rectangle: Ready) -> Iterator[Push]:
-        """Pieces for one link. Each may be twice as large as the one before, up to the link's limit: the first is on
-        its way early, and there are few."""
+        """Pieces for one link. Each may be twice as large as the previous one, up to the link's limit, so the first
+        piece starts early and there are few pieces."""
         link, layout = state.link, self._layout
         per_block = payload_bytes(layout, 1, layout.block_tokens, rectangle.layer_count, link.head_count)
         start, limit = 0, MAX_PIECE_BYTES
@@ -350,7 +351,7 @@ class SendSession:
             )
             state.next_seq += 1
             state.unacknowledged[piece.seq] = size
-            span = Span(ids, tokens, piece.layer_start, piece.layer_count, link.src_head, link.head_count)
+            span = PoolSpan(ids, tokens, piece.layer_start, piece.layer_count, link.src_head, link.head_count)
             start += len(ids)
             yield Push(link.decode_rank, piece, span)
 

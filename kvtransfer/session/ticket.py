@@ -1,7 +1,9 @@
-"""The permission to fill named KV blocks on a decode worker for one request: made, signed and verified by that worker.
+"""A ticket permits filling certain KV blocks on a decode worker for one request. That worker creates, signs and
+verifies it.
 
-On the wire: a fixed little-endian header, three length-prefixed UTF-8 names, then HMAC-SHA256 over all before it. One
-ticket has exactly one encoding. The key is 32 random bytes of one epoch of the decode worker and never leaves it.
+Format: a fixed little-endian header, three length-prefixed UTF-8 names, then HMAC-SHA256 over the preceding bytes. Each
+ticket has exactly one encoding. The key is 32 random bytes, different in each epoch, and never leaves the decode
+worker.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import re
 import struct
 from dataclasses import dataclass
 
-from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.causes import HandoffCause, HandoffFault
 from tandem.errors import InputError
 
 KEY_BYTES = 32
@@ -29,12 +31,12 @@ _TICKET_ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Logical blocks [first_block, first_block + block_count) of a prompt may be written.
+    """Permission to write logical blocks [first_block, first_block + block_count) of a prompt.
 
-    `ticket_id` is 128 random bits in hex; `ttl_s` ends a lease that makes no progress.
+    `ticket_id` is 128 random bits in hex. A lease without progress ends after `ttl_s`.
 
     Raises:
-        InputError: a field is out of its range.
+        InputError: a field is out of range.
     """
 
     ticket_id: str
@@ -66,7 +68,7 @@ class Ticket:
         return self.first_block + self.block_count
 
     def sign(self, key: bytes) -> bytes:
-        """Raises InputError when the key has the wrong length."""
+        """Raises InputError if the key has the wrong length."""
         body = _HEAD.pack(
             _MAGIC,
             bytes.fromhex(self.ticket_id),
@@ -81,11 +83,11 @@ class Ticket:
 
     @classmethod
     def verify(cls, key: bytes, signed: bytes) -> Ticket:
-        """The ticket that `signed` is, if `key` signed it.
+        """The ticket in `signed`, if `key` signed it.
 
         Raises:
-            InputError: not a ticket at all.
-            HandoffFault: (refused_ticket) signed by another key, or changed.
+            InputError: not a ticket.
+            HandoffFault: (refused_ticket) signed with another key, or changed.
         """
         ticket = cls.parse(signed)
         if not hmac.compare_digest(_mac(key, signed[:-_MAC_BYTES]), signed[-_MAC_BYTES:]):
@@ -94,7 +96,7 @@ class Ticket:
 
     @classmethod
     def parse(cls, signed: bytes) -> Ticket:
-        """What a ticket says, unverified: for the sending side, which cannot verify and is not asked to.
+        """Parses a ticket without verification, for the sending side, which lacks the key.
 
         Raises:
             InputError: not a ticket.
@@ -113,7 +115,7 @@ class Ticket:
 
 
 def ticket_id_of(signed: bytes) -> str:
-    """The id inside a signed ticket, unverified. Raises InputError when it is no ticket."""
+    """The id in a signed ticket, without verification. Raises InputError if it is not a ticket."""
     return Ticket.parse(signed).ticket_id
 
 
@@ -135,12 +137,12 @@ def _name(text: str) -> bytes:
 
 def _take_name(rest: bytes) -> tuple[str, bytes]:
     if len(rest) < _LENGTH.size:
-        raise InputError("ticket: it is cut short", field="ticket")
+        raise InputError("ticket: truncated", field="ticket")
     (length,) = _LENGTH.unpack_from(rest)
     end = _LENGTH.size + length
     if length > _MAX_NAME_BYTES or len(rest) < end:
-        raise InputError("ticket: a name in it is too long or cut short", field="ticket")
+        raise InputError("ticket: a name is too long or truncated", field="ticket")
     try:
         return rest[_LENGTH.size : end].decode(), rest[end:]
     except UnicodeDecodeError as error:
-        raise InputError("ticket: a name in it is not UTF-8", field="ticket") from error
+        raise InputError("ticket: a name is not UTF-8", field="ticket") from error

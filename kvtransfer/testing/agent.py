@@ -1,11 +1,12 @@
-"""A transfer agent that breaks as planned, for tests: `python -m kvtransfer.testing.agent --faults JSON --socket PATH`.
+"""A transfer agent with planned faults, for tests: `python -m kvtransfer.testing.agent --faults JSON --socket PATH`.
 
-JSON is a `tandem.testing.models.FaultSettings`. Works with any transport: what is broken is the link's frames and the
-halves that `Transports` makes. Points, each an operation that a plan counts:
+JSON is a `tandem.testing.models.FaultSettings`. Works with any transport, because the faults are in the link's frames
+and in the ends that `Transports` creates. Fault points, each an operation that a plan counts:
 
-    frames, where they leave     open piece finish abort probe · accept ack fail aborted probed · beat (only if named)
-    a piece before it leaves     digest (its digest changes), memory (mapped: its blocks change after it was taken),
-                                 blocks (mapped: it names blocks that the pool does not have)
+    frames, when sent            open piece finish abort probe · accept ack fail aborted probed ·
+                                 heartbeat (only if named)
+    a piece, before it is sent   digest (its digest changes), memory (mapped: its blocks change after the digest),
+                                 blocks (mapped: its block ids are outside the pool)
     the sender's operations      hello connect send_probe push
     the receiver's operations    prepare join fetch place
 """
@@ -24,24 +25,24 @@ from typing import Any, Final, cast
 import numpy as np
 
 from kvtransfer.agent.agent import main
-from kvtransfer.agent.control import Peer
-from kvtransfer.link.handshake import Hello, Own, Welcome
-from kvtransfer.link.stream import FrameStream
-from kvtransfer.link.tls import Wire
+from kvtransfer.causes import HandoffCause, HandoffFault
+from kvtransfer.connection.handshake import Hello, LocalRank, Welcome
+from kvtransfer.connection.stream import FrameStream
+from kvtransfer.connection.tls import Wire
+from kvtransfer.control import Peer
 from kvtransfer.pool.digest import digest_of
-from kvtransfer.pool.pool import PoolMap, Span
+from kvtransfer.pool.pool import PoolMap, PoolSpan
 from kvtransfer.pool.pools import Pool
-from kvtransfer.session.causes import HandoffCause, HandoffFault
 from kvtransfer.session.piece import FrameType, Header, Piece
-from kvtransfer.session.reshard import Link
+from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.transports.factory import Transports
-from kvtransfer.transports.protocol import INLINE_BYTES, Arrival, KvReceiver, KvSender, LinkThread, Terms
-from tandem.testing.models import Fault, FaultKind, FaultPlan, FaultSettings
+from kvtransfer.transports.protocol import INLINE_BYTES, KvReceiver, KvSender, LinkThread, PieceArrival, WelcomeTerms
+from tandem.testing.models import FaultPlan, FaultSettings, OperationFault, OperationFaultKind
 
 HANG_S: Final = 3600.0
-_ANY_FRAME: Final = tuple(FaultKind)
-_OPERATION: Final = (FaultKind.FAIL, FaultKind.DELAY, FaultKind.HANG)
-_SETUP: Final = (FaultKind.FAIL, FaultKind.DELAY)
+_ANY_FRAME: Final = tuple(OperationFaultKind)
+_OPERATION: Final = (OperationFaultKind.FAIL, OperationFaultKind.DELAY, OperationFaultKind.HANG)
+_SETUP: Final = (OperationFaultKind.FAIL, OperationFaultKind.DELAY)
 
 
 def broken(point: str) -> HandoffFault:
@@ -49,10 +50,11 @@ def broken(point: str) -> HandoffFault:
 
 
 class FaultyWriter:
-    """A stream's writer that does to the next frame what `fault` says. Keeps the order of frames unless told not to."""
+    """A stream writer that applies `fault` to the next frame. It keeps the order of frames unless the fault changes
+    it."""
 
     def __init__(self, inner: asyncio.StreamWriter) -> None:
-        self.fault: Fault | None = None
+        self.fault: OperationFault | None = None
         self._inner = inner
         self._held: list[bytes] = []
         self._is_hung = False
@@ -68,35 +70,35 @@ class FaultyWriter:
             self._pass(data)
             return
         match fault.kind:
-            case FaultKind.DELAY | FaultKind.REORDER:
+            case OperationFaultKind.DELAY | OperationFaultKind.REORDER:
                 self._hold(data, fault)
-            case FaultKind.DUPLICATE:
+            case OperationFaultKind.DUPLICATE:
                 self._pass(data)
                 self._pass(data)
-            case FaultKind.FLIP:
+            case OperationFaultKind.FLIP:
                 self._pass(flip(data, fault.number))
-            case FaultKind.TRUNCATE:
+            case OperationFaultKind.TRUNCATE:
                 self._pass(data[: fault.number % len(data)])
                 self._inner.close()
-            case FaultKind.FAIL:
+            case OperationFaultKind.FAIL:
                 self._inner.transport.abort()
-            case FaultKind.HANG:
+            case OperationFaultKind.HANG:
                 self._is_hung = True
             case _:
                 pass  # dropped
 
     def _pass(self, data: bytes) -> None:
-        if self._held and self._held[0] == b"":  # a delay: all that follows waits too
+        if self._held and self._held[0] == b"":  # a delay, so all later frames wait too
             self._held.append(data)
             return
         self._inner.write(data)
         self._release()
 
-    def _hold(self, data: bytes, fault: Fault) -> None:
+    def _hold(self, data: bytes, fault: OperationFault) -> None:
         if self._held:
             self._held.append(data)
             return
-        self._held = [b"", data] if fault.kind is FaultKind.DELAY else [data]
+        self._held = [b"", data] if fault.kind is OperationFaultKind.DELAY else [data]
         asyncio.get_running_loop().call_later(fault.delay_s, self._release)
 
     def _release(self) -> None:
@@ -117,7 +119,7 @@ class FaultyStream(FrameStream):
         self._faulty = FaultyWriter(writer)
         super().__init__(reader, cast("asyncio.StreamWriter", self._faulty))
         self._plan = plan
-        self.memory: tuple[Pool, Span] | None = None
+        self.memory: tuple[Pool, PoolSpan] | None = None
 
     @classmethod
     def around(cls, stream: FrameStream, plan: FaultPlan) -> FaultyStream:
@@ -128,27 +130,32 @@ class FaultyStream(FrameStream):
             header, body = self._before_piece(header, header.piece, body)
         point = header.type.name.lower()
         fault = None
-        if header.type is not FrameType.BEAT or self._plan.is_at("beat"):
+        if header.type is not FrameType.HEARTBEAT or self._plan.is_at("heartbeat"):
             fault = self._plan.next(point, _ANY_FRAME)
-        if fault is not None and fault.kind is FaultKind.MISADDRESS:
+        if fault is not None and fault.kind is OperationFaultKind.MISADDRESS:
             header, body = misaddress(header, body, fault.number)
             fault = None
         self._faulty.fault = fault
         super().send(header, body)
 
     def _before_piece(self, header: Header, piece: Piece, body: bytes) -> tuple[Header, bytes]:
-        if piece.digest is not None and (fault := self._plan.next("digest", (FaultKind.FLIP,))):
+        if piece.digest is not None and (fault := self._plan.next("digest", (OperationFaultKind.FLIP,))):
             header = replace(header, piece=replace(piece, digest=piece.digest ^ 1 << fault.number % 64))
-        copied_first = piece.payload_bytes > INLINE_BYTES  # both ends would find the same wrong bytes
-        if body and self.memory and not copied_first and (fault := self._plan.next("memory", (FaultKind.FLIP,))):
+        copied_first = piece.payload_bytes > INLINE_BYTES  # otherwise both ends would compute the same wrong digest
+        if (
+            body
+            and self.memory
+            and not copied_first
+            and (fault := self._plan.next("memory", (OperationFaultKind.FLIP,)))
+        ):
             flip_in_pool(*self.memory, fault.number)
-        if body and self._plan.next("blocks", (FaultKind.MISADDRESS,)):
+        if body and self._plan.next("blocks", (OperationFaultKind.MISADDRESS,)):
             body = b"\x00\x00\x00\x7f" * (len(body) // 4)
         return header, body
 
 
 def misaddress(header: Header, body: bytes, number: int) -> tuple[Header, bytes]:
-    """A well-formed frame for somewhere else."""
+    """A well-formed frame with a wrong destination."""
     piece = header.piece
     if piece is None:
         if header.type in (FrameType.FINISH, FrameType.ACK) and number % 2:
@@ -167,8 +174,8 @@ def misaddress(header: Header, body: bytes, number: int) -> tuple[Header, bytes]
     return replace(header, piece=changes[choice]()), body
 
 
-def flip_in_pool(pool: Pool, span: Span, number: int) -> None:
-    """One bit of the first valid token of some block and layer of the span."""
+def flip_in_pool(pool: Pool, span: PoolSpan, number: int) -> None:
+    """Flips a bit of the first valid token of some block and layer of the span."""
     block = span.block_ids[number % len(span.block_ids)]
     layer = span.layer_start + number % span.layer_count
     where = (block, layer, number % 2, span.head_start, 0, 0)
@@ -178,37 +185,37 @@ def flip_in_pool(pool: Pool, span: Span, number: int) -> None:
         pool.words[where] ^= 1 << number % 8
 
 
-def host_digest(pool: Pool, span: Span) -> int:
+def host_digest(pool: Pool, span: PoolSpan) -> int:
     with pool.on_host(span, write=False) as (host, inner):
         return digest_of(host, inner)
 
 
 class FaultySender:
-    def __init__(self, inner: KvSender, own: Own, thread: LinkThread, plan: FaultPlan) -> None:
+    def __init__(self, inner: KvSender, local: LocalRank, thread: LinkThread, plan: FaultPlan) -> None:
         self._inner = inner
-        self._own = own
+        self._local = local
         self._thread = thread
         self._plan = plan
 
     def hello_fds(self) -> list[int]:
-        if self._plan.next("hello", (FaultKind.FAIL,)):
+        if self._plan.next("hello", (OperationFaultKind.FAIL,)):
             raise broken("hello")
         return self._inner.hello_fds()
 
     async def establish(self, welcome: Welcome) -> None:
-        await obey(self._plan.next("connect", _SETUP), "connect", self._thread)
+        await apply_fault(self._plan.next("connect", _SETUP), "connect", self._thread)
         await self._inner.establish(welcome)
 
     async def send_probe(self, stream: FrameStream) -> int:
-        fault = self._plan.next("send_probe", (*_SETUP, FaultKind.FLIP))
-        await obey(fault, "send_probe", self._thread)
+        fault = self._plan.next("send_probe", (*_SETUP, OperationFaultKind.FLIP))
+        await apply_fault(fault, "send_probe", self._thread)
         digest = await self._inner.send_probe(stream)
-        return digest ^ 1 if fault is not None and fault.kind is FaultKind.FLIP else digest
+        return digest ^ 1 if fault is not None and fault.kind is OperationFaultKind.FLIP else digest
 
-    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
-        await obey(self._plan.next("push", _OPERATION), "push", self._thread)
+    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
+        await apply_fault(self._plan.next("push", _OPERATION), "push", self._thread)
         if isinstance(stream, FaultyStream):
-            stream.memory = (self._own.pool, span)
+            stream.memory = (self._local.pool, span)
         await self._inner.push(stream, ticket_id, piece, span)
 
     async def settle(self) -> None:
@@ -219,36 +226,36 @@ class FaultySender:
 
 
 class FaultyReceiver:
-    def __init__(self, inner: KvReceiver, own: Own, thread: LinkThread, plan: FaultPlan) -> None:
+    def __init__(self, inner: KvReceiver, local: LocalRank, thread: LinkThread, plan: FaultPlan) -> None:
         self.places_ahead = inner.places_ahead
         self._inner = inner
-        self._own = own
+        self._local = local
         self._thread = thread
         self._plan = plan
 
-    async def prepare(self, fds: list[int]) -> Terms:
-        await obey(self._plan.next("prepare", _SETUP), "prepare", self._thread)
+    async def prepare(self, fds: list[int]) -> WelcomeTerms:
+        await apply_fault(self._plan.next("prepare", _SETUP), "prepare", self._thread)
         return await self._inner.prepare(fds)
 
     async def establish(self) -> None:
-        await obey(self._plan.next("join", _SETUP), "join", self._thread)
+        await apply_fault(self._plan.next("join", _SETUP), "join", self._thread)
         await self._inner.establish()
 
     async def receive_probe(self) -> int:
         return await self._inner.receive_probe()
 
-    async def fetch(self, piece: Piece, body: bytes) -> Arrival:
-        await obey(self._plan.next("fetch", _OPERATION), "fetch", self._thread)
-        return FaultyArrival(await self._inner.fetch(piece, body), self._own, self._thread, self._plan)
+    async def fetch(self, piece: Piece, body: bytes) -> PieceArrival:
+        await apply_fault(self._plan.next("fetch", _OPERATION), "fetch", self._thread)
+        return FaultyArrival(await self._inner.fetch(piece, body), self._local, self._thread, self._plan)
 
     def close(self) -> None:
         self._inner.close()
 
 
 class FaultyArrival:
-    def __init__(self, inner: Arrival, own: Own, thread: LinkThread, plan: FaultPlan) -> None:
+    def __init__(self, inner: PieceArrival, local: LocalRank, thread: LinkThread, plan: FaultPlan) -> None:
         self._inner = inner
-        self._own = own
+        self._local = local
         self._thread = thread
         self._plan = plan
 
@@ -256,36 +263,36 @@ class FaultyArrival:
     def digest_follows(self) -> bool:
         return self._inner.digest_follows
 
-    async def place(self, span: Span) -> int:
-        fault = self._plan.next("place", (*_OPERATION, FaultKind.DROP, FaultKind.FLIP))
-        await obey(fault, "place", self._thread)
-        if fault is None or fault.kind is FaultKind.DELAY:
+    async def place(self, span: PoolSpan) -> int:
+        fault = self._plan.next("place", (*_OPERATION, OperationFaultKind.DROP, OperationFaultKind.FLIP))
+        await apply_fault(fault, "place", self._thread)
+        if fault is None or fault.kind is OperationFaultKind.DELAY:
             return await self._inner.place(span)
-        if fault.kind is FaultKind.FLIP:
+        if fault.kind is OperationFaultKind.FLIP:
             placed = await self._inner.place(span)
-            before = host_digest(self._own.pool, span)
-            flip_in_pool(self._own.pool, span, fault.number)
-            return placed ^ before ^ host_digest(self._own.pool, span)
+            before = host_digest(self._local.pool, span)
+            flip_in_pool(self._local.pool, span, fault.number)
+            return placed ^ before ^ host_digest(self._local.pool, span)
         await self._inner.discard()
-        return host_digest(self._own.pool, span)  # of what was there before
+        return host_digest(self._local.pool, span)  # the digest of the previous content
 
     async def discard(self) -> None:
         await self._inner.discard()
 
 
-async def obey(fault: Fault | None, point: str, thread: LinkThread) -> None:
-    """Fails, takes its time or hangs, the latter two in the link's thread, as a collective operation would."""
+async def apply_fault(fault: OperationFault | None, point: str, thread: LinkThread) -> None:
+    """Fails, delays or hangs. Delays and hangs run in the link's thread, like a collective operation."""
     if fault is None:
         return
     match fault.kind:
-        case FaultKind.FAIL:
+        case OperationFaultKind.FAIL:
             raise broken(point)
-        case FaultKind.DELAY:
+        case OperationFaultKind.DELAY:
             await thread.run(time.sleep, fault.delay_s)
-        case FaultKind.HANG:
+        case OperationFaultKind.HANG:
             await thread.run(time.sleep, HANG_S)
         case _:
-            pass  # the operation itself does it
+            pass  # the operation applies it
 
 
 class FaultyTransports(Transports):
@@ -293,24 +300,26 @@ class FaultyTransports(Transports):
         super().__init__()
         self._plan = plan
 
-    async def sender(self, kind: str, own: Own, peer: Peer, thread: LinkThread) -> KvSender:
-        return FaultySender(await super().sender(kind, own, peer, thread), own, thread, self._plan)
+    async def sender(self, kind: str, local: LocalRank, peer: Peer, thread: LinkThread) -> KvSender:
+        return FaultySender(await super().sender(kind, local, peer, thread), local, thread, self._plan)
 
-    async def receiver(self, own: Own, hello: Hello, link: Link, thread: LinkThread, *, digests: bool) -> KvReceiver:
-        inner = await super().receiver(own, hello, link, thread, digests=digests)
-        return FaultyReceiver(inner, own, thread, self._plan)
+    async def receiver(
+        self, local: LocalRank, hello: Hello, link: PlannedLink, thread: LinkThread, *, digests: bool
+    ) -> KvReceiver:
+        inner = await super().receiver(local, hello, link, thread, digests=digests)
+        return FaultyReceiver(inner, local, thread, self._plan)
 
     async def frames(self, raw: Wire) -> FrameStream:
         return FaultyStream.around(await super().frames(raw), self._plan)
 
 
 def faults_of(socket_path: Path) -> Path:
-    """Where the agent at `socket_path` notes each fault: a line of its point and kind."""
+    """The file in which the agent at `socket_path` logs each fault: a line with point and kind."""
     return socket_path.with_suffix(".faults")
 
 
 def stepping_wall_clock(real: Callable[[], float]) -> Callable[[], float]:
-    """An hour ahead, right, an hour behind, and so on at each look."""
+    """A wall clock that alternates between an hour ahead, correct, and an hour behind."""
     steps = itertools.cycle((3600.0, 0.0, -3600.0))
     return lambda: real() + next(steps)
 
@@ -318,14 +327,16 @@ def stepping_wall_clock(real: Callable[[], float]) -> Callable[[], float]:
 def run() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvtransfer.testing.agent", add_help=False)
     parser.add_argument("--faults", type=FaultSettings.from_json, default=FaultSettings(every=1, limit=0))
-    parser.add_argument("--wall-clock-steps", action="store_true", help="the wall clock jumps by an hour all the time")
+    parser.add_argument(
+        "--wall-clock-steps", action="store_true", help="make the wall clock jump by an hour at every call"
+    )
     parser.add_argument("--socket", type=Path, required=True)
     options, others = parser.parse_known_args()
 
     if options.wall_clock_steps:
         time.time = stepping_wall_clock(time.time)
 
-    def note(point: str, fault: Fault) -> None:
+    def note(point: str, fault: OperationFault) -> None:
         with faults_of(options.socket).open("a") as file:
             file.write(f"{point} {fault.kind}\n")
 

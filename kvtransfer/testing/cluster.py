@@ -1,7 +1,7 @@
-"""A cluster without engines, for tests: both leaders' accounts of blocks and tickets over real agents.
+"""A cluster without engines, for tests: the leaders' accounting of blocks and tickets over real agents.
 
-Every block that is free holds a pattern. A block is checked for it when it is leased again and at the end, so a late
-write shows; a source block that is read late brings the pattern instead of the prompt's KV.
+Every free block contains a pattern, which is checked when the block is leased again and at the end. So a late write is
+detected, and a late read returns the pattern instead of the prompt's KV.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtransfer.session.causes import HandoffCause
+from kvtransfer.causes import HandoffCause
 from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
-from kvtransfer.testing.member import Half, Member, Side
+from kvtransfer.testing.leader import FakeLeader, LeaderTicket, TransferSide
 
-RESTART_DELAY_S = 0.2  # as the supervisor
+RESTART_DELAY_S = 0.2  # as for the supervisor
 
 
 @dataclass(slots=True)
 class Tally:
-    """How handoffs ended."""
+    """Number of handoffs by outcome."""
 
     right: int = 0
     cancelled: int = 0
@@ -35,26 +35,26 @@ class Tally:
 
 
 class FakeCluster:
-    """Workers that all may send to each other, their leaders, and the supervisor of their agents."""
+    """Workers that may all send to each other, their leaders, and the supervisor of their agents."""
 
     def __init__(self, folder: Path, *, model: FakeModel | None = None, seed: int = 0) -> None:
         self.model = model or FakeModel()
         self.tally = Tally()
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, FakeLeader] = {}
         self.random = random.Random(seed)
         self._folder = folder
         self._seed = seed
         self._tasks: set[asyncio.Task[None]] = set()
         self._supervisor = asyncio.create_task(self._supervise())
 
-    async def start(self, worker_id: str, *, num_blocks: int = 64, **options: Any) -> Member:
-        """A worker, or its next life on the same sockets."""
+    async def start(self, worker_id: str, *, num_blocks: int = 64, **options: Any) -> FakeLeader:
+        """Starts a worker, or its next epoch on the same sockets."""
         if worker_id in self.members:
             old = self.members.pop(worker_id)
             old.die()
             old.worker.stop()
         worker = FakeWorker(self._folder, worker_id, self.model, num_blocks=num_blocks, **options)
-        member = self.members[worker_id] = Member(worker)
+        member = self.members[worker_id] = FakeLeader(worker)
         member.on_attached = self.introduce
         for rank in worker.ranks:
             rank.connect()
@@ -63,10 +63,10 @@ class FakeCluster:
         return member
 
     def introduce(self) -> None:
-        """Everybody hears of everybody who is attached."""
-        there = [member.worker for member in self.members.values() if len(member.worker.where) == member.worker.tp]
+        """Tells every attached worker about all others."""
+        there = [member.worker for member in self.members.values() if len(member.worker.attached) == member.worker.tp]
         for worker in there:
-            worker.meet(*(other for other in there if other is not worker))
+            worker.set_peers_of(*(other for other in there if other is not worker))
 
     async def stop(self) -> None:
         self._supervisor.cancel()
@@ -79,7 +79,7 @@ class FakeCluster:
             member.worker.stop()
 
     async def _supervise(self) -> None:
-        """Starts agents again, as the member's supervisor would."""
+        """Restarts agents, like the member's supervisor."""
         while True:
             await asyncio.sleep(0.02)
             for member in list(self.members.values()):
@@ -92,27 +92,27 @@ class FakeCluster:
     # --- handoffs ------------------------------------------------------------------------------------------------
 
     async def request(self, source: str, target: str, number: int, *, tokens: int = 27, attempts: int = 200) -> None:
-        """Until the prompt's KV is right on the target; each failure is typed and leads to a new ticket."""
-        choose = random.Random(number)  # in step, requests would share a link that ends at some operation for ever
+        """Repeats handoffs until the prompt's KV is correct on the target. Each failure leads to a new ticket."""
+        choose = random.Random(number)  # random, or requests could repeat a link's failure in lockstep forever
         for attempt in range(attempts):
             if await self.handoff(source, target, seed=number * attempts + attempt, tokens=tokens) is None:
                 return
             await asyncio.sleep(choose.uniform(0.0, min(0.04 * (1 + attempt), 0.4)))
-        raise AssertionError(f"request {number}: no attempt of {attempts} ended right; {self.tally}")
+        raise AssertionError(f"request {number}: no attempt of {attempts} succeeded; {self.tally}")
 
     async def handoff(
         self, source: str, target: str, *, seed: int, tokens: int = 27, cancel_after_s: float | None = None
     ) -> str | None:
-        """One ticket to its end. Returns the cause of its failure; None when the KV arrived and is right."""
+        """One ticket to its end. Returns the cause of its failure; None if the correct KV arrived."""
         sender, receiver = self.members[source], self.members[target]
         act = Handoff.make(sender.worker, receiver.worker, tokens, seed=seed, ttl_s=sender.worker.ttl_s)
         leases = {}
-        for member in sorted((sender, receiver), key=lambda each: each.worker.worker_id):  # in one order: no deadlock
+        for member in sorted((sender, receiver), key=lambda each: each.worker.worker_id):  # avoids deadlock
             leases[member.worker.worker_id] = await member.lease(act.kv.blocks)
         act.source_ids, act.target_ids = leases[source], leases[target]
-        receiving = receiver.open(Side.RECEIVE, act.ticket_id)
-        sending = sender.open(Side.SEND, act.ticket_id)
-        if receiving.cause is None and sending.cause is None:  # else an agent is being replaced
+        receiving = receiver.open(TransferSide.RECEIVE, act.ticket_id)
+        sending = sender.open(TransferSide.SEND, act.ticket_id)
+        if receiving.cause is None and sending.cause is None:  # otherwise an agent is restarting
             act.open_receive()
             act.open_send()
         driving = asyncio.create_task(self._drive(act, sending, cancel_after_s))
@@ -120,7 +120,7 @@ class FakeCluster:
         if receiving.is_complete:
             return await self._complete(act, sender, receiver, sending, receiving)
         cause = receiving.cause or sending.cause or HandoffCause.CANCELLED.value
-        driving.cancel()  # the engine learns of it: what it computes from now on is for nobody
+        driving.cancel()  # the engine stops computing for this handoff
         await asyncio.gather(driving, return_exceptions=True)
         await asyncio.gather(
             self._give_back(sender, sending, act.source_ids), self._give_back(receiver, receiving, act.target_ids)
@@ -131,8 +131,9 @@ class FakeCluster:
             self.tally.failed[cause] = self.tally.failed.get(cause, 0) + 1
         return cause
 
-    async def _drive(self, act: Handoff, sending: Half, cancel_after_s: float | None) -> None:
-        """As the engine: some blocks were there, the rest comes in steps. Then waits, if it is to be cancelled."""
+    async def _drive(self, act: Handoff, sending: LeaderTicket, cancel_after_s: float | None) -> None:
+        """Acts as the engine: some blocks were cached, the rest arrive in steps. Then waits, if it is to be
+        cancelled."""
         choose = random.Random(act.ticket.request_id)
         first = choose.choice((0, 0, 1, 3))
         if first:
@@ -149,9 +150,9 @@ class FakeCluster:
             await asyncio.sleep(max(0.0, began_s + cancel_after_s - asyncio.get_running_loop().time()))
 
     async def _complete(
-        self, act: Handoff, sender: Member, receiver: Member, sending: Half, receiving: Half
+        self, act: Handoff, sender: FakeLeader, receiver: FakeLeader, sending: LeaderTicket, receiving: LeaderTicket
     ) -> str | None:
-        """Every rank verified every piece: then the bytes are right, or it is the worst of bugs."""
+        """Every rank verified every piece, so the bytes must be correct."""
         if not act.arrived():
             receiver.violations.append(f"{act.ticket_id}: wrong bytes were accepted")
         await sending.until(lambda: sending.is_complete or sending.cause is not None)
@@ -165,31 +166,31 @@ class FakeCluster:
         self.tally.right += 1
         return None
 
-    async def _give_back(self, member: Member, half: Half, block_ids: tuple[int, ...]) -> None:
-        await half.close()
-        member.forget(half)
+    async def _give_back(self, member: FakeLeader, entry: LeaderTicket, block_ids: tuple[int, ...]) -> None:
+        await entry.close()
+        member.forget(entry)
         member.free(block_ids)
 
-    # --- what goes wrong -----------------------------------------------------------------------------------------
+    # --- faults ------------------------------------------------------------------------------------------------
 
     def kill_agent(self, worker_id: str) -> None:
         process = self.random.choice(self.members[worker_id].worker.ranks).process
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
 
-    # --- the end -------------------------------------------------------------------------------------------------
+    # --- checks ------------------------------------------------------------------------------------------------
 
     async def check_conservation(self) -> None:
-        """Nothing is open on any agent, nothing is leased, every free block is as it was left, every end came once."""
+        """Checks that no ticket is open, no block is leased, free blocks are unchanged and every ticket ended once."""
         for member in self.members.values():
             await member.settle()
-            assert not member.halves
+            assert not member.entries
             member.check_all_free()
             assert not member.violations, member.violations[:5]
 
 
-async def _first_of(receiving: Half, sending: Half, cancelled: asyncio.Task[None] | None) -> None:
-    """Until the receiver is complete, either failed, or the cancellation is due."""
+async def _first_of(receiving: LeaderTicket, sending: LeaderTicket, cancelled: asyncio.Task[None] | None) -> None:
+    """Waits until the receiver is complete, either side failed, or the cancellation is due."""
     waits = [
         asyncio.create_task(receiving.until(lambda: receiving.is_complete or receiving.cause is not None)),
         asyncio.create_task(sending.until(lambda: sending.cause is not None)),

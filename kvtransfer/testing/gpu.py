@@ -1,4 +1,4 @@
-"""A copy in a GPU's memory of a pool in host memory."""
+"""A GPU copy of a pool in host memory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from kvtransfer.pool.cuda_ipc import export_tensor
 from kvtransfer.pool.pool import PoolMap
 
-OWN_ALLOCATION_BYTES = 32 << 20  # torch puts smaller tensors into one allocation with others
+OWN_ALLOCATION_BYTES = 32 << 20  # torch places smaller tensors in shared allocations
 
 
 class GpuMirror:
-    """`memory`: what other processes need to open it."""
+    """`memory` is what other processes need to open it."""
 
     def __init__(self, pool: PoolMap, device: str) -> None:
         self._host = torch.from_numpy(pool.blocks.reshape(-1))

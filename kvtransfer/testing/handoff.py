@@ -1,4 +1,4 @@
-"""Fakes for tests: workers without an engine. Real agent processes, numpy pools in memfds, made-up KV."""
+"""Fakes for tests: workers without an engine, with real agent processes, numpy pools in memfds, and random KV."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import msgspec
 import numpy as np
 
 from kvtransfer.agent.client import AgentClient
-from kvtransfer.agent.control import (
+from kvtransfer.agent.env import AGENT_ENV
+from kvtransfer.control import (
     Attached,
     AttachPool,
     BeginStep,
     FromAgent,
     LayerDone,
-    Layout,
     Lead,
     LinkReport,
     OpenReceive,
@@ -31,13 +31,13 @@ from kvtransfer.agent.control import (
     Range,
     SetPeers,
     TlsFiles,
+    WireLayout,
 )
-from kvtransfer.agent.env import AGENT_ENV
 from kvtransfer.pool.pool import Bytes
 from kvtransfer.session.reshard import heads_of_rank
 from kvtransfer.session.ticket import Ticket
-from kvtransfer.session.versions import PROTOCOL_VERSION
 from kvtransfer.testing.pool import FakePool
+from kvtransfer.versions import PROTOCOL_VERSION
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -86,22 +86,22 @@ class FakeRank:
         self.is_connected = False
         self.is_stopped = False
         self.is_gone = False  # it died, and its agent with it
-        self.listener: Callable[[FromAgent | None], None] | None = None  # takes what comes; None: the agent is lost
-        self._news = asyncio.Condition()
-        self._own = AgentClient(asyncio.get_running_loop())
+        self.listener: Callable[[FromAgent | None], None] | None = None  # None: the agent is gone
+        self._changed = asyncio.Condition()
+        self._local = AgentClient(asyncio.get_running_loop())
         self._lead = AgentClient(asyncio.get_running_loop())
         self._tasks: set[asyncio.Task[None]] = set()
         self.process = self.start_agent()
 
     def start_agent(self, *launcher: str) -> subprocess.Popen[bytes]:
-        """Starts (or replaces) the agent; `launcher` instead of the real module breaks things on purpose."""
+        """Starts or restarts the agent. `launcher` replaces the module, to inject faults."""
         command = [sys.executable, *(launcher or self.worker.launcher), "--socket", str(self.socket_path)]
         environment = os.environ | AGENT_ENV | {"PYTHONPATH": os.pathsep.join(sys.path)}
         self.process = subprocess.Popen(command, env=environment)
         return self.process
 
     def connect(self) -> None:
-        self._own.connect(self.socket_path, self.attach_message(), self.fd, lambda message: None, lambda: None)
+        self._local.connect(self.socket_path, self.attach_message(), self.fd, lambda message: None, lambda: None)
         self._lead.connect(self.socket_path, Lead(), None, self._on_message, self._on_lost)
 
     def attach_message(self) -> AttachPool:
@@ -113,7 +113,7 @@ class FakeRank:
             tp=worker.tp,
             model_kv_heads=worker.model.kv_heads,
             model_fingerprint=worker.model.fingerprint,
-            layout=Layout(
+            layout=WireLayout(
                 layout.num_blocks, layout.layers, layout.kv_heads, layout.block_tokens, layout.head_dim, layout.dtype
             ),
             ticket_key=worker.key,
@@ -145,31 +145,31 @@ class FakeRank:
 
     def _notify(self) -> None:
         async def notify() -> None:
-            async with self._news:
-                self._news.notify_all()
+            async with self._changed:
+                self._changed.notify_all()
 
         task = asyncio.get_running_loop().create_task(notify())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def tell(self, message: msgspec.Struct) -> None:
-        """As the leader."""
+    def send_as_leader(self, message: msgspec.Struct) -> None:
+        """Sends a message as the leader."""
         self._lead.send(message)
 
-    def tell_as_rank(self, message: msgspec.Struct) -> None:
-        self._own.send(message)
+    def send_as_rank(self, message: msgspec.Struct) -> None:
+        self._local.send(message)
 
-    def hang_up(self) -> None:
-        """The rank dies."""
+    def disconnect(self) -> None:
+        """Simulates the rank's death."""
         self.is_gone = True
-        self._own.close()
+        self._local.close()
 
-    def hang_up_lead(self) -> None:
-        """The leader dies."""
+    def disconnect_leader(self) -> None:
+        """Simulates the leader's death."""
         self._lead.close()
 
     async def expect(self, kind: type[M], *, timeout_s: float = WAIT_S, **fields: object) -> M:
-        """The first report of this type with these fields, arrived or to come. It is taken out."""
+        """Waits for the first report of this type with these fields, and removes it."""
 
         def found() -> M | None:
             for message in self.messages:
@@ -178,13 +178,13 @@ class FakeRank:
                     return message
             return None
 
-        async with asyncio.timeout(timeout_s), self._news:
+        async with asyncio.timeout(timeout_s), self._changed:
             while (message := found()) is None:
-                await self._news.wait()
+                await self._changed.wait()
         return message
 
     def write(self, kv: FakeKv, block_ids: Sequence[int], first: int = 0, layers: slice = slice(None)) -> None:
-        """As the engine: this rank's heads of the prompt's blocks from `first` on."""
+        """Writes, as the engine, this rank's heads of the prompt's blocks from `first` on."""
         heads = slice(self.heads.start, self.heads.stop)
         self.pool.blocks[list(block_ids), layers] = kv.data[first : first + len(block_ids), layers, :, heads]
         self.memory.upload()
@@ -204,7 +204,7 @@ class FakeRank:
         if self.is_stopped:
             return
         self.is_gone = self.is_stopped = True
-        self._own.close()
+        self._local.close()
         self._lead.close()
         if self.process.poll() is None:
             self.process.terminate()
@@ -213,7 +213,7 @@ class FakeRank:
 
 
 class FakeWorker:
-    """All ranks of one life of a worker."""
+    """All ranks of one epoch of a worker."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class FakeWorker:
         device: str = "",
     ) -> None:
         self.folder = folder / worker_id
-        self.folder.mkdir(mode=0o700, exist_ok=True)  # an earlier life was here
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # an earlier epoch may have created it
         self.worker_id = worker_id
         self.epoch = secrets.randbits(62) + 1
         self.model = model
@@ -246,18 +246,18 @@ class FakeWorker:
         self.ttl_s = ttl_s
         self.launcher = launcher
         self.tls = tls
-        self.device = device  # as of FakePool
-        self.protocol = protocol  # the newest it speaks
+        self.device = device  # as in FakePool
+        self.protocol = protocol  # the newest supported version
         self.int8 = int8
         self.key = secrets.token_bytes(32)
-        self.where: dict[int, Attached] = {}
+        self.attached: dict[int, Attached] = {}
         self.ranks = [FakeRank(self, rank) for rank in range(tp)]
 
     async def attach(self) -> None:
         for rank in self.ranks:
             rank.connect()
         for rank in self.ranks:
-            self.where[rank.rank] = await rank.expect(Attached, timeout_s=30.0)
+            self.attached[rank.rank] = await rank.expect(Attached, timeout_s=30.0)
 
     def peers(self) -> tuple[Peer, ...]:
         return tuple(
@@ -272,17 +272,17 @@ class FakeWorker:
                 self.protocol,
                 device=it.device,
             )
-            for rank, it in sorted(self.where.items())
+            for rank, it in sorted(self.attached.items())
         )
 
-    def meet(self, *others: FakeWorker) -> None:
+    def set_peers_of(self, *others: FakeWorker) -> None:
         peers = (peer for other in others for peer in other.peers())
         message = SetPeers(tuple(msgspec.structs.replace(peer, connect=self.connects) for peer in peers))
         for rank in self.ranks:
-            rank.tell(message)
+            rank.send_as_leader(message)
 
     async def linked(self, *, timeout_s: float = 30.0) -> None:
-        """Every rank has at least one link that was probed."""
+        """Waits until every rank has at least one ready link."""
         for rank in self.ranks:
             await rank.expect(LinkReport, state="ready", timeout_s=timeout_s)
 
@@ -293,7 +293,7 @@ class FakeWorker:
 
 @dataclass(slots=True)
 class Handoff:
-    """One prompt on its way between two fake workers."""
+    """One prompt in transit between two fake workers."""
 
     prefill: FakeWorker
     decode: FakeWorker
@@ -346,7 +346,7 @@ class Handoff:
             ticket.prompt_tokens,
         )
         for rank in self.decode.ranks:
-            rank.tell(message)
+            rank.send_as_leader(message)
 
     def open_send(self, *, key: bytes | None = None) -> None:
         ticket = self.ticket
@@ -360,7 +360,7 @@ class Handoff:
             prompt_tokens=ticket.prompt_tokens,
         )
         for rank in self.prefill.ranks:
-            rank.tell(message)
+            rank.send_as_leader(message)
 
     def range(self, first: int, end: int, *, in_cache: bool) -> Range:
         tokens = min(end * self.decode.model.block_tokens, self.kv.tokens)
@@ -374,19 +374,19 @@ class Handoff:
         )
 
     def export_cached(self, first: int, end: int) -> None:
-        """Blocks that the prefill worker had before."""
+        """Exports blocks that the prefill worker had cached."""
         for rank in self.prefill.ranks:
             rank.write(self.kv, self.source_ids[first:end], first)
-            rank.tell_as_rank(BeginStep((self.range(first, end, in_cache=True),)))
+            rank.send_as_rank(BeginStep((self.range(first, end, in_cache=True),)))
 
     def compute(self, first: int, end: int, *, layers: int | None = None) -> None:
-        """One engine step over these blocks, layer by layer; `layers`: it stops after so many."""
+        """One engine step over these blocks, layer by layer; stops after `layers` layers."""
         message = BeginStep((self.range(first, end, in_cache=False),))
         for rank in self.prefill.ranks:
-            rank.tell_as_rank(message)
+            rank.send_as_rank(message)
             for layer in range(self.prefill.model.layers if layers is None else layers):
                 rank.write(self.kv, self.source_ids[first:end], first, slice(layer, layer + 1))
-                rank.tell_as_rank(LayerDone(layer))
+                rank.send_as_rank(LayerDone(layer))
 
     def arrived(self) -> bool:
         first = self.ticket.first_block

@@ -1,4 +1,4 @@
-"""A fake rank's pool, in whatever memory; tests read and write it as bytes in host memory."""
+"""A fake rank's pool in any memory. Tests access it as bytes in host memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import fcntl
 import os
 from typing import TYPE_CHECKING
 
-from kvtransfer.agent.control import HOST_DEVICE, DeviceMemory
+from kvtransfer.control import HOST_DEVICE, DeviceMemory
 from kvtransfer.pool.pool import PoolMap
 from tandem.kvcache.layout import KvPoolLayout
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def make_pool(layout: KvPoolLayout) -> tuple[int, PoolMap]:
-    """A sealed memfd as a rank makes one, and a writable view of it."""
+    """A sealed memfd, as a rank creates it, and a writable view of it."""
     fd = os.memfd_create("tandem-test-pool", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     os.ftruncate(fd, layout.pool_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -23,10 +23,10 @@ def make_pool(layout: KvPoolLayout) -> tuple[int, PoolMap]:
 
 
 class FakePool:
-    """`device`: "" in host memory; "cpu" the same, used as a device's; or a GPU as torch names it.
+    """`device` is "" for host memory, "cpu" for host memory used as a device, or a GPU as torch names it.
 
-    `pool` is what the rank sees: the pool itself, or what a GPU's memory was at the last `download`. `fd` and `memory`
-    are what the rank's agent is told.
+    `pool` is the rank's view: the pool itself, or the GPU's memory at the last `download`. `fd` and `memory` are sent
+    to the rank's agent.
     """
 
     def __init__(self, layout: KvPoolLayout, device: str) -> None:
@@ -35,18 +35,18 @@ class FakePool:
         self.memory = DeviceMemory(HOST_DEVICE, layout.pool_bytes) if device == HOST_DEVICE else None
         self._mirror: GpuMirror | None = None
         if device not in ("", HOST_DEVICE):
-            from kvtransfer.testing.gpu import GpuMirror  # noqa: PLC0415 - torch, only with a GPU
+            from kvtransfer.testing.gpu import GpuMirror  # noqa: PLC0415 - imports torch
 
             self._mirror = GpuMirror(self.pool, device)
             self.fd, self.memory = None, self._mirror.memory
 
     def upload(self) -> None:
-        """After a write by the rank; other processes see it when this returns."""
+        """Call it after the rank writes. Other processes then see the change."""
         if self._mirror is not None:
             self._mirror.upload()
 
     def download(self) -> None:
-        """Before the rank reads."""
+        """Call it before the rank reads."""
         if self._mirror is not None:
             self._mirror.download()
 

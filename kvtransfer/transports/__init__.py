@@ -1,1 +1,1 @@
-"""How bytes move over a link. Two narrow protocols, one implementation of each for each transport."""
+"""Transports of a link's bytes. Each implements two narrow protocols, sender and receiver."""

@@ -1,7 +1,7 @@
-"""A span's bytes as lists of buffers for scatter-gather input and output.
+"""A span's bytes as lists of buffers for scatter-gather I/O.
 
-Long contiguous runs are used where they lie in the pool; short ones go through a scratch buffer, which costs less than
-handing each to the kernel.
+Long contiguous runs are used in place in the pool. Short ones go through a scratch buffer, which costs less than one
+kernel buffer each.
 """
 
 from __future__ import annotations
@@ -9,35 +9,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvtransfer.pool.pool import Bytes, PoolMap, Span, make_staging
+from kvtransfer.pool.pool import Bytes, PoolMap, PoolSpan, make_staging
 
-BATCH_BYTES = 2 << 20  # hashed while it is in the CPU's last cache; smaller ones cost more wakings than they save
+BATCH_BYTES = 2 << 20  # hashed while in the CPU's last-level cache; smaller batches cost more wake-ups than they save
 _DIRECT_BYTES = 16 << 10
 _GATHER_BYTES = 64 << 10
 
 
 def make_scratch() -> Bytes:
-    """What the short runs of one batch fit in."""
+    """A scratch buffer for the short runs of one batch."""
     return make_staging(BATCH_BYTES)
 
 
 @dataclass(slots=True)
 class Batch:
-    """Neighbouring bytes of a piece, at most BATCH_BYTES, in canonical order."""
+    """Consecutive bytes of a piece, at most BATCH_BYTES, in canonical order."""
 
     views: list[memoryview] = field(default_factory=list)
     size: int = 0
     _short: list[tuple[Bytes, Bytes]] = field(default_factory=list)  # in the pool, in the scratch
     _staged: int = 0
-    _open: int | None = None  # where the last view begins in the scratch, if it lies there
+    _open: int | None = None  # start of the last view in the scratch, if it is there
 
     def gather(self) -> None:
-        """Before sending: short runs into the scratch."""
+        """Before sending: copies short runs to the scratch."""
         for part, staged in self._short:
             staged[...] = part
 
     def scatter(self) -> None:
-        """After receiving: short runs out of the scratch."""
+        """After receiving: copies short runs from the scratch."""
         for part, staged in self._short:
             part[...] = staged
 
@@ -59,7 +59,7 @@ class Batch:
 
 
 def batches_of(data: Bytes) -> Iterator[Batch]:
-    """All of a contiguous array."""
+    """Batches of a contiguous array."""
     rest = data.data
     for start in range(0, len(rest), BATCH_BYTES):
         batch = Batch()
@@ -67,8 +67,8 @@ def batches_of(data: Bytes) -> Iterator[Batch]:
         yield batch
 
 
-def batches(pool: PoolMap, span: Span, scratch: Bytes) -> Iterator[Batch]:
-    """All of a span; each batch must be done with before the next is asked for: they share the scratch."""
+def batches(pool: PoolMap, span: PoolSpan, scratch: Bytes) -> Iterator[Batch]:
+    """Batches of a span. They share the scratch: finish with one before requesting the next."""
     batch = Batch()
     for part in pool.slices(span):
         for strip in _strips(part):
@@ -91,7 +91,7 @@ def batches(pool: PoolMap, span: Span, scratch: Bytes) -> Iterator[Batch]:
 
 
 def _strips(part: Bytes) -> Iterator[Bytes]:
-    """Contiguous, or small enough to be gathered."""
+    """Splits a part into strips that are contiguous or small enough to gather."""
     if part.flags.c_contiguous or part.nbytes <= _DIRECT_BYTES:
         yield part
     elif part[0].nbytes >= _DIRECT_BYTES:

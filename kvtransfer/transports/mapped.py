@@ -1,15 +1,14 @@
-"""Same host, memory that both can map: the receiver maps the sender's pool and copies announced pieces itself.
+"""Within a host: the receiver maps the sender's pool and copies announced pieces itself.
 
-Host memory: the sender passes a read-only descriptor of its pool with the hello. GPU memory: the hello names it by its
-CUDA IPC handle, the copy is the device's own work, and so are the digests, with a key that the receiver made for this
-link. Nothing late can land in the receiver's pool, because nobody but the receiver writes there.
+In host memory, the sender passes a read-only descriptor of its pool with the hello. In GPU memory, the hello contains
+the pool's CUDA IPC handle, and the device computes copies and digests, with a key that the receiver chose for this
+link. Only the receiver writes to its pool, so no late write can occur.
 
-A large piece is announced at once, with a random number in the place of its digest, and copied while its sender makes
-that: the digest xor that number follows in a frame of its own, as over `tcp` behind the bytes.
+A large piece is announced at once, with a random number in place of its digest, and copied while the sender computes
+the digest. The digest xor that number follows in a separate frame.
 
-No event crosses processes with a piece. The engine waits for its stream before it says that a layer is done
-(ModelRunner), so what a piece names is in memory when its announcement is sent; the receiver waits for its own stream
-before it acknowledges.
+Pieces need no event between processes. The engine waits for its stream before it reports a layer (ModelRunner), so a
+piece is in memory when it is announced. The receiver waits for its own stream before it acknowledges.
 """
 
 from __future__ import annotations
@@ -23,117 +22,117 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from kvtransfer.link.handshake import MULTILINEAR, XXH3, Hello, Own, Welcome, pool_layout
-from kvtransfer.link.stream import FrameStream
+from kvtransfer.causes import protocol_fault
+from kvtransfer.connection.handshake import MULTILINEAR, XXH3, Hello, LocalRank, Welcome, pool_layout
+from kvtransfer.connection.stream import FrameStream
 from kvtransfer.pool.digest import copy_and_digest, digest_of, digest_of_bytes
-from kvtransfer.pool.pool import PoolMap, Span, check_span
+from kvtransfer.pool.pool import PoolMap, PoolSpan, check_span
 from kvtransfer.pool.pools import Pool, open_pool
-from kvtransfer.session.causes import protocol_fault
 from kvtransfer.session.piece import FrameType, Header, Piece
-from kvtransfer.session.reshard import Link
-from kvtransfer.session.versions import mapped_digests_follow
-from kvtransfer.transports.protocol import INLINE_BYTES, PROBE_BYTES, LinkThread, Terms
+from kvtransfer.session.reshard import PlannedLink
+from kvtransfer.transports.protocol import INLINE_BYTES, PROBE_BYTES, LinkThread, WelcomeTerms
+from kvtransfer.versions import mapped_digests_follow
 
 if TYPE_CHECKING:
     from kvtransfer.pool.device_digest import DigestKeys
     from kvtransfer.pool.device_pool import DevicePool
 
 T = TypeVar("T")
-DIGESTS_AHEAD = 2  # that wait for the link's thread behind the one it makes: it never idles
+DIGESTS_AHEAD = 2  # digests queued for the link's thread, to keep it busy
 _DIGEST_BITS = 64
 _ID_BYTES = 4
 _KEY_BITS = 63
 
 
-class Access(Protocol):
-    """One link's way to the pools at its ends, in whatever memory they are. In the link's thread."""
+class PoolAccess(Protocol):
+    """Access of one link to the pools at both ends, in host or device memory. Used in the link's thread."""
 
-    is_quick: bool  # small pieces are done at once, on the agent's loop
+    is_quick: bool  # small pieces run on the agent's loop
 
-    def digest(self, span: Span) -> int:
-        """Of a span of our own pool."""
+    def digest(self, span: PoolSpan) -> int:
+        """The digest of a span of the local pool."""
         ...
 
-    def copy(self, read: Span, write: Span, *, digests: bool) -> int:
-        """Copies a piece from the peer's pool into ours; returns its digest, if asked to."""
+    def copy(self, read: PoolSpan, write: PoolSpan, *, digests: bool) -> int:
+        """Copies a piece from the peer's pool to the local one. Returns its digest if `digests`."""
         ...
 
 
 class HostAccess:
     is_quick = True
 
-    def __init__(self, own: PoolMap, source: PoolMap | None = None) -> None:
-        self._own = own
+    def __init__(self, local: PoolMap, source: PoolMap | None = None) -> None:
+        self._local = local
         self._source = source
 
-    def digest(self, span: Span) -> int:
-        return digest_of(self._own, span)
+    def digest(self, span: PoolSpan) -> int:
+        return digest_of(self._local, span)
 
-    def copy(self, read: Span, write: Span, *, digests: bool) -> int:
+    def copy(self, read: PoolSpan, write: PoolSpan, *, digests: bool) -> int:
         source = _required(self._source)
         if digests:
-            return copy_and_digest(self._own, source, read, write)
-        self._own.copy_from(source, read, write)
+            return copy_and_digest(self._local, source, read, write)
+        self._local.copy_from(source, read, write)
         return 0
 
 
 class DeviceAccess:
-    is_quick = False  # a device that hangs hangs the link's thread, not the agent
+    is_quick = False  # a hung device blocks only the link's thread, not the agent
 
-    def __init__(self, own: DevicePool, keys: DigestKeys, source: DevicePool | None = None) -> None:
-        self._own = own
+    def __init__(self, local: DevicePool, keys: DigestKeys, source: DevicePool | None = None) -> None:
+        self._local = local
         self._keys = keys
         self._source = source
 
-    def digest(self, span: Span) -> int:
-        return self._own.digest(span, self._keys)
+    def digest(self, span: PoolSpan) -> int:
+        return self._local.digest(span, self._keys)
 
-    def copy(self, read: Span, write: Span, *, digests: bool) -> int:
-        return self._own.copy_from(_required(self._source), read, write, self._keys if digests else None)
+    def copy(self, read: PoolSpan, write: PoolSpan, *, digests: bool) -> int:
+        return self._local.copy_from(_required(self._source), read, write, self._keys if digests else None)
 
 
-def make_access(own: Pool, source: Pool | None, kind: str, key: int) -> Access:
-    """In the link's thread. Raises HandoffFault (protocol): no such digests are made where our pool is."""
-    if isinstance(own, PoolMap):
+def make_access(local: Pool, source: Pool | None, kind: str, key: int) -> PoolAccess:
+    """Call it in the link's thread. Raises HandoffFault (protocol) if the local pool cannot have such digests."""
+    if isinstance(local, PoolMap):
         if kind != XXH3 or not (source is None or isinstance(source, PoolMap)):
             raise protocol_fault(f"mapped: expected a pool in host memory with {XXH3} digests, got {kind}")
-        return HostAccess(own, source)
+        return HostAccess(local, source)
     if kind != MULTILINEAR or isinstance(source, PoolMap) or not 0 <= key < 1 << _KEY_BITS:
         raise protocol_fault(f"mapped: expected a pool in device memory with {MULTILINEAR} digests, got {kind}")
     if source is not None:
-        own.try_reading(source)
-    return DeviceAccess(own, own.make_keys(key), source)
+        local.try_reading(source)
+    return DeviceAccess(local, local.make_keys(key), source)
 
 
 class MappedSender:
-    digests_follow = True  # where they are large and the receiver's version knows it
+    digests_follow = True  # of large pieces, if the receiver's version supports it
 
-    def __init__(self, own: Own, thread: LinkThread) -> None:
-        self._own = own
+    def __init__(self, local: LocalRank, thread: LinkThread) -> None:
+        self._local = local
         self._thread = thread
         self._probe = secrets.token_bytes(PROBE_BYTES)
         self._digests = True
-        self._following: deque[asyncio.Task[None]] = deque()
-        self._access: Access | None = None
+        self._pending_digests: deque[asyncio.Task[None]] = deque()
+        self._access: PoolAccess | None = None
 
     def hello_fds(self) -> list[int]:
         probe = os.memfd_create("tandem-probe", os.MFD_CLOEXEC)
         os.write(probe, self._probe)
-        if self._own.pool_fd is None:
+        if self._local.pool_fd is None:
             return [probe]
-        return [os.open(f"/proc/self/fd/{self._own.pool_fd}", os.O_RDONLY | os.O_CLOEXEC), probe]
+        return [os.open(f"/proc/self/fd/{self._local.pool_fd}", os.O_RDONLY | os.O_CLOEXEC), probe]
 
     async def establish(self, welcome: Welcome) -> None:
         self._digests = welcome.digests
         kind, key = welcome.digest_kind, welcome.digest_key
-        self._access = await self._thread.run(make_access, self._own.pool, None, kind, key)
+        self._access = await self._thread.run(make_access, self._local.pool, None, kind, key)
 
     async def send_probe(self, stream: FrameStream) -> int:
         stream.send(Header(FrameType.PROBE))
         return digest_of_bytes(self._probe)
 
-    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
-        """The digest of a large piece may still be on its way afterwards."""
+    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
+        """The digest of a large piece may follow later."""
         follows = self._digests and self.digests_follow and _digest_follows(stream.version, piece)
         if follows:
             piece = replace(piece, digest=secrets.randbits(_DIGEST_BITS))
@@ -143,64 +142,64 @@ class MappedSender:
         if follows:
             task = asyncio.create_task(self._follow(stream, ticket_id, piece, span))
             task.add_done_callback(lambda task: _followed(task, stream))
-            self._following.append(task)
+            self._pending_digests.append(task)
         await stream.drain()
         await self.settle(left=DIGESTS_AHEAD)
 
     async def settle(self, left: int = 0) -> None:
-        while len(self._following) > left:
-            await self._following.popleft()
+        while len(self._pending_digests) > left:
+            await self._pending_digests.popleft()
 
-    async def _follow(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
+    async def _follow(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
         value = await self._digest(piece, span) ^ _required(piece.digest)
         stream.send(Header(FrameType.DIGEST, ticket_id, piece.seq, digest=value))
 
-    async def _digest(self, piece: Piece, span: Span) -> int:
+    async def _digest(self, piece: Piece, span: PoolSpan) -> int:
         access = _required(self._access)
         return await _run(self._thread, access, piece.payload_bytes, access.digest, span)
 
     def close(self) -> None:
-        """The receiver's mapping ends with its link."""
+        """Does nothing: the receiver's mapping ends with its link."""
 
 
 class MappedReceiver:
     places_ahead = True
 
-    def __init__(self, own: Own, thread: LinkThread, hello: Hello, link: Link, *, digests: bool) -> None:
-        self._own = own
+    def __init__(self, local: LocalRank, thread: LinkThread, hello: Hello, link: PlannedLink, *, digests: bool) -> None:
+        self._local = local
         self._thread = thread
         self._hello = hello
         self._layout = pool_layout(hello.layout)
         self._link = link
         self._digests = digests
-        self._access: Access | None = None
+        self._access: PoolAccess | None = None
         self._probe = b""
 
-    async def prepare(self, fds: list[int]) -> Terms:
+    async def prepare(self, fds: list[int]) -> WelcomeTerms:
         if not fds:
-            raise protocol_fault("mapped: expected the probe beside the hello, got no files")
+            raise protocol_fault("mapped: expected the probe's descriptor with the hello, got none")
         *pool_fds, probe_fd = fds
         memory, kinds = self._hello.memory, self._hello.digest_kinds
-        kind, key = (MULTILINEAR, secrets.randbits(_KEY_BITS)) if self._own.device else (XXH3, 0)
+        kind, key = (MULTILINEAR, secrets.randbits(_KEY_BITS)) if self._local.device else (XXH3, 0)
         if kind not in kinds:
-            raise protocol_fault(f"mapped: expected digests of kind {kind}, as our pool's memory has, got {kinds}")
+            raise protocol_fault(f"mapped: expected digests of kind {kind} for the pool's memory, got {kinds}")
 
-        def access() -> Access:
+        def access() -> PoolAccess:
             source = open_pool(self._layout, memory, pool_fds, writable=False)
-            return make_access(self._own.pool, source, kind, key)
+            return make_access(self._local.pool, source, kind, key)
 
         self._access = await self._thread.run(access)
         self._probe = os.pread(probe_fd, PROBE_BYTES, 0)
-        return Terms(digest_kind=kind, digest_key=key)
+        return WelcomeTerms(digest_kind=kind, digest_key=key)
 
     async def establish(self) -> None:
-        """The mapping is the data path."""
+        """Does nothing: the mapping is the data path."""
 
     async def receive_probe(self) -> int:
         return digest_of_bytes(self._probe)
 
     async def fetch(self, piece: Piece, body: bytes) -> MappedArrival:
-        read = Span(
+        read = PoolSpan(
             unpack_ids(body, piece.block_count),
             piece.last_block_tokens,
             piece.layer_start,
@@ -218,30 +217,32 @@ class MappedReceiver:
 
 @dataclass(frozen=True, slots=True)
 class MappedArrival:
-    access: Access
-    read: Span
+    access: PoolAccess
+    read: PoolSpan
     size_bytes: int
     thread: LinkThread
     digests: bool
     digest_follows: bool
 
-    async def place(self, span: Span) -> int:
+    async def place(self, span: PoolSpan) -> int:
         return await _run(self.thread, self.access, self.size_bytes, self._copy, span)
 
     async def discard(self) -> None:
-        """Nothing was read yet."""
+        """Does nothing: no byte was read."""
 
-    def _copy(self, span: Span) -> int:
+    def _copy(self, span: PoolSpan) -> int:
         return self.access.copy(self.read, span, digests=self.digests)
 
 
-async def _run(thread: LinkThread, access: Access, size: int, function: Callable[[Span], int], span: Span) -> int:
+async def _run(
+    thread: LinkThread, access: PoolAccess, size: int, function: Callable[[PoolSpan], int], span: PoolSpan
+) -> int:
     return await (thread.run_on(size, function, span) if access.is_quick else thread.run(function, span))
 
 
 def _required(part: T | None) -> T:
     if part is None:
-        raise protocol_fault("mapped: a piece came before the peer's pool")
+        raise protocol_fault("mapped: a piece arrived before the peer's pool was mapped")
     return part
 
 
@@ -251,7 +252,7 @@ def _digest_follows(version: int, piece: Piece) -> bool:
 
 def _followed(task: asyncio.Task[None], stream: FrameStream) -> None:
     if not task.cancelled() and task.exception() is not None:
-        stream.close()  # the link must hear of it, even when nothing else is pushed
+        stream.close()  # ends the link even if nothing else is pushed
 
 
 def _pack_ids(block_ids: tuple[int, ...]) -> bytes:

@@ -1,8 +1,9 @@
-"""RDMA fabrics, by the NIXL library (an optional extra): the receiver reads announced pieces out of the sender's pool.
+"""RDMA fabrics through the NIXL library (an optional extra): the receiver reads announced pieces from the sender's
+pool.
 
-Like `mapped` over a network: one-sided reads into a staging buffer of the receiver, copied into its blocks once the
-session allows it. So nothing late can land there, and nobody can write to a pool from outside. The sender's NIXL
-metadata travels over a connection that shows the welcome's token; which network it uses is UCX's own configuration
+It works like `mapped` over a network: one-sided reads into a staging buffer of the receiver, which copies them into its
+blocks once the session allows it. So no late write can occur, and no other host can write to a pool. The sender's NIXL
+metadata is sent over a connection that presents the welcome's token. UCX's own configuration selects the network
 (`UCX_NET_DEVICES`, `UCX_TLS`).
 """
 
@@ -20,32 +21,32 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.link.data_socket import TOKEN_BYTES, DataDoor, DataSocket, connect_data
-from kvtransfer.link.handshake import Hello, Own, Welcome, pool_layout
-from kvtransfer.link.sockets import join_address, split_address
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.connection.data_socket import TOKEN_BYTES, DataListener, DataSocket, connect_data
+from kvtransfer.connection.handshake import Hello, LocalRank, Welcome, pool_layout
+from kvtransfer.connection.sockets import join_address, split_address
 from kvtransfer.pool.digest import digest_of_bytes
-from kvtransfer.pool.pool import Bytes, PoolMap, Span, check_span, make_staging
+from kvtransfer.pool.pool import Bytes, PoolMap, PoolSpan, check_span, make_staging
 from kvtransfer.pool.pools import Pool
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.session.piece import MAX_PIECE_BYTES, Piece
-from kvtransfer.session.reshard import Link
+from kvtransfer.session.reshard import PlannedLink
 from kvtransfer.transports.mapped import MappedSender, unpack_ids
-from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, Terms
+from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, WelcomeTerms
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
 
 PACKAGE = "nixl"
 MAX_IDLE_S = 20.0
 MAX_METADATA_BYTES = 64 << 10
-POLL_S = 20e-6  # the library has nothing to wait on
+POLL_S = 20e-6  # the library has no event to wait for
 _MEMORY = "DRAM"
-_HEAD = struct.Struct("<QQI")  # where pool and probe are in the sender's memory; bytes of metadata that follow
+_HEAD = struct.Struct("<QQI")  # addresses of pool and probe at the sender; bytes of the metadata that follows
 
 Runs = npt.NDArray[np.uint64]
 
 
 def check_nixl() -> None:
-    """Raises ConfigError naming the missing package and how to get it."""
+    """Raises ConfigError that names the missing package and how to install it."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(
             f"transfer.transport: nixl needs the package {PACKAGE}, which is not installed: pip install "
@@ -54,9 +55,9 @@ def check_nixl() -> None:
         )
 
 
-class Endpoint:
-    """One NIXL agent, for one half of one link, with the memory it registered. Used in the link's thread; `close` from
-    anywhere."""
+class NixlEndpoint:
+    """A NIXL agent for one end of one link, with its registered memory. Used in the link's thread; `close` from any
+    thread."""
 
     def __init__(self, *memory: Bytes) -> None:
         api = importlib.import_module(f"{PACKAGE}._api")
@@ -75,18 +76,18 @@ class Endpoint:
     def metadata(self) -> bytes:
         return bytes(self._agent.get_agent_metadata())
 
-    def meet(self, metadata: bytes) -> None:
+    def add_peer(self, metadata: bytes) -> None:
         try:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:  # the library's errors have no common type
-            raise _broken("took no metadata", error) from error
+            raise _broken("rejected the metadata", error) from error
         self._peer = name.decode() if isinstance(name, bytes) else name
 
     def read(self, runs: Runs, into: Bytes, idle_s: float) -> None:
-        """Reads the peer's `runs` (address, bytes) one behind the other.
+        """Reads the peer's `runs` (address, bytes) consecutively into `into`.
 
         Raises:
-            HandoffFault: (transport) it failed, took too long or the link was closed.
+            HandoffFault: (transport) failure, timeout, or the link was closed.
         """
         with self._lock:
             if self._closed or self._peer is None:
@@ -117,15 +118,17 @@ class Endpoint:
             state = agent.check_xfer_state(handle)
         if state == "PROC":
             self._abandon(handle)
-            raise HandoffFault(HandoffCause.TRANSPORT, "nixl: a read was given up: the link was closed, or it hung")
+            raise HandoffFault(
+                HandoffCause.TRANSPORT, "nixl: a read was abandoned: the link was closed, or the read timed out"
+            )
         agent.release_xfer_handle(handle)
         if state != "DONE":
-            raise HandoffFault(HandoffCause.PEER_LOST, f"nixl: a read ended as {state}")
+            raise HandoffFault(HandoffCause.PEER_LOST, f"nixl: a read ended in state {state}")
 
     def _abandon(self, handle: Any) -> None:
         try:
             self._agent.release_xfer_handle(handle)
-        except Exception:  # it cannot be cancelled: its memory must outlive it, so it lasts as long as this process
+        except Exception:  # a transfer that cannot be cancelled needs its memory until the process ends
             _abandoned.append((self._agent, self._memory, self._registered, handle))
 
     def close(self) -> None:
@@ -134,7 +137,7 @@ class Endpoint:
                 return
             self._closed = True
             if not self._in_use:
-                threading.Thread(target=self._end, name="nixl-end", daemon=True).start()  # not on the agent's loop
+                threading.Thread(target=self._end, name="nixl-end", daemon=True).start()  # it may block
 
     def _end(self) -> None:
         if any(agent is self._agent for agent, *_ in _abandoned):
@@ -143,7 +146,7 @@ class Endpoint:
             if self._peer is not None:
                 self._agent.remove_remote_agent(self._peer)
             self._agent.deregister_memory(self._registered)
-        except Exception:  # the peer may have gone already; the library frees the rest with the agent
+        except Exception:  # the peer may be gone; the library frees the rest with the agent
             pass
 
 
@@ -151,14 +154,14 @@ _abandoned: list[tuple[Any, ...]] = []
 
 
 class NixlSender(MappedSender):
-    """Announces like `mapped`, with our physical blocks; all digests are there before."""
+    """Announces pieces like `mapped`, with our physical blocks. Their digests are always in the announcement."""
 
     digests_follow = False
 
-    def __init__(self, own: Own, thread: LinkThread, peer_address: str) -> None:
-        super().__init__(own, thread)
+    def __init__(self, local: LocalRank, thread: LinkThread, peer_address: str) -> None:
+        super().__init__(local, thread)
         self._host, _ = split_address(peer_address)
-        self._endpoint: Endpoint | None = None
+        self._endpoint: NixlEndpoint | None = None
         self._data: DataSocket | None = None
 
     def hello_fds(self) -> list[int]:
@@ -169,15 +172,15 @@ class NixlSender(MappedSender):
         if welcome.data_port is None or len(welcome.data_token) != TOKEN_BYTES:
             raise protocol_fault(f"nixl: expected the data port and its token of {TOKEN_BYTES} bytes in the welcome")
         address = join_address(self._host, welcome.data_port)
-        self._data = await connect_data(address, welcome.data_token, self._own.tls, MAX_IDLE_S)
+        self._data = await connect_data(address, welcome.data_token, self._local.tls, MAX_IDLE_S)
         await self._thread.run(self._introduce, self._data)
 
     def _introduce(self, data: DataSocket) -> None:
-        if not isinstance(self._own.pool, PoolMap):
-            raise protocol_fault("nixl: expected a pool in host memory; one in device memory cannot be registered yet")
-        pool = self._own.pool.blocks.reshape(-1)
+        if not isinstance(self._local.pool, PoolMap):
+            raise protocol_fault("nixl: expected a pool in host memory; device memory cannot be registered")
+        pool = self._local.pool.blocks.reshape(-1)
         probe = np.frombuffer(self._probe, np.uint8)
-        self._endpoint = Endpoint(pool, probe)
+        self._endpoint = NixlEndpoint(pool, probe)
         metadata = self._endpoint.metadata()
         head = _HEAD.pack(pool.ctypes.data, probe.ctypes.data, len(metadata))
         data.send([memoryview(head), memoryview(metadata)])
@@ -192,29 +195,29 @@ class NixlSender(MappedSender):
 class NixlReceiver:
     places_ahead = False
 
-    def __init__(self, own: Own, thread: LinkThread, hello: Hello, link: Link, *, digests: bool) -> None:
-        self._own = own
+    def __init__(self, local: LocalRank, thread: LinkThread, hello: Hello, link: PlannedLink, *, digests: bool) -> None:
+        self._local = local
         self._thread = thread
         self._layout = pool_layout(hello.layout)
         self._link = link
         self._digests = digests
-        self._idle_s = min(own.attach.ticket_ttl_s, MAX_IDLE_S)
-        self._door: DataDoor | None = None
+        self._idle_s = min(local.attach.ticket_ttl_s, MAX_IDLE_S)
+        self._listener: DataListener | None = None
         self._data: DataSocket | None = None
-        self._endpoint: Endpoint | None = None
-        self._staging = make_staging(max(MAX_PIECE_BYTES, own.layout.block_bytes))
+        self._endpoint: NixlEndpoint | None = None
+        self._staging = make_staging(max(MAX_PIECE_BYTES, local.layout.block_bytes))
         self._pool_address = self._probe_address = 0
 
-    async def prepare(self, fds: list[int]) -> Terms:
+    async def prepare(self, fds: list[int]) -> WelcomeTerms:
         if fds:
-            raise protocol_fault("nixl: expected no descriptors beside the hello")
-        self._door = DataDoor(self._own.attach.bind_host, self._own.tls)
-        return Terms(self._door.port, self._door.token)
+            raise protocol_fault("nixl: expected no descriptors with the hello")
+        self._listener = DataListener(self._local.attach.bind_host, self._local.tls)
+        return WelcomeTerms(self._listener.port, self._listener.token)
 
     async def establish(self) -> None:
-        if self._door is None:
+        if self._listener is None:
             raise protocol_fault("nixl: no data port was prepared")
-        self._data = await self._door.admit(MAX_IDLE_S)
+        self._data = await self._listener.admit(MAX_IDLE_S)
         await self._thread.run(self._meet, self._data)
 
     def _meet(self, data: DataSocket) -> None:
@@ -225,8 +228,8 @@ class NixlReceiver:
             raise protocol_fault(f"nixl: expected at most {MAX_METADATA_BYTES} bytes of metadata, got {size}")
         metadata = bytearray(size)
         data.receive([memoryview(metadata)])
-        self._endpoint = Endpoint(self._staging)
-        self._endpoint.meet(bytes(metadata))
+        self._endpoint = NixlEndpoint(self._staging)
+        self._endpoint.add_peer(bytes(metadata))
 
     async def receive_probe(self) -> int:
         runs = _descriptors(np.array([self._probe_address], np.uint64), np.array([PROBE_BYTES], np.uint64))
@@ -234,7 +237,7 @@ class NixlReceiver:
         return digest_of_bytes(probe.data)
 
     async def fetch(self, piece: Piece, body: bytes) -> NixlArrival:
-        read = Span(
+        read = PoolSpan(
             unpack_ids(body, piece.block_count),
             piece.last_block_tokens,
             piece.layer_start,
@@ -246,7 +249,7 @@ class NixlReceiver:
         runs = runs_of(self._layout, read)
         runs[:, 0] += np.uint64(self._pool_address)
         data = await self._thread.run(self._read, runs, piece.payload_bytes)
-        return NixlArrival(self._own.pool, data, self._thread, self._digests)
+        return NixlArrival(self._local.pool, data, self._thread, self._digests)
 
     def _read(self, runs: Runs, size: int) -> Bytes:
         if self._endpoint is None:
@@ -256,8 +259,8 @@ class NixlReceiver:
         return data
 
     def close(self) -> None:
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
         if self._data is not None:
             self._data.close()
         if self._endpoint is not None:
@@ -273,20 +276,20 @@ class NixlArrival:
     thread: LinkThread
     digests: bool
 
-    async def place(self, span: Span) -> int:
+    async def place(self, span: PoolSpan) -> int:
         return await self.thread.run_on(self.data.nbytes, self._write, span)
 
     async def discard(self) -> None:
-        """All of it has arrived."""
+        """Does nothing: all bytes have arrived."""
 
-    def _write(self, span: Span) -> int:
+    def _write(self, span: PoolSpan) -> int:
         with self.pool.on_host(span, write=True) as (pool, written):
             pool.unpack(self.data, written)
         return digest_of_bytes(self.data.data) if self.digests else 0
 
 
-def runs_of(layout: KvPoolLayout, span: Span) -> Runs:
-    """(offset, bytes) in a pool of this layout, in canonical order: what `PoolMap.slices` is made of."""
+def runs_of(layout: KvPoolLayout, span: PoolSpan) -> Runs:
+    """(offset, bytes) in a pool of this layout, in canonical order, as in `PoolMap.slices`."""
     partial = span.last_block_tokens < layout.block_tokens
     full = np.array(span.block_ids[: len(span.block_ids) - partial], np.uint64)
     whole_layers = span.head_count == layout.kv_heads
@@ -299,8 +302,8 @@ def runs_of(layout: KvPoolLayout, span: Span) -> Runs:
     return np.concatenate(parts)
 
 
-def _within(layout: KvPoolLayout, span: Span, depth: int) -> npt.NDArray[np.uint64]:
-    """Offsets in a block of runs of all layers (0), of the heads of each layer, K and V (1), or of each head (2)."""
+def _within(layout: KvPoolLayout, span: PoolSpan, depth: int) -> npt.NDArray[np.uint64]:
+    """Offsets in a block, by depth: of all layers (0), of each layer's heads, K and V (1), or of each head (2)."""
     first = span.layer_start * layout.layer_bytes
     if depth == 0:
         return np.array([first], np.uint64)
@@ -316,7 +319,7 @@ def _crossed(layout: KvPoolLayout, blocks: Runs, within: Runs, size: int) -> Run
 
 
 def _descriptors(addresses: Runs, sizes: Runs) -> Runs:
-    """NIXL's own form: (address, bytes, device)."""
+    """Descriptors in NIXL's form: (address, bytes, device)."""
     return np.stack([addresses, sizes, np.zeros(len(sizes), np.uint64)], axis=1).astype(np.uint64)
 
 

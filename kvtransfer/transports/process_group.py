@@ -1,14 +1,13 @@
-"""Across hosts: a two-rank torch.distributed group for each link, with a store of its own. `gloo` on CPU, `nccl` on
-CUDA devices, the same code.
+"""Between hosts: a two-rank torch.distributed group per link, with its own store. `gloo` on CPU, `nccl` on CUDA.
 
-The receiver makes the store on a pre-bound port of its own interface and names it in the welcome. A piece goes in
-canonical order as messages of `MESSAGE_BYTES`, from one of a few buffers into one of a few: while a message is on its
-way, the next is packed and the one before is unpacked. The library never has an address in a pool, so nothing that it
-does late can hurt. A dead peer raises at once; a silent one at the timeout, in the link's thread only.
+The receiver creates the store on a pre-bound port of its interface and sends the port in the welcome. A piece is sent
+in canonical order as messages of `MESSAGE_BYTES` through a few buffers at each end: while one message is in transit,
+the next is packed and the previous one unpacked. The library never gets an address in a pool, so its late operations
+are harmless. A dead peer raises an error at once, a silent one after the timeout, in the link's thread only.
 
-The digest is made while packing, so it follows the bytes, at the end of the last message. The announcement carries a
-random number in its place, and what follows is the digest xor that number (as over `tcp`). In version 1 a piece was one
-message, and its digest was announced.
+The digest is computed while packing, so it follows the bytes at the end of the last message. The announcement carries a
+random number instead, and the trailer is the digest xor that number (as in `tcp`). In version 1 a piece is one message
+with the digest in the announcement.
 """
 
 from __future__ import annotations
@@ -27,22 +26,21 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from kvtransfer.link.handshake import Own, Welcome
-from kvtransfer.link.liveness import STALL_S
-from kvtransfer.link.sockets import listen_tcp, split_address
-from kvtransfer.link.stream import FrameStream
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.connection.handshake import LocalRank, Welcome
+from kvtransfer.connection.sockets import listen_tcp, split_address
+from kvtransfer.connection.stream import FrameStream
 from kvtransfer.pool.digest import Digest, digest_of, digest_of_bytes, start_digest
-from kvtransfer.pool.pool import Bytes, Cursor, PoolMap, Span, make_staging
+from kvtransfer.pool.pool import Bytes, Cursor, PoolMap, PoolSpan, make_staging
 from kvtransfer.pool.pools import Pool
 from kvtransfer.pool.quantise import dequantise, quantise
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.session.piece import FrameType, Header, Piece, as_int8
-from kvtransfer.session.versions import stripes_groups
-from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, Terms
+from kvtransfer.transports.protocol import PROBE_BYTES, STALL_S, LinkThread, WelcomeTerms
+from kvtransfer.versions import stripes_groups
 
-TIMEOUT = datetime.timedelta(seconds=20)  # to meet
+TIMEOUT = datetime.timedelta(seconds=20)  # for the rendezvous
 MESSAGE_BYTES = 4 << 20
-PIECE_TIMEOUT = datetime.timedelta(seconds=0.9 * STALL_S)  # gloo's abort wakes nobody: operations must end themselves
+PIECE_TIMEOUT = datetime.timedelta(seconds=0.9 * STALL_S)  # because gloo's abort wakes no waiter
 _RECEIVER, _SENDER = 0, 1
 _BUFFERS = 4
 _TRAILER = struct.Struct("<Q")
@@ -60,14 +58,14 @@ class _TorchGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A message on its way. The library uses `tensor`, which on CPU is `data` itself, until it was waited for."""
+    """A message in transit. The library uses `tensor`, on CPU the same memory as `data`, until `wait` returns."""
 
     data: Bytes
     tensor: torch.Tensor
     work: _Work
 
     def wait(self) -> Bytes:
-        """Blocks. What was received."""
+        """Blocks until done. Returns the data."""
         with _library_errors():
             self.work.wait(PIECE_TIMEOUT)
             if self.tensor.device.type != "cpu":
@@ -94,8 +92,11 @@ class Group:
             return Operation(data, tensor, self._group.send([tensor], self._peer, 0))
 
     def receive(self, buffer: Bytes, size: int) -> Operation:
-        """A message of `size` bytes. gloo takes shorter ones, and ends the whole process over one that is longer than
-        what it may write to: so it gets all of the buffer. What a faulty peer sends is found out by its digest."""
+        """Receives a message of `size` bytes.
+
+        gloo accepts shorter messages, but aborts the process on one longer than the buffer. So it gets the whole
+        buffer, and the digest detects a faulty peer's data.
+        """
         with _library_errors():
             tensor = torch.from_numpy(buffer if self._device.type == "cpu" else buffer[:size]).to(self._device)
             return Operation(buffer[:size], tensor, self._group.recv([tensor], self._peer, 0))
@@ -106,7 +107,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a piece is cut into messages. `follows`: its digest comes behind its bytes."""
+    """How a piece is divided into messages. `follows`: its digest follows its bytes."""
 
     payload_bytes: int
     message_bytes: int
@@ -118,7 +119,7 @@ class Format:
         return cls(payload_bytes, MESSAGE_BYTES if striped else payload_bytes, digests and striped)
 
     def messages(self) -> Iterator[tuple[int, int]]:
-        """The size of each one's payload, and of the whole message."""
+        """Sizes of each message's payload and of the whole message."""
         for start in range(0, self.payload_bytes, self.message_bytes):
             size = min(self.message_bytes, self.payload_bytes - start)
             is_last = start + size == self.payload_bytes
@@ -126,7 +127,7 @@ class Format:
 
 
 class Buffers:
-    """Messages in turns. A buffer is free again when its operation was waited for, which `next` does."""
+    """A ring of message buffers. `next` waits for a buffer's previous operation before it reuses the buffer."""
 
     def __init__(self) -> None:
         self._buffers = [np.empty(0, np.uint8) for _ in range(_BUFFERS)]
@@ -134,7 +135,7 @@ class Buffers:
         self._turn = 0
 
     def next(self, size: int) -> Bytes:
-        """At least `size` bytes."""
+        """A buffer of at least `size` bytes."""
         self._turn = (self._turn + 1) % _BUFFERS
         if (operation := self._operations[self._turn]) is not None:
             self._operations[self._turn] = None
@@ -144,18 +145,18 @@ class Buffers:
         return self._buffers[self._turn]
 
     def in_use(self, operation: Operation) -> None:
-        """By the buffer that was given out last."""
+        """Registers the operation that uses the buffer from the last `next`."""
         self._operations[self._turn] = operation
 
 
 class GroupSender:
-    def __init__(self, own: Own, thread: LinkThread, peer_address: str, device: str, *, int8: bool) -> None:
-        self._own = own
+    def __init__(self, local: LocalRank, thread: LinkThread, peer_address: str, device: str, *, int8: bool) -> None:
+        self._local = local
         self._thread = thread
         self._host, _ = split_address(peer_address)
         self._device = torch.device(device)
         self._int8 = int8
-        self._grain_bytes = _grain_bytes(own, int8=int8)
+        self._grain_bytes = _grain_bytes(local, int8=int8)
         self._group: Group | None = None
         self._digests = True
         self._buffers = Buffers()
@@ -172,7 +173,7 @@ class GroupSender:
     def _join(self, port: int) -> Group:
         try:
             store = TCPStore(self._host, port, None, False, TIMEOUT, False)
-            return Group(store, _SENDER, self._own.attach.bind_host, self._device)
+            return Group(store, _SENDER, self._local.attach.bind_host, self._device)
         except (RuntimeError, ValueError) as error:
             raise _broken(error) from error
 
@@ -185,9 +186,9 @@ class GroupSender:
     def _send_probe(self, group: Group, data: Bytes) -> None:
         group.send(data).wait()
 
-    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
-        """The last messages may still be on their way afterwards, out of our buffers."""
-        wire = as_int8(piece, self._own.layout) if self._int8 else piece
+    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
+        """Returns when the last messages are in our buffers; they may still be in transit."""
+        wire = as_int8(piece, self._local.layout) if self._int8 else piece
         form = Format.of(wire.payload_bytes, stream.version, digests=self._digests)
         number: int | None = None
         if form.follows:
@@ -197,13 +198,13 @@ class GroupSender:
         stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(wire, digest=number)))
         await self._thread.run(self._send, _joined(self._group), piece.payload_bytes, span, form, number)
 
-    def _digest(self, span: Span) -> int:
-        with self._own.pool.on_host(span, write=False) as (pool, read):
+    def _digest(self, span: PoolSpan) -> int:
+        with self._local.pool.on_host(span, write=False) as (pool, read):
             return digest_of(pool, read)
 
-    def _send(self, group: Group, size_in_pool: int, span: Span, form: Format, number: int | None) -> None:
+    def _send(self, group: Group, size_in_pool: int, span: PoolSpan, form: Format, number: int | None) -> None:
         digest = start_digest(form.payload_bytes, self._grain_bytes) if form.follows else None
-        with self._own.pool.on_host(span, write=False) as (pool, read):
+        with self._local.pool.on_host(span, write=False) as (pool, read):
             cursor = Cursor([quantise(pool.pack(read, size_in_pool), pool.layout)]) if self._int8 else pool.cursor(read)
             for payload, size in form.messages():
                 message = self._buffers.next(size)[:size]
@@ -213,7 +214,7 @@ class GroupSender:
                 self._buffers.in_use(group.send(message))
 
     async def settle(self) -> None:
-        """`push` announces at once."""
+        """Does nothing: `push` announces at once."""
 
     def close(self) -> None:
         if self._group is not None:
@@ -222,12 +223,14 @@ class GroupSender:
 
 
 class GroupReceiver:
-    """`version`: the protocol's, as the hello says."""
+    """`version` is the protocol version in the hello."""
 
     places_ahead = False
 
-    def __init__(self, own: Own, thread: LinkThread, device: str, *, digests: bool, int8: bool, version: int) -> None:
-        self._own = own
+    def __init__(
+        self, local: LocalRank, thread: LinkThread, device: str, *, digests: bool, int8: bool, version: int
+    ) -> None:
+        self._local = local
         self._thread = thread
         self._int8 = int8
         self._version = version
@@ -237,16 +240,16 @@ class GroupReceiver:
         self._store: TCPStore | None = None
         self._group: Group | None = None
 
-    async def prepare(self, fds: list[int]) -> Terms:
+    async def prepare(self, fds: list[int]) -> WelcomeTerms:
         if fds:
-            raise protocol_fault("process_group: expected no descriptors beside the hello")
-        listener = listen_tcp(self._own.attach.bind_host)
+            raise protocol_fault("process_group: expected no descriptors with the hello")
+        listener = listen_tcp(self._local.attach.bind_host)
         port = int(listener.getsockname()[1])
         self._store = await self._thread.run(self._make_store, listener, port)
-        return Terms(port)
+        return WelcomeTerms(port)
 
     def _make_store(self, listener: socket.socket, port: int) -> TCPStore:
-        host = self._own.attach.bind_host
+        host = self._local.attach.bind_host
         try:
             return TCPStore(host, port, None, True, TIMEOUT, False, master_listen_fd=listener.detach())
         except (RuntimeError, ValueError) as error:
@@ -259,7 +262,7 @@ class GroupReceiver:
         if self._store is None:
             raise protocol_fault("process_group: no store was prepared")
         try:
-            return Group(self._store, _RECEIVER, self._own.attach.bind_host, self._device)
+            return Group(self._store, _RECEIVER, self._local.attach.bind_host, self._device)
         except RuntimeError as error:
             raise _broken(error) from error
 
@@ -273,11 +276,11 @@ class GroupReceiver:
         if body:
             raise protocol_fault("process_group: expected a piece without a body")
         if (piece.digest is not None) != self._digests:
-            raise protocol_fault("process_group: expected pieces with digests as the welcome said")
+            raise protocol_fault("process_group: expected digests as agreed in the welcome")
         form = Format.of(piece.payload_bytes, self._version, digests=self._digests)
-        digest = start_digest(form.payload_bytes, _grain_bytes(self._own, int8=self._int8)) if self._digests else None
-        arriving = _Arriving(_joined(self._group), self._own.pool, self._buffers, form, digest, self._int8)
-        return GroupArrival(arriving, self._thread)
+        digest = start_digest(form.payload_bytes, _grain_bytes(self._local, int8=self._int8)) if self._digests else None
+        transfer = _GroupTransfer(_joined(self._group), self._local.pool, self._buffers, form, digest, self._int8)
+        return GroupArrival(transfer, self._thread)
 
     def close(self) -> None:
         if self._group is not None:
@@ -288,23 +291,23 @@ class GroupReceiver:
 
 @dataclass(frozen=True, slots=True)
 class GroupArrival:
-    """A piece that was announced; its messages are on their way and must be taken off the group, used or not."""
+    """An announced piece. Its messages are in transit and must be received, even if the piece is not used."""
 
-    digest_follows = False  # in a frame; it comes behind the bytes
+    digest_follows = False  # it follows the bytes instead of in a frame
 
-    arriving: _Arriving
+    transfer: _GroupTransfer
     thread: LinkThread
 
-    async def place(self, span: Span) -> int:
-        return await self.thread.run(self.arriving.write, span)
+    async def place(self, span: PoolSpan) -> int:
+        return await self.thread.run(self.transfer.write, span)
 
     async def discard(self) -> None:
-        await self.thread.run(self.arriving.skip)
+        await self.thread.run(self.transfer.skip)
 
 
 @dataclass(frozen=True, slots=True)
-class _Arriving:
-    """In the link's thread."""
+class _GroupTransfer:
+    """The transfer of one piece, in the link's thread."""
 
     group: Group
     pool: Pool
@@ -313,11 +316,11 @@ class _Arriving:
     digest: Digest | None
     int8: bool
 
-    def write(self, span: Span) -> int:
+    def write(self, span: PoolSpan) -> int:
         with self.pool.on_host(span, write=True) as (pool, written):
             return self._write(pool, written)
 
-    def _write(self, pool: PoolMap, span: Span) -> int:
+    def _write(self, pool: PoolMap, span: PoolSpan) -> int:
         wire = np.empty(self.form.payload_bytes if self.int8 else 0, np.uint8)
         cursor = Cursor([wire]) if self.int8 else pool.cursor(span)
         followed = 0
@@ -334,7 +337,7 @@ class _Arriving:
             pass
 
     def _messages(self) -> Iterator[tuple[Bytes, int]]:
-        """With the size of its payload. The next one is on its way while one is looked at."""
+        """Messages and their payload sizes. The next message is received while one is processed."""
         before: tuple[Operation, int] | None = None
         for payload, size in self.form.messages():
             operation = self.group.receive(self.buffers.next(size), size)
@@ -345,9 +348,9 @@ class _Arriving:
             yield before[0].wait(), before[1]
 
 
-def _grain_bytes(own: Own, *, int8: bool) -> int:
-    """What all contiguous parts of a piece are multiples of; of quantised ones nothing is known."""
-    return 1 if int8 else own.layout.token_bytes
+def _grain_bytes(local: LocalRank, *, int8: bool) -> int:
+    """A common divisor of the sizes of a piece's contiguous parts; 1 if quantised."""
+    return 1 if int8 else local.layout.token_bytes
 
 
 def _as_array(data: bytearray) -> Bytes:

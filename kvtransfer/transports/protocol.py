@@ -1,4 +1,4 @@
-"""The two halves of a transport. The link owns the connection; a transport adds what moves the bytes of pieces.
+"""The protocols of a transport's two ends. The link owns the connection; a transport moves the bytes of pieces.
 
 Blocking work (digests, copies, collective operations) runs in the link's own thread, never on the agent's loop.
 """
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
-from kvtransfer.link.handshake import XXH3, Welcome
-from kvtransfer.link.stream import FrameStream
-from kvtransfer.pool.pool import Span
-from kvtransfer.session.causes import DeviceLost
+from kvtransfer.causes import DeviceLost
+from kvtransfer.connection.handshake import XXH3, Welcome
+from kvtransfer.connection.stream import FrameStream
+from kvtransfer.pool.pool import PoolSpan
 from kvtransfer.session.piece import Piece
 
 log = logging.getLogger(__name__)
@@ -22,20 +22,21 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 PROBE_BYTES = 4096
+STALL_S = 2.0  # a link whose pieces do not move for this long is closed; a slow prefill counts against its ticket
 INLINE_BYTES = 256 << 10  # about 50 µs of copying and hashing
-HANG_GRACE_S = 0.25  # for an operation to notice that its link was closed
+HANG_GRACE_S = 0.25  # time for an operation to notice that its link closed
 
 
 class LinkThread:
-    """One thread of one link: its operations run in order.
+    """The thread of one link. Its operations run in order.
 
     Args:
-        on_hung: told the name when an operation on pieces has not come back `HANG_GRACE_S` after `close`, or when the
-            device is lost.
+        on_hung: called with the thread's name if an operation on pieces still runs `HANG_GRACE_S` after `close`, or if
+            the device is lost.
     """
 
     def __init__(self, name: str, on_hung: Callable[[str], None] | None = None) -> None:
-        self.moves_pieces = False  # before that, operations have long timeouts of their own and touch no pool
+        self.moves_pieces = False  # earlier operations have their own long timeouts and use no pool
         self._name = name
         self._on_hung = on_hung
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
@@ -59,13 +60,13 @@ class LinkThread:
             raise
 
     async def run_on(self, size_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`run` for work that only touches memory: so little of it that a hop would cost more is done at once."""
+        """`run` for work in memory only. Small work runs at once, because a thread switch would cost more."""
         if size_bytes <= INLINE_BYTES:
             return function(*args, **kwargs)
         return await self.run(function, *args, **kwargs)
 
     def close(self) -> None:
-        """Never waits: what runs ends by itself, because its link is closed too; or it hangs, and `on_hung` hears."""
+        """Never waits. A running operation ends because its link is closed too; if it hangs, `on_hung` is called."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         if self.moves_pieces and not self._is_closed:
             asyncio.get_running_loop().call_later(HANG_GRACE_S, self._check)
@@ -76,9 +77,8 @@ class LinkThread:
             self._on_hung(self._name)
 
 
-class Terms(NamedTuple):
-    """What the receiver's transport adds to the welcome: where it takes its data path, what a connection there must
-    show, and how digests are made."""
+class WelcomeTerms(NamedTuple):
+    """What the receiver's transport adds to the welcome: its data port and token, and the kind of digests."""
 
     data_port: int | None = None
     data_token: bytes = b""
@@ -87,76 +87,80 @@ class Terms(NamedTuple):
 
 
 class KvSender(Protocol):
-    """The sending half of one link."""
+    """The sending end of one link."""
 
     def hello_fds(self) -> list[int]:
-        """Descriptors that travel with the hello; the caller closes them."""
+        """Descriptors to send with the hello. The caller closes them."""
         ...
 
     async def establish(self, welcome: Welcome) -> None:
-        """Makes the data path. Raises HandoffFault (transport)."""
+        """Creates the data path. Raises HandoffFault (transport)."""
         ...
 
     async def send_probe(self, stream: FrameStream) -> int:
-        """Sends a small payload the way pieces go; returns its digest, which the receiver must find too."""
+        """Sends a small payload in the same way as pieces. Returns its digest, which the receiver must also compute."""
         ...
 
-    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
-        """Announces a piece and sends it where the transport does; our blocks are read until it is acknowledged. Its
-        digest goes with the announcement; or it follows, xor a number that is announced in its place. Raises
-        HandoffFault (transport) when the data path broke: then the link must end."""
+    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
+        """Announces a piece, and sends it if the transport carries bytes. Our blocks are read until it is acknowledged.
+
+        The digest is in the announcement, or follows, xor a number announced in its place. Raises HandoffFault
+        (transport) if the data path failed, after which the link must end.
+        """
         ...
 
     async def settle(self) -> None:
-        """Returns when all digests of what was pushed are sent; frames that must come behind wait for it."""
+        """Waits until the digests of all pushed pieces are sent, for frames that must follow them."""
         ...
 
     def close(self) -> None: ...
 
 
-class Arrival(Protocol):
-    """A piece that is ready to be written. Nothing was written to our pool yet."""
+class PieceArrival(Protocol):
+    """A piece that is ready to be written. Nothing has been written to the local pool."""
 
     @property
     def digest_follows(self) -> bool:
-        """In a DIGEST frame, xor the number that was announced."""
+        """Whether the digest follows in a DIGEST frame, xor the announced number."""
         ...
 
-    async def place(self, span: Span) -> int:
-        """Writes the piece into our blocks; returns the digest of the bytes that were written. Raises HandoffFault
-        (transport) when the data path broke: then the link must end."""
+    async def place(self, span: PoolSpan) -> int:
+        """Writes the piece to our blocks; returns the digest of the bytes written.
+
+        Raises HandoffFault (transport) if the data path failed, after which the link must end.
+        """
         ...
 
     async def discard(self) -> None:
-        """Instead of `place`: the piece was refused, and the next one must still be found. Raises like `place`."""
+        """Skips a refused piece, so that the next one can be received. Raises like `place`."""
         ...
 
 
 class KvReceiver(Protocol):
-    """The receiving half of one link."""
+    """The receiving end of one link."""
 
     @property
     def places_ahead(self) -> bool:
-        """Pieces do not hang together: the next may be fetched and placed while one is being placed."""
+        """Whether the next piece may be fetched and placed while another is being placed."""
         ...
 
-    async def prepare(self, fds: list[int]) -> Terms:
-        """Before the welcome: takes what came with the hello (and closes none of it). Raises HandoffFault."""
+    async def prepare(self, fds: list[int]) -> WelcomeTerms:
+        """Before the welcome: uses the descriptors of the hello, without closing them. Raises HandoffFault."""
         ...
 
     async def establish(self) -> None:
-        """Makes the data path. Raises HandoffFault (transport)."""
+        """Creates the data path. Raises HandoffFault (transport)."""
         ...
 
     async def receive_probe(self) -> int:
-        """The digest of the probe's payload, as it arrived."""
+        """The digest of the probe's payload as received."""
         ...
 
-    async def fetch(self, piece: Piece, body: bytes) -> Arrival:
-        """Brings the announced piece within reach. Its size was checked.
+    async def fetch(self, piece: Piece, body: bytes) -> PieceArrival:
+        """Prepares an announced piece, whose size was checked, for `place`.
 
         Raises:
-            HandoffFault: the announcement is wrong, or the data path broke: then the link must end.
+            HandoffFault: the announcement is invalid, or the data path failed, after which the link must end.
         """
         ...
 

@@ -1,10 +1,12 @@
-"""Across hosts without RDMA, or where the KV plane must be encrypted: a second connection for the bytes of pieces.
+"""Between hosts without RDMA, or with encryption: a second connection for the bytes of pieces.
 
-The sender's thread writes straight out of its pool, the receiver's reads straight into its own blocks, each hashing
-what it moves while that is in the CPU's cache. So a digest is known only after its bytes have left: it follows them as
-a trailer. The announcement carries a random number in the digest's place, and the trailer is the digest xor that
-number: what `place` returns (digest of what arrived xor trailer) is the announced number again only if neither the
-header, nor the bytes, nor which of them belong together was changed on the way.
+The sender's thread writes directly from its pool, and the receiver's thread reads directly into its blocks. Both hash
+the bytes while they are in the CPU's cache. The digest is known only after the bytes were sent, so it follows as a
+trailer.
+
+The announcement carries a random number instead of the digest, and the trailer is the digest xor that number. `place`
+returns the digest of the received bytes xor the trailer. It equals the announced number only if header, bytes and their
+order are intact.
 """
 
 from __future__ import annotations
@@ -17,26 +19,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 import xxhash
 
-from kvtransfer.link.data_socket import TOKEN_BYTES, DataDoor, DataSocket, connect_data
-from kvtransfer.link.handshake import Own, Welcome
-from kvtransfer.link.sockets import join_address, split_address
-from kvtransfer.link.stream import FrameStream
+from kvtransfer.causes import HandoffCause, HandoffFault, protocol_fault
+from kvtransfer.connection.data_socket import TOKEN_BYTES, DataListener, DataSocket, connect_data
+from kvtransfer.connection.handshake import LocalRank, Welcome
+from kvtransfer.connection.sockets import join_address, split_address
+from kvtransfer.connection.stream import FrameStream
 from kvtransfer.pool.digest import digest_of_bytes
-from kvtransfer.pool.pool import Bytes, Span
+from kvtransfer.pool.pool import Bytes, PoolSpan
 from kvtransfer.pool.pools import Pool
 from kvtransfer.pool.quantise import dequantise, quantise
-from kvtransfer.session.causes import HandoffCause, HandoffFault, protocol_fault
 from kvtransfer.session.piece import FrameType, Header, Piece, as_int8
 from kvtransfer.transports.batches import BATCH_BYTES, Batch, batches, batches_of, make_scratch
-from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, Terms
+from kvtransfer.transports.protocol import PROBE_BYTES, LinkThread, WelcomeTerms
 
 MAX_IDLE_S = 20.0
 _TRAILER = struct.Struct("<Q")
 
 
 class TcpSender:
-    def __init__(self, own: Own, thread: LinkThread, peer_address: str, *, int8: bool) -> None:
-        self._own = own
+    def __init__(self, local: LocalRank, thread: LinkThread, peer_address: str, *, int8: bool) -> None:
+        self._local = local
         self._thread = thread
         self._host, _ = split_address(peer_address)
         self._int8 = int8
@@ -52,7 +54,7 @@ class TcpSender:
             raise protocol_fault(f"tcp: expected the data port and its token of {TOKEN_BYTES} bytes in the welcome")
         self._digests = welcome.digests
         address = join_address(self._host, welcome.data_port)
-        self._data = await connect_data(address, welcome.data_token, self._own.tls, _idle_s(self._own))
+        self._data = await connect_data(address, welcome.data_token, self._local.tls, _idle_s(self._local))
 
     async def send_probe(self, stream: FrameStream) -> int:
         probe = secrets.token_bytes(PROBE_BYTES)
@@ -60,16 +62,16 @@ class TcpSender:
         await self._thread.run(_open(self._data).send, [memoryview(probe)])
         return digest_of_bytes(probe)
 
-    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: Span) -> None:
+    async def push(self, stream: FrameStream, ticket_id: str, piece: Piece, span: PoolSpan) -> None:
         number = secrets.randbits(64) if self._digests else None
-        size, layout = piece.payload_bytes, self._own.layout
+        size, layout = piece.payload_bytes, self._local.layout
         wire = as_int8(piece, layout) if self._int8 else piece
         stream.send(Header(FrameType.PIECE, ticket_id, piece=replace(wire, digest=number)))
         await self._thread.run(self._send, _open(self._data), span, size, number)
 
-    def _send(self, data: DataSocket, span: Span, size: int, number: int | None) -> None:
+    def _send(self, data: DataSocket, span: PoolSpan, size: int, number: int | None) -> None:
         hasher = xxhash.xxh3_64()
-        with self._own.pool.on_host(span, write=False) as (pool, read):
+        with self._local.pool.on_host(span, write=False) as (pool, read):
             source = batches_of(quantise(pool.pack(read, size), pool.layout)) if self._int8 else None
             for batch in source or batches(pool, read, self._scratch):
                 batch.gather()
@@ -81,10 +83,10 @@ class TcpSender:
             data.send([memoryview(_TRAILER.pack(hasher.intdigest() ^ number))])
 
     async def settle(self) -> None:
-        """`push` announces at once."""
+        """Does nothing: `push` announces at once."""
 
     def close(self) -> None:
-        """Ends what the thread is at."""
+        """Closes the data connection, which ends the thread's current operation."""
         if self._data is not None:
             self._data.close()
             self._data = None
@@ -93,29 +95,29 @@ class TcpSender:
 class TcpReceiver:
     places_ahead = False
 
-    def __init__(self, own: Own, thread: LinkThread, *, digests: bool, int8: bool) -> None:
-        self._own = own
+    def __init__(self, local: LocalRank, thread: LinkThread, *, digests: bool, int8: bool) -> None:
+        self._local = local
         self._thread = thread
         self._digests = digests
         self._int8 = int8
-        self._door: DataDoor | None = None
+        self._listener: DataListener | None = None
         self._data: DataSocket | None = None
         self._scratch = make_scratch()
 
-    async def prepare(self, fds: list[int]) -> Terms:
+    async def prepare(self, fds: list[int]) -> WelcomeTerms:
         if fds:
-            raise protocol_fault("tcp: expected no descriptors beside the hello")
+            raise protocol_fault("tcp: expected no descriptors with the hello")
         try:
-            self._door = DataDoor(self._own.attach.bind_host, self._own.tls)
+            self._listener = DataListener(self._local.attach.bind_host, self._local.tls)
         except OSError as error:
-            what = f"tcp: cannot listen on {self._own.attach.bind_host}: {error}"
+            what = f"tcp: cannot listen on {self._local.attach.bind_host}: {error}"
             raise HandoffFault(HandoffCause.TRANSPORT, what) from error
-        return Terms(self._door.port, self._door.token)
+        return WelcomeTerms(self._listener.port, self._listener.token)
 
     async def establish(self) -> None:
-        if self._door is None:
+        if self._listener is None:
             raise protocol_fault("tcp: no data port was prepared")
-        self._data = await self._door.admit(_idle_s(self._own))
+        self._data = await self._listener.admit(_idle_s(self._local))
 
     async def receive_probe(self) -> int:
         probe = bytearray(PROBE_BYTES)
@@ -126,16 +128,16 @@ class TcpReceiver:
         if body:
             raise protocol_fault("tcp: expected a piece without a body")
         if (piece.digest is not None) != self._digests:
-            raise protocol_fault("tcp: expected pieces with digests as the welcome said")
+            raise protocol_fault("tcp: expected digests as agreed in the welcome")
         int8_bytes = piece.payload_bytes if self._int8 else None
-        arriving = _Arriving(_open(self._data), self._own.pool, self._scratch, self._digests, int8_bytes)
-        return TcpArrival(arriving, self._thread, piece.payload_bytes)
+        transfer = _TcpTransfer(_open(self._data), self._local.pool, self._scratch, self._digests, int8_bytes)
+        return TcpArrival(transfer, self._thread, piece.payload_bytes)
 
     def close(self) -> None:
-        """Ends what the thread is at: no byte is written afterwards."""
-        if self._door is not None:
-            self._door.close()
-            self._door = None
+        """Closes the data connection, after which no byte is written."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         if self._data is not None:
             self._data.close()
             self._data = None
@@ -143,24 +145,24 @@ class TcpReceiver:
 
 @dataclass(frozen=True, slots=True)
 class TcpArrival:
-    """A piece that was announced; its bytes are on their way and must be taken off the connection, used or not."""
+    """An announced piece. Its bytes are in transit and must be received, even if the piece is not used."""
 
-    digest_follows = False  # in a frame; it comes behind the bytes
+    digest_follows = False  # it follows the bytes instead of in a frame
 
-    arriving: _Arriving
+    transfer: _TcpTransfer
     thread: LinkThread
     size_bytes: int
 
-    async def place(self, span: Span) -> int:
-        return await self.thread.run(self.arriving.write, span)
+    async def place(self, span: PoolSpan) -> int:
+        return await self.thread.run(self.transfer.write, span)
 
     async def discard(self) -> None:
-        await self.thread.run(self.arriving.skip, self.size_bytes)
+        await self.thread.run(self.transfer.skip, self.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class _Arriving:
-    """In the link's thread."""
+class _TcpTransfer:
+    """The transfer of one piece, in the link's thread."""
 
     data: DataSocket
     pool: Pool
@@ -168,7 +170,7 @@ class _Arriving:
     digests: bool
     int8_bytes: int | None  # the piece's size on a link that carries int8
 
-    def write(self, span: Span) -> int:
+    def write(self, span: PoolSpan) -> int:
         with self.pool.on_host(span, write=True) as (pool, written):
             if self.int8_bytes is None:
                 return self._receive(batches(pool, written, self.scratch))
@@ -201,8 +203,8 @@ class _Arriving:
         return int(_TRAILER.unpack(raw)[0])
 
 
-def _idle_s(own: Own) -> float:
-    return min(own.attach.ticket_ttl_s, MAX_IDLE_S)
+def _idle_s(local: LocalRank) -> float:
+    return min(local.attach.ticket_ttl_s, MAX_IDLE_S)
 
 
 def _open(data: DataSocket | None) -> DataSocket:

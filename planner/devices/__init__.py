@@ -1,4 +1,4 @@
-"""Devices by name: one YAML file each, shipped here or one's own (docs/planning.md says what the fields mean)."""
+"""Devices by name: one YAML file each, shipped here or given by the user. docs/planning.md describes the fields."""
 
 from __future__ import annotations
 
@@ -23,28 +23,32 @@ class LinkSpec(Frozen):
     efficiency: Share = 1.0
 
     def shape(self, ranks: int = 1) -> LinkShape:
-        """`ranks` of them side by side."""
+        """The combined link of `ranks` ranks, each with a link of its own."""
         return LinkShape(self.bytes_per_s * ranks, self.latency_s, self.efficiency)
 
 
 class DeviceSpec(Frozen):
-    """One device, and how it is connected."""
+    """One device and its connections."""
 
     name: str
-    flops_per_s: Positive = Field(description="Dense, in the precision that is served.")
+    flops_per_s: Positive = Field(description="Dense peak in the precision that is served.")
     memory_bytes_per_s: Positive
     memory_bytes: Positive
-    element_bytes: Positive = Field(2.0, description="Of weights and KV, unless told otherwise.")
-    eight_bit_weights: Literal["fp8", "int8"] = Field("fp8", description="What weights of one byte are served as.")
+    element_bytes: Positive = Field(
+        2.0, description="Bytes of one element of weights and KV, if no option overrides it."
+    )
+    eight_bit_weights: Literal["fp8", "int8"] = Field(
+        "fp8", description="Format in which weights of one byte are served."
+    )
     mfu: Share = Field(1.0, description="Share of flops_per_s that prefill reaches.")
     mbu: Share = Field(1.0, description="Share of memory_bytes_per_s that decode reaches.")
     step_overhead_s: Annotated[float, Field(ge=0)] = 0.0
-    memory_share: Share = Field(0.9, description="Of memory_bytes, for weights and KV; the rest is work space.")
-    fabric: LinkSpec = Field(description="Between the ranks of a worker.")
-    link: LinkSpec = Field(description="Between workers, of one device: what KV moves over.")
+    memory_share: Share = Field(0.9, description="Share of memory_bytes for weights and KV; the rest is work space.")
+    fabric: LinkSpec = Field(description="Link between the ranks of a worker.")
+    link: LinkSpec = Field(description="Link of one device to other workers, which carries KV.")
     devices_per_node: Annotated[int, Field(ge=1, le=1024)] = 8
     price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        0.0, description="Of one device. Those shipped are round numbers of 2026: give your own."
+        0.0, description="Price of one device. Shipped prices are round numbers of 2026: set your own."
     )
 
     def shape(self) -> DeviceShape:
@@ -57,14 +61,14 @@ def shipped_devices() -> tuple[str, ...]:
 
 
 def find_device(name: str) -> DeviceSpec:
-    """A shipped name or a file of one's own. Raises ConfigError naming the field and what was expected."""
+    """Returns a shipped device by name, or one from a YAML file. Raises ConfigError naming the field and what was
+    expected."""
     shipped = files(__package__) / f"{name.lower()}.yaml"
-    own = Path(name)
     try:
         if name.lower() in shipped_devices():
             text = shipped.read_text(encoding="utf-8")
         elif _is_yaml(name):
-            text = own.read_text(encoding="utf-8")
+            text = Path(name).read_text(encoding="utf-8")
         else:
             known = ", ".join(shipped_devices())
             raise ConfigError(f"--device: expected {known} or a YAML file, got {name!r}", field="--device")
@@ -72,11 +76,11 @@ def find_device(name: str) -> DeviceSpec:
     except OSError as error:
         raise ConfigError(f"--device: {name}: {error.strerror}", field="--device") from None
     except yaml.YAMLError:
-        raise ConfigError(f"--device: {name}: expected YAML", field="--device") from None
+        raise ConfigError(f"--device: {name}: expected YAML, got text that does not parse", field="--device") from None
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"--device: {name}: {where}: {first['msg']}", field=where or "--device") from None
+        field = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"--device: {name}: {field}: {first['msg']}", field=field or "--device") from None
 
 
 def _is_yaml(name: str) -> bool:

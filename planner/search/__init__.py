@@ -1,1 +1,1 @@
-"""Which cluster serves given traffic within its objectives for the least money."""
+"""The search for the cheapest cluster that serves given traffic within its objectives."""

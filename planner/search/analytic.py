@@ -1,6 +1,6 @@
-"""What can be said of a layout without simulating it: bounds that no queue, no burst and no cold cache can better.
+"""Bounds on a layout without a simulation: queues, bursts and cold caches can only make it worse.
 
-A layout that fails here fails in every simulation. Those that pass are ranked by how close to their limits they are.
+A layout that fails here fails in every simulation. The others are ranked by how close they are to their limits.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from types import MappingProxyType
 
 from planner.cost import CostModel
 from planner.hardware import Hardware
-from planner.search.layout import Layout
+from planner.search.layout import ClusterLayout
 from planner.search.traffic import TrafficShape
 from planner.simulator.setup import Slo
 
 _ROUNDS = 40
-TOLERANCE = 1.05  # means, not percentiles: somewhat beyond a limit may still be within it
+TOLERANCE = 1.05  # the bounds are means, not percentiles: a layout slightly above a limit may still meet it
 
 
 class Limit(StrEnum):
-    PREFILL_TIME = "prefill_time"  # an idle worker's time for a long prompt, against the TTFT objective
-    PREFILL_LOAD = "prefill_load"  # prompts come faster than they are computed
-    DECODE_STEP = "decode_step"  # the mean step, against the TPOT objective
-    DECODE_LOAD = "decode_load"  # more requests run than a worker takes
-    KV_MEMORY = "kv_memory"  # their KV against the pool
-    PROMPT_MEMORY = "prompt_memory"  # the longest prompt against one worker's pool
+    PREFILL_TIME = "prefill_time"  # an idle worker's time for a long prompt, over the TTFT objective
+    PREFILL_LOAD = "prefill_load"  # prefill time needed, over the time of the workers
+    DECODE_STEP = "decode_step"  # the mean step, over the TPOT objective
+    DECODE_LOAD = "decode_load"  # requests that decode at a time, over max_running_requests
+    KV_MEMORY = "kv_memory"  # their KV, over the pool
+    PROMPT_MEMORY = "prompt_memory"  # the KV of a long prompt, over one worker's pool
 
 
 MEANING: Mapping[Limit, str] = MappingProxyType(
     {
-        Limit.PREFILL_TIME: "the prefill of a long prompt on an idle worker, beside the TTFT objective,",
-        Limit.PREFILL_LOAD: "the prefill of all prompts that come",
-        Limit.DECODE_STEP: "the mean decode step, beside the TPOT objective,",
+        Limit.PREFILL_TIME: "the prefill of a long prompt on an idle worker (limit: the TTFT objective)",
+        Limit.PREFILL_LOAD: "the prefill of all prompts",
+        Limit.DECODE_STEP: "the mean decode step (limit: the TPOT objective)",
         Limit.DECODE_LOAD: "the number of requests that decode at a time",
-        Limit.KV_MEMORY: "the KV of the requests that run",
+        Limit.KV_MEMORY: "the KV of the running requests",
         Limit.PROMPT_MEMORY: "the KV of the longest prompt",
     }
 )
-"""What takes too much where a limit binds."""
+"""The subject of a sentence about the limit that binds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Each limit's use: 1 is at the limit. `worst`: the one that binds."""
+    """The use of each limit; 1 is at the limit. `worst`: the limit that binds."""
 
     use: dict[Limit, float]
 
@@ -58,7 +58,7 @@ class Bounds:
 
 
 class Analysis:
-    """Of one traffic on one hardware; remembers what widths cost."""
+    """Bounds for one traffic on one hardware. Caches the cost models by width."""
 
     def __init__(
         self, shape: TrafficShape, hardware: Hardware, slo: Slo, attainment: float, max_running_requests: int
@@ -68,19 +68,19 @@ class Analysis:
         self._prefill: dict[tuple[int, int], float] = {}
         self._costs: dict[int, CostModel] = {}
 
-    def possible(self, candidates: Iterable[Layout]) -> list[tuple[float, Layout]]:
-        """Those that may meet their objectives, each with the use of the limit that binds, best first."""
+    def possible(self, candidates: Iterable[ClusterLayout]) -> list[tuple[float, ClusterLayout]]:
+        """The layouts that may meet the objectives, each with the use of the limit that binds, best first."""
         found = [(self.bounds(each), each) for each in candidates]
         return sorted((bounds.worst[1], layout) for bounds, layout in found if bounds.possible)
 
-    def bounds(self, layout: Layout) -> Bounds:
+    def bounds(self, layout: ClusterLayout) -> Bounds:
         shape = self._shape
         prefill_tp = layout.decode_tp if layout.is_aggregated else layout.prefill_tp
         prefillers = layout.decode_workers if layout.is_aggregated else layout.prefill_workers
         prefill_load = shape.requests_per_s * self._mean_prefill_s(prefill_tp, layout.step_tokens) / prefillers
         use = {Limit.PREFILL_LOAD: prefill_load} | self._decode_use(layout, prefill_load)
         if self._slo.ttft_s is not None:
-            # The prompt at the wanted share, as far as no cache helps it, on a worker that does nothing else.
+            # The uncached part of the prompt at the attainment quantile, on an otherwise idle worker.
             tokens = shape.prompt_at(self._attainment) * shape.uncached
             use[Limit.PREFILL_TIME] = (
                 prompt_s(self._cost(prefill_tp), round(tokens), layout.step_tokens) / self._slo.ttft_s
@@ -90,12 +90,12 @@ class Analysis:
         use[Limit.PROMPT_MEMORY] = max(shape.prompt_at(self._attainment) / max(1, pool) for pool in pools)
         return Bounds(use)
 
-    def _decode_use(self, layout: Layout, prefill_load: float) -> dict[Limit, float]:
-        """The batch in which as many tokens are made as come: B = rate · length · step(B), from below."""
+    def _decode_use(self, layout: ClusterLayout, prefill_load: float) -> dict[Limit, float]:
+        """Finds the batch B = token rate · step time(B), iterating from below."""
         shape, cost = self._shape, self._cost(layout.decode_tp)
         tokens_per_s = shape.requests_per_s * shape.mean_output / layout.decode_workers
         context = shape.mean_prompt + shape.mean_output / 2
-        # Prompts that are computed on the same worker take their time from decoding.
+        # Prefill on the same worker takes time from decoding.
         stretch = 1.0 / max(0.02, 1.0 - prefill_load) if layout.is_aggregated else 1.0
         batch, step_s = 1.0, 0.0
         for _ in range(_ROUNDS):
@@ -110,7 +110,7 @@ class Analysis:
             use[Limit.DECODE_STEP] = step_s / self._slo.tpot_s
         return use
 
-    def _decode_kv_tokens(self, layout: Layout) -> int:
+    def _decode_kv_tokens(self, layout: ClusterLayout) -> int:
         return self._hardware.kv_tokens(layout.decode_tp, self._hardware.kv_rank_bytes(*layout.widths))
 
     def _mean_prefill_s(self, tp: int, step_tokens: int) -> float:
@@ -128,5 +128,5 @@ class Analysis:
 
 
 def prompt_s(cost: CostModel, tokens: int, step_tokens: int) -> float:
-    """A prompt alone, in chunks."""
+    """Time to prefill one prompt alone, in chunks of `step_tokens`."""
     return sum(cost.prefill_s(min(step_tokens, tokens - start), start) for start in range(0, tokens, step_tokens))

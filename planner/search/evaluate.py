@@ -1,4 +1,4 @@
-"""One layout under one variant of the traffic, simulated."""
+"""Simulates one layout under one variant of the traffic."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from planner.hardware import Hardware, make_setup, simulated_block_tokens
-from planner.search.layout import Layout
+from planner.search.layout import ClusterLayout
 from planner.search.traffic import busiest
 from planner.simulator.result import SimResult
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.simulate import simulate
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.config.spec import RouterSpec
 
 ENGINE_BLOCK_TOKENS = 16
@@ -20,9 +20,9 @@ MAX_QUEUED = 4096
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`most_misses`: the share of requests beyond which it is given up; None: never."""
+    """One simulation. `most_misses`: it stops when more than this share of requests missed; None: never."""
 
-    layout: Layout
+    layout: ClusterLayout
     requests: int
     load: float = 1.0
     prompts: float = 1.0
@@ -34,14 +34,15 @@ class Job:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Job:
-        return cls(**(fields | {"layout": Layout(**fields["layout"])}))
+        return cls(**(fields | {"layout": ClusterLayout(**fields["layout"])}))
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a plan is judged by. Latencies in seconds; `busy` and `prefill_busy`: mean shares of the workers' time.
+    """The figures that a plan is chosen by. `busy`, `prefill_busy`, `decode_busy`: mean shares of time in use.
 
-    `complete` False: given up, and all figures are of what had happened by then."""
+    `complete` False: the simulation was stopped early, and the figures cover the part until then.
+    """
 
     job: Job
     joint: float
@@ -63,12 +64,12 @@ class Evaluation:
     complete: bool
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ClusterLayout:
         return self.job.layout
 
     @property
     def busy(self) -> float:
-        """Of all devices."""
+        """Mean over all devices."""
         layout = self.layout
         prefill = (self.prefill_busy or 0.0) * layout.prefill_workers * layout.prefill_tp
         return (prefill + self.decode_busy * layout.decode_workers * layout.decode_tp) / layout.devices
@@ -83,9 +84,9 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Everything a job needs beside itself. `trace` is the stretch that the last round simulates whole."""
+    """The inputs that all jobs share. `trace`: the requests that the last round simulates."""
 
-    trace: Trace
+    trace: TrafficTrace
     hardware: Hardware
     slo: Slo
     max_running_requests: int = 256
@@ -99,7 +100,7 @@ class Evaluator:
         result = simulate(trace, self.setup(job.layout), self.slo, most_misses=most)
         return _evaluation(job, result)
 
-    def setup(self, layout: Layout) -> Setup:
+    def setup(self, layout: ClusterLayout) -> Setup:
         hardware, prefixes = self.hardware, self.trace.prefixes
         rank_bytes = hardware.kv_rank_bytes(*layout.widths)
         return make_setup(
@@ -117,9 +118,9 @@ class Evaluator:
         )
 
 
-def router_spec(layout: Layout) -> RouterSpec:
-    """What the plan's values file tells the router: enough prompts on a worker for two steps, a queue that waits
-    rather than refuses (a refusal misses its objective as well)."""
+def router_spec(layout: ClusterLayout) -> RouterSpec:
+    """The router settings of a plan: prompts for two steps per worker, and a queue that waits rather than refuses,
+    because a refusal misses the objective too."""
     spec = RouterSpec(max_prefill_tokens_in_flight=2 * layout.step_tokens, max_queued_requests=MAX_QUEUED)
     classes = tuple(each.model_copy(update={"ttft_slo_s": None}) for each in spec.classes)
     return spec.model_copy(update={"classes": classes})
@@ -150,8 +151,8 @@ def _evaluation(job: Job, result: SimResult) -> Evaluation:
     )
 
 
-def lost_worker(job: Job, *, prefill: bool) -> Job | None:
-    """The same with one worker less; None when none would be left."""
+def without_worker(job: Job, *, prefill: bool) -> Job | None:
+    """The same job with one worker fewer; None if that pool would be empty."""
     layout = job.layout
     if prefill:
         if layout.prefill_workers < 1:

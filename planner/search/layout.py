@@ -1,4 +1,4 @@
-"""A cluster's layout, the one thing that the search varies, and all layouts that some devices can hold."""
+"""A cluster's layout, which the search varies, and all layouts that fit on given devices."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Layout:
-    """`prefill_workers` 0: aggregated. `step_tokens`: the chunk budget of an engine step."""
+class ClusterLayout:
+    """`prefill_workers` 0: aggregated. `step_tokens`: the token budget of an engine step."""
 
     prefill_workers: int
     prefill_tp: int
@@ -30,7 +30,7 @@ class Layout:
         return {self.decode_tp} if self.is_aggregated else {self.prefill_tp, self.decode_tp}
 
     def __str__(self) -> str:
-        """`3xTP2 : 1xTP4 @2048`: prefill, decode, tokens of a step."""
+        """`3xTP2 : 1xTP4 @2048`: prefill, decode, tokens per step."""
         decode = f"{self.decode_workers}xTP{self.decode_tp} @{self.step_tokens}"
         if self.is_aggregated:
             return f"aggregated {decode}"
@@ -40,13 +40,13 @@ class Layout:
         return asdict(self)
 
 
-def layouts(widths: Sequence[int], max_devices: int, step_tokens: Sequence[int]) -> Iterator[Layout]:
+def layouts(widths: Sequence[int], max_devices: int, step_tokens: Sequence[int]) -> Iterator[ClusterLayout]:
     """Every layout of at most `max_devices` devices."""
     for tokens in step_tokens:
         for decode_tp in widths:
             for decode_workers in range(1, max_devices // decode_tp + 1):
-                yield Layout(0, 1, decode_workers, decode_tp, tokens)
+                yield ClusterLayout(0, 1, decode_workers, decode_tp, tokens)
                 left = max_devices - decode_workers * decode_tp
                 for prefill_tp in widths:
                     for prefill_workers in range(1, left // prefill_tp + 1):
-                        yield Layout(prefill_workers, prefill_tp, decode_workers, decode_tp, tokens)
+                        yield ClusterLayout(prefill_workers, prefill_tp, decode_workers, decode_tp, tokens)

@@ -1,4 +1,4 @@
-"""The search from traffic, hardware and objectives to a plan, and everything that is said about the plan."""
+"""The search for a plan, given traffic, hardware and objectives; and the plan's costs, variants and verdict."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 from planner.hardware import Hardware
 from planner.search.analytic import MEANING, Analysis, Bounds
-from planner.search.evaluate import Evaluation, Evaluator, Job, lost_worker
+from planner.search.evaluate import Evaluation, Evaluator, Job, without_worker
 from planner.search.halving import Effort, halve, rank, select
-from planner.search.layout import Layout, layouts
+from planner.search.layout import ClusterLayout, layouts
+from planner.search.simulation_pool import Journal, SimulationPool
 from planner.search.traffic import TrafficShape, busiest
-from planner.search.workforce import Journal, Workforce
 from planner.simulator.setup import Slo
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.errors import ConfigError
 from tandem.text.words import plural
 
-Progress = Callable[[str, int, int], None]  # what is done, jobs done, jobs in all
+SearchProgress = Callable[[str, int, int], None]  # description, jobs done, jobs in all
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """`attainment`: the share of requests that shall meet both objectives."""
+    """`attainment`: the share of requests that must meet both objectives."""
 
     slo: Slo
     attainment: float = 0.95
@@ -35,7 +35,9 @@ class Goal:
 
     def __post_init__(self) -> None:
         if self.slo.ttft_s is None and self.slo.tpot_s is None:
-            raise ConfigError("expected an objective: --ttft, --tpot, or both", field="--ttft")
+            raise ConfigError(
+                "--ttft: expected an objective, got neither --ttft nor --tpot: give one or both", field="--ttft"
+            )
         if not 0 < self.attainment < 1:
             raise ConfigError(
                 f"--attainment: expected a share above 0 and below 1, got {self.attainment:g}", field="--attainment"
@@ -45,8 +47,8 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """`state`: where results are kept, so that an interrupted search goes on; None: nowhere."""
+class SearchOptions:
+    """`state`: file for results, from which an interrupted search resumes; None: no file."""
 
     processes: int = 1
     state: Path | None = None
@@ -55,8 +57,8 @@ class Means:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Dollars. Per million tokens, prompt and answer together, and of answers alone; busy: as if only the time in
-    which workers ran steps were paid for."""
+    """Dollars. Million tokens: prompt and answer together; output: answers alone. Busy: counts only the time in which
+    workers ran steps."""
 
     per_hour: float
     per_million_tokens: float | None
@@ -80,7 +82,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The plan under other circumstances. `evaluation` None: without that worker there is no service."""
+    """The plan under changed conditions. `evaluation` None: no service without that worker."""
 
     name: str
     evaluation: Evaluation | None
@@ -89,17 +91,17 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why nothing meets the objectives: the limit that binds for the layout that comes closest, and by how much."""
+    """Why no layout meets the objectives: the limit that binds for the closest layout, and by how much."""
 
     closest: Evaluation | None
     limit: str
-    excess: float | None  # 1.5: half as much again as is allowed; None: nothing was finished
+    excess: float | None  # 1.5: 50 % above the limit; None: no request finished
     explanation: str
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`chosen` None: nothing meets the goal, and `miss` says why. `finalists`: simulated to the end, best first."""
+    """`chosen` None: no layout meets the goal, and `miss` has the reason. `finalists`: last round, best first."""
 
     goal: Goal
     model: str
@@ -121,7 +123,7 @@ class Plan:
         return found.complete and found.joint >= self.goal.attainment
 
     def frontier(self) -> list[Evaluation]:
-        """The best of each number of devices, as long as more devices give more goodput."""
+        """The best layout of each number of devices, without those that a cheaper one matches in goodput."""
         best: list[Evaluation] = []
         for each in sorted(self.finalists, key=lambda found: (found.layout.devices, -found.goodput_per_s)):
             if not best or each.goodput_per_s > best[-1].goodput_per_s:
@@ -133,25 +135,29 @@ class Plan:
 
 
 def make_plan(
-    trace: Trace, hardware: Hardware, goal: Goal, means: Means, progress: Progress = lambda what, done, total: None
+    trace: TrafficTrace,
+    hardware: Hardware,
+    goal: Goal,
+    options: SearchOptions,
+    progress: SearchProgress = lambda what, done, total: None,
 ) -> Plan:
-    """Raises ConfigError when the devices cannot hold the model at all."""
-    trace = busiest(trace, means.effort.requests)
-    means = replace(means, effort=replace(means.effort, requests=len(trace)))
+    """Raises ConfigError when the model does not fit on the devices."""
+    trace = busiest(trace, options.effort.requests)
+    options = replace(options, effort=replace(options.effort, requests=len(trace)))
     widths = [tp for tp in hardware.widths() if tp <= goal.max_devices]
     if not widths:
         raise ConfigError(
-            f"--devices: {hardware.model.name} does not fit on {goal.max_devices} x {hardware.device.name} "
-            f"({hardware.model.weights_bytes / 1e9:.0f} GB of weights)",
+            f"--devices: expected enough for {hardware.model.weights_bytes / 1e9:.0f} GB of weights: "
+            f"{hardware.model.name} does not fit on {goal.max_devices} x {hardware.device.name}",
             field="--devices",
         )
     analysis = Analysis(TrafficShape.of(trace), hardware, goal.slo, goal.attainment, goal.max_running_requests)
     everything = list(layouts(widths, goal.max_devices, goal.step_tokens))
     ranked = analysis.possible(everything)
     evaluator = Evaluator(trace, hardware, goal.slo, goal.max_running_requests)
-    with Workforce(evaluator, means.processes, Journal(means.state, evaluator)) as workforce:
-        search = _Search(workforce, goal, means.effort, progress)
-        finalists = search.finalists(select(ranked, means.effort.per_price))
+    with SimulationPool(evaluator, options.processes, Journal(options.state, evaluator)) as pool:
+        search = _Search(pool, goal, options.effort, progress)
+        finalists = search.finalists(select(ranked, options.effort.per_price))
         chosen = _cheapest(finalists, goal)
         variants = search.variants(chosen) if chosen is not None else []
     price = hardware.device.price_per_hour
@@ -175,12 +181,12 @@ def make_plan(
 
 
 class _Search:
-    def __init__(self, workforce: Workforce, goal: Goal, effort: Effort, progress: Progress) -> None:
-        self._workforce, self._goal, self._effort, self._progress = workforce, goal, effort, progress
+    def __init__(self, pool: SimulationPool, goal: Goal, effort: Effort, progress: SearchProgress) -> None:
+        self._pool, self._goal, self._effort, self._progress = pool, goal, effort, progress
         self._round = 0
         self.simulated = 0
 
-    def finalists(self, chosen: Sequence[Layout]) -> list[Evaluation]:
+    def finalists(self, chosen: Sequence[ClusterLayout]) -> list[Evaluation]:
         if not chosen:
             return []
         found = halve(chosen, self._effort, self._goal.attainment, self._next_round)
@@ -193,8 +199,8 @@ class _Search:
             "load +25 %": replace(base, load=1.25),
             "prompts +25 %": replace(base, prompts=1.25),
             "answers +25 %": replace(base, outputs=1.25),
-            "one prefill worker lost": lost_worker(base, prefill=True),
-            "one decode worker lost": lost_worker(base, prefill=False),
+            "one prefill worker lost": without_worker(base, prefill=True),
+            "one decode worker lost": without_worker(base, prefill=False),
         }
         if chosen.layout.is_aggregated:
             del jobs["one prefill worker lost"]
@@ -219,34 +225,34 @@ class _Search:
 
         self._progress(what, 0, len(jobs))
         self.simulated += len(jobs)
-        return self._workforce.run(jobs, done)
+        return self._pool.run(jobs, done)
 
 
 def _cheapest(finalists: Sequence[Evaluation], goal: Goal) -> Evaluation | None:
-    """Of those that meet the goal, the fewest devices; among them the best."""
+    """The best layout among those that meet the goal on the fewest devices."""
     meeting = [each for each in finalists if each.complete and each.joint >= goal.attainment]
     return min(meeting, key=lambda each: (each.layout.devices, *(-value for value in rank(each))), default=None)
 
 
 def _verdict(finalists: Sequence[Evaluation], goal: Goal) -> str:
-    """Whether prefill and decode had better be apart here."""
-    apart = _cheapest([each for each in finalists if not each.layout.is_aggregated], goal)
+    """Whether disaggregation pays for this traffic and hardware."""
+    separate = _cheapest([each for each in finalists if not each.layout.is_aggregated], goal)
     together = _cheapest([each for each in finalists if each.layout.is_aggregated], goal)
-    if apart is None and together is None:
+    if separate is None and together is None:
         return "neither disaggregated nor aggregated layouts meet the objectives"
     if together is None:
         return "disaggregation pays: no aggregated layout of these devices meets the objectives"
-    if apart is None:
+    if separate is None:
         return "disaggregation does not pay: only aggregated layouts meet the objectives"
-    few, many = apart.layout.devices, together.layout.devices
+    few, many = separate.layout.devices, together.layout.devices
     if few < many:
         return f"disaggregation pays: {plural(few, 'device')} instead of {many} aggregated"
     if few > many:
         return f"disaggregation does not pay: {plural(many, 'device')} aggregated instead of {few} disaggregated"
-    both = f"{_figures('disaggregated', apart)}; {_figures('aggregated', together)}"
-    if abs(apart.joint - together.joint) <= _noise(apart.joint, together.joint, apart.job.requests):
+    both = f"{_figures('disaggregated', separate)}; {_figures('aggregated', together)}"
+    if abs(separate.joint - together.joint) <= _noise(separate.joint, together.joint, separate.job.requests):
         return f"disaggregation makes no clear difference at the same price ({plural(few, 'device')}): {both}"
-    if apart.joint > together.joint:
+    if separate.joint > together.joint:
         return f"disaggregation pays at the same price ({plural(few, 'device')}): {both}"
     return f"disaggregation does not pay at the same price ({plural(few, 'device')}): {both}"
 
@@ -258,7 +264,7 @@ def _figures(kind: str, found: Evaluation) -> str:
 
 
 def _noise(a: float, b: float, requests: int) -> float:
-    """What shares of so many requests may differ by chance: two standard deviations, and at least one request."""
+    """The difference of two shares that chance explains: two standard deviations, and at least one request."""
     mean = (a + b) / 2
     return max(2 * math.sqrt(2 * mean * (1 - mean) / requests), 1 / requests)
 
@@ -267,9 +273,9 @@ def _times(excess: float) -> str:
     return f"{excess:.2f} times" if excess < 10 else f"{excess:.0f} times" if excess < 1000 else "over 1,000 times"
 
 
-def _miss(finalists: Sequence[Evaluation], everything: Sequence[Layout], analysis: Analysis, goal: Goal) -> Miss:
+def _miss(finalists: Sequence[Evaluation], everything: Sequence[ClusterLayout], analysis: Analysis, goal: Goal) -> Miss:
     if not finalists:
-        least: tuple[Bounds, Layout] = min(
+        least: tuple[Bounds, ClusterLayout] = min(
             ((analysis.bounds(each), each) for each in everything), key=lambda found: found[0].worst[1]
         )
         limit, excess = least[0].worst
@@ -278,7 +284,7 @@ def _miss(finalists: Sequence[Evaluation], everything: Sequence[Layout], analysi
             limit.value,
             excess,
             f"no layout of {plural(goal.max_devices, 'device')} is possible: even in the closest ({least[1]}) "
-            f"{MEANING[limit]} takes {_times(excess)} what is allowed, before any queue",
+            f"{MEANING[limit]} takes {_times(excess)} the limit, before any queueing",
         )
     closest = finalists[0]
     slo = goal.slo
@@ -294,7 +300,7 @@ def _miss(finalists: Sequence[Evaluation], everything: Sequence[Layout], analysi
         closest,
         limit_name,
         excess,
-        f"the closest layout ({closest.layout}) keeps both objectives for {closest.joint:.1%} of the requests, "
-        f"{goal.attainment:.1%} are wanted; {limit_name.upper()} binds: {missing:.1%} miss it, its p90 is "
+        f"the closest layout ({closest.layout}) meets the objectives for {closest.joint:.1%} of the requests, "
+        f"the goal is {goal.attainment:.1%}; {limit_name.upper()} binds: {missing:.1%} miss it, its p90 is "
         f"{seconds:.3g} s ({excess:.2f} x the objective)",
     )

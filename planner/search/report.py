@@ -1,4 +1,4 @@
-"""A plan as one HTML file that needs nothing else: tables, and interactive charts with plotly inlined."""
+"""A plan as one self-contained HTML file: tables, and interactive charts with plotly inlined."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ th:first-child, td:first-child { text-align: left }
 
 
 def html_report(plan: Plan, cost_model: str) -> str:
-    """Self-contained: no address is fetched."""
+    """The page loads nothing from the network."""
     figures = [("goodput-cost", _goodput_cost(plan)), ("ttft-tpot", _ttft_tpot(plan))]
     if plan.variants:
         figures.append(("variants", _variants(plan)))
@@ -47,7 +47,7 @@ def html_report(plan: Plan, cost_model: str) -> str:
         f"<title>Plan for {escape(plan.model)}</title><style>{_STYLE}</style>"
         f"<script>{get_plotlyjs()}</script></head><body>"
         f"<h1>{escape(plan.model)} on {escape(plan.device)}, {plan.requests_per_s:.2f} requests/s</h1>"
-        f"{_summary(plan)}{charts}<h2>All layouts simulated to the end</h2>{_table(plan)}"
+        f"{_summary(plan)}{charts}<h2>Layouts of the last round</h2>{_table(plan)}"
         f"<h2>Notes</h2><ul class='note'>{notes}</ul></body></html>"
     )
 
@@ -59,7 +59,7 @@ def _json(figure: go.Figure) -> str:
 
 def _summary(plan: Plan) -> str:
     considered = (
-        f"<p class='note'>{plan.considered} layouts considered, {plan.possible} possible by their bounds, "
+        f"<p class='note'>{plan.considered} layouts considered, {plan.possible} within their bounds, "
         f"{plan.simulated} simulations.</p>"
     )
     if plan.chosen is None or plan.costs is None:
@@ -71,7 +71,7 @@ def _summary(plan: Plan) -> str:
     return (
         f"<div class='plan'><p><b>{escape(str(chosen.layout))}</b>: {plural(chosen.layout.devices, 'device')}, "
         f"${costs.per_hour:.2f} per hour{per_million}{busy}. {chosen.joint:.1%} of requests within their objectives, "
-        f"{plan.goal.attainment:.0%} wanted.</p><p>{escape(plan.verdict)}.</p></div>{considered}"
+        f"goal {plan.goal.attainment:.0%}.</p><p>{escape(plan.verdict)}.</p></div>{considered}"
     )
 
 
@@ -122,7 +122,7 @@ def _ttft_tpot(plan: Plan) -> go.Figure:
         figure.add_vline(x=1000 * plan.goal.slo.tpot_s, line_dash="dot", annotation_text="TPOT objective")
     if plan.goal.slo.ttft_s is not None:
         figure.add_hline(y=plan.goal.slo.ttft_s, line_dash="dot")
-        # On a logarithmic axis annotations stand at the logarithm, lines at the value.
+        # On a logarithmic axis plotly places annotations by the logarithm, lines by the value.
         at = math.log10(plan.goal.slo.ttft_s)
         place = {"x": 0, "xref": "x domain", "xanchor": "left", "y": at, "yshift": 9}
         figure.add_annotation(text="TTFT objective", showarrow=False, **place)
@@ -136,7 +136,7 @@ def _variants(plan: Plan) -> go.Figure:
     shares = [0.0 if each is None else each.joint for each in found]
     colors = [CHOSEN if share >= plan.goal.attainment else "#cf222e" for share in shares]
     figure = go.Figure(go.Bar(x=names, y=[100 * share for share in shares], marker={"color": colors}))
-    figure.add_hline(y=100 * plan.goal.attainment, line_dash="dot", annotation_text="wanted")
+    figure.add_hline(y=100 * plan.goal.attainment, line_dash="dot", annotation_text="goal")
     figure.update_layout(yaxis_title="% of requests within objectives", yaxis_range=[0, 105], margin={"t": 20})
     return figure
 

@@ -1,4 +1,4 @@
-"""The part of a trace that is simulated, and its figures for estimates by hand."""
+"""The part of a trace to simulate, and its summary for the analytic bounds."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.traces.hits import infinite_cache_hits
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 
 _SAMPLES = 48
-_ANSWER_WEIGHT = 8  # prompt tokens that an answer token is taken to weigh, when the busiest stretch is looked for
+_ANSWER_WEIGHT = 8  # work of an answer token in prompt tokens, to find the busiest stretch
 
-BUSIEST = "the busiest"  # so begins the note about what the rate was counted over
+BUSIEST = "the busiest"  # first words of the note about the part that was simulated
 
 
-def busiest(trace: Trace, requests: int) -> Trace:
-    """The stretch of so many requests in which most work comes in the least time."""
+def busiest(trace: TrafficTrace, requests: int) -> TrafficTrace:
+    """The stretch of `requests` requests with the most work per second."""
     if requests >= len(trace):
         return trace
     work = np.concatenate([[0.0], np.cumsum(trace.prompt_tokens + _ANSWER_WEIGHT * trace.output_tokens)])
@@ -29,8 +29,8 @@ def busiest(trace: Trace, requests: int) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class TrafficShape:
-    """`prompts`: a sample of prompt lengths, evenly over their distribution. `uncached`: the least share of prompt
-    tokens that has to be computed."""
+    """`prompts`: prompt lengths at evenly spaced quantiles. `uncached`: the lowest possible share of prompt tokens to
+    compute."""
 
     requests_per_s: float
     prompts: tuple[int, ...]
@@ -39,7 +39,7 @@ class TrafficShape:
     uncached: float
 
     @classmethod
-    def of(cls, trace: Trace) -> TrafficShape:
+    def of(cls, trace: TrafficTrace) -> TrafficShape:
         shares = (np.arange(_SAMPLES) + 0.5) / _SAMPLES
         return cls(
             trace.requests_per_s,

@@ -1,4 +1,4 @@
-"""A plan as values of the Helm chart: `cluster` is the very schema of `tandem up --config`."""
+"""A plan as values of the Helm chart; `cluster` has the schema of `tandem up --config`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from planner.devices import DeviceSpec
 from planner.hardware import Hardware
 from planner.search.evaluate import ENGINE_BLOCK_TOKENS, router_spec
-from planner.search.layout import Layout
+from planner.search.layout import ClusterLayout
 from planner.search.plan import Plan
 from tandem.config.spec import DEMO_MODEL
 from tandem.errors import InputError
@@ -21,17 +21,17 @@ from tandem.text.words import plural
 MODEL_VOLUME = "/models"  # of the chart
 REDIS_SECRET = "tandem-valkey"
 HUB_SECRET = "tandem-hub-token"
-HUB_MARGIN = 1.1  # of the weights: the other files of a checkpoint, and the volume's own
+HUB_MARGIN = 1.1  # over the weights: other files of a checkpoint, and the volume's overhead
 GPU_IMAGE = "tandem-cuda"
-GPU_CORES = 4  # of the host for each device, with routers and transfer agents
-GPU_HOST_GIB = 32  # for each device: weights on their way
+GPU_CORES = 4  # host cores per device, for routers and transfer agents too
+GPU_HOST_GIB = 32  # host memory per device: weights pass through it while loading
 GPU_START_S = 1800
-CPU_RANK_GIB = 2  # of a rank, beside its weights and KV pool
+CPU_RANK_GIB = 2  # of a rank, in addition to its weights and KV pool
 GIB = 1 << 30
 
 
 def checked_source(source: str | None, model: str) -> str:
-    """What the values file serves. Raises InputError when that is only the name of a shape."""
+    """The checkpoint for the values file. Raises InputError if it is only the name of a model shape."""
     found = source or model
     if found.startswith("/") and not found.startswith(f"{MODEL_VOLUME}/"):
         raise InputError(
@@ -41,22 +41,23 @@ def checked_source(source: str | None, model: str) -> str:
     if "/" in found or found == DEMO_MODEL:
         return found
     raise InputError(
-        f"--source: expected with --values the checkpoint to serve, for {found!r} is only a shape: a hub name "
-        "(meta-llama/Meta-Llama-3-70B-Instruct) or a folder in the pods (/models/llama-3-70b)",
+        "--source: expected the checkpoint to serve, because --values was given: a hub name "
+        f"(meta-llama/Meta-Llama-3-70B-Instruct) or a folder in the pods (/models/llama-3-70b); "
+        f"{found!r} is only a shape",
         field="--source",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """What a layout is deployed on: machines are whole, so they may have more devices than were planned."""
+    """The machines to deploy a layout on. Machines are whole, so they may have more devices than the plan."""
 
     count: int
     devices: int  # of each
 
     @classmethod
-    def of(cls, layout: Layout, device: DeviceSpec) -> Machines:
-        """As few as hold every worker, for the ranks of one share a machine."""
+    def of(cls, layout: ClusterLayout, device: DeviceSpec) -> Machines:
+        """The fewest machines for all workers; the ranks of a worker share a machine."""
         widths = [layout.prefill_tp] * layout.prefill_workers + [layout.decode_tp] * layout.decode_workers
         free: list[int] = []
         for width in sorted(widths, reverse=True):
@@ -69,7 +70,7 @@ class Machines:
 
 
 def describe_machines(plan: Plan, device: DeviceSpec) -> str | None:
-    """What is deployed beyond the plan, and what it costs; None: nothing is."""
+    """The devices deployed beyond the plan and their cost; None if there are none."""
     if plan.chosen is None:
         return None
     layout = plan.chosen.layout
@@ -84,9 +85,9 @@ def describe_machines(plan: Plan, device: DeviceSpec) -> str | None:
 
 
 def helm_values(plan: Plan, hardware: Hardware, source: str) -> str:
-    """YAML. `source`: the checkpoint that the cluster serves. Raises InputError when the plan found nothing."""
+    """Returns YAML. `source`: the checkpoint to serve. Raises InputError when the plan chose no layout."""
     if plan.chosen is None:
-        raise InputError("--values: nothing meets the objectives, so there is nothing to deploy", field="--values")
+        raise InputError("--values: expected a plan to deploy, but no layout meets the objectives", field="--values")
     layout = plan.chosen.layout
     device = hardware.device
     is_gpu = device.name != "cpu"
@@ -119,19 +120,19 @@ def helm_values(plan: Plan, hardware: Hardware, source: str) -> str:
 
 
 def _quantised(hardware: Hardware) -> dict[str, str]:
-    """Where the plan counts with one byte for each element."""
+    """Engine settings for a plan with elements of one byte."""
     if hardware.model.shape.weight_bytes > 1:
         return {}
     return {"weights": hardware.device.eight_bit_weights, "kv_dtype": "fp8"}
 
 
 def _stored_bytes(hardware: Hardware) -> float:
-    """Of the checkpoint: what is served in less is made of two bytes for each parameter."""
+    """Bytes of the checkpoint: at least two per parameter, also if it is served with fewer."""
     return hardware.model.resident_params * max(2.0, hardware.model.shape.weight_bytes)
 
 
 def _head(plan: Plan, hardware: Hardware, source: str) -> Iterator[str]:
-    """What was planned, what that makes on whole machines, and what has to be there before it is installed."""
+    """Comment lines: the plan, its whole machines, and what must exist before installation."""
     assert plan.chosen is not None
     layout, device = plan.chosen.layout, hardware.device
     costs = "" if plan.costs is None else f", ${plan.costs.per_hour:.2f} per hour"
@@ -140,26 +141,26 @@ def _head(plan: Plan, hardware: Hardware, source: str) -> Iterator[str]:
     if (more := describe_machines(plan, device)) is not None:
         yield f"It is {more}."
     if Machines.of(layout, device).count > 1:
-        yield f"Wants a Secret: kubectl create secret generic {REDIS_SECRET} --from-literal=password=..."
+        yield f"Needs a Secret: kubectl create secret generic {REDIS_SECRET} --from-literal=password=..."
     if source.startswith("/"):
-        yield f"Wants a volume with {source}: --set models.existingClaim=CLAIM (or models.hostPath)"
+        yield f"Needs a volume with {source}: --set models.existingClaim=CLAIM (or models.hostPath)"
     elif source != DEMO_MODEL:
-        yield f"Wants a Secret: kubectl create secret generic {HUB_SECRET} --from-literal=token=..."
-        yield "(for a model that is not gated, leave models.hubTokenSecret out)."
+        yield f"Needs a Secret: kubectl create secret generic {HUB_SECRET} --from-literal=token=..."
+        yield "(omit models.hubTokenSecret for a model that is not gated)."
         yield f"Each pod pulls {_stored_bytes(hardware) / 1e9:.0f} GB into a volume of its own;"
         yield "--set models.existingClaim=CLAIM (ReadWriteMany) keeps them."
 
 
 def _models(source: str, hardware: Hardware) -> dict[str, Any]:
-    """Where weights from a hub find room, and the token that brings gated ones."""
+    """The volume for weights from a hub, and the token for gated ones."""
     if source.startswith("/") or source == DEMO_MODEL:
         return {}
     gib = math.ceil(_stored_bytes(hardware) * HUB_MARGIN / GIB)
     return {"models": {"emptyDirSize": f"{gib + 1}Gi", "hubTokenSecret": {"name": HUB_SECRET}}}
 
 
-def _pods(layout: Layout, device: DeviceSpec) -> dict[str, Any]:
-    """A pod for each machine, as large as the workers in it need it."""
+def _pods(layout: ClusterLayout, device: DeviceSpec) -> dict[str, Any]:
+    """One pod per machine, sized for its workers."""
     machines = Machines.of(layout, device)
     ranks = machines.devices
     node: dict[str, Any] = {"replicas": machines.count - 1}
@@ -173,6 +174,6 @@ def _pods(layout: Layout, device: DeviceSpec) -> dict[str, Any]:
         cores, memory_gib = ranks * GPU_CORES, ranks * GPU_HOST_GIB
     amount = {"memory": f"{memory_gib}Gi"}
     node["resources"] = {"requests": {"cpu": str(cores), **amount}, "limits": amount}
-    if machines.count > 1:  # only the head pod reaches an embedded Redis
+    if machines.count > 1:  # only the head pod can reach an embedded Redis
         values["redis"] = {"mode": "valkey", "valkey": {"auth": {"existingSecret": REDIS_SECRET}}}
     return values

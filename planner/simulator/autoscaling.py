@@ -5,22 +5,26 @@ Roles change; a worker is neither started nor stopped, so a simulation has as ma
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.autoscaler import SETTLE_S, Action, Autoscaler, Limits, Measured, Objectives, View
-from planner.pool_forecast import Capability, Layout, Load, LocalPrompts
+from planner.autoscaler import (
+    SETTLE_S,
+    Autoscaler,
+    MeasuredRequests,
+    Objectives,
+    PoolObservation,
+    ScalingAction,
+    ScalingLimits,
+)
+from planner.pool_forecast import Capability, LocalPrompts, ModelLoad, PoolSizes
+from planner.simulator.cluster import SimCluster
 from planner.simulator.events import EventLoop
 from planner.simulator.recorder import Recorder
 from planner.simulator.requests import MODEL
 from planner.simulator.setup import Setup
+from planner.traces.trace import TrafficTrace
 from tandem.config.spec import Role
-
-if TYPE_CHECKING:
-    from planner.simulator.cluster import SimCluster
-    from planner.traces.trace import Trace
 
 WINDOW_S = 10.0
 
@@ -29,11 +33,17 @@ class SimAutoscaler:
     """`role_changes`: when, and the pools' sizes from then on."""
 
     def __init__(
-        self, cluster: SimCluster, trace: Trace, setup: Setup, objectives: Objectives, loop: EventLoop, seen: Recorder
+        self,
+        cluster: SimCluster,
+        trace: TrafficTrace,
+        setup: Setup,
+        objectives: Objectives,
+        loop: EventLoop,
+        seen: Recorder,
     ) -> None:
         spec, there_are = setup.autoscaler, sum(pool.workers for _, pool in setup.pools())
         prefill = spec.prefill.min if spec.prefill.min is not None else min(1, there_are - 1)
-        limits = Limits(
+        limits = ScalingLimits(
             (there_are, there_are),
             (prefill, there_are if spec.prefill.max is None else spec.prefill.max),
             (spec.decode.min or 1, there_are if spec.decode.max is None else spec.decode.max),
@@ -51,15 +61,15 @@ class SimAutoscaler:
             return
         now_s = self._loop.now_s()
         decision = self._policy.decide(self._view(now_s), now_s)
-        if decision.action is Action.CHANGE_ROLES:
-            self._cluster.fleet.set_roles(decision.layout.prefill)
+        if decision.action is ScalingAction.CHANGE_ROLES:
+            self._cluster.fleet.set_roles(decision.target.prefill)
             self._policy.changed(decision, now_s)
             self._changed_s = now_s
-            self.role_changes.append((now_s, *decision.layout))
+            self.role_changes.append((now_s, *decision.target))
             self._cluster.pump()
         self._loop.at(now_s + self._setup.autoscaler.interval_s, self._look)
 
-    def _view(self, now_s: float) -> View:
+    def _view(self, now_s: float) -> PoolObservation:
         fleet, trace = self._cluster.fleet, self._trace
         first, last = np.searchsorted(trace.arrival_s, (now_s - WINDOW_S, now_s), side="right")
         came = slice(int(first), int(last))
@@ -70,7 +80,7 @@ class SimAutoscaler:
         answer_tokens = float(fleet.estimates.answer_tokens(MODEL))
         waiting = sum(each.prefill_tokens for each in self._cluster.core.waiting())
         on_workers = sum(worker.load().waiting_tokens for role in Role for worker in fleet.role(role))
-        load = Load(
+        load = ModelLoad(
             requests_per_s=count / min(WINDOW_S, max(1.0, now_s)),
             uncached_tokens=uncached,
             context_tokens=prompt_tokens + answer_tokens,
@@ -85,9 +95,11 @@ class SimAutoscaler:
             self._setup.decode.kv_tokens,
             LocalPrompts.of(self._setup.router),
         )
-        return View(Layout(fleet.size(Role.PREFILL), fleet.size(Role.DECODE)), load, can, self._measured(now_s))
+        return PoolObservation(
+            PoolSizes(fleet.size(Role.PREFILL), fleet.size(Role.DECODE)), load, can, self._measured(now_s)
+        )
 
-    def _measured(self, now_s: float) -> Measured:
+    def _measured(self, now_s: float) -> MeasuredRequests:
         since_s = max(now_s - WINDOW_S, self._changed_s + SETTLE_S)
         seen, arrival_s = self._seen, self._trace.arrival_s
         # Whoever has its first token now came lately; an answer may last longer.
@@ -96,7 +108,7 @@ class SimAutoscaler:
         ended = np.nonzero(seen.finished & (seen.last_token_s >= since_s))[0]
         decoding_s = seen.last_token_s[ended] - seen.first_token_s[ended]
         tpot_s = decoding_s / np.maximum(1, self._trace.output_tokens[ended] - 1)
-        return Measured(
+        return MeasuredRequests(
             requests=began.size,
             ttft_s=float((seen.first_token_s[began] - arrival_s[began]).mean()) if began.size else None,
             judged=ended.size,

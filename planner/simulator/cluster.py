@@ -14,7 +14,7 @@ from planner.simulator.requests import NoText, SimRequest
 from planner.simulator.sequence import BlockNames, SimSequence
 from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from router.observe.paces import Paces
 from router.policies.profiles import policy_profile
 from router.requests import actions as act
@@ -34,7 +34,7 @@ PUMP_EVERY_S = 0.001
 class SimCluster:
     """The core's `Carrier`, and the `WorkerHost` of its workers."""
 
-    def __init__(self, trace: Trace, setup: Setup, loop: EventLoop, recorder: Recorder) -> None:
+    def __init__(self, trace: TrafficTrace, setup: Setup, loop: EventLoop, recorder: Recorder) -> None:
         self._trace, self._setup, self._loop, self._recorder = trace, setup, loop, recorder
         self._classes = {each.name for each in setup.router.classes}
         self._names = BlockNames(trace.prefixes, setup.block_tokens)

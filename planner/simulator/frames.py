@@ -6,14 +6,13 @@ Stands for the engine's side of worker.service, and for the transfer agents of a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from planner.simulator.events import EventLoop
 from planner.simulator.links import push
 from planner.simulator.requests import LAST_TOKEN, SimRequest, SimToken
 from planner.simulator.sequence import BlockNames, SimSequence, TokenCount
 from planner.simulator.setup import Setup
+from planner.simulator.worker import SimTicket, SimWorker
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.run import RequestRun
@@ -21,24 +20,9 @@ from tandem.errors import InternalError, TandemError
 from tandem.kvcache.blockhash import HashKey
 from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason, SamplingParams
-
-if TYPE_CHECKING:
-    from planner.simulator.worker import SimWorker
-    from tandem.scheduler.plan import ExportRange
+from tandem.scheduler.plan import ExportRange
 
 _KEY = HashKey("simulated")
-
-
-@dataclass(slots=True, eq=False)
-class SimTicket:
-    """One handoff, from the decode worker's side: it joins when the blocks and the router's Join are there."""
-
-    decode: SimWorker
-    sequence: SimSequence
-    cached_blocks: int
-    first_token_s: float = 0.0  # when it was sampled
-    has_landed: bool = False
-    may_join: bool = False
 
 
 class WorkerSide:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.outcome import Outcome, outcome_fields
 from planner.simulator.fleet import SimFleet
+from planner.simulator.outcome import Outcome, outcome_fields
 from planner.simulator.recorder import Recorder
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.worker import SimWorker
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class SimResult(Outcome):
     role_changes: tuple[tuple[float, int, int], ...] = ()  # by the autoscaler: when, and the pools' sizes from then on
 
 
-def summarize(trace: Trace, setup: Setup, slo: Slo, recorder: Recorder, fleet: SimFleet) -> SimResult:
+def summarize(trace: TrafficTrace, setup: Setup, slo: Slo, recorder: Recorder, fleet: SimFleet) -> SimResult:
     fields = outcome_fields(trace, slo, recorder)
     workers = [*fleet.workers.values(), *fleet.gone]
     by_role = {role: [each for each in workers if each.role is role] for role, _ in setup.pools()}

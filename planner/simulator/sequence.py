@@ -12,7 +12,7 @@ from typing import SupportsIndex, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.traces.trace import Prefixes
+from planner.traces.trace import PrefixBlocks
 from tandem.kvcache.blockhash import HASH_BYTES, BlockHash
 from tandem.scheduler.sequence import Sequence
 
@@ -52,7 +52,7 @@ class BlockNames:
     it, since ids are those of chained hashes.
     """
 
-    def __init__(self, prefixes: Prefixes | None, block_tokens: int) -> None:
+    def __init__(self, prefixes: PrefixBlocks | None, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self._prefixes = prefixes
         if prefixes is not None and block_tokens % prefixes.block_tokens and prefixes.block_tokens % block_tokens:

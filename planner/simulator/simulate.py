@@ -12,7 +12,7 @@ from planner.simulator.events import EventLoop
 from planner.simulator.recorder import Recorder
 from planner.simulator.result import SimResult, summarize
 from planner.simulator.setup import Fault, FaultKind, Setup, Slo
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.config.spec import Role
 from tandem.errors import ConfigError, InternalError
 
@@ -21,7 +21,7 @@ _PROGRESS_EVERY = 256
 
 
 def simulate(
-    trace: Trace,
+    trace: TrafficTrace,
     setup: Setup,
     slo: Slo | None = None,
     *,

@@ -8,26 +8,24 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from planner.cost import CostModel, PrefillWork
+from planner.shared_host import BusyCores
+from planner.simulator.events import EventLoop
 from planner.simulator.links import Port
+from planner.simulator.recorder import IntervalHistogram
 from planner.simulator.scheduler import RepeatingScheduler, SimBlockPool
 from planner.simulator.sequence import SimSequence
+from planner.simulator.setup import PoolSetup, Setup
 from router.prefix_index.mirror import WorkerKey
 from router.requests.run import RequestRun
 from router.workers.account import Account
 from tandem.config.spec import Role
 from tandem.errors import TandemError
-
-if TYPE_CHECKING:
-    from planner.shared_host import BusyCores
-    from planner.simulator.events import EventLoop
-    from planner.simulator.frames import SimTicket
-    from planner.simulator.recorder import IntervalHistogram
-    from planner.simulator.setup import PoolSetup, Setup
-    from tandem.scheduler.plan import ExportRange, StepPlan
+from tandem.scheduler.plan import ExportRange, StepPlan
 
 MAX_REPEATED_STEPS = 256  # a step's context is taken in the middle of those it stands for
 
@@ -48,6 +46,18 @@ class WorkerHost(Protocol):
     def export(self, worker: SimWorker, part: ExportRange, start_s: float, end_s: float) -> None: ...
     def paced(self, worker: SimWorker, batch: int, tokens: int, seconds: float) -> None: ...
     def changed(self, worker: SimWorker, *, room: bool) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class SimTicket:
+    """One handoff, from the decode worker's side: it joins when the blocks and the router's Join are there."""
+
+    decode: SimWorker
+    sequence: SimSequence
+    cached_blocks: int
+    first_token_s: float = 0.0  # when it was sampled
+    has_landed: bool = False
+    may_join: bool = False
 
 
 class SimWorker:

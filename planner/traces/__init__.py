@@ -1,1 +1,1 @@
-"""Traces: what traffic was, or might be, in one form: arrivals, lengths, shared prefixes. No prompt text anywhere."""
+"""Traces of traffic, recorded or synthetic: arrivals, lengths, shared prefixes. They contain no prompt text."""

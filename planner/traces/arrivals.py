@@ -1,4 +1,4 @@
-"""When requests arrive: processes that draw `count` arrival times. Pure but for the generator they are given."""
+"""Arrival processes: each draws `count` arrival times. Pure except for the random generator passed in."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from tandem.errors import InputError
 
 Times = NDArray[np.float64]
-_STEPS = 4096  # of a rate that varies
+_STEPS = 4096  # grid points of a varying rate
 
 
 class ArrivalProcess(Protocol):
     def times_s(self, count: int, random: np.random.Generator) -> Times:
-        """`count` times in order, the first not before 0."""
+        """`count` times in ascending order, none below 0."""
         ...
 
     def describe(self) -> str: ...
@@ -25,7 +25,7 @@ class ArrivalProcess(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gamma:
-    """Intervals of a gamma distribution with coefficient of variation `cv`: 1 is Poisson, more is bursts."""
+    """Gamma distributed intervals with coefficient of variation `cv`: 1 is Poisson, more is bursty."""
 
     requests_per_s: float
     cv: float = 1.0
@@ -45,7 +45,7 @@ class Gamma:
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """Poisson whose rate rises or falls on a straight line over `duration_s`, and stays there."""
+    """Poisson with a rate that changes linearly over `duration_s` and then stays constant."""
 
     from_per_s: float
     to_per_s: float
@@ -59,7 +59,7 @@ class Ramp:
     def times_s(self, count: int, random: np.random.Generator) -> Times:
         grid_s = np.linspace(0.0, self.duration_s, _STEPS)
         rates = np.linspace(self.from_per_s, self.to_per_s, _STEPS)
-        return _thinned(count, random, grid_s, rates, self.to_per_s)
+        return _time_rescaled(count, random, grid_s, rates, self.to_per_s)
 
     def describe(self) -> str:
         return f"a ramp from {self.from_per_s:g} to {self.to_per_s:g} requests/s over {self.duration_s:g} s"
@@ -67,7 +67,7 @@ class Ramp:
 
 @dataclass(frozen=True, slots=True)
 class Diurnal:
-    """Poisson around `requests_per_s`: a sine of `period_s` whose peak is 1 + `swing` times the mean."""
+    """Poisson with a sinusoidal rate: mean `requests_per_s`, period `period_s`, peak 1 + `swing` times the mean."""
 
     requests_per_s: float
     swing: float = 0.5
@@ -83,14 +83,14 @@ class Diurnal:
         periods = math.ceil(count / (self.requests_per_s * self.period_s)) + 1
         grid_s = np.linspace(0.0, periods * self.period_s, _STEPS * periods)
         rates = self.requests_per_s * (1 + self.swing * np.sin(2 * np.pi * grid_s / self.period_s))
-        return _thinned(count, random, grid_s, rates, self.requests_per_s)
+        return _time_rescaled(count, random, grid_s, rates, self.requests_per_s)
 
     def describe(self) -> str:
         return f"a day of {self.period_s:g} s around {self.requests_per_s:g} requests/s, peak x {1 + self.swing:g}"
 
 
-def _thinned(count: int, random: np.random.Generator, grid_s: Times, rates: Times, rate_after: float) -> Times:
-    """A Poisson process in the time in which the rate is 1, carried back through the rate's integral."""
+def _time_rescaled(count: int, random: np.random.Generator, grid_s: Times, rates: Times, rate_after: float) -> Times:
+    """Draws a Poisson process of rate 1 and maps it back through the inverse of the rate's integral."""
     expected = np.concatenate([[0.0], np.cumsum((rates[1:] + rates[:-1]) / 2 * np.diff(grid_s))])
     unit = np.cumsum(random.exponential(1.0, count))
     beyond = np.maximum(0.0, unit - expected[-1]) / rate_after

@@ -1,4 +1,4 @@
-"""Traces in CSV: Azure's (arrival and lengths) and files of lengths alone, which are given arrivals."""
+"""Traces in CSV: Azure's, with arrivals and lengths, and files of lengths alone, which need an arrival process."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import TypeVar
 import numpy as np
 
 from planner.traces.arrivals import ArrivalProcess
-from planner.traces.trace import Trace, TraceBuilder
+from planner.traces.trace import TraceBuilder, TrafficTrace
 from tandem.errors import InputError
 
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 Value = TypeVar("Value")
-# Columns of lengths under the names that published files give them: prompt, output.
+# Names of the prompt and output columns in published files.
 LENGTHS = (
     ("num_prefill_tokens", "num_decode_tokens"),
     ("prompt_tokens", "output_tokens"),
     ("input_length", "output_length"),
     ("ContextTokens", "GeneratedTokens"),
 )
-# Vidur's other columns follow from these two.
+# Vidur's other columns, which follow from these two.
 _DERIVED = {"num_total_tokens", "pd_ratio"}
 
 
@@ -32,7 +32,7 @@ def header_of(path: Path) -> tuple[str, ...]:
         return tuple(next(csv.reader(file), ()))
 
 
-def read_azure(path: Path) -> Trace:
+def read_azure(path: Path) -> TrafficTrace:
     """Raises InputError naming line, column and what was expected."""
     builder = TraceBuilder(path.name)
     first: datetime | None = None
@@ -49,9 +49,9 @@ def read_azure(path: Path) -> Trace:
     return builder.build()
 
 
-def read_lengths(path: Path, arrivals: ArrivalProcess | None, seed: int) -> Trace:
-    """Lengths in the order of the file, at arrivals of `arrivals`, which only such files need. Raises InputError as
-    above."""
+def read_lengths(path: Path, arrivals: ArrivalProcess | None, seed: int) -> TrafficTrace:
+    """Lengths in the order of the file, with arrivals drawn from `arrivals`. Raises InputError naming line, column and
+    what was expected."""
     header = header_of(path)
     if not any(header):
         raise InputError(f"{path.name}: expected a trace, got an empty file", field="trace")
@@ -62,7 +62,7 @@ def read_lengths(path: Path, arrivals: ArrivalProcess | None, seed: int) -> Trac
         raise InputError(f"{path.name}, line 1: expected JSON lines or columns {expected}, got {got}", field="row")
     if arrivals is None:
         raise InputError(
-            f"{path.name} has lengths and no arrivals: expected --arrivals, such as poisson:2", field="arrivals"
+            f"{path.name}: expected --arrivals, such as poisson:2, because the file has lengths only", field="arrivals"
         )
     unknown = sorted(set(header) - set(names) - _DERIVED)
     builder = TraceBuilder(path.name)
@@ -87,7 +87,7 @@ def _rows(path: Path, builder: TraceBuilder, header: tuple[str, ...]) -> Iterato
         for row in reader:
             line = reader.line_num
             if len(row) != len(header):
-                raise builder.wrong(line, "row", f"{len(header)} values: a trace has no holes", ",".join(row))
+                raise builder.wrong(line, "row", f"{len(header)} values", ",".join(row))
             yield line, dict(zip(header, row, strict=True))
 
 
@@ -96,7 +96,7 @@ def _count(builder: TraceBuilder, line: int, row: dict[str, str], column: str) -
 
 
 def _time(builder: TraceBuilder, line: int, text: str) -> datetime:
-    # Azure writes seven fractional digits; datetime knows six.
+    # Azure writes seven fractional digits; datetime accepts six.
     head, dot, fraction = text.partition(".")
     return _parsed(
         builder, line, "TIMESTAMP", head + dot + fraction[:6], datetime.fromisoformat, "2023-11-16 18:15:46.6805900"

@@ -1,10 +1,10 @@
-"""How much of a trace's prompts an infinite cache would hold: the upper bound of every hit rate."""
+"""The share of a trace's prompt tokens that an infinite cache would hit: the upper bound of every hit rate."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,8 @@ class PrefixHits:
         return self.hit_tokens / self.prompt_tokens
 
 
-def infinite_cache_hits(trace: Trace) -> PrefixHits:
-    """The rule: the leading run of blocks that were seen before, at most the whole prompt."""
+def infinite_cache_hits(trace: TrafficTrace) -> PrefixHits:
+    """Counts the leading blocks of each prompt that an earlier prompt had, at most the whole prompt."""
     total = int(trace.prompt_tokens.sum())
     if trace.prefixes is None:
         return PrefixHits(total, 0, 0, 0)

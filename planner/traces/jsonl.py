@@ -1,8 +1,8 @@
-"""Traces of one JSON object a line: Mooncake's, and Tandem's own request log.
+"""Traces with one JSON object per line: Mooncake's, and Tandem's own request log.
 
 Mooncake: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` of 512-token blocks.
-Request log: `arrival_s`, `prompt_tokens`, `output_tokens`, and where known `block_tokens` with `block_hashes` (salted,
-hexadecimal or numbers), `class`, `tenant`. Other columns are refused, so that a misspelt one is noticed.
+Request log: `arrival_s`, `prompt_tokens`, `output_tokens`; optionally `block_tokens` with `block_hashes` (salted;
+hexadecimal or numbers), `class`, `tenant`. Other columns are refused, to catch misspellings.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from planner.traces.trace import DEFAULT_CLASS, Trace, TraceBuilder
+from planner.traces.trace import DEFAULT_CLASS, TraceBuilder, TrafficTrace
 from tandem.errors import InputError
 
 MOONCAKE_BLOCK_TOKENS = 512
-LOG_EARLY_S = 3600.0  # a log is written as requests end
+LOG_EARLY_S = 3600.0  # the log is in the order in which requests ended
 _MAX_ID = 2**62
 _MOONCAKE = {"timestamp", "input_length", "output_length", "hash_ids"}
 _LOG = {"arrival_s", "prompt_tokens", "output_tokens", "block_tokens", "block_hashes", "class", "tenant"}
 
 
-def read_mooncake(path: Path) -> Trace:
+def read_mooncake(path: Path) -> TrafficTrace:
     """Raises InputError naming line, column and what was expected."""
     builder = TraceBuilder(path.name, MOONCAKE_BLOCK_TOKENS)
     for line, row in _rows(path, builder, _MOONCAKE, _MOONCAKE):
@@ -35,7 +35,7 @@ def read_mooncake(path: Path) -> Trace:
     return builder.build()
 
 
-def read_request_log(path: Path) -> Trace:
+def read_request_log(path: Path) -> TrafficTrace:
     """Raises InputError naming line, column and what was expected."""
     block_tokens = _first_block_tokens(path)
     builder = TraceBuilder(path.name, block_tokens, most_early_s=LOG_EARLY_S)
@@ -55,8 +55,8 @@ def read_request_log(path: Path) -> Trace:
     return builder.build()
 
 
-def write_request_log(trace: Trace, path: Path) -> None:
-    """What `read_request_log` reads."""
+def write_request_log(trace: TrafficTrace, path: Path) -> None:
+    """Writes the format of `read_request_log`."""
     with path.open("w", encoding="utf-8") as file:
         for index in range(len(trace)):
             row: dict[str, Any] = {
@@ -98,7 +98,7 @@ def _rows(path: Path, builder: TraceBuilder, known: set[str], needed: set[str]) 
     with path.open(encoding="utf-8", errors="replace") as file:
         for line, text in enumerate(file, start=1):
             if not text.strip():
-                raise builder.wrong(line, "row", "a JSON object: a trace has no holes", "an empty line")
+                raise builder.wrong(line, "row", "a JSON object", "an empty line")
             row = _object(path.name, line, text)
             if missing := sorted(needed - row.keys()):
                 raise builder.wrong(line, missing[0], "a value", "none")
@@ -152,5 +152,5 @@ def _id(builder: TraceBuilder, line: int, column: str, value: object) -> int:
         try:
             return int(value, 16) % _MAX_ID
         except ValueError:
-            pass  # said below
+            pass  # the error is raised below
     raise builder.wrong(line, column, f"hexadecimal hashes, or numbers from 0 to {_MAX_ID}", value)

@@ -1,7 +1,7 @@
 """ServeGen clients (alibaba/ServeGen): a folder of `*-trace.csv` (rates by window) and `*-dataset.json` (lengths).
 
-A trace without requests of its own: one is drawn. Each client's windows give rate, burstiness and family of intervals;
-its lengths come from the distribution of the 6-hour window they fall into.
+The files contain distributions, not requests, so the requests are drawn. A client's windows give rate, burstiness and
+family of intervals; lengths come from the distribution of the 6-hour window.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.traces.trace import Trace, in_order
+from planner.traces.trace import TrafficTrace, in_order
 from tandem.errors import InputError
 
 FAMILIES = ("Gamma", "Weibull")
@@ -26,7 +26,7 @@ _LAST_WINDOW_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """`shape` and `scale` are of the family's intervals, in seconds."""
+    """`shape` and `scale`: parameters of the interval distribution, in seconds."""
 
     start_s: float
     end_s: float
@@ -37,8 +37,8 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """A distribution: values with probabilities that sum to 1."""
+class LengthDistribution:
+    """Values with probabilities that sum to 1."""
 
     values: NDArray[np.int64]
     chances: NDArray[np.float64]
@@ -48,16 +48,16 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class ServegenClient:
     windows: tuple[Window, ...]
-    lengths: tuple[tuple[float, Lengths, Lengths], ...]  # from when on: prompt, output
+    lengths: tuple[tuple[float, LengthDistribution, LengthDistribution], ...]  # start in seconds; prompt, output
 
-    def lengths_at(self, at_s: float) -> tuple[Lengths, Lengths]:
+    def lengths_at(self, at_s: float) -> tuple[LengthDistribution, LengthDistribution]:
         known = [entry for entry in self.lengths if entry[0] <= at_s] or list(self.lengths[:1])
         return known[-1][1:]
 
 
-def read_servegen(folder: Path, seed: int) -> Trace:
+def read_servegen(folder: Path, seed: int) -> TrafficTrace:
     """Draws the traffic of all clients of a folder.
 
     Raises InputError naming file, line, column and what was expected.
@@ -78,8 +78,8 @@ def read_servegen(folder: Path, seed: int) -> Trace:
             owners.append(np.full(len(times_s), number, np.int32))
     arrival_s = np.concatenate([*arrivals, np.empty(0)])
     if not len(arrival_s):
-        raise InputError(f"{folder}: expected rates above 0, drew no request", field="trace")
-    trace = Trace(
+        raise InputError(f"{folder}: expected rates above 0, got none that yields a request", field="trace")
+    trace = TrafficTrace(
         folder.name,
         arrival_s,
         np.maximum(1, np.concatenate(prompts)),
@@ -93,7 +93,7 @@ def read_servegen(folder: Path, seed: int) -> Trace:
     return trace
 
 
-def read_client(trace_csv: Path, dataset: Path) -> Client:
+def read_client(trace_csv: Path, dataset: Path) -> ServegenClient:
     rows = []
     with trace_csv.open(encoding="utf-8", newline="") as file:
         for line, row in enumerate(csv.reader(file), start=1):
@@ -107,7 +107,7 @@ def read_client(trace_csv: Path, dataset: Path) -> Client:
         for (start_s, rate, family, shape, scale), end_s in zip(rows, ends_s, strict=True)
         if rate > 0
     )
-    return Client(windows, _read_lengths(dataset))
+    return ServegenClient(windows, _read_lengths(dataset))
 
 
 def _row(name: str, line: int, row: list[str]) -> tuple[float, float, str, float, float]:
@@ -133,7 +133,7 @@ def _number(name: str, line: int, column: str, text: str) -> float:
     return value
 
 
-def _read_lengths(dataset: Path) -> tuple[tuple[float, Lengths, Lengths], ...]:
+def _read_lengths(dataset: Path) -> tuple[tuple[float, LengthDistribution, LengthDistribution], ...]:
     try:
         windows = json.loads(dataset.read_text(encoding="utf-8"))
         found = []
@@ -142,28 +142,30 @@ def _read_lengths(dataset: Path) -> tuple[tuple[float, Lengths, Lengths], ...]:
             if prompt is not None and output is not None:
                 found.append((float(start), prompt, output))
     except OSError as error:
-        raise InputError(f"{dataset.name}: {error.strerror}: expected it beside the trace", field="trace") from None
+        raise InputError(
+            f"{dataset.name}: expected this file beside the trace: {error.strerror}", field="trace"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError, SyntaxError) as error:
         expected = 'expected {"WINDOW START": {"input_tokens": {tokens: chance}, "output_tokens": {...}}}'
         raise InputError(f"{dataset.name}: {expected}: {error}", field="trace") from None
     if not found:
-        raise InputError(f"{dataset.name}: expected a distribution of lengths, all are empty", field="trace")
+        raise InputError(f"{dataset.name}: expected a distribution of lengths, got only empty ones", field="trace")
     return tuple(found)
 
 
-def _lengths(text: str) -> Lengths | None:
-    """ServeGen writes each distribution as the text of a Python dict."""
+def _lengths(text: str) -> LengthDistribution | None:
+    """Parses a distribution, which ServeGen writes as the text of a Python dict."""
     chances = ast.literal_eval(text)
     if not chances:
         return None
     values, weights = np.array(list(chances), np.int64), np.array(list(chances.values()), np.float64)
     if values.min() < 0 or weights.min() < 0 or not weights.sum() > 0:
-        raise ValueError("lengths and chances are at least 0")
-    return Lengths(values, weights / weights.sum())
+        raise ValueError("expected lengths and probabilities of at least 0")
+    return LengthDistribution(values, weights / weights.sum())
 
 
 def _draw(window: Window, random: np.random.Generator) -> NDArray[np.float64]:
-    """Arrivals of one window. The file's parameters give the family's form, its rate the mean interval."""
+    """Draws the arrivals of one window. The file's rate gives the mean interval, its parameters the shape."""
     mean = int((window.end_s - window.start_s) * window.requests_per_s)
     count = mean + 10 * math.isqrt(mean + 1) + 10
     shape = window.shape if window.shape > 0 else 1.0

@@ -1,4 +1,4 @@
-"""Traffic that is made up: an arrival process, distributions of lengths, and prefixes that prompts share."""
+"""Synthetic traffic from an arrival process, length distributions and prefixes that prompts share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.traces.arrivals import ArrivalProcess
-from planner.traces.trace import Prefixes, Trace
+from planner.traces.trace import PrefixBlocks, TrafficTrace
 from tandem.errors import InputError
 
 BLOCK_TOKENS = 16
@@ -17,7 +17,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class LengthSpec:
-    """Lengths of mean `mean`: lognormal with coefficient of variation `cv`, all the same when that is 0."""
+    """Lognormal lengths with mean `mean` and coefficient of variation `cv`; `cv` 0 gives equal lengths."""
 
     mean: float
     cv: float = 0.0
@@ -37,8 +37,8 @@ class LengthSpec:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """`share` of the requests begin with one of `count` prefixes of `tokens` tokens, the k-th 1/k times as often as the
-    first (Zipf), as system prompts and documents do."""
+    """`share` of the requests begin with one of `count` prefixes of `tokens` tokens. The k-th is 1/k times as frequent
+    as the first (Zipf), like system prompts and documents."""
 
     count: int
     tokens: int
@@ -61,29 +61,29 @@ def synthetic_trace(
     *,
     prefixes: SharedPrefixes | None = None,
     seed: int = 0,
-) -> Trace:
-    """With `prefixes` a prompt is its prefix and tokens of its own after it, of `prompt`'s lengths."""
+) -> TrafficTrace:
+    """With `prefixes`, a prompt is a shared prefix followed by tokens of its own; `prompt` gives their number."""
     if count < 1:
         raise InputError(f"requests: expected at least 1, got {count}", field="requests")
     random = np.random.default_rng(seed)
     arrival_s = arrivals.times_s(count, random)
-    own, answers = prompt.draw(count, random), output.draw(count, random)
-    shared, prompt_tokens = None, own
+    own_tokens, answers = prompt.draw(count, random), output.draw(count, random)
+    shared, prompt_tokens = None, own_tokens
     if prefixes is not None:
         shared, shared_tokens = _share(prefixes, count, random)
-        prompt_tokens = own + shared_tokens
+        prompt_tokens = own_tokens + shared_tokens
     note = f"{arrivals.describe()}, prompts of {prompt.mean:g}, answers of {output.mean:g} tokens"
-    return Trace("synthetic", arrival_s - arrival_s[0], prompt_tokens, answers, shared, notes=(note,))
+    return TrafficTrace("synthetic", arrival_s - arrival_s[0], prompt_tokens, answers, shared, notes=(note,))
 
 
-def _share(spec: SharedPrefixes, count: int, random: np.random.Generator) -> tuple[Prefixes, NDArray[np.int64]]:
+def _share(spec: SharedPrefixes, count: int, random: np.random.Generator) -> tuple[PrefixBlocks, NDArray[np.int64]]:
     weights = 1 / np.arange(1, spec.count + 1)
     which = random.choice(spec.count, count, p=weights / weights.sum())
     shares = random.random(count) < spec.share
-    blocks = spec.tokens // BLOCK_TOKENS  # of a prefix's last, partial block nothing can be reused
+    blocks = spec.tokens // BLOCK_TOKENS  # the last, partial block of a prefix cannot be reused
     rows = np.where(shares, blocks, 0)
     ids = [prefix * blocks + np.arange(blocks) for prefix in which[shares]]
     return (
-        Prefixes(BLOCK_TOKENS, np.concatenate([*ids, np.empty(0, np.int64)]).astype(np.int64), np.cumsum(rows)),
+        PrefixBlocks(BLOCK_TOKENS, np.concatenate([*ids, np.empty(0, np.int64)]).astype(np.int64), np.cumsum(rows)),
         np.where(shares, spec.tokens, 0),
     )

@@ -1,4 +1,4 @@
-"""One form for every trace: columns of numbers, a million requests in some tens of megabytes."""
+"""The common form of all traces: columns of numbers. A million requests take some tens of megabytes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ DEFAULT_CLASS = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Prefixes:
-    """What prompts share. Request i begins with the blocks `ids[ends[i - 1] : ends[i]]` of `block_tokens` tokens each,
-    the last one perhaps partly; two requests share a prefix as far as their ids agree. Tokens beyond are its own."""
+class PrefixBlocks:
+    """The prefixes that prompts share. Request i begins with the blocks `ids[ends[i - 1] : ends[i]]` of `block_tokens`
+    tokens each; the last may be partial. Two requests share a prefix as far as their ids agree. Tokens after the blocks
+    are not shared."""
 
     block_tokens: int
     ids: NDArray[np.int64]
@@ -27,28 +28,28 @@ class Prefixes:
         start = int(self.ends[index - 1]) if index else 0
         return self.ids[start : int(self.ends[index])]
 
-    def stretch(self, start: int, end: int) -> Prefixes:
+    def stretch(self, start: int, end: int) -> PrefixBlocks:
         before = int(self.ends[start - 1]) if start else 0
         ids = self.ids[before : int(self.ends[end - 1])]
         return replace(self, ids=ids, ends=self.ends[start:end] - before)
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class TrafficTrace:
     """Requests in order of arrival; the first arrives at 0.
 
     Args:
         arrival_s: [n], seconds. prompt_tokens, output_tokens: [n], at least 1 each.
-        prefixes: None where the source says nothing of shared prompts.
-        labels: names of (class, tenant) pairs; `label` [n] is each request's. The empty class is the router's default.
-        notes: what was done to the source on the way here, for whoever reads the results.
+        prefixes: None if the source has no information on shared prefixes.
+        labels: (class, tenant) pairs; `label` [n]: the index of each request. The empty class is the router's default.
+        notes: changes made to the source, shown with the results.
     """
 
     name: str
     arrival_s: NDArray[np.float64]
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
-    prefixes: Prefixes | None = None
+    prefixes: PrefixBlocks | None = None
     labels: tuple[tuple[str, str], ...] = ((DEFAULT_CLASS, ""),)
     label: NDArray[np.int32] | None = None
     notes: tuple[str, ...] = field(default=())
@@ -62,7 +63,7 @@ class Trace:
 
     @property
     def span_s(self) -> float:
-        """First arrival to last."""
+        """Seconds from first to last arrival."""
         return float(self.arrival_s[-1] - self.arrival_s[0])
 
     @property
@@ -73,15 +74,17 @@ class Trace:
         """Class and tenant."""
         return self.labels[0 if self.label is None else int(self.label[index])]
 
-    def head(self, count: int) -> Trace:
+    def head(self, count: int) -> TrafficTrace:
         """The first `count` requests."""
         return self.stretch(0, count)
 
-    def stretch(self, start: int, end: int) -> Trace:
-        """Requests [start, end), the first of them at 0. Raises InputError when there are none."""
+    def stretch(self, start: int, end: int) -> TrafficTrace:
+        """Requests [start, end), shifted so the first arrives at 0. Raises InputError when there are none."""
         start, end = max(0, start), min(end, len(self))
         if end <= start:
-            raise InputError(f"{self.name}: expected requests in the stretch asked for, there are none", field="trace")
+            raise InputError(
+                f"{self.name}: expected at least one request in the selected part, got none", field="trace"
+            )
         arrival_s = self.arrival_s[start:end]
         return replace(
             self,
@@ -92,19 +95,19 @@ class Trace:
             label=None if self.label is None else self.label[start:end],
         )
 
-    def between(self, start_s: float, end_s: float) -> Trace:
-        """Those that arrive from `start_s` on and before `end_s`."""
+    def between(self, start_s: float, end_s: float) -> TrafficTrace:
+        """Requests that arrive in [start_s, end_s)."""
         start, end = np.searchsorted(self.arrival_s, [start_s, end_s])
         return self.stretch(int(start), int(end))
 
-    def at_rate(self, factor: float) -> Trace:
-        """The same requests, `factor` times as fast."""
+    def at_rate(self, factor: float) -> TrafficTrace:
+        """The same requests at `factor` times the rate."""
         if factor == 1.0:
             return self
         return replace(self, arrival_s=self.arrival_s / factor, notes=(*self.notes, f"load x {factor:g}"))
 
-    def with_lengths(self, prompt_factor: float, output_factor: float) -> Trace:
-        """Longer or shorter prompts and answers. A prompt grows by tokens of its own; what it shares stays."""
+    def with_lengths(self, prompt_factor: float, output_factor: float) -> TrafficTrace:
+        """Scales prompts and answers. The shared prefix of a prompt keeps its length."""
         return replace(
             self,
             prompt_tokens=_scaled(self.prompt_tokens, prompt_factor),
@@ -112,15 +115,15 @@ class Trace:
             notes=(*self.notes, f"prompts x {prompt_factor:g}, answers x {output_factor:g}"),
         )
 
-    def repeated(self, times: int) -> Trace:
-        """One after the other; the repetitions share nothing with each other."""
+    def repeated(self, times: int) -> TrafficTrace:
+        """Repeats the trace in sequence. Repetitions share no prefixes with each other."""
         period_s = self.span_s + 1.0 / self.requests_per_s
         shifts = np.repeat(np.arange(times), len(self))
         prefixes = self.prefixes
         if prefixes is not None:
             per_time = int(prefixes.ends[-1])
             distinct = int(prefixes.ids.max(initial=0)) + 1
-            prefixes = Prefixes(
+            prefixes = PrefixBlocks(
                 prefixes.block_tokens,
                 np.tile(prefixes.ids, times) + np.repeat(np.arange(times), per_time) * distinct,
                 np.tile(prefixes.ends, times) + shifts * per_time,
@@ -145,7 +148,7 @@ class TraceBuilder:
     """Collects the rows of a file. Raises InputError that names the line and the column."""
 
     def __init__(self, name: str, block_tokens: int | None = None, most_early_s: float = 0.0) -> None:
-        """`most_early_s`: rows may stand so much before their predecessor; they are put in order."""
+        """`most_early_s`: rows may arrive this much before their predecessor; `build` then sorts them."""
         self._name = name
         self._block_tokens = block_tokens
         self._most_early_s = most_early_s
@@ -192,14 +195,14 @@ class TraceBuilder:
         shown = got if isinstance(got, int | float) else repr(got)[:60]
         return InputError(f"{self._name}, line {line}, {column}: expected {expected}, got {shown}", field=column)
 
-    def build(self, notes: tuple[str, ...] = ()) -> Trace:
+    def build(self, notes: tuple[str, ...] = ()) -> TrafficTrace:
         if not self._arrival_s:
             raise InputError(f"{self._name}: expected at least one request, got none", field="trace")
         arrival_s = np.array(self._arrival_s)
         prefixes = None
         if self._block_tokens is not None:
-            prefixes = Prefixes(self._block_tokens, np.array(self._ids, np.int64), np.array(self._ends, np.int64))
-        trace = Trace(
+            prefixes = PrefixBlocks(self._block_tokens, np.array(self._ids, np.int64), np.array(self._ends, np.int64))
+        trace = TrafficTrace(
             self._name,
             arrival_s - arrival_s.min(),
             np.array(self._prompt, np.int64),
@@ -212,15 +215,15 @@ class TraceBuilder:
         return in_order(trace) if self._most_early_s else trace
 
 
-def in_order(trace: Trace) -> Trace:
-    """Sorted by arrival; requests that arrive together stay in their order."""
+def in_order(trace: TrafficTrace) -> TrafficTrace:
+    """Sorts by arrival; requests that arrive together keep their order."""
     order = np.argsort(trace.arrival_s, kind="stable")
     if (order[1:] > order[:-1]).all():
         return trace
     prefixes = trace.prefixes
     if prefixes is not None:
         rows = [prefixes.of(int(index)) for index in order]
-        prefixes = Prefixes(prefixes.block_tokens, np.concatenate(rows), np.cumsum([len(row) for row in rows]))
+        prefixes = PrefixBlocks(prefixes.block_tokens, np.concatenate(rows), np.cumsum([len(row) for row in rows]))
     return replace(
         trace,
         arrival_s=trace.arrival_s[order],

@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from kvtransfer.session.causes import HandoffFault
+from kvtransfer.causes import HandoffFault
 from router.dashboard.events import EventKind, EventLog, FleetWatch, Severity
 from router.dashboard.flows import Flows
 from router.dashboard.slices import Count, Latency, Slices, bucket_of

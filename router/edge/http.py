@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from router.auth.http_gate import HttpGate, call_of, note_error
+from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.answer_schema import (
     AnswerStruct,
     DetokenizeAnswer,
@@ -35,7 +36,7 @@ from router.edge.openai.responses_format import ResponsesFormat
 from router.edge.openai.responses_schema import ResponsesRequest
 from router.edge.openai.schema import ChatCompletionRequest, CompletionRequest, parse_body
 from router.edge.openai.tokenize import DetokenizeRequest, TokenizeRequest
-from router.edge.sse import SCOPE_KEY, Connection, SseResponse, WriteBatcher
+from router.edge.sse import Connection, SseResponse, WriteBatcher
 from router.request_ids import RequestIds
 from router.requests.answers import Answers
 from router.requests.request import RawRequest

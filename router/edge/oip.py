@@ -10,8 +10,8 @@ from router.auth.grpc_gate import call_of, header_of
 from router.edge.limits.grpc import CallLimit
 from router.edge.oip_tensors import INPUTS, OUTPUTS, VERSION, InferRequest, parse_infer, response
 from router.edge.openai.format import text_of, tokens_of
+from router.request_ids import new_request_id
 from router.requests.output import Piece
-from router.requests.request import new_request_id
 from router.service import RouterService
 from router.terms import RequestTerms
 from tandem.errors import InputError, NotFound, TandemError

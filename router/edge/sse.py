@@ -16,11 +16,11 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.format import AnswerFormat
 from router.requests.answers import Answers, Arrival
 from tandem.errors import ErrorCode, TandemError
 
-SCOPE_KEY = "tandem.connection"
 LOAD_INTERVAL_S = 0.5  # how often the load is measured; a shorter peak is no reason to delay tokens
 BUSY_SHARE = 0.75  # of the time: beyond this, no core is left to catch up with
 PAUSE_S = 0.025  # between two flushes of a busy router

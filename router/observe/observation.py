@@ -3,61 +3,21 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.dashboard.feed import Feed
-from router.observe.demand import DemandMeter
 from router.observe.export import ExportOutcome, TraceExport
 from router.observe.metrics.cost import CostCollector, CostMeter, ranks_of
 from router.observe.metrics.loop_lag import LoopLag
-from router.observe.metrics.requests import RouterMetrics
 from router.observe.metrics.workers import WorkerCollector, parse_places
-from router.observe.paces import Paces
-from router.observe.request_log import RequestLog
-from router.observe.request_tap import RequestTap
-from router.observe.trace import Traces
-from router.probes.health_facts import HealthFacts
-from router.requests.core import RequestCore
-from router.requests.facts import Facts
 from router.workers.fleet import Fleet
 from tandem.clock import Clock
 from tandem.config.launch import RouterLaunch
-from tandem.config.spec import ClassSpec
 from tandem.v1 import cluster_pb2
 from tandem.version import tandem_version
-
-
-class Observers:
-    """All that subscribes to facts about requests; nothing below knows of it."""
-
-    def __init__(
-        self,
-        facts: Facts,
-        core: RequestCore,
-        fleet: Fleet,
-        metrics: RouterMetrics,
-        feed: Feed,
-        classes: Sequence[ClassSpec],
-        export: TraceExport | None,
-    ) -> None:
-        self.traces = Traces(fleet)
-        self.tap = RequestTap(self.traces)
-        self.demand = DemandMeter(classes)
-        self.traces.subscribe(facts)
-        RequestLog(self.traces).subscribe(facts)
-        Paces(fleet).subscribe(facts)
-        HealthFacts(fleet, core.placer).subscribe(facts)
-        self.demand.subscribe(facts)
-        metrics.subscribe(facts, self.traces)
-        feed.subscribe(facts)
-        self.tap.subscribe(facts)
-        if export is not None:
-            export.subscribe(facts, self.traces)
-        self.traces.subscribe_last(facts)
 
 
 class Observation:

@@ -16,11 +16,12 @@ from itertools import islice
 
 import msgspec
 
-from kvtransfer.session.causes import HandoffFault
+from kvtransfer.causes import HandoffFault
 from router.requests import actions as act
 from router.requests.facts import Facts, Received
 from router.requests.output import Usage
-from router.requests.run import Request, RequestRun
+from router.requests.ports import Request
+from router.requests.run import RequestRun
 from router.terms import RequestTerms
 from router.workers.fleet import Fleet
 from tandem.errors import ErrorCode, NotFound, TandemError

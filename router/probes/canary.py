@@ -10,8 +10,8 @@ import asyncio
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 
+from router.observe.metrics.health import CanaryResult
 from router.requests.actions import Action, ChooseDecode, End, Frame, Opening, Requeue
 from router.requests.carried import Carried
 from router.requests.events import Cancelled, Event, Queued, Started, Submitted, WorkerGone
@@ -27,14 +27,6 @@ from tandem.request import SamplingParams
 CANARY_ID_PREFIX = "canary-"
 PROMPT = (0,)  # a token that every model has; less than a block, so never found in a cache
 ANSWER_TOKENS = 2  # the first is the prefill worker's, the second comes after the handoff
-
-
-class CanaryResult(StrEnum):
-    """A metric label."""
-
-    PASSED = "passed"
-    FAILED = "failed"
-    REFUSED = "refused"  # no room: says nothing about the worker
 
 
 class _NoText:

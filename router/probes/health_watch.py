@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from router.observe.metrics.health import CanaryPurpose, HealthMetrics
+from router.observe.metrics.health import CanaryPurpose, CanaryResult, HealthMetrics
 from router.prefix_index.mirror import WorkerKey
-from router.probes.canary import Canary, CanaryResult
+from router.probes.canary import Canary
 from router.workers.fleet import Fleet, Worker
 from router.workers.health import HealthState, MigrateRequests, SendCanary, Silence
 from tandem.clock import Clock

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from router.observe.metrics.health import CanaryPurpose, HealthMetrics
-from router.probes.canary import Canary, CanaryResult
+from router.observe.metrics.health import CanaryPurpose, CanaryResult, HealthMetrics
+from router.probes.canary import Canary
 from router.workers.fleet import Fleet
 from tandem.clock import Clock
 from tandem.config.spec import Role

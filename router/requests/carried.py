@@ -9,7 +9,7 @@ from typing import Protocol
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
-from router.requests.output import Piece, ResponseStream
+from router.requests.output import ResponseStream
 from router.requests.request import ValidRequest
 from router.requests.run import RequestRun
 from router.workers.link import WorkerLink
@@ -127,12 +127,11 @@ class Carried:
         if self._is_recorded or run.is_performing:
             self._core.on(run, ev.TokenSampled(link.key, token))
             return
-        actions = run.on_token(link.key, token, self._clock.now_s())
-        if len(actions) == 1 and type(actions[0]) is Piece and self.stream is not None:  # nearly always
-            if not self.stream.put(actions.popleft()):  # type: ignore[arg-type]  # it is a Piece
-                self._core.on(run, ev.ReaderBehind())
-        else:
-            self._core.perform(run, actions)
+        piece = run.on_token(link.key, token, self._clock.now_s())
+        if piece is None:
+            self._core.perform(run, run.actions)
+        elif self.stream is not None and not self.stream.put(piece):
+            self._core.on(run, ev.ReaderBehind())
 
     def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:
         joined_s = done.received.joined_s if done.HasField("received") else None

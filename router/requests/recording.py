@@ -15,7 +15,7 @@ from zlib import crc32
 
 import msgspec
 
-from kvtransfer.session.causes import HandoffFault
+from kvtransfer.causes import HandoffFault
 from router.policies.types import Placement
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act

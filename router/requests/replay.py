@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from kvtransfer.session.causes import HandoffFault, parse_cause
+from kvtransfer.causes import HandoffFault, parse_cause
 from router.policies.policy import PlacementPolicy
 from router.policies.profiles import policy_profile
 from router.policies.types import Candidate, PlacementQuery
@@ -205,7 +205,7 @@ class Replay:
             self.report.skip(f"an event this release does not know: {line.event.get('type')}")
             return
         found.assembler.stopped = line.stopped
-        actions = self._do(found, lambda run: run.on(event, line.at))
+        actions = self._do(found, event, line.at)
         self.report.events += 1
         replayed = msgspec.json.decode(encoder.encode([render(each, found.stops, self._text) for each in actions]))
         if _comparable(replayed) != _comparable(line.actions):
@@ -227,7 +227,8 @@ class Replay:
             return
         crc, replayed = 0, []
         for at_s, token_id in line.tokens:
-            actions = self._do(found, lambda run: run.on_token(line.worker, _Token(token_id), at_s))  # noqa: B023
+            event = ev.TokenSampled(line.worker, _Token(token_id))
+            actions = self._do(found, event, at_s)
             replayed += [type(each).__name__ for each in actions]
             crc = crc_of(actions, found.stops, crc)
         self.report.tokens += len(line.tokens)
@@ -237,8 +238,8 @@ class Replay:
         self._on_step(Step(number, line.id, last_s, f"{len(line.tokens)} tokens", [], found.run.state.value))
 
     @staticmethod
-    def _do(found: _Replayed, feed: Callable[[RequestRun], Any]) -> list[act.Action]:
-        actions = feed(found.run)
+    def _do(found: _Replayed, event: ev.Event, at_s: float) -> list[act.Action]:
+        actions = found.run.on(event, at_s)
         done = list(actions)
         actions.clear()
         return done

@@ -14,6 +14,7 @@ from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
+from router.request_ids import new_request_id
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.launch import ServedModel
 from tandem.errors import ContextExceeded, InputError
@@ -282,10 +283,6 @@ class ServingModel:
 def _session(name: str, cache_salt: bytes) -> bytes:
     """Of another tenant's session of the same name nothing shows."""
     return blake2b(name.encode("utf-8", "replace"), digest_size=8, key=cache_salt).digest()
-
-
-def new_request_id() -> str:
-    return secrets.token_hex(12)
 
 
 def _too_long(field: str, tokens: int | str, limit: int) -> ContextExceeded:

@@ -12,105 +12,31 @@ Every way out takes the request off each worker that may still have it, and ends
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence, Sized
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from kvtransfer.session.causes import HandoffFault
+from kvtransfer.causes import HandoffFault
 from router.policies.types import WaitReason
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.move import Move, MovePhase
 from router.requests.output import Piece
+from router.requests.ports import Assembler, Request
+from router.requests.retries import BLAMED, HANDOFF_FAULTS, REFUSALS, RETRIED
 from router.requests.timeline import PaceMeter, RunTimeline
 from router.terms import RequestTerms
-from tandem.errors import DeadlineExceeded, ErrorCode, InternalError, RequestCancelled, TandemError
-from tandem.kvcache.blockhash import BlockHash
-from tandem.request import FinishReason, Lifecycle, RequestState, SamplingParams
+from tandem.errors import DeadlineExceeded, InternalError, RequestCancelled, TandemError
+from tandem.request import FinishReason, Lifecycle, RequestState
 
 GAPS_AT_ONCE = 8  # tokens between two TokenGaps facts
 DEADLINE_SLACK_S = 0.05  # a client that leaves this shortly before its deadline left because of it
 
-# The worker is well but cannot take the request now (no KV blocks, a transfer agent being replaced).
-REFUSALS = frozenset({ErrorCode.KV_EXHAUSTED, ErrorCode.UNAVAILABLE})
-HANDOFF_FAULTS = frozenset({ErrorCode.HANDOFF_FAILED, ErrorCode.DEADLINE_EXCEEDED})
-BLAMED = HANDOFF_FAULTS | {ErrorCode.INTERNAL}  # a lost worker is known as such
 _UNSTARTED = (RequestState.RECEIVED, RequestState.ADMITTED, RequestState.QUEUED)
-RETRIED = HANDOFF_FAULTS | REFUSALS | {ErrorCode.WORKER_LOST}
-
-
-class Request(Protocol):
-    """What the core reads of a valid request. `prompt` is read only if its logprobs were asked for."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def prompt(self) -> Sequence[int]: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def sampling(self) -> SamplingParams: ...
-    @property
-    def block_hashes(self) -> Sequence[BlockHash]: ...
-    @property
-    def block_tokens(self) -> int: ...
-    @property
-    def session(self) -> bytes | None: ...
-
-
-class Assembler(Protocol):
-    """Tokens to pieces of text."""
-
-    @property
-    def stopped(self) -> bool:
-        """A stop string is complete."""
-        ...
-
-    def push(self, token: Any) -> Piece: ...
-
-    def flush(self) -> Piece | None:
-        """The text held back, at an end that is no stop string."""
-        ...
 
 
 class RequestRun:
     """Reads `decode` and `prefill` (None: local prefill) as the workers of the current attempt."""
-
-    __slots__ = (
-        "__weakref__",
-        "_actions",
-        "_answer",
-        "_assembler",
-        "_attempt_dispatched_s",
-        "_attempt_first_token_s",
-        "_attempt_joined_s",
-        "_attempts",
-        "_gaps",
-        "_meter",
-        "_migrations",
-        "_move",
-        "_now_s",
-        "_on",
-        "_prefill_sent_s",
-        "_prompt_scores",
-        "_resumed_at",
-        "_timeline",
-        "_wire_id",
-        "credited_tokens",
-        "decode",
-        "excluded",
-        "is_performing",
-        "lifecycle",
-        "max_migrations",
-        "prefill",
-        "request",
-        "terms",
-        "tokens_ahead",
-        "waiting_for",
-        "waiting_since_s",
-    )
 
     def __init__(
         self, request: Request, assembler: Assembler, terms: RequestTerms, now_s: float, max_migrations: int
@@ -179,8 +105,8 @@ class RequestRun:
         return self._attempts
 
     @property
-    def actions(self) -> Sized:
-        """Those that were not carried out yet."""
+    def actions(self) -> deque[act.Action]:
+        """Those that were not carried out yet, in order."""
         return self._actions
 
     @property
@@ -210,8 +136,9 @@ class RequestRun:
         _HANDLERS[type(event)](self, event)
         return self._actions
 
-    def on_token(self, worker: WorkerKey, token: ev.Token, now_s: float) -> deque[act.Action]:
-        """As `on(TokenSampled(worker, token))`: the hot path, of which a decoding request makes one action, a Piece."""
+    def on_token(self, worker: WorkerKey, token: ev.Token, now_s: float) -> Piece | None:
+        """As `on(TokenSampled(worker, token))`, for the hot path. Returns the piece if there is nothing else to do,
+        as nearly always; None: see `actions`."""
         self._now_s = now_s
         answer, timeline = self._answer, self._timeline
         if answer:
@@ -220,7 +147,7 @@ class RequestRun:
                 self._flush_gaps()
         elif not self._emit_prompt_scores():
             self._fail_or_retry(InternalError(f"worker {worker.worker_id} left out logprobs of the prompt"))
-            return self._actions
+            return None
         timeline.last_token_s = now_s
         decodes = self.lifecycle.state is RequestState.DECODING
         if not decodes:
@@ -228,12 +155,15 @@ class RequestRun:
         elif (seconds := self._meter.token(now_s)) is not None:
             self._actions.append(act.DecodePaced(seconds))
         answer.append(token.token_id)
-        self._actions.append(self._assembler.push(token))
+        piece = self._assembler.push(token)
+        if decodes and not self._actions and not self._assembler.stopped:
+            return piece
+        self._actions.append(piece)
         if self._assembler.stopped:
             self._finish(FinishReason.STOP)
         elif not decodes and self.lifecycle.state is RequestState.PREFILLING:
             self._after_first_token(token.token_id)
-        return self._actions
+        return None
 
     def _on_submitted(self, event: ev.Submitted) -> None:
         self.lifecycle.admit()
@@ -304,7 +234,8 @@ class RequestRun:
         return [each.token_id for each in self._prompt_scores] == [*self.request.prompt[1:]]
 
     def _on_token_sampled(self, event: ev.TokenSampled) -> None:
-        self.on_token(event.worker, event.token, self._now_s)
+        if (piece := self.on_token(event.worker, event.token, self._now_s)) is not None:
+            self._actions.append(piece)
 
     def _on_tokens_sampled(self, event: ev.TokensSampled) -> None:
         if self.lifecycle.state is RequestState.HANDOFF and event.worker == self.decode:

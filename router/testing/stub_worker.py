@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from kvtransfer.session.causes import HandoffCause
+from kvtransfer.causes import HandoffCause
 from router.testing.canary import canary_answer, is_canary, wire_id
 from tandem.config.spec import Role
 from tandem.errors import ErrorCode

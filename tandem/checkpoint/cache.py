@@ -1,4 +1,4 @@
-"""Where models, built kernels and other things that can be made again are kept."""
+"""The folder for models, compiled kernels and other artefacts that Tandem can recreate."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A llama-architecture GGUF file as a Hugging Face directory. The only module that imports `gguf`.
+"""Converts a llama-architecture GGUF file to a Hugging Face directory. The only module that imports `gguf`.
 
-Quantised weights come out as fp32, exactly what the quantised numbers say; fp16 and bf16 stay as they are. Tensors are
-converted one at a time, so memory holds one of them.
+Quantised weights are dequantised exactly to fp32; fp16 and bf16 weights keep their dtype. Tensors are converted one at
+a time, so memory holds one of them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,14 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.checkpoint.tokenizer_json import (
+    BYTE_LEVEL,
+    DIGITS_THEN_BYTE_LEVEL,
+    BytePairTokenizer,
+    Json,
+    split_then_bytes,
+)
 from tandem.errors import CheckpointError
-from tandem.text.tokenizer_json import BYTE_LEVEL, DIGITS_THEN_BYTE_LEVEL, BytePairTokenizer, Json, split_then_bytes
 
 _Array = NDArray[Any]
 _T = TypeVar("_T")
@@ -50,12 +56,12 @@ _LLAMA3_WORDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _PreTokenizer:
-    """What a name in `tokenizer.ggml.pre` stands for."""
+    """What a name in `tokenizer.ggml.pre` means."""
 
     pre_tokenizer: Json
     normalizer: Json | None = None
     ignore_merges: bool = False
-    adds_bos: bool = False  # where the file does not say
+    adds_bos: bool = False  # if the file does not say
 
 
 _LLAMA3 = _PreTokenizer(split_then_bytes(_LLAMA3_WORDS), ignore_merges=True, adds_bos=True)
@@ -74,7 +80,7 @@ _PRE_TOKENIZERS: Final = {
 def import_gguf(path: Path, directory: Path, progress: Callable[[str], None]) -> None:
     """Writes config, weights, tokenizer and chat template into `directory`, which exists and is empty.
 
-    Raises CheckpointError naming the file when it is corrupt, truncated or of another architecture.
+    Raises CheckpointError naming the file if it is corrupt, truncated or of another architecture.
     """
     progress(f"reading {path.name}")
     source = _Source.open(path)
@@ -93,7 +99,7 @@ def _write_json(path: Path, value: Json) -> None:
 
 
 class _Source:
-    """One opened GGUF file."""
+    """An open GGUF file."""
 
     def __init__(self, path: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> None:
         self._path = path
@@ -106,8 +112,8 @@ class _Source:
             reader = gguf.GGUFReader(path)
             fields = {name: field.contents() for name, field in reader.fields.items()}
             return cls(path, fields, {tensor.name: tensor for tensor in reader.tensors})
-        except Exception as error:  # the library checks little: numpy's errors of every kind mean a damaged file
-            raise CheckpointError(f"{path}: expected a whole GGUF file, got: {error}", field="model") from error
+        except Exception as error:  # the library validates little: a damaged file raises numpy errors of any kind
+            raise CheckpointError(f"{path}: expected an intact GGUF file, got: {error}", field="model") from error
 
     def wrong(self, what: str, expected: str, got: object) -> CheckpointError:
         return CheckpointError(f"{self._path}: {what}: expected {expected}, got {got!r}", field="model")
@@ -124,7 +130,7 @@ class _Source:
         return self.get(key, int) if key in self._fields else None
 
     def config(self) -> Json:
-        """`config.json`. The tensors' own sizes are checked against it when they are written."""
+        """`config.json`. `write_weights` checks the tensors' sizes against it."""
         architecture = self.get("general.architecture", str)
         if architecture != "llama":
             raise self.wrong("general.architecture", "llama", architecture)
@@ -132,7 +138,7 @@ class _Source:
             raise self.wrong("llama.expert_count", "0 (no mixture of experts)", self._fields["llama.expert_count"])
         heads, hidden = self.get("llama.attention.head_count", int), self.get("llama.embedding_length", int)
         if heads < 1 or hidden < 1:
-            raise self.wrong("llama.attention.head_count", "at least 1, as of llama.embedding_length", heads)
+            raise self.wrong("llama.attention.head_count", "at least 1, and llama.embedding_length too", heads)
         head_dim = self.get("llama.attention.key_length", int, hidden // heads)
         turned = self.get("llama.rope.dimension_count", int, head_dim)
         if turned != head_dim:
@@ -174,14 +180,16 @@ class _Source:
         return {"rope_type": "linear", "factor": self.get("llama.rope.scaling.factor", float)}
 
     def _llama3_scaling(self, factors: _Array, head_dim: int, theta: float) -> Json:
-        """GGUF keeps only the divisors that Llama 3's scaling came to; find the setting that gives them."""
+        """GGUF keeps only the divisors that Llama 3's scaling produced. Finds the settings that produce them."""
         if factors.shape != (head_dim // 2,):
             raise self.wrong(_ROPE_FACTORS, f"{head_dim // 2} numbers", factors.shape)
         factor, low, high, original = float(round(factors.max(), 4)), 1.0, 4.0, 8192
         inv_freq = theta ** -(np.arange(0, head_dim, 2) / head_dim)
         kept = np.clip((original * inv_freq / (2 * math.pi) - low) / (high - low), 0.0, 1.0)
         if not np.allclose(1 / ((1 - kept) / factor + kept), factors, rtol=1e-3):
-            raise self.wrong(_ROPE_FACTORS, "Llama 3's RoPE scaling (low 1, high 4, original context 8192)", "another")
+            raise self.wrong(
+                _ROPE_FACTORS, "Llama 3's RoPE scaling (low 1, high 4, original context 8192)", "other factors"
+            )
         return {
             "rope_type": "llama3",
             "factor": factor,
@@ -270,7 +278,7 @@ class _Source:
             elif len(parts) == 3 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in _LAYER_NAMES:
                 names[name] = f"model.layers.{int(parts[1])}.{_LAYER_NAMES[parts[2]]}"
             elif name != _ROPE_FACTORS:
-                raise self.wrong(name, "the tensors of a dense llama model", "a tensor of none")
+                raise self.wrong(name, "a tensor of a dense llama model", "an unknown tensor")
         expected = 2 + ("output.weight" in self._tensors) + layers * len(_LAYER_NAMES)
         if len(set(names.values())) != expected:
             raise self.wrong("tensors", f"{expected} for {layers} layers", len(names))
@@ -309,5 +317,5 @@ def _stored_dtype(tensor: Any) -> str:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal that is this fp32 number: 1e-05 rather than 9.999999747378752e-06."""
+    """The shortest decimal of this fp32 number: 1e-05 rather than 9.999999747378752e-06."""
     return float(str(np.float32(value)))

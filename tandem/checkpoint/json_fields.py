@@ -1,4 +1,4 @@
-"""Typed reads from a checkpoint's JSON files; each error names the file and the field."""
+"""Typed reads from a checkpoint's JSON files. Each error names the file and the field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_JSON_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class JsonFields:
-    """`within` is the way from the file's top to this object, for errors: "rope_scaling."."""
+    """`within` is the path from the top of the file to this object, for errors: "rope_scaling."."""
 
     path: Path
     values: Mapping[str, Any]
@@ -89,7 +89,7 @@ class JsonFields:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """A checkpoint's JSON file. Raises CheckpointError naming the file."""
+    """A checkpoint's JSON file as a dict. Raises CheckpointError naming the file."""
     try:
         value = json.loads(read_small_file(path))
     except (ValueError, RecursionError) as error:
@@ -100,7 +100,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_small_file(path: Path) -> bytes:
-    """At most MAX_JSON_BYTES. Raises CheckpointError naming the file."""
+    """The file's bytes, at most MAX_JSON_BYTES. Raises CheckpointError naming the file."""
     try:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
@@ -109,6 +109,6 @@ def read_small_file(path: Path) -> bytes:
             )
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: expected this file in a checkpoint, found none", field="model") from error
+        raise CheckpointError(f"{path}: expected this file in the checkpoint, found none", field="model") from error
     except OSError as error:
         raise CheckpointError(f"{path}: expected a readable file, got: {error.strerror}", field="model") from error

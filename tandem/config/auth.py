@@ -1,4 +1,4 @@
-"""The part of the configuration that says who may call (`security.auth`; docs/security.md)."""
+"""Configuration of authentication and rate limits (`security.auth`; docs/security.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.config.frozen import Frozen
 PerMinute = Annotated[int, Field(ge=1, le=1 << 40)]
 Name = Annotated[str, Field(min_length=1, max_length=500)]
 
-# Whoever can check one of these cannot sign: what a router knows is of no use to a thief.
+# Asymmetric algorithms only: the router holds public keys, so a stolen router configuration cannot sign tokens.
 Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
 
 
@@ -32,36 +32,45 @@ class AuthMode(StrEnum):
 
 class LimitsSpec(Frozen):
     requests_per_minute: PerMinute | None = None
-    tokens_per_minute: PerMinute | None = Field(None, description="Of prompts and answers together.")
+    tokens_per_minute: PerMinute | None = Field(None, description="Prompt and output tokens together.")
 
 
 class ClaimsSpec(Frozen):
-    """Which claim of a JWT says what. A claim that is named here and missing in a token allows nothing."""
+    """Names of the JWT claims that Tandem reads. If a claim is named here and a token lacks it, the token allows
+    nothing."""
 
     tenant: Name = "tenant"
-    models: Name | None = Field(None, description="A list of names, or names between spaces; unset: every model.")
-    priorities: Name | None = Field(None, description="Likewise, of priority classes; unset: every class.")
-    requests_per_minute: Name | None = Field(None, description="Unset: jwt.limits.")
-    tokens_per_minute: Name | None = Field(None, description="Unset: jwt.limits.")
-    admin: Name | None = Field(None, description="true: may read metrics and the dashboard. Unset: no JWT may.")
+    models: Name | None = Field(
+        None, description="Models the token may use: a list, or names separated by spaces; unset: all."
+    )
+    priorities: Name | None = Field(
+        None, description="Priority classes the token may use, in the same form; unset: all."
+    )
+    requests_per_minute: Name | None = Field(None, description="Limit of the subject; unset: jwt.limits.")
+    tokens_per_minute: Name | None = Field(None, description="Limit of the subject; unset: jwt.limits.")
+    admin: Name | None = Field(
+        None, description="true: the token may read metrics and the dashboard; unset: no token may."
+    )
 
 
 class JwtSpec(Frozen):
-    """JWTs of an OpenID Connect provider, or of any other issuer that signs with a private key."""
+    """JWTs of an OpenID Connect provider, or of any issuer that signs with a private key."""
 
-    issuer: Name = Field(description="What `iss` must be.")
-    audience: Name = Field(description="What `aud` must be, or hold.")
-    jwks_file: Name | None = Field(None, description="The issuer's public keys (RFC 7517); read again when it changes.")
-    jwks_url: Name | None = Field(None, description="Or where they are fetched: https, or http on loopback.")
+    issuer: Name = Field(description="Required value of the `iss` claim.")
+    audience: Name = Field(description="Value that the `aud` claim must equal or contain.")
+    jwks_file: Name | None = Field(
+        None, description="File of the issuer's public keys (RFC 7517); reread when it changes."
+    )
+    jwks_url: Name | None = Field(None, description="URL of the public keys instead: https, or http on loopback.")
     algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = ("RS256", "ES256", "EdDSA")
-    leeway_s: Annotated[float, Field(ge=0, le=300)] = Field(30.0, description="How far clocks may be apart.")
+    leeway_s: Annotated[float, Field(ge=0, le=300)] = Field(30.0, description="Allowed clock skew.")
     claims: ClaimsSpec = ClaimsSpec()
-    limits: LimitsSpec = Field(LimitsSpec(), description="Of each subject whose token names none.")
+    limits: LimitsSpec = Field(LimitsSpec(), description="Limits of a subject whose token sets none.")
 
     @model_validator(mode="after")
     def _one_source(self) -> JwtSpec:
         if (self.jwks_file is None) == (self.jwks_url is None):
-            raise ValueError("security.auth.jwt.jwks_file: expected either jwks_file or jwks_url")
+            raise ValueError("security.auth.jwt.jwks_file: expected exactly one of jwks_file and jwks_url")
         if self.jwks_url is not None:
             try:
                 url = urlsplit(self.jwks_url)
@@ -74,19 +83,19 @@ class JwtSpec(Frozen):
 
 
 class AuthSpec(Frozen):
-    """Who may call a router (docs/security.md)."""
+    """Authentication of a router's callers (docs/security.md)."""
 
     mode: AuthMode | None = Field(
         None,
-        description="Unset: required where keys_file or jwt is given; otherwise none, and the router listens on "
-        "loopback only.",
+        description="Unset: required if keys_file or jwt is set; otherwise none, and the router must listen on "
+        "loopback.",
     )
     keys_file: Name | None = Field(
-        None, description="API keys, as `tandem keys` writes them; on every host with a router. Read when it changes."
+        None, description="File of API keys, written by `tandem keys`, on every router host; reread when it changes."
     )
     jwt: JwtSpec | None = None
     audit_log: Name | None = Field(
-        None, description="File, or `stdout`, that gets one JSON line for each request: who asked, and what came of it."
+        None, description="File, or `stdout`, for one JSON line per request: the caller and the outcome."
     )
 
     @property
@@ -97,17 +106,20 @@ class AuthSpec(Frozen):
     def _means_fit_mode(self) -> AuthSpec:
         has_means = self.keys_file is not None or self.jwt is not None
         if self.mode is AuthMode.REQUIRED and not has_means:
-            raise ValueError("security.auth.keys_file: expected keys_file or jwt, as security.auth.mode is required")
+            raise ValueError(
+                "security.auth.keys_file: expected keys_file or jwt, because security.auth.mode is required"
+            )
         if self.mode is AuthMode.NONE and has_means:
             raise ValueError("security.auth.mode: expected required (or unset) with keys_file or jwt")
         return self
 
     def check_hosts(self, hosts: dict[str, str]) -> None:
-        """Args: `hosts` maps the field to the host it names. Raises ValueError: strangers could call."""
+        """`hosts` maps a field to the host it names. Raises ValueError if unauthenticated clients could connect from
+        other hosts."""
         for field, host in hosts.items():
             if not self.required and self.mode is None and not is_loopback(host):
                 raise ValueError(
-                    f"{field}: {host} is not loopback, and nobody who calls there is asked who they are: set "
-                    "security.auth.keys_file (`tandem keys create` makes one) or security.auth.jwt, or write "
-                    "`security.auth.mode: none` to let everybody in"
+                    f"{field}: {host} is not loopback, and callers are not authenticated: set "
+                    "security.auth.keys_file (`tandem keys create` makes one) or security.auth.jwt, or set "
+                    "`security.auth.mode: none` to accept all callers"
                 )

@@ -1,4 +1,4 @@
-"""The part of the configuration that says how the pools follow the traffic (`autoscaler`; docs/live-ratio.md)."""
+"""Configuration of the autoscaler (`autoscaler`; docs/live-ratio.md)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Workers = Annotated[int, Field(ge=0, le=4096)]
 
 
 class PoolLimits(Frozen):
-    """How many workers of one role there may be."""
+    """Bounds on the number of workers of one role."""
 
-    min: Workers | None = Field(None, description="Unset: 1, or 0 where the spec has none of this role.")
-    max: Workers | None = Field(None, description="Unset: as many as there may be in all.")
+    min: Workers | None = Field(None, description="Unset: 1, or 0 if the spec has no worker of this role.")
+    max: Workers | None = Field(None, description="Unset: max_workers.")
 
     @model_validator(mode="after")
     def _in_order(self) -> PoolLimits:
@@ -25,33 +25,33 @@ class PoolLimits(Frozen):
 
 
 class AutoscalerSpec(Frozen):
-    """Keeps predicted TTFT and TPOT within the objectives of `router.classes`. The limits hold for each model."""
+    """Keeps predicted TTFT and TPOT within the objectives of `router.classes`. The limits apply to each model."""
 
     enabled: bool = False
-    dry_run: bool = Field(False, description="Decide, log and show, but change nothing.")
-    interval_s: Annotated[float, Field(ge=0.1, le=600)] = Field(2.0, description="Between two looks at the cluster.")
+    dry_run: bool = Field(False, description="Decide and log, but change nothing.")
+    interval_s: Annotated[float, Field(ge=0.1, le=600)] = Field(2.0, description="Time between two decisions.")
     min_workers: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        None, description="Of both roles together; unset: as many as the spec has, so that none is stopped."
+        None, description="Both roles together; unset: the spec's number, so no worker is stopped."
     )
     max_workers: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        None, description="Of both roles together; unset: as many as the spec has, so that none is started."
+        None, description="Both roles together; unset: the spec's number, so no worker is started."
     )
     prefill: PoolLimits = PoolLimits()
     decode: PoolLimits = PoolLimits()
     headroom: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.8, description="A prediction beyond this share of an objective asks for a change."
+        0.8, description="Share of an objective above which a prediction calls for a change."
     )
     confirmations: Annotated[int, Field(ge=1, le=100)] = Field(
-        2, description="So many looks in a row must ask for the same before it is done."
+        2, description="Consecutive decisions that must agree before a change is made."
     )
     role_cooldown_s: Annotated[float, Field(ge=0, le=86400)] = Field(
-        10.0, description="After any change, before roles change again."
+        10.0, description="Minimum time from any change to the next change of roles."
     )
     start_cooldown_s: Annotated[float, Field(ge=0, le=86400)] = Field(
-        60.0, description="After any change, before a worker is started."
+        60.0, description="Minimum time from any change to the start of a worker."
     )
     stop_after_s: Annotated[float, Field(ge=0, le=86400)] = Field(
-        300.0, description="A worker is stopped when it was not needed for so long, and nothing changed meanwhile."
+        300.0, description="A worker is stopped after it was not needed for this long, without any change meanwhile."
     )
 
     @model_validator(mode="after")

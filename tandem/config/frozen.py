@@ -1,4 +1,4 @@
-"""The base of every part of the configuration."""
+"""The base class of all configuration models."""
 
 from __future__ import annotations
 

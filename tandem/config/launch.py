@@ -1,25 +1,29 @@
-"""What the control plane tells a process when it starts it: one JSON file in the worker's private run folder.
+"""The launch file of a process: one JSON file that the control plane writes to the worker's private run folder.
 
-The file names under `run_dir` are derived here and nowhere else, so no process is ever told a path by a peer.
+Only this module derives file names under `run_dir`, so no peer can give a process a path.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from functools import cached_property
 from pathlib import Path
 
 from pydantic import Field
 
-from tandem.config.addresses import AUTO_HOST, address_towards
 from tandem.config.auth import AuthSpec
 from tandem.config.frozen import Frozen
+from tandem.config.log_format import LogFormat
 from tandem.config.observability import ObservabilitySpec
 from tandem.config.spec import ModelSpec, Role, RouterSpec, TlsSpec, TransferSpec
-from tandem.telemetry.log_format import LogFormat
+from tandem.errors import ConfigError
+
+AUTO_HOST = "auto"
 
 
 class WorkerLaunch(Frozen):
-    """One life (epoch) of one worker. All its ranks run on one host and share `run_dir` (mode 0700)."""
+    """One epoch of one worker. All its ranks run on one host and share `run_dir` (mode 0700)."""
 
     cluster: str
     worker_id: str
@@ -41,21 +45,21 @@ class WorkerLaunch(Frozen):
 
     @cached_property
     def bind_host(self) -> str:
-        """Where this worker listens and is reached: asked on its own host."""
+        """The address on which this worker listens. Call it on the worker's host."""
         host = self.transfer.bind_host
         return address_towards(self.controller_address) if host == AUTO_HOST else host
 
     @property
     def leader_socket(self) -> Path:
-        """The worker's service connects to rank 0 here."""
+        """Unix socket of rank 0, to which the worker's service connects."""
         return Path(self.run_dir) / "leader.sock"
 
     def agent_socket(self, rank: int) -> Path:
-        """Ranks connect to rank `rank`'s transfer agent here."""
+        """Unix socket of rank `rank`'s transfer agent, for the ranks of this worker."""
         return Path(self.run_dir) / f"agent-{rank}.sock"
 
     def link_socket(self, rank: int) -> Path:
-        """Peers' agents on this host connect to rank `rank`'s agent here (`mapped`)."""
+        """Unix socket of rank `rank`'s agent for peers' agents on this host (`mapped`)."""
         return Path(self.run_dir) / f"link-{rank}.sock"
 
     @property
@@ -85,14 +89,32 @@ class RouterLaunch(Frozen):
     models: tuple[ServedModel, ...]
     controller_address: str
     redis_url: str | None
-    controller_secret: str | None = Field(default=None, repr=False)  # whoever shows it may read traces; None: nobody
+    controller_secret: str | None = Field(default=None, repr=False)  # grants access to traces; None: no access
     observability: ObservabilitySpec = ObservabilitySpec()
-    controller_socket: str | None = None  # in a private folder: the gRPC edge, in plain text, for the controller
+    controller_socket: str | None = None  # unix socket in a private folder: plain-text gRPC edge for the controller
     tls: TlsSpec | None = None  # security.tls
     auth: AuthSpec = AuthSpec()
-    salt_secret: str | None = Field(default=None, repr=False)  # of all routers: tenants' cache salts; None: its own
+    salt_secret: str | None = Field(default=None, repr=False)  # of tenants' cache salts; None: the router's own
     log_level: str = "info"
 
     @classmethod
     def load(cls, path: Path) -> RouterLaunch:
         return cls.model_validate_json(path.read_bytes())
+
+
+def address_towards(peer: str) -> str:
+    """The local IP address from which a connection to `peer` (host:port) would leave. Sends no packet.
+
+    Raises ConfigError if there is no route.
+    """
+    host, _, port = peer.rpartition(":")
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # # connecting a datagram socket only looks up the route
+            return str(ipaddress.ip_address(probe.getsockname()[0]))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"transfer.bind_host: auto needs a route to {peer}, but found none ({error}): set an address instead",
+            field="transfer.bind_host",
+        ) from None

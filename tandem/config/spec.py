@@ -1,7 +1,7 @@
-"""The one schema of Tandem's configuration: YAML file, environment, command line and Helm values are all this.
+"""Tandem's configuration schema, shared by the YAML file, the environment, the command line and the Helm values.
 
-Frozen, validated once, resolved before anything is built, never changed afterwards. `cluster/spec/loader.py` reads
-it; everything below receives it. Defaults are what `tandem up` runs.
+A spec is frozen: `cluster/spec/loader.py` reads and validates it once, resolves it before anything is built, and
+nothing changes it afterwards. The defaults are what `tandem up` runs.
 """
 
 from __future__ import annotations
@@ -36,48 +36,48 @@ class PoolSpec(Frozen):
 
 
 class EngineSpec(Frozen):
-    """What one worker's engine may use. The device is a parameter everywhere; `cpu` runs everywhere."""
+    """Settings of one worker's engine. Device `cpu` works on every machine."""
 
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     weights: Literal["dense", "int8", "int4", "fp8"] = Field(
         "dense",
-        description="Projections in `dtype`; in int8 with one scale for each output; on a CPU in float32 also in int4 "
-        "with a scale and a least value for each 32 inputs, and the vocabulary's matrix in int8; on a GPU in half "
-        "precision also in fp8 (e4m3) as in int8, where both quantise inputs too and leave the vocabulary's matrix.",
+        description="Format of the projections. dense: `dtype`. int8: one scale per output. int4 (CPU, float32): a "
+        "scale and a minimum per 32 inputs, output head in int8. fp8 (GPU, half precision): e4m3, scaled like int8. On "
+        "a GPU, int8 and fp8 also quantise inputs, and keep the output head in `dtype`.",
     )
     kv_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
-        description="Of the KV cache: `dtype`; int8 with a scale for each token and head (CPU, float32); or fp8 (e4m3) "
-        "without one, ±448 for what is larger.",
+        description="Format of the KV cache. auto: `dtype`. int8 (CPU, float32): one scale per token and head. fp8: "
+        "e4m3 without scales, values clipped to ±448.",
     )
     kernels: Literal["auto", "native", "torch"] = Field(
-        "auto", description="On CPU in float32: native ones, built with the C compiler when first used, or torch's own."
+        "auto", description="CPU kernels in float32. native: Tandem's, compiled at first use. torch: torch's own."
     )
     batch_invariant: bool = Field(
-        False, description="The same tokens alone and in any batch, to the last bit of every logit (CPU, float32)."
+        False, description="Compute bit-identical logits for a request alone and in any batch (CPU, float32)."
     )
-    threads_per_rank: PositiveCount = Field(1, description="CPU threads of each rank's tensor work.")
+    threads_per_rank: PositiveCount = Field(1, description="CPU threads of each rank for tensor work.")
     block_tokens: Literal[8, 16, 32, 64, 128] = 16
     kv_blocks: Annotated[int, Field(ge=8)] | None = Field(
         None, description="KV blocks of each rank's pool; unset: as many as kv_memory_bytes holds."
     )
     kv_memory_bytes: Annotated[int, Field(ge=1 << 20)] = 512 << 20
     host_kv_memory_bytes: Annotated[int, Field(ge=0)] = Field(
-        0, description="Host memory of each rank for KV blocks that its pool has no room for any more; 0: none."
+        0, description="Host memory of each rank for KV blocks evicted from its pool; 0: none."
     )
     max_running_requests: PositiveCount = 64
     max_step_tokens: Annotated[int, Field(ge=16, le=1 << 20)] = Field(
         512, description="Token budget of one engine step: decode tokens first, then prefill chunks."
     )
     max_model_tokens: Annotated[int, Field(ge=16)] | None = Field(
-        None, description="Longest prompt plus answer; unset: the model's own context."
+        None, description="Longest prompt plus output; unset: the model's context length."
     )
     peak_flops_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="Of one rank's device, dense, in this dtype: MFU is a share of it; unset: measured at start."
+        None, description="Dense peak of one rank's device in this dtype, the base of MFU; unset: measured at start."
     )
     peak_memory_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="Of one rank's device: MBU is a share of it; unset: measured at start."
+        None, description="Peak of one rank's device, the base of MBU; unset: measured at start."
     )
 
     @property
@@ -86,11 +86,11 @@ class EngineSpec(Frozen):
 
 
 class ModelSpec(Frozen):
-    """One served base model with its two pools. Zero prefill workers make it aggregated."""
+    """One served base model and its two pools. With zero prefill workers the cluster is aggregated."""
 
-    source: str = Field(DEMO_MODEL, description="A pulled model's name, a checkpoint folder, or a GGUF file.")
+    source: str = Field(DEMO_MODEL, description="Name of a pulled model, checkpoint folder, or GGUF file.")
     name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,200}$")] | None = Field(
-        None, description="The name clients use; unset: the source's last path component."
+        None, description="Model name in the API; unset: the source's last path component."
     )
     prefill: PoolSpec = PoolSpec()
     decode: PoolSpec = PoolSpec()
@@ -116,26 +116,28 @@ class TransportKind(StrEnum):
 
 
 class TlsSpec(Frozen):
-    """PEM files, at the same paths on every host. Both sides of a connection show `cert`, signed by `ca`.
+    """PEM files, at the same paths on every host. Both sides of a connection present `cert`, which `ca` signed.
 
-    `{role}` in a path stands for controller, router, worker or admin: whose process reads it.
+    `{role}` in a path stands for the role of the process that reads it: controller, router, worker or admin.
     """
 
     cert: Annotated[str, Field(min_length=1)]
     key: Annotated[str, Field(min_length=1, description="Not encrypted.")]
-    ca: Annotated[str, Field(min_length=1, description="One of this cluster's own: host names are not compared.")]
+    ca: Annotated[
+        str, Field(min_length=1, description="A CA of this cluster alone, because host names are not verified.")
+    ]
 
     def of(self, role: str) -> TlsSpec:
         return TlsSpec(**{name: path.replace("{role}", role) for name, path in self.model_dump().items()})
 
 
 class EdgeTlsSpec(Frozen):
-    """PEM files of the edge, HTTP and gRPC alike. Read again when they are renewed."""
+    """PEM files of the client-facing ports, HTTP and gRPC. Reread when they change."""
 
-    cert: Annotated[str, Field(min_length=1, description="With the certificates between it and the clients' root.")]
+    cert: Annotated[str, Field(min_length=1, description="With the intermediate certificates.")]
     key: Annotated[str, Field(min_length=1, description="Not encrypted.")]
     client_ca: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="Clients must show a certificate that it signed; unset: they need none."
+        None, description="CA that must have signed the client's certificate; unset: clients need none."
     )
 
 
@@ -144,7 +146,7 @@ class SecuritySpec(Frozen):
     tls: TlsSpec | None = Field(
         None,
         description="Mutual TLS on every internal TCP port (docs/security.md): router to worker, KV plane, admin, Ray. "
-        "`tandem certs init` makes the files.",
+        "`tandem certs init` creates the files.",
     )
 
 
@@ -155,7 +157,7 @@ class WireDtype(StrEnum):
 
 class TransferSpec(Frozen):
     transport: TransportKind = Field(
-        TransportKind.AUTO, description="auto: mapped on one host; across hosts process_group, or tcp with tls."
+        TransportKind.AUTO, description="auto: mapped within a host; across hosts process_group, or tcp if TLS is set."
     )
     tls: TlsSpec | None = Field(
         None, description="Mutual TLS 1.3 on every TCP connection of the KV plane; unset: security.tls."
@@ -163,23 +165,23 @@ class TransferSpec(Frozen):
     digests: bool = True
     wire_dtype: WireDtype = Field(
         WireDtype.POOL,
-        description="int8: process_group and tcp links carry KV as int8 with a scale for each token of each head; "
-        "answers may differ from the pool's precision.",
+        description="int8: process_group and tcp links send KV as int8 with one scale per token and head; "
+        "outputs may differ from those of a full-precision transfer.",
     )
     ticket_ttl_s: Annotated[float, Field(gt=0, le=3600)] = Field(
-        30.0, description="A lease without progress ends after this."
+        30.0, description="A KV lease without progress ends after this time."
     )
     bind_host: Annotated[str, Field(min_length=1)] = Field(
         "127.0.0.1",
-        description="Where workers listen, on their own host. auto: at the address by which that host reaches the "
-        "controller, so that every host has its own.",
+        description="Address on which workers listen. auto: the address from which the worker's host reaches the "
+        "controller, different on each host.",
     )
 
     @model_validator(mode="after")
     def _tls_covers_transport(self) -> TransferSpec:
         if self.tls is not None and not self.can_encrypt:
             raise ValueError(
-                f"transfer.transport: {self.transport} cannot be encrypted: with transfer.tls, expected auto, mapped "
+                f"transfer.transport: {self.transport} cannot be encrypted; with transfer.tls, expected auto, mapped "
                 "or tcp"
             )
         return self
@@ -190,13 +192,13 @@ class TransferSpec(Frozen):
 
 
 class Disaggregation(StrEnum):
-    ALWAYS = "always"  # every request goes through a handoff while there is a prefill worker
-    AUTO = "auto"  # prefilled on the decode worker where that is clearly sooner and spares those that decode
+    ALWAYS = "always"  # every request uses a handoff while a prefill worker exists
+    AUTO = "auto"  # prefill on the decode worker if it is clearly sooner and does not slow running decodes
     NEVER = "never"
 
 
 class PolicyName(StrEnum):
-    """How workers are chosen (docs/routing.md). All but the first are baselines."""
+    """Policies that choose workers (docs/routing.md). All but the first are baselines."""
 
     EXPECTED_TTFT = "expected_ttft"
     RANDOM = "random"
@@ -206,20 +208,21 @@ class PolicyName(StrEnum):
 
 
 class ClassSpec(Frozen):
-    """One priority class of requests: clients name it in `x-tandem-priority`."""
+    """One priority class of requests. Clients select it with `x-tandem-priority`."""
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
     weight: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = Field(
-        1.0, description="Its share of the prompt tokens dispatched while several classes wait."
+        1.0, description="Relative share of dispatched prompt tokens while several classes wait."
     )
     ttft_slo_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="Time to first token beyond which a request is refused at once; unset: it may wait."
+        None,
+        description="Objective for time to first token; a request predicted to miss it is refused. Unset: it waits.",
     )
     tpot_slo_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="Time per output token after the first that counts as goodput; nothing is refused for it."
+        None, description="Objective for time per output token, for goodput; no request is refused for it."
     )
     queue_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="Longest wait; unset: router.queue_timeout_s."
+        None, description="Longest time in the queue; unset: router.queue_timeout_s."
     )
     batch: bool = Field(False, description="Dispatched only while no request of another class waits.")
 
@@ -227,8 +230,8 @@ class ClassSpec(Frozen):
 class RouterSpec(Frozen):
     replicas: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
-        description="Routers, all alike and without a leader. The first listens on the ports given here, every "
-        "further one on the next free ports above them; `tandem status` names them. Limits are each router's own.",
+        description="Number of routers, without a leader. The first listens on the ports given here, each "
+        "further one on the next free ports above; `tandem status` lists them. Limits apply to each router.",
     )
     http_host: str = "127.0.0.1"
     http_port: Port = 8000
@@ -238,51 +241,52 @@ class RouterSpec(Frozen):
     max_queued_requests: PositiveCount = 256
     queue_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     max_prefill_tokens_in_flight: Annotated[int, Field(ge=1)] = Field(
-        2048, description="Prompt tokens dispatched to one prefill worker before requests wait in the router."
+        2048, description="Prompt tokens in flight to one prefill worker, beyond which requests wait in the router."
     )
     classes: Annotated[tuple[ClassSpec, ...], Field(min_length=1, max_length=16)] = Field(
         (
             ClassSpec(name="interactive", ttft_slo_s=30.0),
             ClassSpec(name="batch", batch=True, queue_timeout_s=600.0),
         ),
-        description="The first is that of requests that name none.",
+        description="Priority classes. Requests that name none get the first.",
     )
     policy: PolicyName = Field(
-        PolicyName.EXPECTED_TTFT, description="How workers are chosen; the others are baselines to compare with."
+        PolicyName.EXPECTED_TTFT,
+        description="Policy that chooses workers; all but the default are baselines for comparison.",
     )
     disaggregation: Disaggregation = Field(
-        Disaggregation.AUTO, description="auto: prefilled on the decode worker where the router predicts a gain."
+        Disaggregation.AUTO, description="auto: prefill on the decode worker if the router predicts a gain."
     )
     local_prefill_max_tokens: Annotated[int, Field(ge=0)] = Field(
-        32, description="auto: up to this many uncached tokens are always prefilled on the decode worker."
+        32, description="auto: prompts with at most this many uncached tokens always prefill on the decode worker."
     )
     local_prefill_busy_max_tokens: Annotated[int, Field(ge=0)] = Field(
         256,
-        description="auto: while others decode there, a predicted gain puts at most this many prompt tokens at a time "
-        "on a decode worker.",
+        description="auto: on a predicted gain, at most this many prompt tokens at a time prefill on a decode worker "
+        "that is decoding other requests.",
     )
     max_migrations: Annotated[int, Field(ge=0)] = Field(
-        3, description="How often one request is continued elsewhere after a lost worker or a failed handoff."
+        3, description="Migrations of one request after a lost worker or a failed handoff, before it fails."
     )
     worker_stall_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         5.0,
-        description="A worker with work that shows no progress for so long (longer while it computes a prompt) is left "
-        "out, and its requests go on elsewhere.",
+        description="A busy worker without progress for this time (longer during a prefill) gets no new requests, "
+        "and its running requests migrate.",
     )
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
     max_connections: Annotated[int, Field(ge=1, le=1 << 16)] = Field(
-        8192, description="On the HTTP port, and as many on the gRPC port; further ones are refused."
+        8192, description="Connections on each of the HTTP and gRPC ports; further ones are refused."
     )
     client_timeout_s: Annotated[float, Field(gt=0, le=3600)] = Field(
         30.0,
-        description="A client that keeps the router waiting for the rest of a request, or that leaves its answer "
-        "unread, is cut off after this.",
+        description="The router closes a connection whose client takes this long to send the rest of a request or to "
+        "read its response.",
     )
     drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = Field(
-        3.0, description="A router that is told to end refuses new requests and lets running ones go on for so long."
+        3.0, description="On shutdown the router refuses new requests and waits this long for running ones."
     )
     keep_alive_s: Annotated[float, Field(gt=0, le=3600)] = Field(
-        75.0, description="An HTTP connection without a request is closed after this."
+        75.0, description="An idle HTTP connection is closed after this time."
     )
     record: str | None = Field(
         None,
@@ -294,8 +298,8 @@ class RouterSpec(Frozen):
     dashboard: bool = Field(True, description="Serve the web dashboard at `/dashboard` on the HTTP port.")
     index_memory_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = Field(
         64 << 20,
-        description="Memory of the prefix index: 20 bytes for each cached block of the cluster are enough. Blocks "
-        "beyond give no cache hits (metric `tandem_index_lost_blocks_total`).",
+        description="Memory of the prefix index; 20 bytes per cached block of the cluster are enough. Blocks that do "
+        "not fit give no cache hits (metric `tandem_index_lost_blocks_total`).",
     )
 
     @model_validator(mode="after")
@@ -317,25 +321,27 @@ class RedisSpec(Frozen):
     @model_validator(mode="after")
     def _url_matches_mode(self) -> RedisSpec:
         if (self.mode == "external") != (self.url is not None):
-            raise ValueError("redis.url: expected exactly when redis.mode is 'external'")
+            raise ValueError("redis.url: expected if and only if redis.mode is 'external'")
         return self
 
 
 class ControlSpec(Frozen):
     backend: Literal["ray", "subprocess"] = "ray"
-    ray_address: str | None = Field(None, description="An existing Ray cluster; unset: start one on this machine.")
+    ray_address: str | None = Field(
+        None, description="Address of a running Ray cluster; unset: start one on this machine."
+    )
     admin_host: str = "127.0.0.1"
     admin_port: Port = 50052
     start_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     drain_timeout_s: Annotated[float, Field(gt=0)] = Field(
         600.0,
-        description="A worker that is to leave or to start anew waits so long for its requests to end or to be moved. "
-        "What is left then goes on elsewhere as after the loss of a worker.",
+        description="A worker that is removed or restarted waits this long for its requests to end or move. "
+        "The remaining requests then migrate, as after the loss of a worker.",
     )
 
 
 class ClusterSpec(Frozen):
-    """The whole cluster."""
+    """A whole cluster."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,40}$")] = "tandem"
     models: Annotated[tuple[ModelSpec, ...], Field(min_length=1)] = (ModelSpec(),)
@@ -361,7 +367,7 @@ class ClusterSpec(Frozen):
             return self
         if not self.transfer.can_encrypt:
             raise ValueError(
-                f"transfer.transport: {self.transfer.transport} cannot be encrypted: with security.tls, expected auto, "
+                f"transfer.transport: {self.transfer.transport} cannot be encrypted; with security.tls, expected auto, "
                 "mapped or tcp"
             )
         scheme = (self.redis.url or "unix:").partition(":")[0]
@@ -377,8 +383,8 @@ class ClusterSpec(Frozen):
         classes = [each for each in self.router.classes if not each.batch]
         if self.autoscaler.enabled and not any(each.ttft_slo_s or each.tpot_slo_s for each in classes):
             raise ValueError(
-                "autoscaler.enabled: expected a class in router.classes that is not batch and has ttft_slo_s or "
-                "tpot_slo_s: these are what the autoscaler keeps"
+                "autoscaler.enabled: expected a class in router.classes with batch false and with ttft_slo_s or "
+                "tpot_slo_s, the objectives of the autoscaler"
             )
         return self
 

@@ -1,23 +1,23 @@
-"""A KV pool's cells as torch picks and writes them. A pool of fp8 holds values without a scale."""
+"""Reads and writes of a KV pool's cells with torch. An fp8 pool stores values without scales."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tandem.model.fp8 import FP8, narrowed
+from tandem.model.fp8 import FP8, to_fp8
 
 
-def movable(pool: Tensor) -> Tensor:
-    """The same memory in a dtype that torch indexes everywhere: of fp8 the bytes."""
+def indexable(pool: Tensor) -> Tensor:
+    """The same memory in a dtype that torch can index: fp8 as bytes."""
     return pool.view(torch.uint8) if pool.dtype == FP8 else pool
 
 
 def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a `movable` pool of `dtype` takes in."""
-    return narrowed(x).view(torch.uint8) if dtype == FP8 else x
+    """Converts values to the elements of an `indexable` pool of `dtype`."""
+    return to_fp8(x).view(torch.uint8) if dtype == FP8 else x
 
 
 def loaded(cells: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
-    """What was picked from a `movable` pool of `dtype`, in `wide`."""
+    """Converts elements of an `indexable` pool of `dtype` to values in `wide`."""
     return cells.view(dtype).to(wide)

@@ -1,75 +1,41 @@
-"""Decode steps recorded once and replayed: launching hundreds of operations takes longer than a small step runs.
+"""Records decode steps and replays them, because launching hundreds of operations takes longer than a small step.
 
-A recording has fixed shapes and addresses. So there is one for each of a few batch sizes, over tensors that stay, and
-a step takes the next larger size. Slots nobody is in hold a sequence of one token in the pool's spare block.
+A recording has fixed shapes and addresses. There is one for each of a few batch sizes, over permanent tensors, and a
+step uses the next larger size. Empty slots hold a sequence of one token in the pool's spare block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.engine.attention.varlen_attention import PagedBatch, PagedKernel, VarlenAttention
+from tandem.engine.graph_recorder import GraphRecorder
 from tandem.engine.output import best_of
 from tandem.engine.step import SequenceStep, StepInput
 from tandem.kvcache.layout import blocks_for
 from tandem.model.decoder import Decoder
 
 
-class Recorder(Protocol):
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What does `work` again, on the same tensors. `work` may run any number of times for that, also none."""
-        ...
-
-
-class Again:
-    """Records nothing: the work is done again. For devices without graphs."""
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        return work
-
-
-class CudaRecorder:
-    """CUDA graphs, all with one pool of memory: no two of them run at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._memory = torch.cuda.graph_pool_handle()
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        with torch.cuda.device(self._device):
-            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                work()  # libraries allocate and choose when first used, which cannot be recorded
-            torch.cuda.current_stream().wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads (NCCL's watchdog) may ask the device for things meanwhile.
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                work()
-        return graph.replay
-
-
 def batch_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8 and on in steps of 8, so that few slots stay empty; the last has room for `most`."""
+    """1, 2, 4, 8 and then steps of 8, so that few slots are empty. The last size fits `most`."""
     sizes = [1, 2, 4, *range(8, most + 8, 8)]
     return [size for size, smaller in zip(sizes, [0, *sizes], strict=False) if smaller < most]
 
 
 class DecodeGraphs:
-    """Args: `pool` with its spare block at the end; `most_requests` in a step; `most_tokens` of a request."""
+    """Args: `pool` with its spare block at the end; `most_requests` per step; `most_tokens` per request."""
 
     def __init__(
         self,
         model: Decoder,
         pool: Tensor,
         kernel: PagedKernel,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         *,
         most_requests: int,
         most_tokens: int,
@@ -85,7 +51,7 @@ class DecodeGraphs:
         self.replays: dict[int, Callable[[], None]] = {}
 
     def takes(self, step: StepInput) -> bool:
-        """Whether it only decodes, and nothing of it is wanted but logits."""
+        """Whether the step only decodes and needs nothing but logits."""
         return (
             not step.exports
             and len(step.sequences) <= self._sizes[-1]
@@ -93,13 +59,13 @@ class DecodeGraphs:
         )
 
     def run(self, sequences: list[SequenceStep], tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [sequences, vocab_size] and `best_of` them, there until the next run. `tokens` [sequences] int64, on
-        the device: instead of those of `sequences`."""
+        """Returns logits [sequences, vocab_size] and `best_of` them, valid until the next run. `tokens` [sequences]
+        int64, on the device, replace those of `sequences`."""
         count = len(sequences)
         size = next(each for each in self._sizes if each >= count)
-        self._inputs.lay(sequences, size)
+        self._inputs.write(sequences, size)
         if tokens is not None:
-            self._inputs.tokens[:count] = tokens.clamp_min(0)  # below: the model gave no number, its request ends
+            self._inputs.tokens[:count] = tokens.clamp_min(0)  # negative: not finite, the request ends
         if size not in self.replays:
             self.replays[size] = self._recorder.record(partial(self._decode, size))
         self.replays[size]()
@@ -107,9 +73,10 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def record_all(self) -> None:
-        """So that no request waits for a recording. The largest first: the others fit into its memory."""
+        """Records all sizes, so that no request waits for it. The largest is first, so the others fit into its
+        memory."""
         for size in reversed(self._sizes):
-            self._inputs.lay([], size)
+            self._inputs.write([], size)
             self.replays[size] = self._recorder.record(partial(self._decode, size))
 
     def _decode(self, size: int) -> None:
@@ -121,8 +88,11 @@ class DecodeGraphs:
 
 
 class _Inputs:
-    """What recordings read. Written on the host and copied as a whole, from two places in turn: the host waits for a
-    step before it lays the next but one, so no copy of what it writes to is under way."""
+    """The recordings' input tensors.
+
+    They are written on the host and copied whole, from two buffers in turn. The host waits for a step before it writes
+    the one after next, so it never writes to a buffer that is being copied.
+    """
 
     def __init__(self, pool: Tensor, slots: int, most_tokens: int) -> None:
         self._block_tokens = pool.shape[4]
@@ -136,7 +106,7 @@ class _Inputs:
         )
         self.tokens, self.positions, self._blocks, self._offsets = self._words
         self._starts = torch.arange(slots + 1, dtype=torch.int32, device=pool.device)
-        self._rows: list[list[int]] = [[] for _ in range(slots)]  # what `_tables` holds in front, by slot
+        self._rows: list[list[int]] = [[] for _ in range(slots)]  # leading entries of `_tables` by slot
 
     def batch(self, size: int) -> PagedBatch:
         return PagedBatch(
@@ -149,8 +119,8 @@ class _Inputs:
             most_keys=self._most_tokens,
         )
 
-    def lay(self, sequences: list[SequenceStep], size: int) -> None:
-        """The last token of each of `sequences` into the first slots, nobody's into the others up to `size`."""
+    def write(self, sequences: list[SequenceStep], size: int) -> None:
+        """Writes the last token of each of `sequences` to the first slots, and empty slots up to `size`."""
         self._now, self._other = self._other, self._now
         count, host = len(sequences), self._now
         words, lengths = host.words.numpy(), host.lengths.numpy()
@@ -161,27 +131,27 @@ class _Inputs:
         words[3, :count] = starts % self._block_tokens
         words[:, count:size] = np.array([[0], [0], [self._spare], [0]])
         lengths[:count], lengths[count:size] = starts + 1, 1
-        nobodys = [[self._spare]] * (size - count)
-        rows = [*(sequence.blocks for sequence in sequences), *nobodys]
+        empty_rows = [[self._spare]] * (size - count)
+        rows = [*(sequence.blocks for sequence in sequences), *empty_rows]
         for slot, row in enumerate(rows):
-            host.lay_row(slot, row)
+            host.write_row(slot, row)
         self._words.copy_(host.words, non_blocking=True)
         self._lengths.copy_(host.lengths, non_blocking=True)
-        if rows != self._rows[:size]:  # in most steps they are there already
+        if rows != self._rows[:size]:  # unchanged in most steps
             self._tables.copy_(host.tables, non_blocking=True)
             self._rows[:size] = rows
 
 
 class _HostInputs:
-    """One of the places."""
+    """One of the two host buffers."""
 
     def __init__(self, slots: int, width: int, spare: int, *, pinned: bool) -> None:
         self.words = torch.zeros(4, slots, dtype=torch.int64, pin_memory=pinned)
         self.lengths = torch.ones(slots, dtype=torch.int32, pin_memory=pinned)
         self.tables = torch.full((slots, width), spare, dtype=torch.int32, pin_memory=pinned)
-        self._rows: list[list[int]] = [[] for _ in range(slots)]  # what `tables` holds in front, by slot
+        self._rows: list[list[int]] = [[] for _ in range(slots)]  # leading entries of `tables` by slot
 
-    def lay_row(self, slot: int, blocks: list[int]) -> None:
+    def write_row(self, slot: int, blocks: list[int]) -> None:
         if self._rows[slot] != blocks:
             self.tables.numpy()[slot, : len(blocks)] = blocks
             self._rows[slot] = blocks

@@ -1,7 +1,7 @@
-"""Drawing tokens where the logits are: the same choice as `tandem/sampling/sampler.py`, by the same noise, in tensors.
+"""Samples tokens on the logits' device: the same choice as `tandem/sampling/sampler.py`, from the same noise.
 
-The whole row gets its noise, and a row that is truncated is sorted: much work for a processor, little for a GPU, where
-copying the logits and drawing on the host would take longer than the step.
+It adds noise to whole rows and sorts rows that are truncated. That is cheap on a GPU, where copying the logits to the
+host would take longer than the step.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from tandem.engine.step import Draw
 from tandem.sampling import philox
 
-ROWS: Final = 64  # drawn for at a time, which bounds the memory
+ROWS: Final = 64  # per batch, which bounds the memory
 _MASK: Final = 0xFFFFFFFF
 
 
 def drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """logits fp32 [rows, vocab_size] → token ids int64 [rows]. Of equals the lowest."""
+    """logits fp32 [rows, vocab_size] → token ids int64 [rows]. Ties go to the lowest id."""
     edges = range(0, len(draws), ROWS)
     return torch.cat([_draw(logits[at : at + ROWS], draws[at : at + ROWS]) for at in edges])
 
@@ -34,9 +34,9 @@ def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _kept(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """What top-k, then top-p, then min-p leave of each row. bool [rows, vocab_size]"""
+    """Tokens that top-k, then top-p, then min-p keep. bool [rows, vocab_size]"""
     vocab = scaled.shape[1]
-    values, ids = scaled.sort(dim=1, descending=True, stable=True)  # of equals the lowest id first
+    values, ids = scaled.sort(dim=1, descending=True, stable=True)  # stable: ties go to the lowest id
     places = torch.arange(vocab, device=scaled.device)
     kept = places < _column([draw.top_k or vocab for draw in draws], scaled)
     weights = (values - values[:, :1]).exp() * kept
@@ -48,7 +48,7 @@ def _kept(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _words(draws: Sequence[Draw], vocab: int, device: torch.device) -> Tensor:
-    """The word of each token id, as `philox.words_of`. int64 [rows, vocab_size]"""
+    """The noise word of each token id, as in `philox.words_of`. int64 [rows, vocab_size]"""
 
     def of_rows(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device).unsqueeze(1)
@@ -59,7 +59,7 @@ def _words(draws: Sequence[Draw], vocab: int, device: torch.device) -> Tensor:
     x2, x3 = torch.zeros_like(x1), torch.zeros_like(x1)
     k0, k1 = (of_rows([draw.seed >> shift & _MASK for draw in draws]) for shift in (0, 32))
     for _ in range(philox.ROUNDS):
-        product0, product1 = x0 * philox.M0, x2 * philox.M1  # of 32 bits each; the sign is the highest bit of 64
+        product0, product1 = x0 * philox.M0, x2 * philox.M1  # 32 by 32 bits; the sign bit is the highest of 64
         x0, x1, x2, x3 = (
             (product1 >> 32 & _MASK) ^ x1 ^ k0,
             product1 & _MASK,

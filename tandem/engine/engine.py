@@ -1,6 +1,6 @@
-"""The engine of one worker, on its leader: scheduler, model and sampling in one step.
+"""The engine of one worker, on its leader: combines scheduler, model and sampling in steps.
 
-It serves whatever it is given and knows no router, no transfer. Not thread-safe: the step loop owns it.
+It is independent of routers and transfers. Not thread-safe: the step loop owns it.
 """
 
 from __future__ import annotations
@@ -23,51 +23,51 @@ from tandem.scheduler.plan import Chunk, StepPlan
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
 
-_UNKNOWN = 0  # a token that only the device knows yet
+_UNKNOWN = 0  # placeholder for a token that is still on the device
 _NO_OUTPUT = StepOutput([], [], [])
 
 
 @dataclass(slots=True)
 class Flight:
-    """A step under way. `gone`: those in it that nobody waits for any more."""
+    """A step in progress. `discarded` sequences are in it, but their output is not used."""
 
     plan: StepPlan
     step: StepInput
     launched: Launched | None
-    gone: set[Sequence] = field(default_factory=set)
-    has_advanced: bool = False  # the scheduler knows of its tokens already
+    discarded: set[Sequence] = field(default_factory=set)
+    has_advanced: bool = False  # the scheduler has counted its tokens
 
 
 class Engine:
-    """Args: `tell_followers` carries a step to the other ranks before this one runs it."""
+    """Args: `send_to_followers` sends a step to the other ranks before this rank runs it."""
 
     def __init__(
         self,
         runner: ModelRunner,
         scheduler: Scheduler,
         vocab_size: int,
-        tell_followers: Callable[[StepInput], None] | None,
+        send_to_followers: Callable[[StepInput], None] | None,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._vocab_size = vocab_size
-        self._tell_followers = tell_followers
+        self._send_to_followers = send_to_followers
         self._arrivals = count()
-        self._flight: Flight | None = None  # the step that was launched ahead
-        self._leaving: list[Sequence] = []  # ended, and in that step
+        self._flight: Flight | None = None  # launched ahead
+        self._ending: list[Sequence] = []  # ended, but still in that step
 
     # --- requests ----------------------------------------------------------------------------------------------
 
     def add(self, request: EngineRequest) -> None:
-        """Raises InputError, ContextExceeded, KvExhausted when it could never run."""
+        """Adds a request. Raises InputError, ContextExceeded, or KvExhausted if it could never run."""
         self._scheduler.add(self._sequence(request))
 
     def reserve(self, request: EngineRequest) -> Reservation:
-        """Leases blocks for a prompt whose KV will be imported. Raises KvExhausted when there is no room now."""
+        """Leases blocks for a prompt whose KV will be imported. Raises KvExhausted if there are too few now."""
         sequence = self._sequence(request)
         cached_blocks = self._scheduler.reserve(sequence)
         if (copies := self._scheduler.pool.take_copies()) is not None:
-            self._tell_all(StepInput([], [], copies=copies))  # now: others may write to the blocks from here on
+            self._launch_on_all(StepInput([], [], copies=copies))  # now, because others may write to the blocks next
         return Reservation(
             request_id=request.request_id,
             block_ids=tuple(sequence.blocks),
@@ -76,35 +76,35 @@ class Engine:
         )
 
     def join(self, request_id: str, first_token: int) -> None:
-        """Every reserved block is filled and `first_token` is known: decode from here on."""
+        """Starts decoding after every reserved block was filled."""
         self._check_tokens([first_token], "first_token")
         self._scheduler.join(request_id, first_token)
 
     def cancel(self, request_id: str) -> bool:
-        """Forgets a request at any stage and frees its blocks. False when there is none."""
+        """Removes a request in any state and frees its blocks. Returns False if it is unknown."""
         self._settle()
-        self._disown(request_id)
+        self._discard_output(request_id)
         return self._scheduler.cancel(request_id)
 
     def hold(self, request_id: str) -> bool:
-        """No further token of a decoding request, whose blocks stay. False: it does not decode, and goes on."""
+        """Stops decoding a request and keeps its blocks. Returns False if it is not decoding."""
         self._settle()
         held = self._scheduler.hold(request_id)
         if held:
-            self._disown(request_id)
+            self._discard_output(request_id)
         return held
 
     def resume(self, request_id: str) -> None:
-        """A held request goes on."""
+        """Resumes decoding a held request."""
         self._scheduler.resume(request_id)
 
     def export_held(self, request_id: str, first_block: int) -> int:
-        """Reports a held request's blocks from logical block `first_block` on, with the next step. Returns how many
-        tokens have their KV there."""
+        """Exports a held request's blocks from logical block `first_block` on, with the next step. Returns the number
+        of tokens whose KV they hold."""
         return self._scheduler.export_held(request_id, first_block)
 
     def release_export(self, request_id: str) -> None:
-        """Nobody reads an exported prompt's blocks any more."""
+        """Releases an exported prompt's blocks, which the receiver no longer reads."""
         self._scheduler.release_export(request_id)
 
     def _sequence(self, request: EngineRequest) -> Sequence:
@@ -114,7 +114,7 @@ class Engine:
         if request.sampling.logit_bias:
             self._check_tokens([token for token, _ in request.sampling.logit_bias], "logit_bias")
         if not 0 <= request.answered_tokens < len(request.prompt):
-            raise InputError("answer_tokens: expected fewer than the prompt has", field="answer_tokens")
+            raise InputError("answer_tokens: expected fewer tokens than the prompt has", field="answer_tokens")
         return Sequence(
             request_id=request.request_id,
             tokens=list(request.prompt),
@@ -139,23 +139,25 @@ class Engine:
         return self._flight is not None or self._scheduler.has_work
 
     def step(self) -> StepResult:
-        """Runs one step. A request that cannot go on fails alone."""
+        """Runs one step. A failing request does not affect the others."""
         flight = self._flight or self._launch(self._scheduler.schedule())
         self._flight = self._launch_ahead(flight)
         return self._land(flight)
 
     def _launch(self, plan: StepPlan, *, ahead: bool = False) -> Flight:
-        """The device has the step; a plan of nothing needs none."""
-        told = [_sequence_step(chunk, self._scheduler.block_tokens) for chunk in plan.chunks]
-        step = StepInput(told, [*plan.exports], copies=plan.copies, ahead=ahead)
-        launched = self._tell_all(step) if plan.chunks or plan.exports or plan.copies else None
+        """Launches a step on all ranks, unless the plan is empty."""
+        inputs = [_sequence_step(chunk, self._scheduler.block_tokens) for chunk in plan.chunks]
+        step = StepInput(inputs, [*plan.exports], copies=plan.copies, ahead=ahead)
+        launched = self._launch_on_all(step) if plan.chunks or plan.exports or plan.copies else None
         return Flight(plan, step, launched)
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
-        """The step after `flight`, if it can be told already: then the device need not wait for the host's work on
-        `flight`. Whoever ends with `flight` is given one token too many."""
+        """Launches the step after `flight` if its inputs are known, so that the device does not wait for the host.
+
+        A sequence that ends with `flight` then gets one token too many, which is discarded.
+        """
         scheduler, plan = self._scheduler, flight.plan
-        if flight.gone or not self._runner.can_be_ahead_of(flight.step) or not scheduler.goes_on(plan):
+        if flight.discarded or not self._runner.can_be_ahead_of(flight.step) or not scheduler.continues(plan):
             return None
         if any(self._is_last(chunk.sequence, len(chunk.sequence.tokens) + 1) for chunk in plan.chunks):
             return None
@@ -166,60 +168,60 @@ class Engine:
         return self._launch(scheduler.schedule(), ahead=True)
 
     def _land(self, flight: Flight) -> StepResult:
-        """Waits for the device, and does what follows from what came out."""
+        """Waits for the device and processes the step's output."""
         plan, output = flight.plan, flight.launched.wait() if flight.launched is not None else _NO_OUTPUT
-        if self._leaving:
+        if self._ending:
             self._settle()
         scores = _prompt_scores(flight, output)
         if not flight.has_advanced:
-            chunks = tuple(chunk for chunk in plan.chunks if chunk.sequence not in flight.gone)
+            chunks = tuple(chunk for chunk in plan.chunks if chunk.sequence not in flight.discarded)
             self._scheduler.advance(replace(plan, chunks=chunks))
         tokens: list[TokenOut] = []
         ended = [RequestEnd(request_id, error=error) for request_id, error in plan.failed]
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         for sequence, row, token in zip(sampling, output.logits, output.tokens, strict=True):
-            if sequence not in flight.gone:
+            if sequence not in flight.discarded:
                 if flight.has_advanced:
                     sequence.tokens.pop()
                 self._choose(sequence, row, token, tokens, ended)
         return StepResult(tuple(tokens), tuple(ended), tuple(scores), _work(plan), plan.began)
 
-    def _tell_all(self, step: StepInput) -> Launched | None:
-        if self._tell_followers is not None:
-            self._tell_followers(step)
+    def _launch_on_all(self, step: StepInput) -> Launched | None:
+        if self._send_to_followers is not None:
+            self._send_to_followers(step)
         return self._runner.launch(step)
 
     def _settle(self) -> None:
-        """The device is done with the step that was launched ahead, and who ended before it has left."""
+        """Waits for the step launched ahead, and finishes the sequences that ended before it."""
         if self._flight is not None and self._flight.launched is not None:
             self._flight.launched.wait()
-        for sequence in self._leaving:
+        for sequence in self._ending:
             self._scheduler.finish(sequence)
-        self._leaving = []
+        self._ending = []
 
-    def _disown(self, request_id: str) -> None:
-        """Nobody waits for what the step that was launched ahead gives this request."""
+    def _discard_output(self, request_id: str) -> None:
+        """Discards this request's output of the step launched ahead."""
         if self._flight is not None:
             sequences = [chunk.sequence for chunk in self._flight.plan.chunks]
-            self._flight.gone.update(each for each in sequences if each.request_id == request_id)
+            self._flight.discarded.update(each for each in sequences if each.request_id == request_id)
 
-    def _leave(self, sequence: Sequence, *, failed: bool = False) -> None:
-        """It has ended. Its blocks are free when no step writes to them any more."""
+    def _end(self, sequence: Sequence, *, failed: bool = False) -> None:
+        """Ends a sequence. Its blocks are freed once no step writes to them."""
         if self._flight is None and failed:
             self._scheduler.cancel(sequence.request_id)
         elif self._flight is None:
             self._scheduler.finish(sequence)
         else:
-            self._flight.gone.add(sequence)
-            self._leaving.append(sequence)
+            self._flight.discarded.add(sequence)
+            self._ending.append(sequence)
 
     def _choose(
         self, sequence: Sequence, row: Row | None, token: int | None, tokens: list[TokenOut], ended: list[RequestEnd]
     ) -> None:
-        """`row` and `token` as in StepOutput."""
+        """Chooses and reports a token. `row` and `token` are as in StepOutput."""
         try:
             if token is None:
-                raise InternalError("the model gave logits that are no numbers")
+                raise InternalError("the model returned logits that are not finite")
             if row is None:
                 choice = Choice(token)
             else:
@@ -227,7 +229,7 @@ class Engine:
                 choice = choose(row, sequence.sampling, len(sequence.tokens), history, token)
         except (TandemError, ValueError, ArithmeticError) as error:
             typed = error if isinstance(error, TandemError) else InternalError(f"sampling failed: {error}")
-            self._leave(sequence, failed=True)
+            self._end(sequence, failed=True)
             ended.append(RequestEnd(sequence.request_id, error=typed))
             return
         first = sequence.generated == 0
@@ -243,7 +245,7 @@ class Engine:
         )
         reason = self._reason(sequence, choice.token_id)
         if reason is not None or sequence.is_exporting:
-            self._leave(sequence)
+            self._end(sequence)
             ended.append(RequestEnd(sequence.request_id, reason))
 
     def _reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
@@ -252,24 +254,24 @@ class Engine:
         return FinishReason.LENGTH if self._is_last(sequence, len(sequence.tokens)) else None
 
     def _is_last(self, sequence: Sequence, tokens: int) -> bool:
-        """Whether it ends with `tokens` tokens, whatever they are."""
+        """Whether the sequence ends with `tokens` tokens, whatever they are."""
         generated = tokens - sequence.prompt_tokens
         return tokens >= self._scheduler.max_model_tokens or generated >= sequence.sampling.max_tokens
 
     def idle_tick(self) -> None:
-        """A sign of life for followers that wait for a step. Call about once a second."""
-        if self._tell_followers is not None:
-            self._tell_followers(HEARTBEAT)
+        """Sends a heartbeat to waiting followers. Call it about once a second."""
+        if self._send_to_followers is not None:
+            self._send_to_followers(HEARTBEAT)
 
     def close(self) -> None:
-        """Lets the followers end."""
-        if self._tell_followers is not None:
+        """Tells the followers to stop."""
+        if self._send_to_followers is not None:
             try:
-                self._tell_followers(STOP)
+                self._send_to_followers(STOP)
             except WorkerLost:
-                pass  # they have ended already
+                pass  # they have stopped already
 
-    # --- what others may know ----------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------
 
     def load(self) -> EngineLoad:
         scheduler = self._scheduler
@@ -284,7 +286,7 @@ class Engine:
 
     @property
     def preemptions(self) -> int:
-        """So far: requests whose blocks others needed more."""
+        """Number of preemptions since the start."""
         return self._scheduler.preemptions
 
     def take_cache_events(self) -> list[CacheEvent]:
@@ -293,7 +295,7 @@ class Engine:
 
 def _prompt_scores(flight: Flight, output: StepOutput) -> list[PromptScores]:
     both = zip(flight.plan.chunks, flight.step.sequences, strict=True)
-    scored = [chunk.sequence for chunk, told in both if told.scored]
+    scored = [chunk.sequence for chunk, inputs in both if inputs.scored]
     scores: list[PromptScores] = []
     for sequence, tokens in zip(scored, output.scores, strict=True):
         scores.append(PromptScores(sequence.request_id, sequence.scored_tokens, tokens))
@@ -313,7 +315,7 @@ def _sequence_step(chunk: Chunk, block_tokens: int) -> SequenceStep:
     end = chunk.start + chunk.count
     sequence = chunk.sequence
     top = sequence.sampling.prompt_logprobs
-    first = sequence.scored_tokens  # after a preemption, tokens before it are computed again but were told already
+    first = sequence.scored_tokens  # after a preemption, earlier tokens are recomputed but were already scored
     scored = [] if top is None else sequence.tokens[first : min(end + 1, sequence.prompt_tokens)]
     return SequenceStep(
         token_ids=sequence.tokens[chunk.start : end],

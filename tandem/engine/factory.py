@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank, ready to run. `leader` is there on rank 0 alone."""
+    """One rank, ready to run. Only rank 0 has a `leader`."""
 
     config: ModelConfig
     layout: KvPoolLayout
@@ -52,9 +52,9 @@ class Rank:
         return self.leader
 
     def follow(self) -> None:
-        """Carries out the leader's steps until it says stop. Raises WorkerLost when it is gone or silent."""
+        """Runs the leader's steps until it stops. Raises WorkerLost if the leader is gone or silent."""
         if self.group is None:
-            raise ConfigError("a worker of one rank has nobody to follow", field="rank")
+            raise ConfigError("a worker of one rank has no leader to follow", field="rank")
         last: Launched | None = None
         for step in self.group.steps():
             if step != HEARTBEAT:
@@ -64,7 +64,7 @@ class Rank:
 
 
 def check_checkpoint(model_dir: Path) -> None:
-    """Looks at the heads of the weights' files. Raises CheckpointError naming one that is missing or not whole."""
+    """Reads the headers of the weight files. Raises CheckpointError naming a missing or truncated file."""
     with Checkpoint.open(model_dir):
         pass
 
@@ -79,14 +79,16 @@ def build_rank(
     exporter: KvExporter,
     paged: PagedPath | None = None,
 ) -> Rank:
-    """`paged` None: what the device has. Raises CheckpointError, ConfigError, InsufficientMemory."""
+    """`paged` None: choose it by the device. Raises CheckpointError, ConfigError, InsufficientMemory."""
     torch.set_num_threads(spec.threads_per_rank)
     device = torch.device(spec.device)
     config = ModelConfig.load(model_dir)
     config.check_tp(size)
     max_model_tokens = min(spec.max_model_tokens or config.max_position_tokens, config.max_position_tokens)
     if spec.kv_dtype == "fp8" and config.traits.qkv_bias and not config.traits.qk_norm:
-        logger.warning("engine.kv_dtype: keys with a bias may lose too much in fp8: compare answers with those of auto")
+        logger.warning(
+            "engine.kv_dtype: fp8 may be too coarse for keys with a bias; compare outputs with kv_dtype auto"
+        )
     layout = pool_layout(spec, layers=config.layers, kv_heads=config.rank_kv_heads(size), head_dim=config.head_dim)
     slots = host_slots(spec, layout)
     kernels = choose_kernels(spec, layout, size)
@@ -95,7 +97,7 @@ def build_rank(
     matrix = choose_matrices(spec, kernels)
     model = load_model(model_dir, config, tp, device, DTYPES[spec.dtype], max_tokens=max_model_tokens, matrix=matrix)
     if matrix.is_native:
-        torch.set_num_threads(1)  # more would wait for work, spinning, on cores that the kernels' threads need
+        torch.set_num_threads(1)  # torch's threads would spin on cores of the kernels' threads
     paged = paged or choose_paged_path(model, layout, DTYPES[spec.dtype], device)
     pool = KvPool(layout, device, spare=paged is not None)
     host = HostPool(slots, pool) if slots else None
@@ -107,7 +109,7 @@ def build_rank(
         )  # fmt: skip
         graphs.record_all()
     runner = ModelRunner(
-        model, pool, exporter, device, kernels, host, group.meet if group else None,
+        model, pool, exporter, device, kernels, host, group.barrier if group else None,
         paged=paged.kernel if paged else None, graphs=graphs,
     )  # fmt: skip
     leader = None

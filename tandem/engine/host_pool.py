@@ -1,4 +1,4 @@
-"""The host tier's memory on one rank: slots beside the rank's KV pool, and the copies between the two."""
+"""The host tier's memory on one rank, and the copies between it and the rank's KV pool."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tandem.kvcache.layout import KvPoolLayout
 
 
 class HostPool:
-    """Plain memory that nobody else maps; pinned where the pool is on a GPU."""
+    """Private memory, pinned if the pool is on a GPU."""
 
     def __init__(self, slots: int, pool: KvPool) -> None:
         self._pool = pool.tensor
         self._slots = torch.zeros((slots, *pool.layout.shape[1:]), dtype=DTYPES[pool.layout.dtype])
-        if self._pool.is_cuda:  # not pin_memory=True, which takes the next power of two of bytes
+        if self._pool.is_cuda:  # pin_memory=True would round up to a power of two
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(int(cudart.cudaHostRegister(self._slots.data_ptr(), self._slots.nbytes, 0)))
 
     def copy(self, copies: BlockCopies) -> None:
-        """Out of the pool, then into it; returns when both are done."""
+        """Copies out of the pool, then into it. Returns when both are done."""
         _copy(self._pool, copies.out_blocks, self._slots, copies.out_slots)
         _copy(self._slots, copies.in_slots, self._pool, copies.in_blocks)
         if self._pool.is_cuda:
@@ -34,16 +34,17 @@ class HostPool:
 
 
 def _copy(source: Tensor, read: Sequence[int], target: Tensor, written: Sequence[int]) -> None:
-    # One by one: a block is contiguous, and one gathered tensor of all takes seven times as long (decision 20).
+    # One by one: gathering contiguous blocks into one tensor takes seven times as long (decision 20).
     for one, other in zip(read, written, strict=True):
         target[other].copy_(source[one], non_blocking=True)
 
 
 def host_slots(spec: EngineSpec, layout: KvPoolLayout) -> int:
-    """Slots of a rank beside a pool of `layout`.
+    """Number of a rank's host slots, for a pool of `layout`.
 
     Raises:
-        InsufficientMemory: not even one block fits, or the machine has less memory, with a pool on the CPU beside it.
+        InsufficientMemory: less than one block is configured, or the machine has too little memory for the tier and a
+            pool on the CPU.
     """
     wanted = spec.host_kv_memory_bytes
     slots = wanted // layout.block_bytes
@@ -57,7 +58,7 @@ def host_slots(spec: EngineSpec, layout: KvPoolLayout) -> int:
     if slots and needed > available:
         raise InsufficientMemory(
             f"engine.host_kv_memory_bytes: expected a tier that fits, got {wanted} bytes, with the KV pool on the CPU "
-            f"{needed}, where {available} are available: lower it",
+            f"{needed}, where {available} are available; lower it",
             field="engine.host_kv_memory_bytes",
         )
     return slots

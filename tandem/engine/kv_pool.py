@@ -1,4 +1,4 @@
-"""A rank's KV pool: the tensor, in memory that its transfer agent can map."""
+"""A rank's KV pool: the tensor, in memory that the transfer agent can map."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ DTYPES = {
 
 
 class KvPool:
-    """On CPU a memfd, sealed against resizing, so that no process that maps it can be tripped by a shrunken file, and
-    nothing stays behind when every holder is gone. On a GPU torch's own memory, without a descriptor. `tensor` has
-    `layout.shape`; `with_spare` is the same memory and, where `spare` asks for it, one more block that is nobody's."""
+    """The pool's memory. `tensor` has `layout.shape`; `with_spare` adds one unused block if `spare`.
+
+    On a CPU it is a memfd, sealed against resizing, so that a process that maps it cannot fault, and freed with its
+    last user. On a GPU it is torch's own memory, without a descriptor.
+    """
 
     def __init__(self, layout: KvPoolLayout, device: torch.device, *, spare: bool = False) -> None:
         self.layout = layout
@@ -40,10 +42,10 @@ class KvPool:
             weakref.finalize(self, os.close, self.fd)
             self._map = mmap.mmap(self.fd, size_bytes)
             self.with_spare: Tensor = torch.frombuffer(self._map, dtype=DTYPES[layout.dtype]).view(shape)
-            self.with_spare.zero_()  # touches every page now, not in the first request
+            self.with_spare.zero_()  # allocates every page now rather than in the first request
         else:
             self.with_spare = torch.zeros(shape, dtype=DTYPES[layout.dtype], device=device)
-            torch.cuda.synchronize(device)  # its transfer agent may write to it as soon as it has it
+            torch.cuda.synchronize(device)  # the transfer agent may write as soon as it attaches
         self.tensor: Tensor = self.with_spare[: layout.num_blocks]
 
 
@@ -55,10 +57,10 @@ def _sealed_memfd(size_bytes: int) -> int:
 
 
 def pool_layout(spec: EngineSpec, *, layers: int, kv_heads: int, head_dim: int) -> KvPoolLayout:
-    """As many blocks as the configuration asks for or its memory holds.
+    """The pool's layout, with the configured number of blocks or as many as its memory holds.
 
     Raises:
-        InsufficientMemory: not even two blocks fit, or the machine has less memory than the pool.
+        InsufficientMemory: fewer than two blocks fit, or the machine has less memory than the pool.
     """
 
     def layout(num_blocks: int) -> KvPoolLayout:
@@ -77,7 +79,7 @@ def pool_layout(spec: EngineSpec, *, layers: int, kv_heads: int, head_dim: int) 
     if chosen.pool_bytes > available:
         field = "engine.kv_blocks" if spec.kv_blocks else "engine.kv_memory_bytes"
         raise InsufficientMemory(
-            f"{field}: expected a KV pool that fits, got {chosen.pool_bytes} bytes where {available} are available: "
+            f"{field}: expected a KV pool that fits, got {chosen.pool_bytes} bytes where {available} are available; "
             "lower it",
             field=field,
         )

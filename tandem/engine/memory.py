@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the machine's, or less where a control group limits it."""
+"""Memory that this process may still allocate, limited by the machine and by control groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def available_bytes(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
-    """The least of what the machine has available and what each limiting control group leaves."""
+    """The minimum of the machine's available memory and what each limiting control group leaves."""
     return min([psutil.virtual_memory().available, *_left_by_cgroups(cgroups, own)])
 
 
@@ -20,7 +20,7 @@ def _left_by_cgroups(cgroups: Path, own: Path) -> Iterator[int]:
     try:
         lines = own.read_text().splitlines()
     except OSError:
-        return  # no control groups on this machine
+        return  # no control groups
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -32,15 +32,15 @@ def _left_by_cgroups(cgroups: Path, own: Path) -> Iterator[int]:
 
 
 def _left(root: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
-    """What the group and each one above it leave. In a container the path may name groups that are not to be seen."""
+    """What the group and its ancestors leave. In a container the path may name groups that are not visible."""
     group = root / path.strip("/")
     for folder in (group, *group.parents):
         try:
             allowed, used = int((folder / limit).read_text()), int((folder / usage).read_text())
             statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            # The kernel drops cached pages of files before it refuses memory.
+            # The kernel reclaims the page cache before it refuses memory.
             yield max(0, allowed - used + int(statistics.get(reclaimable, 0)))
         except (OSError, ValueError):
-            pass  # no such group here, or no limit ("max")
+            pass  # no such group, or no limit ("max")
         if folder == root:
             return

@@ -1,4 +1,4 @@
-"""What a step comes to: tokens are chosen on the device, and no more is copied to the host than is wanted."""
+"""A step's output: tokens are chosen on the device, and only what is needed is copied to the host."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from tandem.native.library import Kernels
 
 Row = NDArray[np.float32]  # [vocab_size]
 
-_NO_NUMBER: Final = -1  # in tensors alone
+_NOT_FINITE: Final = -1  # only in tensors
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Of each sequence that samples, in order: `tokens`, drawn on the device, else the one whose logit is largest; None
-    where something is no number. `logits`, None where that token is all that is wanted. `scores` for each sequence with
-    scored tokens."""
+    """Output for each sequence that samples, in order.
+
+    `tokens`: the token drawn on the device, else the one with the largest logit; None if logits are not finite.
+    `logits`: None if that token is all that is needed. `scores`: for each sequence with scored tokens.
+    """
 
     tokens: list[int | None]
     logits: list[Row | None]
@@ -33,32 +35,32 @@ class StepOutput:
 
 
 def best_of(logits: Tensor) -> Tensor:
-    """[rows, vocab_size] → [rows] int64 for `launched`. Of equals the lowest; no number counts as the largest."""
+    """[rows, vocab_size] → [rows] int64 for `launched`. Ties go to the lowest id; NaN counts as largest."""
     best = logits.argmax(dim=1)
-    return best.where(logits.gather(1, best.unsqueeze(1)).squeeze(1).isfinite(), _NO_NUMBER)
+    return best.where(logits.gather(1, best.unsqueeze(1)).squeeze(1).isfinite(), _NOT_FINITE)
 
 
 def best_of_any(logits: Tensor, kernels: Kernels | None) -> Tensor:
-    """As `best_of`, where nothing is recorded: on the CPU by numpy, ten times as fast, or by all threads."""
+    """`best_of` outside recordings: on a CPU by native kernels or by numpy, which is ten times as fast."""
     if logits.device.type != "cpu":
         return best_of(logits)
     if kernels is not None:
         return kernels.best(logits)
     values = logits.numpy()
     best = values.argmax(axis=1)
-    return torch.from_numpy(np.where(np.isfinite(values[np.arange(len(best)), best]), best, _NO_NUMBER))
+    return torch.from_numpy(np.where(np.isfinite(values[np.arange(len(best)), best]), best, _NOT_FINITE))
 
 
 class Launched:
-    """A step that the device was given, and what is to be known of it when it is done.
+    """A step given to the device, and its output once it is done.
 
-    `tokens` [samples] int64, on the device: as in StepOutput, there until the next step is launched.
+    `tokens` [samples] int64, on the device, as in StepOutput; valid until the next launch.
     """
 
     def __init__(
         self, tokens: Tensor, is_enough: list[bool], rows: Tensor, scores: list[tuple[ScoredToken, ...]]
     ) -> None:
-        """`is_enough`: by sample, whether its token is all that is wanted; `rows`: logits of the others."""
+        """`is_enough`: per sample, whether its token is all that is needed. `rows`: logits of the others."""
         self.tokens = tokens
         self._is_enough = is_enough
         self._scores = scores
@@ -70,13 +72,13 @@ class Launched:
             self._done.record(torch.cuda.current_stream(tokens.device))
 
     def wait(self) -> StepOutput:
-        """Until the device has done it."""
+        """Waits until the device is done."""
         if self._done is not None:
             self._done.synchronize()
         tokens, rows = self._copies
         of_host = iter(rows.numpy())
         return StepOutput(
-            [None if token == _NO_NUMBER else token for token in tokens.tolist()],
+            [None if token == _NOT_FINITE else token for token in tokens.tolist()],
             [None if enough else next(of_host) for enough in self._is_enough],
             self._scores,
         )
@@ -90,14 +92,14 @@ def launched(
     *,
     draws: bool = False,
 ) -> Launched:
-    """logits [samples, vocab_size] fp32; best [samples]: `best_of` them. `draws`: the device draws what is to be
-    drawn."""
+    """logits [samples, vocab_size] fp32; best [samples]: `best_of` them. `draws`: sample on the device where
+    possible."""
     sampling = [sequence for sequence in sequences if sequence.samples]
     on_device = {row: each.draw for row, each in enumerate(sampling) if draws and each.draw is not None}
     if on_device:
         rows = to_device(np.array(list(on_device)), logits.device)
         drawn_tokens = drawn(logits[rows], list(on_device.values()))
-        best = best.index_copy(0, rows, drawn_tokens.where(best[rows] != _NO_NUMBER, _NO_NUMBER))
+        best = best.index_copy(0, rows, drawn_tokens.where(best[rows] != _NOT_FINITE, _NOT_FINITE))
     is_enough = [each.greedy or row in on_device for row, each in enumerate(sampling)]
     wanted = np.flatnonzero(~np.array(is_enough, dtype=bool))
     return Launched(best, is_enough, logits[to_device(wanted, logits.device)], scores)

@@ -1,4 +1,4 @@
-"""What a rank's device can do, measured where nobody said it: one matrix product and one copy, best of a few."""
+"""Peak throughput of a rank's device, measured unless configured: the best of a few matrix products and copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.engine.kv_pool import DTYPES
 
 ROUNDS = 3
 _CPU_WIDTH, _CUDA_WIDTH = 512, 4096
-_CPU_COPY_BYTES, _CUDA_COPY_BYTES = 32 << 20, 256 << 20  # beside a KV pool that may fill most of the memory
+_CPU_COPY_BYTES, _CUDA_COPY_BYTES = 32 << 20, 256 << 20  # small beside a KV pool that may fill most of the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class DevicePeaks:
 
 
 def device_peaks(spec: EngineSpec) -> DevicePeaks:
-    """Of one rank: as configured, else measured (a fraction of a second)."""
+    """One rank's peaks, as configured or measured (in a fraction of a second)."""
     device = torch.device(spec.device)
     flops, memory = spec.peak_flops_per_s, spec.peak_memory_bytes_per_s
     peaks = DevicePeaks(
@@ -51,7 +51,7 @@ def _bytes_per_s(device: torch.device) -> float:
 
 def _shortest_s(device: torch.device, work: Callable[[], object]) -> float:
     best_s = float("inf")
-    for _ in range(ROUNDS + 1):  # the first warms up; it cannot be the shortest by much
+    for _ in range(ROUNDS + 1):  # the first is a warm-up
         began_s = time.perf_counter()
         work()
         if device.type == "cuda":

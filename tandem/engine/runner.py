@@ -1,4 +1,4 @@
-"""One rank's half of a step: tensors in, logits out, finished layers told to the exporter."""
+"""One rank's part of a step: runs the model on it, and reports finished layers to the exporter."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.host_pool import HostPool
 from tandem.engine.kv_pool import KvPool
 from tandem.engine.output import Launched, best_of_any, launched
-from tandem.engine.scores import score
+from tandem.engine.prompt_logprobs import score
 from tandem.engine.step import SequenceStep, StepInput
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import Attend, Decoder
 from tandem.native.library import Kernels
 from tandem.scheduler.plan import ExportRange
 
-TOLD_BYTES = 1 << 20  # of KV, before its layers are told of: to tell takes time from the step, and wakes the agent
+REPORT_BYTES = 1 << 20  # KV bytes between reports: each report delays the step and wakes the agent
 
 
 class ModelRunner:
-    """Args: `paged` attends, else `kernels`, else torch over gathered blocks. `graphs` take the steps that they can.
-    `meet` returns when every rank of the worker has called it; None: there is one."""
+    """Args: attention uses `paged`, else `kernels`, else torch over gathered blocks. `graphs` run the steps they
+    accept. `barrier` waits for every rank of the worker; None: there is only one."""
 
     def __init__(
         self,
@@ -38,38 +38,39 @@ class ModelRunner:
         device: torch.device,
         kernels: Kernels | None = None,
         host: HostPool | None = None,
-        meet: Callable[[], None] | None = None,
+        barrier: Callable[[], None] | None = None,
         paged: PagedKernel | None = None,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self._kernels = kernels
         self._host = host
-        self._meet = meet
+        self._barrier = barrier
         self._paged = paged
-        self._draws = paged is not None  # a GPU: there drawing costs less than copying the logits
+        self._draws = paged is not None  # on a GPU, where sampling costs less than copying the logits
         self.graphs = graphs
-        self._last: Launched | None = None  # by graphs
+        self._last: Launched | None = None  # the last step run by graphs
         self._model = model
         self._pool = pool
         self._exporter = exporter
         self._device = device
 
     def can_be_ahead_of(self, step: StepInput) -> bool:
-        """Whether `launch` takes the step after `step` before that one has ended, with all its sequences."""
+        """Whether `launch` may run the step after `step`, with the same sequences, before `step` has ended."""
         chosen = all(each.greedy or each.draw is not None for each in step.sequences)
         return self.graphs is not None and chosen and self.graphs.takes(step)
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched | None:
-        """None: it had no sequences. On the leader it returns when every rank has done the step's copies."""
+        """Runs a step; None if it has no sequences. Returns on the leader after every rank has done the step's
+        copies."""
         if step.copies is not None:
-            assert self._host is not None  # copies come of a tier
+            assert self._host is not None  # only a host tier makes copies
             self._host.copy(step.copies)
-            if self._meet is not None and not step.sequences:  # else the ranks meet in the model
-                self._meet()
+            if self._barrier is not None and not step.sequences:  # else the model's collectives wait
+                self._barrier()
         if step.exports:
             self._exporter.begin_step(step.exports)
-        if not step.sequences:  # held requests are exported while nothing runs
+        if not step.sequences:  # held requests are exported in steps without sequences
             return None
         if self.graphs is not None and self.graphs.takes(step):
             before = self._last.tokens if step.ahead and self._last is not None else None
@@ -87,12 +88,12 @@ class ModelRunner:
             end += len(sequence.token_ids)
             if sequence.samples:
                 rows.append(end - 1)
-        told = layers_told(step.exports, self._pool.layout)
+        reported = layers_to_report(step.exports, self._pool.layout)
         hidden = self._model.hidden(
             to_device(np.array(token_ids, dtype=np.int64), self._device),
             to_device(np.array(positions, dtype=np.int64), self._device),
             self._attention(step.sequences),
-            partial(self._layer_done, told) if told else None,
+            partial(self._layer_done, reported) if reported else None,
         )
         logits = self._model.logits(hidden[to_device(np.array(rows, dtype=np.int64), self._device)])
         scores = [
@@ -111,18 +112,18 @@ class ModelRunner:
             return StepAttention(pool.tensor, pool.layout, sequences, terms)
         return NativeStepAttention(self._kernels, pool.tensor, pool.layout, sequences, terms)
 
-    def _layer_done(self, told: frozenset[int], layer: int) -> None:
-        if layer not in told:
+    def _layer_done(self, reported: frozenset[int], layer: int) -> None:
+        if layer not in reported:
             return
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # launched is not yet written
+            torch.cuda.current_stream(self._device).synchronize()  # wait until the launched writes are done
         self._exporter.layer_done(layer)
 
 
-def layers_told(exports: Sequence[ExportRange], layout: KvPoolLayout) -> frozenset[int]:
-    """The layers after which a step tells of what it wrote for handoffs."""
+def layers_to_report(exports: Sequence[ExportRange], layout: KvPoolLayout) -> frozenset[int]:
+    """The layers after which a step reports its writes for handoffs."""
     blocks = max((len(each.block_ids) for each in exports if not each.in_cache), default=0)
     if not blocks:
         return frozenset()
-    stride = -(-TOLD_BYTES // (blocks * layout.layer_bytes))
+    stride = -(-REPORT_BYTES // (blocks * layout.layer_bytes))
     return frozenset([*range(stride - 1, layout.layers, stride), layout.layers - 1])

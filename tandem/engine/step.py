@@ -1,4 +1,4 @@
-"""What every rank is told about a step, in a form that crosses processes without pickle."""
+"""A step as sent to every rank, in a form that crosses processes without pickle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tandem.scheduler.plan import ExportRange
 
 
 class Draw(msgspec.Struct, frozen=True, array_like=True):
-    """How the token at `position` is drawn: SamplingParams that look at nothing but the logits. `top_k` 0: no limit."""
+    """How the token at `position` is drawn: the SamplingParams that depend only on the logits. `top_k` 0: no limit."""
 
     position: int
     seed: int
@@ -24,11 +24,11 @@ class Draw(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
-    """`token_ids` of one request, from position `start` on, with its block table up to the last of them.
+    """`token_ids` of one request from position `start` on, with its block table up to the last of them.
 
-    `scored`: prompt tokens whose logprobs are wanted, with the `top` likeliest; the first of them comes after
-    `token_ids[scored_from]`. `greedy`: of what it samples, the likeliest token is all that is wanted;
-    `draw`: one that is drawn so is.
+    `scored`: prompt tokens whose logprobs are requested, with the `top` most likely tokens; the first of them follows
+    `token_ids[scored_from]`. `greedy`: only the most likely token is needed. `draw`: only a token drawn in this way is
+    needed.
     """
 
     token_ids: list[int]
@@ -43,9 +43,12 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True):
-    """Copies, then announcements, then one forward pass, each if there is any. Nothing and not `stop`: a sign of life
-    from an idle leader. `ahead`: each sequence's token is the one that it was given in the step before, which had the
-    same sequences and need not have ended; it is not known to the host."""
+    """Copies, then exports, then one forward pass, each if present. An empty step without `stop` is a heartbeat of an
+    idle leader.
+
+    `ahead`: each sequence's token is the output of the previous step, which has the same sequences and may still be
+    running. The host does not know it.
+    """
 
     sequences: list[SequenceStep]
     exports: list[ExportRange]

@@ -1,6 +1,6 @@
-"""How much arithmetic and memory traffic an engine step is, by the model's shape: what MFU and MBU are shares of.
+"""Arithmetic and memory traffic of an engine step, computed from the model's shape. MFU and MBU are based on it.
 
-The same bounds as the planner's roofline (planner/cost.py), of steps that were really run. Pure and torch-free.
+It has the same bounds as the planner's roofline (planner/cost.py), for steps that were run. Pure and torch-free.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import msgspec
 from tandem.checkpoint.model_config import ModelConfig
 
 
-class StepWork(msgspec.Struct, frozen=True):  # made for each chunk of a step
-    """What one step computed. `attended_tokens`: over all computed tokens, how many each one attended to. `kv_tokens`:
-    tokens whose KV was read or written. `sampled_tokens`: those whose logits were needed."""
+class StepWork(msgspec.Struct, frozen=True):  # created per chunk
+    """What one step computed.
+
+    `attended_tokens`: number of tokens attended to, summed over all computed tokens. `kv_tokens`: tokens whose KV was
+    read or written. `sampled_tokens`: tokens whose logits were needed.
+    """
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -23,7 +26,7 @@ class StepWork(msgspec.Struct, frozen=True):  # made for each chunk of a step
     sampled_tokens: int = 0
 
     def with_chunk(self, start: int, count: int, *, decodes: bool, samples: bool) -> StepWork:
-        """And `count` tokens of one request that follow `start` tokens in the KV cache."""
+        """Adds `count` tokens of one request after `start` tokens in the KV cache."""
         return StepWork(
             self.prefill_tokens + (0 if decodes else count),
             self.decode_tokens + (count if decodes else 0),
@@ -38,14 +41,17 @@ NO_WORK = StepWork()
 
 @dataclass(frozen=True, slots=True)
 class WorkShape:
-    """A model, whole (before tensor parallelism), as far as the cost of a step goes. Attention counts as if every layer
-    saw all that came before: of layers with a window that is more than they do.
+    """A whole model (before tensor parallelism), as needed for the cost of a step.
+
+    Attention is counted in full in every layer, which overestimates layers with a window.
 
     Args:
-        block_params: used for each token; of a mixture of experts those of the chosen ones. head_params: for each
-            sampled token. attention_width: layers times query heads times head_dim.
-        weights_bytes: read by every step. expert_bytes: of one expert's number in all layers, read once some token
-            chose it; `experts` of them, `experts_per_token` chosen.
+        block_params: used for each token; with experts, those of the chosen ones.
+        head_params: used for each sampled token.
+        attention_width: layers × query heads × head_dim.
+        weights_bytes: read by every step.
+        expert_bytes: of one expert index in all layers, read once if any token chose it; there are `experts`, of which
+            each token chooses `experts_per_token`.
     """
 
     block_params: int
@@ -59,7 +65,7 @@ class WorkShape:
 
     @classmethod
     def of(cls, config: ModelConfig, *, weight_bytes: float, kv_bytes: float) -> WorkShape:
-        """Of a model whose weights and KV cache have elements of those sizes."""
+        """The shape of a model with elements of these sizes in its weights and KV cache."""
         hidden, query = config.hidden_size, config.heads * config.head_dim
         kv = config.kv_heads * config.head_dim
         experts = config.traits.experts
@@ -85,7 +91,7 @@ class WorkShape:
         return linear + 4.0 * self.attention_width * work.attended_tokens
 
     def memory_bytes(self, work: StepWork) -> float:
-        """Weights once, of experts those that can have been chosen, and the KV cache of all whose turn it was."""
+        """Weights once, experts that may have been chosen, and the KV cache of all sequences in the step."""
         tokens = work.prefill_tokens + work.decode_tokens
         chosen = min(self.experts, self.experts_per_token * tokens)
         return self.weights_bytes + chosen * self.expert_bytes + work.kv_tokens * self.kv_token_bytes

@@ -1,7 +1,7 @@
-"""The tensor-parallel group of one worker: collectives for the model, and the leader's steps for its followers.
+"""The tensor-parallel group of one worker: the model's collectives, and the transport of steps to followers.
 
-Rendezvous is a file in the worker's private folder, so the group opens no port of its own beyond the backend's, which
-are bound to loopback: all ranks of a worker live on one host.
+The rendezvous is a file in the worker's private folder. The group opens only the backend's ports, on loopback, because
+all ranks of a worker share a host.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch.distributed import ProcessGroup
 from tandem.engine.step import StepInput, decode_step, encode_step
 from tandem.errors import WorkerLost
 
-# Ranks load their weights at different speeds, and the leader's first step comes when its agents are there.
+# Ranks load weights at different speeds, and the leader's first step waits for the transfer agents.
 START_TIMEOUT = timedelta(seconds=120)
-# An idle leader gives a sign of life every second, and all ranks run a step together.
+# An idle leader sends a heartbeat every second, and all ranks run a step together.
 IDLE_TIMEOUT = timedelta(seconds=10)
-# Between two collectives of one step lies no more than one layer of it.
+# At most one layer's work is between two collectives of a step.
 STEP_TIMEOUT = timedelta(seconds=120)
 LOOPBACK = "127.0.0.1"
 
 
 class TpGroup:
-    """`collectives` runs on the model's device; steps always travel over the CPU. A follower gives its leader up when
-    that was silent for `idle_timeout`."""
+    """`collectives` uses the model's device; steps are always sent over the CPU. A follower fails if its leader is
+    silent for `idle_timeout`."""
 
     def __init__(
         self,
@@ -52,20 +52,20 @@ class TpGroup:
         )
 
     def send_step(self, step: StepInput) -> None:
-        """Raises WorkerLost when a follower is gone."""
+        """Raises WorkerLost if a follower is gone."""
         raw = encode_step(step)
         self._broadcast(torch.tensor([len(raw)], dtype=torch.int64), STEP_TIMEOUT)
         self._broadcast(torch.frombuffer(bytearray(raw), dtype=torch.uint8), STEP_TIMEOUT)
 
-    def meet(self) -> None:
-        """Returns when every rank has called it. Raises WorkerLost when one is gone or hangs."""
+    def barrier(self) -> None:
+        """Waits for every rank. Raises WorkerLost if one is gone or hangs."""
         try:
             self._steps.allreduce([torch.zeros(1)]).wait()
         except RuntimeError as error:
             raise _lost(error) from error
 
     def steps(self) -> Iterator[StepInput]:
-        """What the leader sends, until it says stop. Raises WorkerLost when the leader is gone or silent."""
+        """Steps from the leader until it stops. Raises WorkerLost if the leader is gone or silent."""
         timeout = START_TIMEOUT
         while True:
             length = torch.zeros(1, dtype=torch.int64)
@@ -92,7 +92,7 @@ def _lost(error: RuntimeError) -> WorkerLost:
     return WorkerLost(f"a rank of this worker is gone or hangs: {str(error).splitlines()[0]}")
 
 
-# torch's stubs neither know Gloo's options nor that a backend by itself has a group's collectives: hence Any.
+# torch's stubs lack Gloo's options and a backend's collectives, hence Any.
 
 
 def _gloo(store: PrefixStore, rank: int, size: int) -> ProcessGroup:

@@ -1,13 +1,13 @@
-"""Which physical KV block holds what, and who holds it. Pure bookkeeping: the tensor lives in `engine/kv_pool.py`.
+"""The state of each physical KV block. Pure bookkeeping: `engine/kv_pool.py` holds the tensor.
 
-Every block is in exactly one state, derived from three facts and never stored:
+Every block is in exactly one state, derived from three facts and never stored. The first match applies:
 
-    in_use   a running request uses it
-    leased   else: a handoff holds it
-    cached   else: it can be found by its hash, and may be evicted, the longest unused first
-    free     else
+    in_use   a running request holds it
+    leased   a handoff holds it
+    cached   it can be found by its hash, and may be evicted, least recently used first
+    free     none of these
 
-With a host tier, what is evicted goes there, can be found as before, and gets a block again when it is acquired.
+With a host tier, evicted blocks move there and stay findable. They get a block of the pool again when acquired.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tandem.errors import InternalError, KvExhausted
 from tandem.kvcache.blockhash import BlockHash
 from tandem.kvcache.host_tier import NO_TIER, BlockCopies, HostTier, TierCounts
 
-Found = int | BlockHash  # a cached block, or the hash of one that only the host tier has
+Found = int | BlockHash  # a cached block, or the hash of a block that is only in the host tier
 
 
 class Hold(StrEnum):
@@ -38,7 +38,7 @@ class BlockState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """Every block is in exactly one state."""
+    """Number of blocks in each state."""
 
     free: int
     cached: int
@@ -53,26 +53,26 @@ class BlockCounts:
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """Full blocks that became findable (`stored`) or no longer are, in order."""
+    """Full blocks that became findable (`stored`) or stopped being findable, in order."""
 
     stored: bool
     hashes: tuple[BlockHash, ...]
 
 
 class BlockPool:
-    """All blocks of one rank group (the ranks of a worker use the same block numbers)."""
+    """All blocks of a worker, whose ranks use the same block numbers."""
 
     def __init__(self, num_blocks: int, tier: HostTier | None = None) -> None:
         self._tier = tier
         self._total = num_blocks
-        self._uses, self._leases = [0] * num_blocks, [0] * num_blocks  # how many holds there are of each block
+        self._uses, self._leases = [0] * num_blocks, [0] * num_blocks  # number of holds of each block
         self._hash: list[BlockHash | None] = [None] * num_blocks
-        self._untouched = 0  # blocks from this one on were never held, and go before the others that are free
+        self._untouched = 0  # blocks from this one on were never held; they are allocated before other free blocks
         self._free: deque[int] = deque()
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks, the longest unused first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks, least recently used first
         self._by_hash: dict[BlockHash, int] = {}
         self._in_use = self._leased = 0
-        self._events: list[tuple[bool, list[BlockHash]]] = []  # runs of one kind
+        self._events: list[tuple[bool, list[BlockHash]]] = []  # runs of the same kind
 
     def counts(self) -> BlockCounts:
         return BlockCounts(self._num_free(), len(self._evictable), self._leased, self._in_use, self._total)
@@ -88,7 +88,7 @@ class BlockPool:
         return NO_TIER if self._tier is None else self._tier.counts()
 
     def match(self, hashes: Sequence[BlockHash]) -> list[Found]:
-        """The longest cached prefix of a chain. Holds nothing."""
+        """The longest cached prefix of a chain. Does not hold the blocks."""
         found: list[Found] = []
         for block_hash in hashes:
             block = self._by_hash.get(block_hash)
@@ -101,19 +101,20 @@ class BlockPool:
         return found
 
     def acquire(self, found: Sequence[Found], fresh: int, hold: Hold, *, spare: int = 0) -> list[int]:
-        """Holds what `match` found and `fresh` new blocks; returns all of them, in this order. What `take_copies` gives
-        is to be done before any of them is read or written.
+        """Holds the blocks that `match` found and `fresh` new ones, and returns all of them in this order.
+
+        Before any of them is read or written, the copies from `take_copies` must be done.
 
         Raises:
-            KvExhausted: fewer can be had, or `spare` would not be left after that; nothing is changed.
+            KvExhausted: too few blocks are available, counting `spare` blocks that must remain. Nothing is changed.
         """
         cached = [each for each in found if isinstance(each, int)]
         needed = len(found) - len(cached) + fresh
         available = self.available() - sum(block in self._evictable for block in cached)
         if needed + spare > available:
             raise KvExhausted(
-                f"{needed + spare} KV blocks are needed and {available} of {self._total} can be had: "
-                "retry when running requests have ended"
+                f"{needed + spare} KV blocks are needed and {available} of {self._total} are available: "
+                "retry after running requests end"
             )
         self._hold(cached, hold)
         if needed == fresh:
@@ -121,34 +122,35 @@ class BlockPool:
         return self._restore(found, needed, hold)
 
     def take_copies(self) -> BlockCopies | None:
-        """Between pool and host tier, as `HostTier.take_copies`."""
+        """Copies between pool and host tier; see `HostTier.take_copies`."""
         return None if self._tier is None else self._tier.take_copies()
 
     def release(self, blocks: Iterable[int], hold: Hold) -> None:
-        """Gives up one hold of each block. Given in table order: the tail of a chain is evicted first."""
-        self._let_go(reversed(list(blocks)), hold)
+        """Releases one hold of each block. `blocks` are in table order, so that the tail of a chain is evicted
+        first."""
+        self._drop_holds(reversed(list(blocks)), hold)
 
     def convert(self, blocks: Iterable[int], before: Hold, after: Hold) -> None:
-        """Changes what kind of hold a request has; the blocks are held throughout."""
+        """Changes the kind of a request's hold. The blocks stay held throughout."""
         if before is after:
             return
         blocks = list(blocks)
         self._hold(blocks, after)
-        self._let_go(blocks, before)
+        self._drop_holds(blocks, before)
 
     def commit(self, block: int, block_hash: BlockHash) -> None:
-        """A held block is full and holds `block_hash`'s tokens: from now on it can be found. Of two blocks with the
-        same content the first stays findable."""
+        """Makes a held, full block findable by `block_hash`. Of two blocks with the same content, the first stays
+        findable."""
         if not self._uses[block] and not self._leases[block]:
-            raise InternalError(f"block {block} is committed and nobody holds it")
+            raise InternalError(f"block {block} is committed but not held")
         if self._hash[block] is not None or block_hash in self._by_hash:
             return
         self._hash[block], self._by_hash[block_hash] = block_hash, block
         if self._tier is None or block_hash not in self._tier:
-            self._tell(True, block_hash)
+            self._record_event(True, block_hash)
 
     def take_events(self) -> list[CacheEvent]:
-        """What became findable or no longer is since the last call, neighbours of one kind merged."""
+        """Changes of findable blocks since the last call. Consecutive changes of one kind are merged."""
         events = [CacheEvent(stored, tuple(hashes)) for stored, hashes in self._events]
         self._events = []
         return events
@@ -160,10 +162,10 @@ class BlockPool:
             return BlockState.LEASED
         return BlockState.CACHED if self._hash[block] is not None else BlockState.FREE
 
-    # --- where a block changes; kept short, since the simulator does nothing more often -------------------------
+    # --- state changes; optimised, because the simulator runs them most often ------------------------------------
 
     def _take(self, count: int, hold: Hold) -> list[int]:
-        """So many blocks, held, that nobody can find."""
+        """Allocates `count` blocks, held and not findable."""
         new = [self._vacate() for _ in range(count)]
         held, _ = self._held(hold)
         for block in new:
@@ -172,11 +174,11 @@ class BlockPool:
         return new
 
     def _restore(self, found: Sequence[Found], count: int, hold: Hold) -> list[int]:
-        """Takes `count` blocks, and of these gives one to each that only the host tier has."""
+        """Allocates `count` blocks and restores into them the found blocks that are only in the host tier."""
         tier = self._tier
-        assert tier is not None  # else nothing else could have found them
+        assert tier is not None  # only a tier can have found hashes
         below = [each for each in found if not isinstance(each, int)]
-        for block_hash in below:  # before what is evicted now looks for a slot
+        for block_hash in below:  # before evictions below look for a slot
             tier.claim(block_hash)
         new = self._take(count, hold)
         for block_hash, block in zip(below, new, strict=False):
@@ -186,7 +188,7 @@ class BlockPool:
         return [each if isinstance(each, int) else next(rest) for each in found] + list(rest)
 
     def _vacate(self) -> int:
-        """A block nobody holds and nobody can find."""
+        """A block that is neither held nor findable; evicts one if needed."""
         if self._untouched < self._total:
             self._untouched += 1
             return self._untouched - 1
@@ -200,11 +202,11 @@ class BlockPool:
         self._hash[block] = None
         lost = evicted if self._tier is None else self._tier.keep(evicted, block)
         if lost is not None and lost not in self._by_hash:
-            self._tell(False, lost)
+            self._record_event(False, lost)
         return block
 
     def _hold(self, blocks: Iterable[int], hold: Hold) -> None:
-        """Blocks that are held or cached: free ones are taken."""
+        """Holds blocks that are held or cached. Cached ones stop being evictable."""
         held, others = self._held(hold)
         new = shared = 0
         for block in blocks:
@@ -219,7 +221,7 @@ class BlockPool:
         self._count(hold, new)
         self._share(hold, shared)
 
-    def _let_go(self, blocks: Iterable[int], hold: Hold) -> None:
+    def _drop_holds(self, blocks: Iterable[int], hold: Hold) -> None:
         held, others = self._held(hold)
         gone = shared = 0
         for block in blocks:
@@ -227,7 +229,7 @@ class BlockPool:
                 held[block] -= 1
                 continue
             if not held[block]:
-                raise InternalError(f"block {block} was released more often than held")
+                raise InternalError(f"block {block} was released more often than it was held")
             held[block] = 0
             if others[block]:
                 shared += 1
@@ -241,7 +243,7 @@ class BlockPool:
         self._share(hold, -shared)
 
     def _held(self, hold: Hold) -> tuple[list[int], list[int]]:
-        """How many of these holds each block has, and how many of the other kind."""
+        """(this kind's holds per block, the other kind's)."""
         return (self._uses, self._leases) if hold is Hold.USE else (self._leases, self._uses)
 
     def _count(self, hold: Hold, blocks: int) -> None:
@@ -251,12 +253,12 @@ class BlockPool:
             self._leased += blocks
 
     def _share(self, hold: Hold, blocks: int) -> None:
-        """So many blocks with holds of the other kind gained one of this: a block with both is in use."""
+        """Moves blocks between the counts after they gained holds of both kinds: a block with both is in use."""
         if hold is Hold.USE:
             self._in_use += blocks
             self._leased -= blocks
 
-    def _tell(self, stored: bool, block_hash: BlockHash) -> None:
+    def _record_event(self, stored: bool, block_hash: BlockHash) -> None:
         if not self._events or self._events[-1][0] is not stored:
             self._events.append((stored, []))
         self._events[-1][1].append(block_hash)

@@ -1,8 +1,8 @@
-"""Block hashes: the identity of a KV block's content, shared by workers, routers and the prefix index.
+"""Block hashes identify the content of KV blocks for workers, routers and the prefix index.
 
-A block's hash is chained: it covers the block's own tokens and, through the hash before it, every token that came
-earlier, and it is keyed by model, adapter and tenant salt. 128 bits of keyed BLAKE2b, so that no one who does not
-know the salt can aim for a collision (references.md, "weak block hashes").
+A hash covers the block's tokens and, through the previous block's hash, all earlier tokens. It is keyed by model,
+adapter and tenant salt: 128 bits of keyed BLAKE2b, so a collision cannot be constructed without the salt
+(references.md, "weak block hashes").
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BlockHash = bytes  # HASH_BYTES long
 
 @dataclass(frozen=True, slots=True)
 class HashKey:
-    """What a chain starts from. Two requests share cached blocks only when all three agree."""
+    """The key of a chain. Two requests share cached blocks only if all three fields match."""
 
     model_fingerprint: str
     adapter: str = ""
@@ -35,14 +35,14 @@ def hash_blocks(
 ) -> list[BlockHash]:
     """Hashes of the full blocks of `tokens`; a partial last block has none.
 
-    `parent` continues a chain: the hash of the block just before `tokens[0]`.
+    `parent` continues a chain: the hash of the block before `tokens[0]`.
     """
     full = tokens[: len(tokens) // block_tokens * block_tokens]
     words = struct.pack(f"<{len(full)}I", *full)
     step = 4 * block_tokens
     previous = parent if parent is not None else b""
     hashes: list[BlockHash] = []
-    keyed = hashlib.blake2b(digest_size=HASH_BYTES, key=key.root()).copy  # cheaper than setting up one for each block
+    keyed = hashlib.blake2b(digest_size=HASH_BYTES, key=key.root()).copy  # cheaper than a new keyed hash per block
     for start in range(0, len(words), step):
         digest = keyed()
         digest.update(previous + words[start : start + step])

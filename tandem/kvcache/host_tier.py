@@ -1,8 +1,7 @@
-"""The second tier of the prefix cache, in host memory: which slot holds which block that left the pool, and the copies
-that make it so. Pure bookkeeping; the tensor lives in `engine/host_pool.py`.
+"""The prefix cache's second tier, in host memory: which slot holds which evicted block, and the copies to make.
 
-A block that comes back to the pool keeps its slot, which becomes the next to be overwritten: as long as that has not
-happened, the block can leave the pool once more without a copy.
+Pure bookkeeping: `engine/host_pool.py` holds the tensor. A block that returns to the pool keeps its slot, which is the
+next to be overwritten. Until then, the block can be evicted again without a copy.
 """
 
 from __future__ import annotations
@@ -16,9 +15,12 @@ from tandem.kvcache.blockhash import BlockHash
 
 
 class BlockCopies(msgspec.Struct, frozen=True, array_like=True):
-    """What every rank copies before it writes to any block: first each of `out_blocks` to its slot of `out_slots`, then
-    each of `in_slots` to its block of `in_blocks`. No slot and no block is written twice, and no slot that is copied in
-    is written by anything but its own content."""
+    """Copies that every rank makes before it writes to any block.
+
+    First each of `out_blocks` is copied to its slot of `out_slots`, then each of `in_slots` to its block of
+    `in_blocks`. No slot and no block is written twice, and a slot that is copied in is written only with its own
+    content.
+    """
 
     out_blocks: list[int]
     out_slots: list[int]
@@ -28,7 +30,7 @@ class BlockCopies(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class TierCounts:
-    """Slots, and blocks that were copied so far: out of the pool, and back into it."""
+    """Number of slots by state, and of blocks copied so far out of the pool and back into it."""
 
     free: int
     used: int
@@ -45,15 +47,15 @@ NO_TIER = TierCounts(0, 0, 0)
 
 
 class HostTier:
-    """All slots of one rank group (the ranks of a worker use the same slot numbers)."""
+    """All slots of a worker, whose ranks use the same slot numbers."""
 
     def __init__(self, num_slots: int) -> None:
         self._total = num_slots
-        self._untouched = 0  # slots from this one on were never used; others stay so
-        self._slots: OrderedDict[BlockHash, int] = OrderedDict()  # what they hold, the next to be overwritten first
-        self._claimed: dict[BlockHash, int] = {}  # slots that are copied in next, and not overwritten before
-        self._outs: dict[int, int] = {}  # slot → block, to be copied
-        self._ins: dict[BlockHash, int] = {}  # → block, of claimed slots
+        self._untouched = 0  # slots from this one on were never used
+        self._slots: OrderedDict[BlockHash, int] = OrderedDict()  # slots by content, the next to be overwritten first
+        self._claimed: dict[BlockHash, int] = {}  # slots that the next copies read, so they cannot be overwritten
+        self._outs: dict[int, int] = {}  # slot → block, copies out of the pool
+        self._ins: dict[BlockHash, int] = {}  # claimed hash → block, copies into the pool
         self._blocks_out = self._blocks_in = 0
 
     def counts(self) -> TierCounts:
@@ -64,8 +66,9 @@ class HostTier:
         return block_hash in self._slots or block_hash in self._claimed
 
     def keep(self, block_hash: BlockHash, block: int) -> BlockHash | None:
-        """`block` leaves the pool. Returns the hash that leaves the tier for it: its own if all slots are claimed."""
-        if block_hash in self._claimed:  # it leaves again before it was copied in
+        """Keeps a block that leaves the pool. Returns the hash that leaves the tier: `block_hash` if all slots are
+        claimed."""
+        if block_hash in self._claimed:  # evicted again before it was copied in
             del self._ins[block_hash]
             self._slots[block_hash] = self._claimed.pop(block_hash)
             return None
@@ -85,15 +88,15 @@ class HostTier:
         return lost
 
     def claim(self, block_hash: BlockHash) -> None:
-        """It is going to be restored: whatever is kept meanwhile leaves its slot alone."""
+        """Protects a hash's slot until it is restored."""
         self._claimed[block_hash] = self._slots.pop(block_hash)
 
     def restore(self, block_hash: BlockHash, block: int) -> None:
-        """A claimed hash gets a block of the pool."""
+        """Assigns a block of the pool to a claimed hash."""
         self._ins[block_hash] = block
 
     def take_copies(self) -> BlockCopies | None:
-        """What is to be copied before any block taken from the pool meanwhile is written to; None: nothing."""
+        """Copies to make before any block that was allocated since the last call is written; None: no copies."""
         if not self._outs and not self._ins:
             return None
         copies = BlockCopies(
@@ -104,7 +107,7 @@ class HostTier:
         )
         self._blocks_out += len(self._outs)
         self._blocks_in += len(self._ins)
-        for block_hash in self._ins:  # in table order: the tail of a chain is overwritten first
+        for block_hash in self._ins:  # in table order, so that the tail of a chain is overwritten first
             self._slots[block_hash] = self._claimed.pop(block_hash)
             self._slots.move_to_end(block_hash, last=False)
         self._outs, self._ins = {}, {}

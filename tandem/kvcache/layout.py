@@ -1,7 +1,8 @@
-"""The shape of a rank's KV pool, without the tensor: what engine, transfer agent and reshard plans agree on.
+"""The shape of a rank's KV pool, without the tensor, shared by engine, transfer agent and reshard plans.
 
 `[block, layer, 2 (K,V), kv_head, block_tokens, head_dim]`, C-contiguous. One block is contiguous, so a finished prefix
-moves in few large pieces; so is one layer of one block, and one head of that (docs/architecture.md, KV blocks).
+is transferred in few large pieces. One layer of one block is contiguous, and so is one head of it
+(docs/architecture.md, KV blocks).
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ _SCALE_BYTES: Final = 4
 
 
 def cell_width(head_dim: int, dtype: str) -> int:
-    """Elements of one token in one head of a pool: in int8 its fp32 scale follows the values, so that whatever moves
-    cells moves both."""
+    """Elements of one token in one head of a pool. In int8 the fp32 scale follows the values, so a copy of cells moves
+    both."""
     return head_dim + _SCALE_BYTES if dtype == "int8" else head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class KvPoolLayout:
-    """One rank's pool. `kv_heads` are the rank's own (after sharding or replication); `head_dim` is the model's, and in
-    int8 what `cell_width` makes of it."""
+    """One rank's pool. `kv_heads` are those of the rank, after sharding or replication. `head_dim` is the model's, or
+    `cell_width` of it in int8."""
 
     num_blocks: int
     layers: int
@@ -64,5 +65,5 @@ class KvPoolLayout:
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:
-    """Blocks that hold `tokens` tokens, the last one perhaps partly."""
+    """Number of blocks for `tokens` tokens, counting a partial last block."""
     return -(-tokens // block_tokens)

@@ -1,7 +1,7 @@
-"""The prefix events of a worker as they lie in Redis: key names, event and snapshot codec. Torch-free and Redis-free.
+"""A worker's prefix events in Redis: key names, event codec and snapshot codec. Torch-free and Redis-free.
 
-Each worker has one stream of events and one snapshot. An entry's stream id is `{epoch}-{seq}`, so the id itself shows
-gaps, and a reader that holds a snapshot (epoch, seq) reads on from exactly there.
+Each worker has one stream of events and one snapshot. An entry's stream id is `{epoch}-{seq}`, so ids reveal gaps, and
+a reader with a snapshot (epoch, seq) continues exactly there.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MAX_SNAPSHOT_BYTES = SNAPSHOT_HEADER_BYTES + MAX_SNAPSHOT_HASHES * HASH_BYTES
 
 
 class PrefixEventError(ValueError):
-    """The bytes are no prefix event or snapshot of a version we know."""
+    """The bytes are not a prefix event or snapshot of a known version."""
 
 
-# The braces keep a cluster's keys together on one shard of a Redis Cluster, so that one command may name several.
+# The braces keep a worker's keys on one shard of a Redis Cluster, so that one command may use several of them.
 def stream_key(cluster: str, worker_id: str) -> str:
     return f"tandem:{{{cluster}}}:prefix:{worker_id}:events"
 
@@ -39,14 +39,15 @@ def snapshot_key(cluster: str, worker_id: str) -> str:
 
 
 def wanted_key(cluster: str, worker_id: str) -> str:
-    """Set by a router that cannot go on without a new snapshot, removed by the worker that writes one."""
+    """Set by a router that needs a new snapshot, deleted by the worker that writes one."""
     return f"tandem:{{{cluster}}}:prefix:{worker_id}:wanted"
 
 
 class PrefixEvent(NamedTuple):
-    """Blocks that became findable on a worker (`stored`), or no longer are. `seq` counts up in each epoch.
+    """Blocks that became findable on a worker (`stored`) or stopped being findable. `seq` counts from each epoch's
+    start.
 
-    `hashes` are concatenated: millions of them are no millions of objects.
+    `hashes` are concatenated, to avoid one object per hash.
     """
 
     epoch: int
@@ -57,7 +58,7 @@ class PrefixEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHeader:
-    """The life and the event after which a snapshot was written. Events up to `seq` are in it."""
+    """The epoch and last event of a snapshot, which includes all events up to `seq`."""
 
     epoch: int
     seq: int
@@ -65,7 +66,7 @@ class SnapshotHeader:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSnapshot:
-    """All findable blocks of a worker after event `seq`; `hashes` concatenated."""
+    """All findable blocks of a worker after event `seq`; `hashes` are concatenated."""
 
     epoch: int
     seq: int
@@ -78,12 +79,12 @@ def entry_id(epoch: int, seq: int) -> str:
 
 
 def encode_event(event: PrefixEvent) -> bytes:
-    """The value of EVENT_FIELD; epoch and seq travel in the entry's id."""
+    """The value of EVENT_FIELD. The entry's id holds epoch and seq."""
     return _EVENT.pack(_VERSION, event.stored) + event.hashes
 
 
 def decode_event(entry: str, value: bytes) -> PrefixEvent:
-    """Raises PrefixEventError. Written for speed: a router decodes every event of every worker."""
+    """Raises PrefixEventError. Optimised: a router decodes every event of every worker."""
     epoch, _, seq = entry.partition("-")
     if not (epoch.isdecimal() and seq.isdecimal()):
         raise PrefixEventError(f"expected an entry id like epoch-seq, got {entry!r}")
@@ -105,7 +106,7 @@ def decode_snapshot(value: bytes) -> PrefixSnapshot:
 
 
 def decode_snapshot_header(value: bytes) -> SnapshotHeader:
-    """From the first SNAPSHOT_HEADER_BYTES of a snapshot, or more. Raises PrefixEventError."""
+    """Reads the header from the first SNAPSHOT_HEADER_BYTES of `value`. Raises PrefixEventError."""
     if len(value) < SNAPSHOT_HEADER_BYTES:
         raise PrefixEventError(f"expected at least {SNAPSHOT_HEADER_BYTES} bytes, got {len(value)}")
     version, epoch, seq = _SNAPSHOT.unpack_from(value)
@@ -114,7 +115,7 @@ def decode_snapshot_header(value: bytes) -> SnapshotHeader:
 
 
 def split_hashes(joined: bytes) -> list[BlockHash]:
-    """Concatenated hashes, taken apart. Raises PrefixEventError."""
+    """Splits concatenated hashes. Raises PrefixEventError."""
     _whole_hashes(joined, MAX_SNAPSHOT_HASHES)
     return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
 

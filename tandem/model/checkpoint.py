@@ -1,4 +1,4 @@
-"""Named tensors of a Hugging Face checkpoint directory, read in slices. Safetensors only: nothing here unpickles."""
+"""Reads slices of named tensors from a Hugging Face checkpoint directory. Safetensors only, so nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 
 
 class Checkpoint:
-    """Open with `Checkpoint.open`. Every error is a CheckpointError naming the tensor and the file."""
+    """Open it with `Checkpoint.open`. Every error is a CheckpointError naming the tensor and the file."""
 
     def __init__(self, files: dict[str, tuple[Path, Any]], model_dir: Path) -> None:
         self._files = files
@@ -39,17 +39,17 @@ class Checkpoint:
                 held = set(opened.keys())
                 missing = sorted(promised - held)
                 if missing:
-                    raise CheckpointError(f"{path}: expected tensor {missing[0]} ({INDEX_FILE} says so), found none")
+                    raise CheckpointError(f"{path}: expected tensor {missing[0]}, listed in {INDEX_FILE}, found none")
                 files.update({name: (path, opened) for name in (promised or held)})
             yield cls(files, model_dir)
 
     @property
     def unread(self) -> frozenset[str]:
-        """Names never asked for and left to nobody: what the model would silently ignore."""
+        """Names that were neither read nor left to another rank, which the model would silently ignore."""
         return frozenset(self._unread)
 
-    def leave(self, name: str) -> None:
-        """Another rank reads this tensor."""
+    def leave_to_other_rank(self, name: str) -> None:
+        """Marks a tensor as read by another rank."""
         self._unread.discard(name)
 
     def file_of(self, name: str) -> Path:
@@ -63,7 +63,7 @@ class Checkpoint:
         rows: slice | None = None,
         columns: slice | None = None,
     ) -> Tensor:
-        """A tensor that must have `shape`, or its `rows` and `columns`, in the dtype of the file."""
+        """Reads a tensor that must have `shape`, or its `rows` and `columns`, in the file's dtype."""
         if name not in self._files:
             raise CheckpointError(f"{self._model_dir}: expected tensor {name} of shape {list(shape)}, found none")
         path, opened = self._files[name]
@@ -72,7 +72,7 @@ class Checkpoint:
             whole = opened.get_slice(name)
             if list(whole.get_shape()) != list(shape):
                 raise CheckpointError(
-                    f"{path}: {name}: expected shape {list(shape)} by config.json, got {list(whole.get_shape())}"
+                    f"{path}: {name}: expected shape {list(shape)} from config.json, got {list(whole.get_shape())}"
                 )
             if whole.get_dtype() not in _FLOATS:
                 raise CheckpointError(f"{path}: {name}: expected one of {', '.join(_FLOATS)}, got {whole.get_dtype()}")
@@ -86,18 +86,20 @@ class Checkpoint:
 
 
 def _files(model_dir: Path) -> dict[Path, set[str]]:
-    """Each weights file with the tensors the index promises in it; none are promised where there is no index."""
+    """Each weight file with the tensors that the index lists for it; no tensors without an index."""
     if (model_dir / SINGLE_FILE).exists():
         return {model_dir / SINGLE_FILE: set()}
     if not (model_dir / INDEX_FILE).exists():
         raise CheckpointError(f"{model_dir}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither", field="model")
     weight_map = read_json_object(model_dir / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{model_dir / INDEX_FILE}: weight_map: expected tensor names with files, got none")
+        raise CheckpointError(
+            f"{model_dir / INDEX_FILE}: weight_map: expected a map from tensor names to files, got none"
+        )
     found: dict[Path, set[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
-            raise CheckpointError(f"{model_dir / INDEX_FILE}: {name}: expected a file of this folder, got {file!r}")
+            raise CheckpointError(f"{model_dir / INDEX_FILE}: {name}: expected a file in this folder, got {file!r}")
         found.setdefault(model_dir / file, set()).add(name)
     return found
 
@@ -107,8 +109,8 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         manager = safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: expected this file ({INDEX_FILE} names it), found none") from error
+        raise CheckpointError(f"{path}: expected this file, listed in {INDEX_FILE}, found none") from error
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: expected a whole safetensors file, got: {error}; pull it again") from error
+        raise CheckpointError(f"{path}: expected an intact safetensors file, got: {error}; pull it again") from error
     with manager as opened:
         yield opened

@@ -1,7 +1,7 @@
-"""A decoder-only transformer: what every family shares.
+"""A decoder-only transformer, with what all families share.
 
-A step's tokens lie in one flat row, whichever requests they belong to. The model knows no paging: `attend` writes keys
-and values where the engine keeps them, and attends. How layers are read is each family's (`tandem/model/families/`).
+A step's tokens form one flat row, whatever requests they belong to. The model is independent of paging: `attend` stores
+keys and values for the engine, and attends. Each family reads its own layers (`tandem/model/families/`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tandem.model.rope import Rope, Rotation
 
 class Attend(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Stores k and v of the step's tokens, then attends causally, each request over its own tokens, by the model's
-        `AttentionTerms`.
+        """Stores k and v of the step's tokens, then attends causally within each request, by the model's
+        `AttentionParams`.
 
         q [tokens, heads / tp, head_dim]; k, v [tokens, rank_kv_heads, head_dim]; strided views, k and q rotated.
         Returns [tokens, heads / tp · head_dim].
@@ -32,14 +32,14 @@ class Attend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionTerms:
-    """How a model attends.
+class AttentionParams:
+    """Parameters of a model's attention.
 
     Args:
         heads: this rank's query heads.
-        scale: of q·k.
-        softcap: scores are softcap · tanh(score / softcap), before the mask.
-        windows: for each layer how many tokens a query sees, itself included; None: all before it.
+        scale: factor of q·k.
+        softcap: scores become softcap · tanh(score / softcap), before the mask.
+        windows: per layer, how many tokens a query sees, itself included; None: all before it.
     """
 
     heads: int
@@ -50,7 +50,7 @@ class AttentionTerms:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """`q_norm` and `k_norm` are there together or not at all. weight [head_dim]."""
+    """Has both `q_norm` and `k_norm` or neither. weight [head_dim]."""
 
     qkv: ColumnParallelLinear
     out: RowParallelLinear
@@ -74,7 +74,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Both halves add to the stream; where `…_output_norm` is there, normed once more before that."""
+    """Adds the outputs of attention and MLP to the residual stream, normalised first if there is an `…_output_norm`."""
 
     attention_norm: RmsNorm
     attention: Attention
@@ -85,8 +85,8 @@ class DecoderLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
-    """What stands before and behind the layers."""
+class EmbeddingAndHead:
+    """The model without its layers."""
 
     embedding: VocabEmbedding
     norm: RmsNorm
@@ -94,17 +94,23 @@ class Ends:
 
 
 class Decoder:
-    """One rank's shard. Call under `torch.inference_mode`; ranks of a group call it in step, with the same tokens.
+    """One rank's shard. Call it under `torch.inference_mode`, on all ranks of a group in step, with the same tokens.
 
     Args:
-        ropes: one, or two where layers with a window turn by the second.
+        ropes: one, or two if layers with a window use the second.
     """
 
-    def __init__(self, config: ModelConfig, ropes: Sequence[Rope], ends: Ends, layers: Sequence[DecoderLayer]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        ropes: Sequence[Rope],
+        embedding_and_head: EmbeddingAndHead,
+        layers: Sequence[DecoderLayer],
+    ) -> None:
         traits = config.traits
         self.config = config
         self.layers = tuple(layers)
-        self.attention = AttentionTerms(
+        self.attention = AttentionParams(
             heads=self.layers[0].attention.heads,
             scale=traits.query_scale or config.head_dim**-0.5,
             softcap=traits.attention_softcap,
@@ -112,7 +118,7 @@ class Decoder:
         )
         self._ropes = tuple(ropes)
         self._rope_of = tuple(int(window is not None) * (len(self._ropes) - 1) for window in traits.windows)
-        self._ends = ends
+        self._ends = embedding_and_head
         self._embedding_scale = traits.embedding_scale
         self._softcap = traits.logits_softcap
 
@@ -124,10 +130,10 @@ class Decoder:
         attend: Attend,
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """The logits of some of a step's tokens: `logits` of those rows of `hidden`.
+        """The logits of the rows `logits_rows` of a step's tokens.
 
         Args:
-            logits_rows: [rows] int64, which of the step's tokens need logits; may be empty.
+            logits_rows: [rows] int64, indices of the tokens that need logits; may be empty.
         """
         return self.logits(self.hidden(token_ids, positions, attend, on_layer)[logits_rows])
 
@@ -138,13 +144,13 @@ class Decoder:
         attend: Attend,
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """What the layers make of a step's tokens.
+        """The hidden states of a step's tokens after all layers.
 
         Args:
             token_ids: [tokens] int64, each below `vocab_size`.
-            positions: [tokens] int64, each token's place in its own request.
-            attend: keeps the KV cache and attends.
-            on_layer: called with each layer's number as soon as its keys and values are in the pool.
+            positions: [tokens] int64, each token's position in its request.
+            attend: stores the KV cache and attends.
+            on_layer: called with each layer's number once its keys and values are in the pool.
 
         Returns:
             [tokens, hidden].
@@ -152,7 +158,7 @@ class Decoder:
         rotations = [rope.rotation(positions) for rope in self._ropes]
         x = self._ends.embedding(token_ids)
         if self._embedding_scale != 1.0:
-            x = x * torch.tensor(self._embedding_scale, dtype=x.dtype)  # rounded to the dtype, as it was trained
+            x = x * torch.tensor(self._embedding_scale, dtype=x.dtype)  # rounded to the dtype, as in training
         for number, layer in enumerate(self.layers):
             q, k, v = layer.attention.project(layer.attention_norm(x), rotations[self._rope_of[number]])
             attended = attend(number, q, k, v)

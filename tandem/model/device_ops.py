@@ -1,4 +1,4 @@
-"""Who does a model's element-wise work: native kernels on a CPU, Triton's on a GPU where they are right, else torch."""
+"""Chooses element-wise operations: native kernels on a CPU, Triton's on a GPU if they are correct, else torch's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.model.ops import TORCH_OPS, NativeOps, Ops
 from tandem.native.library import Kernels
 
 _AMPERE = 8
-_TOLERANCE = 0.02  # of the largest value; a few roundings in half precision make less than half of it
+_TOLERANCE = 0.02  # of the largest value; rounding in half precision stays below half of it
 
 logger = logging.getLogger(__name__)
 
@@ -24,17 +24,17 @@ def choose_ops(kernels: Kernels | None, device: torch.device, dtype: torch.dtype
         return TORCH_OPS
     if torch.cuda.get_device_capability(device)[0] < _AMPERE:
         return TORCH_OPS
-    module = importlib.import_module("tandem.model.triton_ops")  # imports Triton, which a CPU has none of
+    module = importlib.import_module("tandem.model.triton_ops")  # imports Triton, which CPU machines lack
     ops: Ops = module.TritonOps()
-    wrong = fault(ops, device, dtype)
+    wrong = ops_error(ops, device, dtype)
     if wrong is None:
         return ops
-    logger.warning("torch's own operations are used, more slowly: Triton: %s", wrong)
+    logger.warning("using torch's operations, more slowly than Triton: %s", wrong)
     return TORCH_OPS
 
 
-def fault(ops: Ops, device: torch.device, dtype: torch.dtype) -> str | None:
-    """How `ops` differ from torch's, on what is strided and of odd sizes as well; None when they do not."""
+def ops_error(ops: Ops, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The error of `ops` against torch's, including strided tensors and odd sizes; None if they are correct."""
     generator = torch.Generator(device).manual_seed(0)
 
     def some(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
@@ -53,9 +53,9 @@ def fault(ops: Ops, device: torch.device, dtype: torch.dtype) -> str | None:
             (ops.gated(gate_up, "gelu_tanh"), TORCH_OPS.gated(gate_up, "gelu_tanh")),
         ]
         worst = float(torch.stack([_difference(ours.float(), theirs.float()) for ours, theirs in made]).max())
-    except Exception as error:  # no compiler, an old driver: they cannot be had here
+    except Exception as error:  # not available: no compiler, or an old driver
         return f"{type(error).__name__}: {error}"
-    return None if worst < _TOLERANCE else f"results differ by {worst:.3g} of the largest"  # or by NaN
+    return None if worst < _TOLERANCE else f"results differ by {worst:.3g} of the largest"  # worst may be NaN
 
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,9 @@ from tandem.model.parallel import TensorParallel
 
 @dataclass(frozen=True, slots=True)
 class SparseMlp:
-    """Each rank holds equally many whole experts, from `first` on; every rank routes every token, alike.
+    """Each rank holds an equal number of whole experts, from `first` on. All ranks route all tokens in the same way.
 
-    gate [experts, hidden]; of each expert of the rank gate_up [2 · expert_size, hidden] and down [hidden, expert_size].
+    gate [experts, hidden]; per expert of the rank, gate_up [2 · expert_size, hidden] and down [hidden, expert_size].
     """
 
     gate: Matrix
@@ -31,7 +31,7 @@ class SparseMlp:
     tp: TensorParallel
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] → the same, equal on every rank; a token's experts are added by their numbers."""
+        """[tokens, hidden] → the same, equal on every rank. A token's experts are summed in order of their numbers."""
         weights, chosen = self._route(x)
         out = torch.zeros_like(x)
         for local, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):

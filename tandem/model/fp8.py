@@ -1,4 +1,4 @@
-"""fp8 in the form that GPUs multiply and KV pools hold: e4m3, from ±2^-9 to ±448, with NaN and without infinity."""
+"""fp8 as multiplied by GPUs and stored in KV pools: e4m3, from ±2^-9 to ±448, with NaN and without infinity."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ FP8: Final = torch.float8_e4m3fn
 LARGEST_FP8: Final = 448.0
 
 
-def narrowed(x: Tensor) -> Tensor:
-    """To the nearest, of two the even one; ±448 for what is larger. NaN stays NaN."""
+def to_fp8(x: Tensor) -> Tensor:
+    """Rounds to nearest even; larger values become ±448, NaN stays NaN."""
     return x.clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)

@@ -1,4 +1,4 @@
-"""The layers of a transformer, each with its tensor parallelism inside. Weights are passed in, sharded already."""
+"""Transformer layers, each with its own tensor parallelism. They receive sharded weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.model.parallel import TensorParallel
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """Zhang and Sennrich 2019, arXiv:1910.07467. weight [width]; in fp32 it is also applied in fp32 (Gemma)."""
+    """Zhang and Sennrich 2019, arXiv:1910.07467. weight [width]; an fp32 weight is applied in fp32 (Gemma)."""
 
     weight: Tensor
     eps: float
@@ -28,7 +28,7 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class ColumnParallelLinear:
-    """Each rank holds some outputs. matrix [out / tp, in], with its bias."""
+    """Each rank computes some outputs. matrix [out / tp, in], with its bias."""
 
     matrix: Matrix
 
@@ -39,7 +39,7 @@ class ColumnParallelLinear:
 
 @dataclass(frozen=True, slots=True)
 class RowParallelLinear:
-    """Each rank holds some inputs, and the ranks' results are summed. matrix [out, in / tp], bias [out]."""
+    """Each rank has some inputs, and the ranks' results are summed. matrix [out, in / tp], bias [out]."""
 
     matrix: Matrix
     bias: Tensor | None
@@ -53,7 +53,7 @@ class RowParallelLinear:
 
 @dataclass(frozen=True, slots=True)
 class VocabEmbedding:
-    """weight [rows, hidden]: all of the vocabulary, or this rank's equal part of it when `sharded`."""
+    """weight [rows, hidden]: the whole vocabulary, or this rank's equal part if `sharded`."""
 
     weight: Tensor
     sharded: bool
@@ -72,7 +72,7 @@ class VocabEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class LmHead:
-    """matrix [rows, hidden]: all of the vocabulary, or this rank's equal part of it when `sharded`."""
+    """matrix [rows, hidden]: the whole vocabulary, or this rank's equal part if `sharded`."""
 
     matrix: Matrix
     sharded: bool
@@ -86,7 +86,7 @@ class LmHead:
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """SwiGLU and its like (Shazeer 2020, arXiv:2002.05202)."""
+    """SwiGLU and similar MLPs (Shazeer 2020, arXiv:2002.05202)."""
 
     gate_up: ColumnParallelLinear
     down: RowParallelLinear

@@ -1,4 +1,4 @@
-"""A weight matrix in the form it is multiplied in: dense, packed for the native kernels, or in eight bits for a GPU."""
+"""Weight matrices in the form they are multiplied in: dense, packed for native kernels, or in eight bits for a GPU."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Packed = TypeVar("Packed")
 
 
 class Weights(StrEnum):
-    """How projections are kept. Embeddings and norms stay as they are."""
+    """Formats of projections. Embeddings and norms keep their dtype."""
 
     DENSE = "dense"  # in the engine's dtype
-    INT8 = "int8"  # one scale for each output
-    INT4 = "int4"  # a scale and a least value for each group of inputs of an output; the vocabulary's matrix is int8
-    FP8 = "fp8"  # one scale for each output
+    INT8 = "int8"  # one scale per output
+    INT4 = "int4"  # scale and minimum per group of an output's inputs; the output head is int8
+    FP8 = "fp8"  # one scale per output
 
     @property
     def row_dtype(self) -> torch.dtype | None:
-        """Of those with one scale for each output."""
+        """The element type of formats with one scale per output."""
         return {Weights.INT8: torch.int8, Weights.FP8: FP8}.get(self)
 
 
@@ -39,12 +39,12 @@ class Matrix(Protocol):
         ...
 
 
-_FEW_ROWS: Final = 48  # for which torch's products on the CPU take about twice as long as our own
+_FEW_ROWS: Final = 48  # up to here, torch's CPU products take about twice as long as our kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """weight [out, in], bias [out]. `kernels`: for few rows, where there are any."""
+    """weight [out, in], bias [out]. `kernels`, if any, are used for few rows."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -58,8 +58,11 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Native(Generic[Packed]):
-    """Every output is made in one order, whatever the batch: one sum in fp32; or, of rows quantised one by one, sums of
-    integers (int8: one; int4: one for each group of inputs, which are then added)."""
+    """Products whose order of summation does not depend on the batch.
+
+    One sum in fp32; or, with rows quantised one by one, sums of integers (int8: one; int4: one per group of inputs,
+    which are then added).
+    """
 
     multiply: Callable[[Tensor, Packed, Tensor | None], Tensor]
     matrix: Packed
@@ -71,7 +74,7 @@ class Native(Generic[Packed]):
 
 @dataclass(frozen=True, slots=True)
 class MatrixMaker:
-    """Args: `kernels` None: torch's own products, of which eight bits have inputs by `quantise`. `batch_invariant`: a
+    """Args: `kernels` None: torch's products; with eight bits, `quantise` quantises the inputs. `batch_invariant`: a
     row's result is the same in any batch."""
 
     weights: Weights = Weights.DENSE
@@ -89,15 +92,15 @@ class MatrixMaker:
 
     @property
     def of_vocabulary(self) -> MatrixMaker:
-        """For the vocabulary's matrix, of which nothing corrects an error any more. Native kernels keep more of inputs
-        than eight bits."""
+        """A maker for the output head, whose errors nothing corrects. Native kernels keep more than eight bits of its
+        inputs."""
         if not self.quantises:
             return self
         return replace(self, weights=Weights.DENSE if self.kernels is None else Weights.INT8)
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None, largest: Tensor | None = None) -> Matrix:
-        """weight [out, in], bias [out]. `largest` [out]: the largest magnitude of each whole row, of which `weight` may
-        be a rank's part."""
+        """weight [out, in], bias [out]. `largest` [out] is the largest magnitude of each whole row, of which `weight`
+        may be a rank's part."""
         if self.kernels is None:
             return self._by_torch(weight, bias, largest)
         if not self.quantises and not self.batch_invariant:
@@ -110,7 +113,7 @@ class MatrixMaker:
         if self.weights is Weights.INT8:
             values, scales = quantised_int8(weight, largest)
             return Native(self.kernels.linear_int8, self.kernels.pack_int8(values, scales), padded)
-        raise ConfigError("engine.kernels: fp8 products are torch's alone")
+        raise ConfigError("engine.kernels: fp8 products need torch's kernels")
 
     def _by_torch(self, weight: Tensor, bias: Tensor | None, largest: Tensor | None) -> Matrix:
         if not self.quantises and not self.batch_invariant:
@@ -122,18 +125,20 @@ class MatrixMaker:
 
 
 def quantised_int8(weight: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """weight fp32 [out, in] → values int8 within ±127 [out, in], scales fp32 [out]: symmetric, to the nearest."""
+    """weight fp32 [out, in] → values int8 within ±127 [out, in], scales fp32 [out]: symmetric, round to nearest."""
     values, scales = quantised_rows(weight, torch.int8, largest)
     return values, scales.squeeze(1)
 
 
 def quantised_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """weight fp32 [out, in] → values uint8 of 0 to 15 [out, in], scales and least values fp16 [out, groups of GROUP
-    inputs]: from a group's least to its largest weight. Weights that were Q4_1 in a GGUF file come out as they were."""
+    """weight fp32 [out, in] → values uint8 of 0 to 15 [out, in], scales and minima fp16 [out, groups of GROUP inputs].
+
+    They span a group's smallest to its largest weight. Weights from Q4_1 in a GGUF file are reproduced exactly.
+    """
     outputs, inputs = weight.shape
     groups = -(-inputs // GROUP)
     padded = weight
-    if inputs % GROUP:  # by the last column, which widens no group
+    if inputs % GROUP:  # repeats the last column, which widens no group
         padded = torch.cat((weight, weight[:, -1:].expand(-1, groups * GROUP - inputs)), dim=1)
     grouped = padded.view(outputs, groups, GROUP)
     least = grouped.amin(dim=2).half()

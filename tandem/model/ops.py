@@ -1,4 +1,4 @@
-"""Element-wise work between the products, by torch or by the native kernels where these know the sizes and dtype."""
+"""Element-wise operations between products, by torch or by native kernels for supported sizes and dtype."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 class Ops(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """[..., width] → the same; the mean square is taken in fp32, and a weight in fp32 is applied in fp32."""
+        """[..., width] → the same. The mean square is computed in fp32, and an fp32 weight is applied in fp32."""
         ...
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -31,7 +31,7 @@ class Ops(Protocol):
         ...
 
     def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """[tokens, heads, head_dim], a strided view or not → the same, turned; `x` may be changed."""
+        """[tokens, heads, head_dim], possibly strided → the same, rotated. May change `x`."""
         ...
 
 
@@ -55,7 +55,7 @@ TORCH_OPS = TorchOps()
 
 @dataclass(frozen=True, slots=True)
 class NativeOps:
-    """In fp32 on the CPU; sizes that the kernels do not know are torch's."""
+    """Native operations in fp32 on the CPU; torch's for unsupported sizes."""
 
     kernels: Kernels
 
@@ -76,5 +76,5 @@ class NativeOps:
 
 
 def is_native(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the native kernels compute in this dtype on this device."""
+    """Whether the native kernels support this dtype on this device."""
     return dtype == torch.float32 and device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Tensor parallelism as a value: who am I in the group, and the two collectives a transformer needs."""
+"""A rank's place in its tensor-parallel group, and the two collectives that a transformer needs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tandem.errors import WorkerLost
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """Rank `rank` of `size`. `group` is made by the caller; None when `size` is 1, where both collectives do nothing.
-    A lost peer raises WorkerLost from the collective."""
+    """Rank `rank` of `size`. The caller creates `group`; None if `size` is 1, where both collectives do nothing. If a
+    peer is lost, a collective raises WorkerLost."""
 
     rank: int = 0
     size: int = 1
@@ -32,7 +32,7 @@ class TensorParallel:
         return slice(self.rank * part, (self.rank + 1) * part)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of every rank's `x`, in place where there is more than one rank."""
+        """The sum of every rank's `x`, in place if there is more than one rank."""
         if self.group is None:
             return x
         x = x.contiguous()
@@ -52,7 +52,7 @@ class TensorParallel:
 
 @contextmanager
 def _typed_loss() -> Iterator[None]:
-    """Collectives tell of a lost or hung peer by RuntimeError."""
+    """Converts RuntimeError, which collectives raise for a lost or hung peer, to WorkerLost."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,5 @@
-"""A rank's part of a checkpoint, asked for by what it is for: the families name tensors, this cuts and places them."""
+"""Reads a rank's part of a checkpoint. The families name tensors; this module slices them and places them on the
+device."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from tandem.checkpoint.model_config import ModelConfig
 from tandem.errors import CheckpointError, ConfigError
 from tandem.model.checkpoint import Checkpoint
-from tandem.model.decoder import Attention, Ends
+from tandem.model.decoder import Attention, EmbeddingAndHead
 from tandem.model.experts import SparseMlp
 from tandem.model.layers import ColumnParallelLinear, GatedMlp, LmHead, RmsNorm, RowParallelLinear, VocabEmbedding
 from tandem.model.matrices import Matrix, MatrixMaker, Weights
@@ -22,7 +23,7 @@ from tandem.native.library import GROUP
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`own` rows of tensor `name`, which has `total`."""
+    """Rows `own` of tensor `name`, which has `total` rows."""
 
     name: str
     total: int
@@ -41,24 +42,24 @@ class WeightReader:
     ops: Ops
     matrix: MatrixMaker
 
-    def ends(self) -> Ends:
+    def embedding_and_head(self) -> EmbeddingAndHead:
         embedding = self._vocab_rows("model.embed_tokens.weight")
         head = embedding if self.config.tie_word_embeddings else self._vocab_rows("lm_head.weight")
-        return Ends(
+        return EmbeddingAndHead(
             VocabEmbedding(embedding, self._vocab_sharded, self.tp),
             self.norm("model.norm"),
             LmHead(self.matrix.of_vocabulary(head), self._vocab_sharded, self.tp),
         )
 
     def norm(self, name: str, width: int | None = None) -> RmsNorm:
-        """`width`: the hidden size unless told."""
+        """`width` None: the hidden size."""
         weight = self._placed([self.checkpoint.read(f"{name}.weight", [width or self.config.hidden_size])])
         if offset := self.config.traits.norm_offset:
             weight = weight.float() + offset
         return RmsNorm(weight, self.config.rms_norm_eps, self.ops)
 
     def attention(self, prefix: str, *, fused: bool = False) -> Attention:
-        """`fused`: queries, keys and values lie in one tensor, `qkv_proj`."""
+        """`fused`: queries, keys and values are in one tensor, `qkv_proj`."""
         config, traits = self.config, self.config.traits
         query, key, value = self._head_parts(fused)
         return Attention(
@@ -73,7 +74,7 @@ class WeightReader:
         )
 
     def mlp(self, prefix: str, *, fused: bool = False) -> GatedMlp:
-        """`fused`: both projections lie in one tensor, `gate_up_proj`."""
+        """`fused`: both projections are in one tensor, `gate_up_proj`."""
         width, bias = self.config.intermediate_size, self.config.traits.mlp_bias
         own = self.tp.shard(width)
         if fused:
@@ -88,12 +89,12 @@ class WeightReader:
         )
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether experts are in the place of this layer's MLP."""
+        """Whether this layer has experts in place of the MLP."""
         experts = self.config.traits.experts
         return experts is not None and experts.sparse[layer]
 
     def experts(self, prefix: str, *, gate: str, up: str, down: str) -> SparseMlp:
-        """`gate`, `up`, `down`: what the family calls an expert's projections."""
+        """`gate`, `up`, `down`: the family's names of an expert's projections."""
         experts = self.config.traits.experts
         if experts is None:
             raise CheckpointError(f"{self.config.architecture}: expected experts in config.json, found none")
@@ -101,7 +102,7 @@ class WeightReader:
         own = self.tp.shard(experts.count)
         for number in (*range(own.start), *range(own.stop, experts.count)):
             for name in (gate, up, down):
-                self.checkpoint.leave(f"{prefix}experts.{number}.{name}.weight")
+                self.checkpoint.leave_to_other_rank(f"{prefix}experts.{number}.{name}.weight")
 
         def each(names: Sequence[str], shape: Sequence[int]) -> tuple[Matrix, ...]:
             return tuple(
@@ -109,7 +110,7 @@ class WeightReader:
                 for number in range(own.start, own.stop)
             )
 
-        # Which experts a token takes hangs on small differences: these few weights are never quantised.
+        # Routing depends on small differences, so these few weights are never quantised.
         exact = replace(self.matrix, weights=Weights.DENSE)
         return SparseMlp(
             gate=exact(self._placed([read(f"{prefix}gate.weight", [experts.count, hidden])])),
@@ -144,7 +145,7 @@ class WeightReader:
         )
 
     def _kv_heads(self) -> slice:
-        """Whole KV heads of this rank; the one its query heads need, where each is replicated."""
+        """This rank's whole KV heads, or the one that its query heads need if heads are replicated."""
         count = self.config.kv_heads
         if count >= self.tp.size:
             return self.tp.shard(count)
@@ -155,7 +156,7 @@ class WeightReader:
         return slice(heads.start * self.config.head_dim, heads.stop * self.config.head_dim)
 
     def _columns(self, prefix: str, parts: Sequence[Rows], bias: bool) -> ColumnParallelLinear:
-        """Several projections of the same input as one matrix: one product instead of three."""
+        """Several projections of the same input as one matrix, to compute one product instead of three."""
         hidden, read = self.config.hidden_size, self.checkpoint.read
         weights = [read(f"{prefix}{part.name}.weight", [part.total, hidden], rows=part.own) for part in parts]
         biases = [read(f"{prefix}{part.name}.bias", [part.total], rows=part.own) for part in parts] if bias else []
@@ -166,7 +167,7 @@ class WeightReader:
         weight = self._placed([read(f"{name}.weight", [hidden, width], columns=own)])
         self._check_groups(name, width, own)
         largest = None
-        if self.matrix.weights.row_dtype is not None and self.tp.size > 1:  # whole rows': the same weights at any tp
+        if self.matrix.weights.row_dtype is not None and self.tp.size > 1:  # of whole rows, so independent of tp
             largest = read(f"{name}.weight", [hidden, width]).float().abs().amax(dim=1).to(self.device)
         matrix = self.matrix(weight, largest=largest)
         return RowParallelLinear(matrix, self._placed([read(f"{name}.bias", [hidden])]) if bias else None, self.tp)
@@ -175,8 +176,8 @@ class WeightReader:
         is_part = own.stop - own.start < width
         if self.matrix.weights is Weights.INT4 and is_part and (own.start % GROUP or own.stop % GROUP):
             raise ConfigError(
-                f"engine.weights: int4 takes {GROUP} inputs together, and tp {self.tp.size} cuts the {width} of {name} "
-                "in between: set another tp, or int8",
+                f"engine.weights: int4 groups {GROUP} inputs, but tp {self.tp.size} splits the {width} of {name} "
+                "inside a group: set another tp, or int8",
                 field="engine.weights",
             )
 
@@ -190,7 +191,7 @@ class WeightReader:
         return self._placed([self.checkpoint.read(name, shape, rows=own)])
 
     def _placed(self, parts: Sequence[Tensor]) -> Tensor:
-        """Owned memory on the device: safetensors may hand out views of the mapped file, which could shrink."""
+        """Copies parts to the device. Safetensors may return views of the mapped file, which could shrink."""
         joined = torch.cat(list(parts)) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
         return joined.to(device=self.device, dtype=self.dtype)
 

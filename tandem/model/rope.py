@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in the half-split form checkpoints use."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in the half-split form of checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem.checkpoint.rope_config import LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
 
-# cos [tokens, 1, dims] and sin with the first half negated: turning is then x · cos + swap(x) · sin.
+# cos [tokens, 1, dims], and sin with its first half negated: the rotation is x · cos + swap(x) · sin.
 Rotation = tuple[Tensor, Tensor]
 
 
@@ -17,13 +17,13 @@ _PAGE_TOKENS = 1024
 
 
 class Rope:
-    """The angles of a model. Made once; `rotation` is made once per step and used by every layer.
+    """The angles of a model. `rotation` is computed once per step and used by every layer.
 
-    On the CPU cosines and sines are kept, from the first position to the highest that came so far, made in pages of
-    fixed size: so they are the same whatever batch asks for them.
+    On the CPU, cosines and sines up to the highest position so far are cached, in pages of fixed size, so they do not
+    depend on the batch.
 
     Args:
-        max_tokens: the longest context that is served, which decides between LongRoPE's two sets of factors.
+        max_tokens: longest served context, which selects one of LongRoPE's two sets of factors.
     """
 
     def __init__(self, config: RopeConfig, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -34,7 +34,7 @@ class Rope:
         self._table: Rotation | None = None
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """positions [tokens] → (cos, signed sin), each [tokens, 1, dims]; angles in fp32 whatever the dtype."""
+        """positions [tokens] → (cos, signed sin), each [tokens, 1, dims]; angles are in fp32 for any dtype."""
         if positions.device.type != "cpu":
             return self._angles(positions)
         needed = int(positions.max()) + 1
@@ -57,7 +57,8 @@ class Rope:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """x [tokens, heads, head_dim], a strided view or not → the same, contiguous, the first `dims` of a head turned."""
+    """x [tokens, heads, head_dim], possibly strided → the same, contiguous, with the first `dims` of each head
+    rotated."""
     cos, sin = rotation
     dims = cos.shape[-1]
     turning = x[..., :dims]
@@ -82,14 +83,14 @@ def scaled_frequencies(config: RopeConfig, max_tokens: int) -> Tensor:
 
 
 def _kept_llama3(scaling: Llama3Scaling, inv_freq: Tensor) -> Tensor:
-    """How many turns a pair makes over the original context decides how much of its frequency is kept."""
+    """Keeps part of a pair's frequency, by its number of turns over the original context."""
     turns = scaling.original_max_position_tokens * inv_freq / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return kept.clamp(0.0, 1.0)
 
 
 def _kept_yarn(scaling: YarnScaling, config: RopeConfig) -> Tensor:
-    """The same, as a ramp over the pairs' numbers."""
+    """The same, as a ramp over the pairs' indices."""
 
     def pair(turns: float) -> float:
         context = scaling.original_max_position_tokens

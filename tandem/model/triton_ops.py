@@ -1,4 +1,4 @@
-"""Work between the products in Triton: one launch and one pass over memory where torch takes several."""
+"""Operations between products in Triton: one launch and one pass over memory where torch needs several."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def quantised_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _rms_norm(  # type: ignore[no-untyped-def]
     x, weight, out, outer_stride, inner_stride, eps, width: tl.constexpr, padded: tl.constexpr
 ):  # fmt: skip
-    """A program for each row of x [outer, inner, width], the last dimension dense."""
+    """One program per row of x [outer, inner, width], whose last dimension is dense."""
     outer, inner = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, padded)
     there = place < width
     wide = tl.load(x + outer * outer_stride + inner * inner_stride + place, mask=there, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     factor = tl.load(weight + place, mask=there, other=0.0)
-    # Rounded where torch rounds; the product of two rounded numbers is exact in fp32.
+    # Rounded like torch's; the product of two rounded numbers is exact in fp32.
     normed = (wide * scale).to(factor.dtype).to(tl.float32) * factor.to(tl.float32)
     to = out + (outer * tl.num_programs(1) + inner) * width + place
     tl.store(to, normed.to(out.dtype.element_ty), mask=there)
@@ -101,7 +101,7 @@ def _gated(  # type: ignore[no-untyped-def]
 def _rotate(  # type: ignore[no-untyped-def]
     x, cos, sin, out, token_stride, head_stride, dims: tl.constexpr, width: tl.constexpr, padded: tl.constexpr
 ):  # fmt: skip
-    """cos and signed sin [tokens, 1, dims]; what lies behind `dims` of a head stays."""
+    """cos and signed sin [tokens, 1, dims]. Values beyond `dims` of a head are unchanged."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.arange(0, padded)
     turns, there = place < dims, place < width
@@ -118,7 +118,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 def _quantise(  # type: ignore[no-untyped-def]
     x, values, scales, largest: tl.constexpr, whole: tl.constexpr, width: tl.constexpr, padded: tl.constexpr
 ):  # fmt: skip
-    """A program for each row. A row with what is no number gets a scale that is none."""
+    """One program per row. A row with NaN or infinity gets such a scale."""
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, padded)
     there = place < width
     wide = tl.load(x + row * width + place, mask=there, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""One rank's shard of a Hugging Face checkpoint, whatever its family."""
+"""Loads one rank's shard of a Hugging Face checkpoint of any family."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.model.parallel import TensorParallel
 from tandem.model.reader import WeightReader
 from tandem.model.rope import Rope
 
-# Buffers that old writers saved; the model computes them itself.
+# Buffers that older writers stored; the model computes them itself.
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
@@ -35,11 +35,11 @@ def load_model(
     """Reads only this rank's slices.
 
     Args:
-        matrix: how products are computed; with kernels, element-wise work is theirs too. None: all by torch.
-        max_tokens: the longest context that is served; None: the model's own.
+        matrix: how products are computed; its kernels, if any, also do element-wise work. None: torch.
+        max_tokens: longest served context; None: the model's own.
 
-    Raises ConfigError when the model does not divide by `tp.size`, CheckpointError naming tensor and file when a
-    tensor is missing, of a wrong shape, unreadable, not finite, or of no place in this architecture.
+    Raises ConfigError if the model is not divisible by `tp.size`, and CheckpointError naming tensor and file if a
+    tensor is missing, unexpected, unreadable, not finite or of a wrong shape.
     """
     config.check_tp(tp.size)
     device = torch.device(device)
@@ -48,12 +48,12 @@ def load_model(
         matrix = matrix or MatrixMaker()
         ops = choose_ops(matrix.kernels, device, dtype)
         reader = WeightReader(checkpoint, config, tp, device, dtype, ops, matrix)
-        ends = reader.ends()
+        embedding_and_head = reader.embedding_and_head()
         layers = [LAYERS[config.architecture](reader, number) for number in range(config.layers)]
         _refuse_unknown(checkpoint, config)
     ropes = [traits.rope] if traits.window_rope is None else [traits.rope, traits.window_rope]
     longest = max_tokens or config.max_position_tokens
-    return Decoder(config, [Rope(each, longest, device, dtype) for each in ropes], ends, layers)
+    return Decoder(config, [Rope(each, longest, device, dtype) for each in ropes], embedding_and_head, layers)
 
 
 def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig) -> None:
@@ -61,6 +61,6 @@ def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig) -> None:
     for name in sorted(checkpoint.unread - known):
         if not _IGNORED.fullmatch(name):
             raise CheckpointError(
-                f"{checkpoint.file_of(name)}: expected the tensors of {config.architecture} with {config.layers} "
+                f"{checkpoint.file_of(name)}: expected only tensors of {config.architecture} with {config.layers} "
                 f"layers, got also {name}"
             )

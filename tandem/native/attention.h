@@ -1,25 +1,25 @@
-/* Keys and values stored in the blocks of a KV pool, and attention over them where they lie. */
+/* Stores keys and values in the blocks of a KV pool, and attends to them in place. */
 
 #pragma once
 
 #include "matrices.h"
 
-/* What a cell holds of one token in one head: fp32 [dim]; int8 [dim] and then what one unit is worth, in fp32; or e4m3
-   [dim], which is fp8 with four bits of exponent (bias 7), three of fraction, no infinity, and NaN as all ones. */
+/* Formats of a cell, one token in one head: fp32 [dim]; int8 [dim] followed by its fp32 scale; or e4m3 [dim], fp8 with
+   four exponent bits (bias 7), three fraction bits, no infinity, and NaN as all ones. */
 enum { F32, INT8, E4M3 };
 
 INLINE size cell_bytes(size dim, int kind) { return kind == F32 ? 4 * dim : kind == INT8 ? dim + 4 : dim; }
 
-/* Eight values as e4m3, in a lane each: to the nearest, of two the even one; ±448 what is larger. NaN stays NaN. */
+/* Eight values as e4m3, one per lane: round to nearest even, clipped to ±448. NaN stays NaN. */
 INLINE __m256i to_e4m3(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x), low = _mm256_set1_epi32(0x7F), base = _mm256_set1_epi32(0x46800000);
-  __m256i most = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF)); /* magnitudes are ordered as their bits */
+  __m256i most = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF)); /* magnitudes order like their bits */
   const __m256i nan = _mm256_cmpgt_epi32(most, _mm256_set1_epi32(0x7F800000));
   most = _mm256_min_epi32(most, _mm256_set1_epi32(0x43E00000)); /* 448 */
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(most, 20), _mm256_set1_epi32(1));
   const __m256i rounded = _mm256_add_epi32(most, _mm256_add_epi32(_mm256_set1_epi32(0x7FFFF), odd));
   const __m256i usual = _mm256_sub_epi32(_mm256_srli_epi32(rounded, 20), _mm256_set1_epi32((127 - 7) << 3));
-  /* Below 2^-6 all lie 2^-9 apart, as fp32 does from 2^14 (`base`) on: an addition rounds. */
+  /* Below 2^-6 values are 2^-9 apart, as fp32 values are from 2^14 (`base`) on, so an addition rounds them. */
   const __m256 moved = _mm256_add_ps(_mm256_castsi256_ps(most), _mm256_castsi256_ps(base));
   const __m256i tiny = _mm256_sub_epi32(_mm256_castps_si256(moved), base);
   const __m256i is_tiny = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x3C800000), most); /* 2^-6 */
@@ -27,11 +27,11 @@ INLINE __m256i to_e4m3(__m256 x) {
   return _mm256_or_si256(code, _mm256_andnot_si256(low, _mm256_srli_epi32(bits, 24))); /* and the sign */
 }
 
-/* Through fp16, which has room for all of e4m3: exponents are 8 too small there. */
+/* Converts through fp16, which can represent all of e4m3, with exponents smaller by 8. */
 INLINE __m256 from_e4m3(__m128i eight_bytes) {
   const __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(eight_bytes), 7), ones = _mm_set1_epi16(0x3F80);
   const __m128i nan = _mm_and_si128(_mm_cmpeq_epi16(_mm_and_si128(wide, ones), ones), _mm_set1_epi16(0x7C00));
-  const __m128i half = _mm_or_si128(_mm_andnot_si128(_mm_set1_epi16(0x4000), wide), nan); /* of two signs one */
+  const __m128i half = _mm_or_si128(_mm_andnot_si128(_mm_set1_epi16(0x4000), wide), nan); /* clears the duplicate sign */
   return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
 }
 
@@ -75,8 +75,8 @@ static void store_tokens(const void *job, int64_t part, int worker) {
     }
 }
 
-/* k, v [tokens, kv_heads, dim], tokens `stride` apart → the pool [block][2 · kv_heads][block_tokens] cells, at `layer`,
-   whose blocks lie block_bytes apart. blocks, offsets [tokens]: where each token's cells are. */
+/* Stores k, v [tokens, kv_heads, dim], tokens `stride` apart, in a layer's pool [block][2 · kv_heads][block_tokens] of
+   cells at `layer`, blocks block_bytes apart. blocks, offsets [tokens] locate each token's cells. */
 void tandem_store_kv(uint8_t *layer, size block_bytes, const float *k, const float *v, size stride, const int64_t *blocks,
                      const int64_t *offsets, size tokens, size kv_heads, size block_tokens, size dim, int kind,
                      int threads) {
@@ -97,7 +97,7 @@ INLINE float cell_scale(const uint8_t *cell, size dim) {
   return scale;
 }
 
-enum { KEYS = 64 }; /* of a tile, from a multiple of KEYS on, so that a query meets the same ones in any batch */
+enum { KEYS = 64 }; /* per tile; tiles start at multiples of KEYS, so they do not depend on the batch */
 
 INLINE void transpose8(__m256 rows[8]) {
   __m256 pairs[8], fours[8];
@@ -124,7 +124,7 @@ typedef struct {
   float *keys, *values;
 } tile;
 
-/* Eight keys side by side, which become the tile's from `at` on. */
+/* Loads eight consecutive keys into the tile from `at` on. */
 INLINE void pack_keys(const uint8_t *cells, float *keys, size at, size dim, const int kind) {
   const size cell = cell_bytes(dim, kind);
   float *to = keys + at / PANEL * dim * PANEL + at % PANEL, scales[8];
@@ -140,7 +140,7 @@ INLINE void pack_keys(const uint8_t *cells, float *keys, size at, size dim, cons
   }
 }
 
-/* One value, which becomes the tile's number `at`. */
+/* Loads one value into the tile at index `at`. */
 INLINE void pack_value(const uint8_t *cell, float *values, size at, size dim, const int kind) {
   const __m256 scale = _mm256_set1_ps(kind == INT8 ? cell_scale(cell, dim) : 1.0f);
   for (size i = 0; i < dim; i += 8) {
@@ -149,8 +149,8 @@ INLINE void pack_value(const uint8_t *cell, float *values, size at, size dim, co
   }
 }
 
-/* The keys and values [first, end) of the tile that begins at `base`. Others count as zero: nobody sees them, and what
-   lies there may be no number. `keys`: of this head in block 0; values lie v_offset behind. */
+/* Loads keys and values [first, end) of the tile that starts at `base`. Others are set to zero, because unused memory
+   may contain NaN. `keys` is this head's address in block 0; values are v_offset behind. */
 INLINE void fill_tile(tile to, const uint8_t *keys, size block_bytes, size v_offset, const int64_t *table,
                       size block_tokens, size dim, size base, size first, size end, const int kind) {
   const size cell = cell_bytes(dim, kind);
@@ -167,14 +167,14 @@ INLINE void fill_tile(tile to, const uint8_t *keys, size block_bytes, size v_off
   }
 }
 
-/* A query's way through its keys (online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867). */
+/* A query's state during the online softmax ( Milakov and Gimelshein 2018, arXiv:1805.02867). */
 typedef struct {
-  size first, last; /* keys it sees */
-  float top, sum;   /* largest score so far, and what the weights sum up to */
-  float worth;      /* of what was added before the tile at hand */
+  size first, last; /* visible keys */
+  float top, sum;   /* largest score and sum of the weights so far */
+  float worth;      /* factor of the sums before the current tile */
 } query;
 
-/* Caps and hides scores of the keys [start, count) of the tile that begins at `base`, multiples of 8, and looks for the
+/* Caps and masks the scores of keys [start, count), multiples of 8, of the tile that starts at `base`, and finds the
    largest. */
 INLINE void find_top(query *own, float *scores, size base, size start, size count, float softcap) {
   if (softcap > 0)
@@ -204,7 +204,7 @@ INLINE void soften(query *own, float *scores, size start, size count) {
   own->sum = own->sum * own->worth + sum8(sum);
 }
 
-/* Some queries over a tile's keys up to `count`; values before `start` are not there. q [rows, dim], scores
+/* Some queries over a tile's keys up to `count`; values before `start` are not loaded. q [rows, dim], scores
    [rows, KEYS], sums [rows, width]. */
 INLINE void meet(const int rows, query *own, const float *q, tile with, float *scores, float *sums, size base,
                  size start, size count, size dim, size width, float softcap) {
@@ -238,7 +238,7 @@ INLINE void meet(const int rows, query *own, const float *q, tile with, float *s
   }
 }
 
-/* All `rows` queries of one item over the keys [from, end) of a tile. Queries that see none of them are left out. */
+/* All `rows` queries of one item over keys [from, end) of a tile, except queries that see none of them. */
 static void meet_all(query *own, size rows, const float *q, tile with, float *scores, float *sums, size base, size from,
                      size end, size dim, size width, float softcap) {
   const size groups = (rows + MOST_ROWS - 1) / MOST_ROWS, start = (from - base) / 8 * 8;
@@ -268,7 +268,7 @@ typedef struct {
   int kind;
 } attention;
 
-/* One run of tokens of one request over one KV head. */
+/* Attention of one run of a request's tokens, for one KV head. */
 static void attend_item(const void *job, int64_t item, int worker) {
   const attention *own = job;
   const size dim = own->dim, wide = (dim + PANEL - 1) / PANEL * PANEL, heads = own->heads, window = own->window;
@@ -283,7 +283,7 @@ static void attend_item(const void *job, int64_t item, int worker) {
   const tile with = {scratch, scratch + KEYS * wide};
   float *scores = with.values + KEYS * wide, *sums = scores + MOST_ROWS * KEYS, *asked = sums + rows * wide;
   query *each = (query *)(asked + rows * dim);
-  if (wide > dim) memset(with.values, 0, KEYS * wide * sizeof(float)); /* what pads a panel */
+  if (wide > dim) memset(with.values, 0, KEYS * wide * sizeof(float)); /* padding of a panel */
   memset(sums, 0, rows * wide * sizeof(float));
   for (size r = 0; r < rows; r++) {
     const size t = begin + r / per_kv, at = own->positions[t];
@@ -310,11 +310,11 @@ static void attend_item(const void *job, int64_t item, int worker) {
   }
 }
 
-/* out [tokens, heads, dim]: each token's queries over its request's keys up to its own position, read where they lie.
+/* out [tokens, heads, dim]: each token's queries attend to its request's keys up to its own position, read in place.
 
    q [tokens, heads, dim], tokens q_stride apart; tables [.., width] block numbers; table_of, positions [tokens]; items
-   [item_count + 1]: where each run of tokens of one request begins that is worked on at once, and the end; window 0:
-   none; scratch [threads, room], as much as tandem/native/library.py says. dim and block_tokens are multiples of 8. */
+   [item_count + 1]: start of each run of one request's tokens that is processed together, and the end; window 0: none;
+   scratch [threads, room], sized by tandem/native/library.py. dim and block_tokens are multiples of 8. */
 void tandem_attend(const uint8_t *layer, size block_bytes, const float *q, size q_stride, const int64_t *tables,
                    size width, const int64_t *table_of, const int64_t *positions, const int64_t *items,
                    size item_count, size heads, size kv_heads, size block_tokens, size dim, size window, float scale,

@@ -1,6 +1,6 @@
-"""Makes a library of one of our C sources with the machine's compiler, once for each version of it.
+"""Compiles our C sources with the machine's compiler, once per version of a source.
 
-python -m tandem.native.build       of each, beside the sources: for images, which then need no compiler
+python -m tandem.native.build       builds all beside their sources, for images that have no compiler
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _CPU_FEATURES: Final = ("avx2", "fma", "f16c")
 
 
 def library_path(source: Path) -> Path:
-    """Where the library is: beside its source, else in the cache, built now if it was not yet.
+    """The library of a source: beside it or in the cache, compiled if needed.
 
-    Raises ConfigError saying what is missing: the processor, its features, or a compiler that works.
+    Raises ConfigError saying what is missing: a supported processor, its features, or a working compiler.
     """
     _check_processor()
     cached = cache_dir() / "native" / _name(source)
@@ -38,8 +38,7 @@ def library_path(source: Path) -> Path:
 
 
 def build_all(folder: Path) -> list[Path]:
-    """Libraries of the sources in `folder`, there, for all processors that `library_path` accepts. Raises
-    ConfigError."""
+    """Builds the sources in `folder` there, for all processors that `library_path` accepts. Raises ConfigError."""
     targets = {source: source.with_name(_name(source)) for source in sorted(folder.glob("*.c"))}
     for source, target in targets.items():
         _build(source, target)
@@ -54,7 +53,7 @@ def _name(source: Path) -> str:
 
 def _check_processor() -> None:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
-        raise _unavailable(f"Linux on x86-64, which this is not ({platform.system()} on {platform.machine()})")
+        raise _unavailable(f"Linux on x86-64, got {platform.system()} on {platform.machine()}")
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -66,7 +65,7 @@ def _check_processor() -> None:
 
 
 def _build(source: Path, target: Path) -> None:
-    """Under a name of its own first: ranks that start together build side by side, and the last one wins."""
+    """Compiles to a temporary name first, because ranks may build at the same time; the last rename wins."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise _unavailable(f"a C compiler ({', '.join(_COMPILERS)}) to build them with")
@@ -77,12 +76,12 @@ def _build(source: Path, target: Path) -> None:
         command = [compiler, *_FLAGS, "-o", part, str(source), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if done.returncode == 0:
-            Path(part).chmod(0o755)  # in an image others load it
+            Path(part).chmod(0o755)  # other users load it in an image
             Path(part).replace(target)
             return
         Path(part).unlink()
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise _unavailable(f"a compiler that works, got: {error}") from error
+        raise _unavailable(f"a working compiler, got: {error}") from error
     lines = done.stderr.strip().splitlines()
     raise _unavailable(f"{compiler} to build {source.name}, got: {lines[-1] if lines else 'no reason'}")
 

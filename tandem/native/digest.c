@@ -1,6 +1,6 @@
-// XXH3 (64 bits, no seed) of bytes that are copied on their way, or only read. The algorithm is that of
-// https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md, for inputs of more than 240 bytes; all come in whole
-// stripes of 64 bytes, in any number of calls. AVX2.
+// XXH3 (64 bits, no seed) of bytes as they are copied or read. Implements
+// https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md for inputs of more than 240 bytes, in any number of
+// calls with whole stripes of 64 bytes each. AVX2.
 
 #include <immintrin.h>
 #include <stdint.h>
@@ -37,9 +37,9 @@ enum { SCRAMBLE_KEY = sizeof SECRET - STRIPE, LAST_KEY = SCRAMBLE_KEY - 7, MERGE
 
 typedef struct {
     uint64_t lanes[8];
-    uint64_t total;   // bytes in all
-    uint64_t left;    // bytes to come
-    uint64_t stripe;  // of this block of 16
+    uint64_t total;   // total bytes
+    uint64_t left;    // remaining bytes
+    uint64_t stripe;  // in the current block of 16
 } Digest;
 
 static inline __m256i load(const void *from) { return _mm256_loadu_si256((const __m256i *)from); }
@@ -77,13 +77,13 @@ stripe(__m256i *low, __m256i *high, const uint8_t *source, uint8_t *target, cons
     *high = mixed(*high, second, key + 32);
 }
 
-// One row of whole stripes.
+// Processes one row of whole stripes.
 static inline __attribute__((always_inline)) void
 row(Digest *digest, const uint8_t *source, uint8_t *target, uint64_t size, enum how how)
 {
     __m256i low = load(digest->lanes), high = load(digest->lanes + 4);
     uint64_t number = digest->stripe;
-    uint64_t is_end = size == digest->left;  // the last stripe of all has a key of its own
+    uint64_t is_end = size == digest->left;  // the final stripe has its own key
     for (const uint8_t *end = source + size - (is_end ? STRIPE : 0); source < end;) {
         if (number == 0 && end - source >= STRIPES * STRIPE) {
             #pragma GCC unroll 16
@@ -119,8 +119,8 @@ void tandem_digest_begin(Digest *digest, uint64_t total)
     digest->stripe = 0;
 }
 
-// An array of `counts` rows of `size` bytes, whose neighbours lie `source_steps` and `target_steps` apart. Without a
-// target it is only read. The caller has checked that `size` is a multiple of a stripe and no more than what is left.
+// Processes an array of `counts` rows of `size` bytes, `source_steps` and `target_steps` apart. Without a target it is
+// only read. The caller has checked that `size` is a multiple of a stripe and at most the remaining bytes.
 void tandem_digest_move(Digest *digest, const uint8_t *source, uint8_t *target, uint64_t size, const int64_t *counts,
                         const int64_t *source_steps, const int64_t *target_steps, int past_cache)
 {

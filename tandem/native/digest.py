@@ -1,4 +1,4 @@
-"""XXH3 of bytes while they are copied, by `digest.c`: what was moved needs no second look. No torch."""
+"""XXH3 of bytes as they are copied, by `digest.c`, in one pass. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.native.build import library_path
 Bytes = npt.NDArray[np.uint8]
 SOURCE: Final = Path(__file__).with_name("digest.c")
 STRIPE_BYTES: Final = 64
-SHORTEST_BYTES: Final = 241  # shorter inputs have another algorithm
+SHORTEST_BYTES: Final = 241  # shorter inputs use another algorithm
 _DIMS: Final = 4
 
 
@@ -27,13 +27,13 @@ class _State(ctypes.Structure):
 
 
 class NativeDigest:
-    """The 64-bit XXH3 of `size_bytes` bytes (at least SHORTEST_BYTES) that come in parts.
+    """The 64-bit XXH3 of `size_bytes` bytes (at least SHORTEST_BYTES) that arrive in parts.
 
-    A part is an array of bytes with up to four dimensions around contiguous rows, which are whole stripes.
+    A part is a byte array with up to four dimensions around contiguous rows, each a multiple of a stripe.
     """
 
     def __init__(self, size_bytes: int, library: Any) -> None:
-        """`library`: of `checked_library`."""
+        """`library` is from `checked_library`."""
         self._c = library
         self._state = _State()
         self._address = ctypes.addressof(self._state)
@@ -43,12 +43,13 @@ class NativeDigest:
         self._move(part, None, past_cache=False)
 
     def copy(self, target: Bytes, source: Bytes, *, past_cache: bool) -> None:
-        """Two parts of one shape. `past_cache`: the target is not read soon, and its old bytes need not be fetched."""
+        """Copies one part to another of the same shape. `past_cache`: the target is not read soon, so its lines need
+        not be cached."""
         self._move(source, target, past_cache=past_cache)
 
     def value(self) -> int:
         if self._state.left:
-            raise InternalError(f"digest: {self._state.left} bytes are still to come")
+            raise InternalError(f"digest: {self._state.left} bytes are missing")
         return int(self._c.tandem_digest_end(self._address))
 
     def _move(self, source: Bytes, target: Bytes | None, *, past_cache: bool) -> None:
@@ -72,7 +73,7 @@ def _address(part: Bytes) -> int:
 
 
 def _row(source: Bytes, target: Bytes | None) -> tuple[int, int]:
-    """Bytes that lie side by side in both, and the number of dimensions around them."""
+    """Number of bytes that are contiguous in both, and of dimensions around them."""
     size, outer = 1, source.ndim
     while outer:
         count = source.shape[outer - 1]
@@ -85,7 +86,7 @@ def _row(source: Bytes, target: Bytes | None) -> tuple[int, int]:
 
 @cache
 def checked_library() -> Any:
-    """Built if need be, and compared with the xxhash package.
+    """The library, built if needed and compared with the xxhash package.
 
     Raises ConfigError saying what is missing or wrong.
     """
@@ -104,7 +105,7 @@ def checked_library() -> Any:
 
 
 def _check(library: Any) -> None:
-    """Over the end of a block of stripes, copied in two ways, and read."""
+    """Compares inputs longer than a block of stripes, copied in two ways, and read."""
     data = np.frombuffer(np.random.default_rng(0).bytes(3 * STRIPE_BYTES * 19), np.uint8).reshape(3, -1)
     copies = np.zeros((2, *data.shape), np.uint8)
     digest = NativeDigest(3 * data.nbytes, library)
@@ -114,4 +115,4 @@ def _check(library: Any) -> None:
     digest.copy(copies[1], data, past_cache=True)
     expected = b"".join(part.tobytes() for part in (data, data[:, :64], data[:, 64:], data))
     if digest.value() != xxhash.xxh3_64_intdigest(expected) or not (copies == data).all():
-        raise ConfigError(f"native kernels: {SOURCE.name} is wrong on this machine")
+        raise ConfigError(f"native kernels: {SOURCE.name} gives wrong results on this machine")

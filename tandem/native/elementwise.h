@@ -1,4 +1,4 @@
-/* Norms, gates, rotations, and where a row is largest. */
+/* Norms, gates, rotations and argmax. */
 
 #pragma once
 
@@ -37,7 +37,7 @@ static void norm_rows(const void *job, int64_t part, int worker) {
   }
 }
 
-/* out [rows, width] = x / sqrt(mean(x²) + eps) · weight; rows of x lie x_stride apart. */
+/* out [rows, width] = x / sqrt(mean(x²) + eps) · weight; rows of x are x_stride apart. */
 void tandem_rms_norm(const float *x, size x_stride, const float *weight, float *out, size rows, size width, float eps,
                      int threads) {
   const row_work job = {x, weight, out, x_stride, width, eps, 0, cut_for(rows, threads)};
@@ -64,7 +64,7 @@ static void gate_rows(const void *job, int64_t part, int worker) {
   }
 }
 
-/* out [rows, width] = act(x[:, :width]) · x[:, width:]; act is SiLU, or GELU by tanh. width is a multiple of 8. */
+/* out [rows, width] = act(x[:, :width]) · x[:, width:]; act is SiLU or GELU (tanh). width is a multiple of 8. */
 void tandem_gated(const float *x, float *out, size rows, size width, int gelu, int threads) {
   const row_work job = {.x = x, .out = out, .width = width, .gelu = gelu, .rows = cut_for(rows, threads)};
   share(threads_for(rows * width, threads), parts_of(job.rows), gate_rows, &job);
@@ -93,7 +93,7 @@ static void rotate_rows(const void *job, int64_t part, int worker) {
     }
 }
 
-/* Turns the first `dims` of each head in place. x [rows, heads, head_dim], rows x_stride apart; cos, signed sin
+/* Rotates the first `dims` of each head in place. x [rows, heads, head_dim], rows x_stride apart; cos, signed sin
    [rows, dims] as in tandem/model/rope.py. dims is a multiple of 16. */
 void tandem_rotate(float *x, size x_stride, const float *cos, const float *sin, size rows, size heads, size head_dim,
                    size dims, int threads) {
@@ -126,7 +126,7 @@ static void search_row(const void *job, int64_t row, int worker) {
   own->best[row] = i;
 }
 
-/* best [rows]: where each row of x [rows, width] is largest, of equals the first; -1 where that is no finite number. */
+/* best [rows]: index of the largest value in each row of x [rows, width], the first of equals; -1 if not finite. */
 void tandem_best(const float *x, int64_t *best, size rows, size width, int threads) {
   const search job = {x, best, width};
   share(threads_for(rows * width, threads), rows, search_row, &job);

@@ -1,4 +1,4 @@
-"""The kernels over tensors. Each call checks what could read or write outside of a tensor."""
+"""The native kernels on tensors. Each call checks everything that could cause access outside a tensor."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tandem.errors import ConfigError, InternalError
 from tandem.native.build import library_path
 
 SOURCE: Final = Path(__file__).with_name("kernels.c")
-PANEL: Final = 16  # outputs that lie side by side in a packed matrix
-GROUP: Final = 32  # inputs of an int4 matrix that share a scale and a least value
-LANES: Final = 8  # fp32 numbers of a vector
-CELL_KINDS: Final = {"float32": 0, "int8": 1, "float8_e4m3": 2}  # of KV pools, by their dtype
-_QUERIES: Final = 96  # of one KV head, for which keys are read once
-_KEYS: Final = 64  # that they meet at a time
-_QUERY_FLOATS: Final = 8  # what the kernel notes of a query
-_ROWS: Final = 6  # of queries whose scores are held
+PANEL: Final = 16  # contiguous outputs in a packed matrix
+GROUP: Final = 32  # inputs of an int4 matrix with a common scale and minimum
+LANES: Final = 8  # fp32 numbers per vector
+CELL_KINDS: Final = {"float32": 0, "int8": 1, "float8_e4m3": 2}  # of KV pools, by dtype
+_QUERIES: Final = 96  # per KV head, for one pass over keys
+_KEYS: Final = 64  # per tile
+_QUERY_FLOATS: Final = 8  # state that the kernel keeps per query
+_ROWS: Final = 6  # query rows whose scores are kept
 _INT32_MAX: Final = 2**31 - 1
 _INT16_MAX: Final = 2**15 - 1
-_GROUP_BYTES: Final = PANEL * (2 + 2 + GROUP // 2)  # of a panel
+_GROUP_BYTES: Final = PANEL * (2 + 2 + GROUP // 2)  # per panel
 _SIGNATURES: Final = {
     "pack_i8": "ppii",
     "pack_i4": "ppppii",
@@ -45,8 +45,8 @@ _TYPES: Final = {"p": c_void_p, "i": c_int64, "f": c_float, "t": c_int}
 
 @dataclass(frozen=True, slots=True)
 class PackedInt8:
-    """A matrix [outputs, inputs] in the kernels' order, one scale for each output; `most` is what a quantised input may
-    be so that no sum of products overflows."""
+    """A matrix [outputs, inputs] in the kernels' order, with one scale per output. `most` bounds a quantised input, so
+    that no sum of products overflows."""
 
     packed: Tensor
     scales: Tensor
@@ -61,7 +61,7 @@ class PackedInt8:
 
 @dataclass(frozen=True, slots=True)
 class PackedInt4:
-    """A matrix [outputs, inputs] in the kernels' order, each group of inputs with its own scales."""
+    """A matrix [outputs, inputs] in the kernels' order, with scales per group of inputs."""
 
     packed: Tensor
     outputs: int
@@ -79,8 +79,8 @@ class PackedFloat32:
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """One layer of a rank's KV pool, as bytes: where it begins, how far its blocks lie apart and how they are cut.
-    `dtype`: one of CELL_KINDS."""
+    """One layer of a rank's KV pool as bytes: its address, the distance between blocks, and their layout. `dtype` is
+    one of CELL_KINDS."""
 
     address: int
     block_bytes: int
@@ -91,14 +91,16 @@ class Cells:
 
 
 class Kernels:
-    """For one thread of Python at a time: it owns scratch memory."""
+    """Calls the kernels. Not thread-safe, because it owns scratch memory."""
 
     def __init__(self, threads: int) -> None:
-        """Raises ConfigError when there are none on this machine."""
+        """Raises ConfigError if this machine has none."""
         try:
             library = ctypes.CDLL(str(library_path(SOURCE)))
         except (ConfigError, OSError) as error:
-            raise ConfigError(f"engine.kernels: {error}; torch's own are `torch`", field="engine.kernels") from error
+            raise ConfigError(
+                f"engine.kernels: {error}; set engine.kernels to torch", field="engine.kernels"
+            ) from error
         for name, signature in _SIGNATURES.items():
             function = getattr(library, f"tandem_{name}")
             function.argtypes = [_TYPES[each] for each in signature]
@@ -123,8 +125,8 @@ class Kernels:
         return PackedInt8(packed, _padded(scales), outputs, inputs, float(most))
 
     def pack_int4(self, values: Tensor, scales: Tensor, least: Tensor) -> PackedInt4:
-        """values uint8 [outputs, inputs] of 0 to 15; scales, least fp16 [outputs, groups of inputs, the last may be
-        short]: a weight is least + value · scale."""
+        """values uint8 [outputs, inputs] of 0 to 15; scales, least fp16 [outputs, groups of inputs], where the last
+        group may be short. A weight is least + value · scale."""
         outputs, inputs = values.shape
         padded = torch.zeros(_up(outputs, PANEL), _up(inputs, GROUP), dtype=torch.uint8)
         padded[:outputs, :inputs] = values
@@ -192,8 +194,8 @@ class Kernels:
         return out
 
     def linear_dense(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same with a matrix as torch keeps it, contiguous fp32 [outputs, inputs], and its bias fp32 [outputs]. For
-        few rows: it goes through all of them for every few outputs."""
+        """The same with torch's contiguous fp32 matrix [outputs, inputs] and bias fp32 [outputs]. For few rows: it
+        reads all of them for every few outputs."""
         outputs, inputs = weight.shape
         x = _floats(x, inputs)
         if weight.dtype != torch.float32 or not weight.is_contiguous():
@@ -210,7 +212,7 @@ class Kernels:
     # --- element-wise work -------------------------------------------------------------------------------------
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x fp32 [..., width] → the same, contiguous. Leading dimensions lie one row after the other."""
+        """x fp32 [..., width] → the same, contiguous. Leading dimensions must be equally spaced rows."""
         width = weight.shape[0]
         rows = _floats(x if x.dim() == 2 else x.reshape(-1, width), width)
         out = torch.empty(x.shape)
@@ -241,8 +243,8 @@ class Kernels:
         )
 
     def best(self, x: Tensor) -> Tensor:
-        """fp32 [rows, width] → int64 [rows]: where each row is largest, of equals the first; -1 where that is no finite
-        number."""
+        """fp32 [rows, width] → int64 [rows]: index of each row's largest value, the first of equals; -1 if it is not
+        finite."""
         x = _floats(x, x.shape[1])
         best = torch.empty(x.shape[0], dtype=torch.int64)
         self._c.tandem_best(x.data_ptr(), best.data_ptr(), *x.shape, self._threads)
@@ -251,8 +253,8 @@ class Kernels:
     # --- paged attention ---------------------------------------------------------------------------------------
 
     def store_kv(self, cells: Cells, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor) -> None:
-        """k, v fp32 [tokens, kv_heads, head_dim], rows equally far apart; blocks, offsets int64 [tokens], which the
-        caller has checked against the pool."""
+        """k, v fp32 [tokens, kv_heads, head_dim], equally spaced rows; blocks, offsets int64 [tokens], checked by the
+        caller."""
         if k.stride() != v.stride() or k.stride(2) != 1 or k.stride(1) != cells.head_dim:
             v = v.contiguous()
             k = k.contiguous()
@@ -264,7 +266,7 @@ class Kernels:
 
     @staticmethod
     def tokens_at_once(per_kv: int) -> int:
-        """How many tokens of one request are best attended at once, where `per_kv` query heads share a KV head."""
+        """The best number of one request's tokens to process together, if `per_kv` query heads share a KV head."""
         return max(1, _QUERIES // per_kv)
 
     def attend(
@@ -279,9 +281,11 @@ class Kernels:
         scale: float,
         softcap: float | None,
     ) -> Tensor:
-        """q fp32 [tokens, heads, head_dim] → contiguous [tokens, heads · head_dim]: each token over the keys of its own
-        table (tables int64 [requests, width], table_of int64 [tokens]) up to its position (positions int64 [tokens]).
-        `items` int64: where each run of at most `tokens_at_once` consecutive tokens of one request begins, and the end.
+        """q fp32 [tokens, heads, head_dim] → contiguous [tokens, heads · head_dim].
+
+        Each token attends to the keys of its own table (tables int64 [requests, width], table_of int64 [tokens]) up to
+        its position (positions int64 [tokens]). `items` int64: the start of each run of at most `tokens_at_once`
+        consecutive tokens of one request, and the end.
         """
         tokens, heads, head_dim = q.shape
         if q.stride(2) != 1 or q.stride(1) != head_dim:

@@ -1,10 +1,10 @@
-/* Products with matrices: int8 and int4, packed fp32, and fp32 as torch keeps it for few rows. */
+/* Matrix products: int8 and int4, packed fp32, and fp32 in torch's layout for few rows. */
 
 #pragma once
 
 #include "vectors.h"
 
-/* Rows of a tile: as equal as can be, at most MOST_ROWS. */
+/* Rows per tile: as equal as possible, at most MOST_ROWS. */
 INLINE size tile_end(size rows, size tiles, size tile) { return rows * (tile + 1) / tiles; }
 
 INLINE size rows_of_block(size row_bytes) {
@@ -18,8 +18,8 @@ void tandem_pack_i8(const int8_t *w, int8_t *packed, size outputs, size k) {
     for (size i = 0; i < k; i++) packed[(o / PANEL * (k / 2) + i / 2) * 2 * PANEL + o % PANEL * 2 + i % 2] = w[o * k + i];
 }
 
-/* A panel's weights for a group of inputs, each worth least + scale * (0 to 15). A byte of `pairs` holds what output
-   number / 2 (low) and 8 + number / 2 (high) do with input number % 2 of its pair. */
+/* A panel's weights for a group of inputs: least + scale * (0 to 15). A byte of `pairs` holds the weights of outputs
+   number / 2 (low) and 8 + number / 2 (high) for input number % 2 of its pair. */
 typedef struct {
   uint16_t scale[PANEL], least[PANEL]; /* fp16 */
   uint8_t pairs[GROUP / 2][PANEL];
@@ -50,7 +50,7 @@ void tandem_pack_f32(const float *w, float *packed, size outputs, size k) {
     for (size i = 0; i < k; i++) packed[(o / PANEL * k + i) * PANEL + o % PANEL] = w[o * k + i];
 }
 
-/* One row as int16 within ±most, padded to `wide`; returns what one unit is worth. */
+/* Quantises one row to int16 within ±most, padded to `wide`; returns its scale. */
 static float quantise_row(const float *x, int16_t *q, size k, size wide, float most) {
   __m256 top = _mm256_setzero_ps(), odd = _mm256_setzero_ps();
   const __m256 sign = _mm256_set1_ps(-0.0f);
@@ -70,7 +70,7 @@ static float quantise_row(const float *x, int16_t *q, size k, size wide, float m
   }
   for (; i < k; i++) q[i] = (int16_t)lrintf(x[i] * factor);
   memset(q + k, 0, (wide - k) * sizeof *q);
-  return isfinite(largest) ? largest / most : NAN; /* what is no number stays visible */
+  return isfinite(largest) ? largest / most : NAN; /* propagates NaN and infinity */
 }
 
 INLINE void tile_i8(const int rows, const int16_t *x, const float *x_scale, const int8_t *w, const float *w_scale,
@@ -87,7 +87,7 @@ INLINE void tile_i8(const int rows, const int16_t *x, const float *x_scale, cons
       memcpy(&pair, x + r * k + i, 4);
       const __m256i both = _mm256_set1_epi32(pair);
       const __m256i part0 = _mm256_madd_epi16(both, w0), part1 = _mm256_madd_epi16(both, w1);
-      /* By hand, for gcc moves every sum to another register and back: 40 instead of 67 billion products a second. */
+      /* In assembly, because gcc moves every sum between registers: 40 instead of 67 billion products per second. */
       __asm__("vpaddd %1, %0, %0" : "+x"(sums[r][0]) : "x"(part0));
       __asm__("vpaddd %1, %0, %0" : "+x"(sums[r][1]) : "x"(part1));
     }
@@ -113,7 +113,7 @@ static void sum_groups(const int16_t *q, float *sums, size groups) {
   }
 }
 
-/* x_sums [rows, groups]: of each group of x. */
+/* x_sums [rows, groups]: sums of each group of x. */
 INLINE void tile_i4(const int rows, const int16_t *x, const float *x_scale, const float *x_sums, const GroupI4 *w,
                     const float *bias, float *out, size k, size stride, size columns) {
   const size groups = k / GROUP;
@@ -167,7 +167,7 @@ typedef struct {
   float *out;
   int16_t *scratch;
   float *x_scale, *x_sums;
-  size m, k, wide, n, block; /* block: rows that are multiplied by all panels before the next ones */
+  size m, k, wide, n, block; /* block: rows multiplied by all panels before the next rows */
   float most;
   cut rows, panels;
 } product;
@@ -210,8 +210,8 @@ static void multiply_quantised(const void *job, int64_t part, int worker) {
 }
 
 /* out [m, n] = x [m, k] times a packed int8 or int4 matrix, plus bias. Rows of x are quantised one by one to ±most, so
-   that no sum can overflow. Of an int8 matrix outputs are worth w_scale each; of an int4 matrix (x_sums not null) a group
-   has its own. `wide`: k padded to even or to whole groups. scratch int16 [m, wide], x_scale [m], x_sums [m, wide /
+   that no sum can overflow. An int8 matrix has one w_scale per output; an int4 matrix (x_sums not null) has scales per
+   group. `wide`: k padded to even or to whole groups. scratch int16 [m, wide], x_scale [m], x_sums [m, wide /
    GROUP] or null; w_scale and bias are padded to whole panels. */
 void tandem_linear_quantised(const float *x, size m, size k, size wide, const void *w, const float *w_scale,
                              const float *bias, float *out, size n, int16_t *scratch, float *x_scale, float *x_sums,
@@ -222,7 +222,7 @@ void tandem_linear_quantised(const float *x, size m, size k, size wide, const vo
   share(threads, parts_of((cut){m, job.block}) * parts_of(job.panels), multiply_quantised, &job);
 }
 
-/* sums += x · w over [from, to) of both: x [rows], x_stride apart; w a panel. Each sum in one order. */
+/* sums += x · w over [from, to) of both: x [rows], x_stride apart; w a panel. Each sum has one order. */
 INLINE void add_products(const int rows, __m256 sums[][2], const float *x, size x_stride, const float *w, size from,
                          size to) {
   for (size i = from; i < to; i++) {
@@ -242,7 +242,7 @@ INLINE void tile_f32(const int rows, const float *x, const float *w, const float
   float values[PANEL];
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++) {
-    if (from) { /* goes on where the last stretch of k ended */
+    if (from) { /* continues the previous stretch of k */
       memset(values, 0, sizeof values);
       memcpy(values, out + r * stride, columns * sizeof(float));
       sums[r][0] = _mm256_loadu_ps(values), sums[r][1] = _mm256_loadu_ps(values + 8);
@@ -263,7 +263,7 @@ INLINE void tile_f32(const int rows, const float *x, const float *w, const float
 }
 
 static void multiply_f32(const void *job, int64_t part, int worker) {
-  enum { STRETCH = 256 }; /* of k: a panel of so many stays in L1 */
+  enum { STRETCH = 256 }; /* part of k for which a panel stays in L1 */
   const product *own = job;
   const size k = own->k, n = own->n, cuts = parts_of(own->panels);
   const size first = part / cuts * own->block, left = own->m - first, rows = left < own->block ? left : own->block;
@@ -295,9 +295,9 @@ void tandem_linear_f32(const float *x, size m, size k, const float *w, const flo
   share(threads, parts_of((cut){m, job.block}) * parts_of(job.panels), multiply_f32, &job);
 }
 
-enum { DOT_ROWS = 3, DOT_OUTPUTS = 4 }; /* at a time: 12 sums stay in registers */
+enum { DOT_ROWS = 3, DOT_OUTPUTS = 4 }; /* per tile: 12 sums stay in registers */
 
-/* Each of some rows of x times each of some rows of w. Each sum in one order. */
+/* Products of some rows of x with some rows of w. Each sum has one order. */
 INLINE void tile_dots(const int rows, const int outputs, const float *x, const float *w, const float *bias, float *out,
                       size k, size stride) {
   __m256 sums[DOT_ROWS][DOT_OUTPUTS];
@@ -347,7 +347,7 @@ static void multiply_dense(const void *job, int64_t part, int worker) {
   }
 }
 
-/* The same for few rows, of a matrix w [n, k] as it is: each weight is read once. */
+/* The same for few rows and an unpacked matrix w [n, k]: each weight is read once. */
 void tandem_linear_dense(const float *x, size m, size k, const float *w, const float *bias, float *out, size n,
                          int threads) {
   const product job = {.x = x, .w = w, .bias = bias, .out = out, .m = m, .k = k, .n = n,

@@ -1,4 +1,4 @@
-// Look-ups in the prefix index. router/prefix_index/block_table.py says what a slot is, and does the same in numpy.
+// Look-ups in the prefix index. router/prefix_index/block_table.py defines slots, and implements the same in numpy.
 
 #include <stdint.h>
 #include <string.h>
@@ -13,7 +13,7 @@ typedef struct {
     uint64_t multiplier;
 } Table;
 
-// A hash is 16 bytes, of which the first half is the key.
+// A hash has 16 bytes; the first half is the key.
 static inline uint64_t hashed_key(Table table, const char *hashes, int64_t at)
 {
     uint64_t key;
@@ -26,8 +26,8 @@ static inline const uint64_t *bucket(Table table, uint64_t hashed)
     return table.slots + ((hashed >> 32) * table.buckets >> 32) * SLOTS;
 }
 
-// Where the number of the set of owners changes along the hashes, and to what. Room for `count` of either; returns how
-// many there are.
+// Finds where the number of the owner set changes along the hashes, and its new value. Both arrays have room for
+// `count` entries; returns the number of entries.
 int64_t tandem_prefix_runs(const uint64_t *slots, uint64_t buckets, uint64_t multiplier, const char *hashes,
                            int64_t count, int64_t *where, int64_t *numbers)
 {

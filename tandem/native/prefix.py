@@ -19,17 +19,17 @@ SOURCE: Final = Path(__file__).with_name("prefix.c")
 
 
 class PrefixRuns:
-    """Over the slots of one table, which stay where they are. For one thread at a time."""
+    """Look-ups in one table, whose slots must not move. Not thread-safe."""
 
     def __init__(self, slots: NDArray[np.uint64], multiplier: int, library: Any) -> None:
-        """`slots`: buckets of eight, contiguous. `library`: of `prefix_library`."""
+        """`slots`: contiguous buckets of eight. `library` is from `prefix_library`."""
         self._find = library.tandem_prefix_runs
-        self._slots = slots  # kept, as the library knows its address alone
+        self._slots = slots  # keeps it alive: the library only has its address
         self._table = slots.ctypes.data, len(slots) // 8, multiplier
         self._reserve(256)
 
     def find(self, hashes: bytes) -> list[tuple[int, int]]:
-        """Concatenated hashes → (index, number of the set of owners) wherever the number changes."""
+        """Concatenated hashes → (index, number of the owner set) wherever the number changes."""
         count = len(hashes) // HASH_BYTES
         if count > len(self._where):
             self._reserve(2 * count)
@@ -43,9 +43,9 @@ class PrefixRuns:
 
 @cache
 def prefix_library() -> Any:
-    """Built if need be. Raises ConfigError saying what is missing."""
+    """The library, built if needed. Raises ConfigError saying what is missing."""
     try:
-        # A call takes some microseconds: to give up the interpreter for it would take longer.
+        # A call takes microseconds, less than releasing the interpreter lock.
         library = ctypes.PyDLL(str(library_path(SOURCE)))
     except OSError as error:
         raise ConfigError(f"native kernels: {SOURCE.name} does not load: {error}") from error

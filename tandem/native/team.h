@@ -1,6 +1,6 @@
-/* Threads that share the parts of a kernel. The caller takes parts itself, and waits for no helper to come: only for
-   parts that one has begun. So a helper without a core costs its help; at a barrier it would cost the caller its time
-   too. Parts must not depend on each other, nor on who does them. */
+/* Threads that share the parts of a kernel. The caller takes parts itself, and waits only for parts that helpers have
+   started. So a helper without a core does not delay the caller, as it would at a barrier. Parts must be independent of
+   each other and of the thread that runs them. */
 
 #pragma once
 
@@ -16,14 +16,14 @@
 
 #define MOST_HELPERS 255
 #define NO_PARTS UINT32_MAX
-#define PAUSES 16 /* of the processor, between two looks at memory that others write to */
-#define LOOKS 200 /* for work before a helper sleeps: longer than from one kernel of a step to the next */
+#define PAUSES 16 /* pause instructions between two polls of shared memory */
+#define LOOKS 200 /* polls before a helper sleeps: longer than the gap between two kernels of a step */
 
-/* Does one part of a job. `worker`: 0 is the caller, helpers are 1 and on, below the job's threads. */
+/* Runs one part of a job. `worker`: 0 is the caller; helpers have 1 up to the job's threads - 1. */
 typedef void (*part_of_job)(const void *job, int64_t part, int worker);
 
 static struct {
-  atomic_flag taken;         /* by a caller; another one at the same time works alone */
+  atomic_flag taken;         /* by a caller; a concurrent caller works alone */
   _Atomic uint64_t next;     /* number of a job << 32 | its next part; NO_PARTS while the fields below change */
   _Atomic(part_of_job) work;
   _Atomic(const void *) job;
@@ -31,11 +31,11 @@ static struct {
   _Atomic int threads;
   _Atomic uint32_t done;     /* parts */
   _Atomic uint32_t sleepers; /* helpers */
-  _Atomic uint32_t calls;    /* to them */
+  _Atomic uint32_t calls;    /* wake-ups of helpers */
   int helpers;
 } team = {.taken = ATOMIC_FLAG_INIT, .next = NO_PARTS};
 
-/* Does a part, if one is left. What was read of the job is of one and the same if `next` has not changed since. */
+/* Runs a part, if one is left. The job's fields were read consistently if `next` has not changed since. */
 static int take_part(int worker) {
   uint64_t next = atomic_load(&team.next);
   const part_of_job work = atomic_load_explicit(&team.work, memory_order_acquire);
@@ -71,7 +71,7 @@ static void *help(void *number) {
   return 0;
 }
 
-/* In a forked process there are no helpers. */
+/* A forked process has no helpers. */
 static void forget(void) {
   team.helpers = 0;
   atomic_store(&team.sleepers, 0);
@@ -80,7 +80,7 @@ static void forget(void) {
 
 __attribute__((constructor)) static void begin(void) { pthread_atfork(0, 0, forget); }
 
-/* Helpers never end, and take no signals: those are for the interpreter's threads. */
+/* Helpers never end, and block signals, which the interpreter's threads handle. */
 static void hire(int helpers) {
   sigset_t all, before;
   sigfillset(&all);
@@ -92,7 +92,7 @@ static void hire(int helpers) {
   pthread_sigmask(SIG_SETMASK, &before, 0);
 }
 
-/* Returns when all parts are done, by at most `threads` threads. */
+/* Runs all parts on at most `threads` threads, and returns when they are done. */
 static void share(int threads, int64_t parts, part_of_job work, const void *job) {
   if (threads <= 1 || parts <= 1 || parts >= NO_PARTS || atomic_flag_test_and_set(&team.taken)) {
     for (int64_t part = 0; part < parts; part++) work(job, part, 0);
@@ -115,7 +115,7 @@ static void share(int threads, int64_t parts, part_of_job work, const void *job)
   }
   for (int looks = 1; atomic_load_explicit(&team.done, memory_order_acquire) < parts; looks++) {
     rest();
-    if (looks % LOOKS == 0) sched_yield(); /* a helper may wait for this very core */
+    if (looks % LOOKS == 0) sched_yield(); /* a helper may need this core */
   }
   atomic_flag_clear(&team.taken);
 }

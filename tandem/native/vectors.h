@@ -1,4 +1,4 @@
-/* What all kernels use: vectors of eight numbers, and loops that threads share. */
+/* Shared by all kernels: vectors of eight numbers, and loops divided among threads. */
 
 #pragma once
 
@@ -7,16 +7,16 @@
 
 #include "team.h"
 
-#define PANEL 16          /* outputs that lie side by side in a packed matrix: two vectors */
-#define MOST_ROWS 6       /* rows at a time: 12 sums stay in registers */
-#define GROUP 32          /* inputs of an int4 matrix that share a scale and a least value */
-#define ROW_BYTES 163840  /* of rows that are multiplied by all panels before the next ones: they stay in L2 */
+#define PANEL 16          /* contiguous outputs in a packed matrix: two vectors */
+#define MOST_ROWS 6       /* rows per tile: 12 sums stay in registers */
+#define GROUP 32          /* inputs of an int4 matrix with a common scale and minimum */
+#define ROW_BYTES 163840  /* rows multiplied by all panels before the next rows: they stay in L2 */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef int64_t size;
 
-/* Of a loop over `count` things, shared by threads. Parts are small: a helper that loses its core within one keeps the
-   caller waiting. What takes microseconds is not worth sharing. */
+/* Number of parts of a loop over `count` items, for several threads. Parts are small, because a helper that loses its
+   core within one delays the caller. Work of a few microseconds is not divided. */
 typedef struct { size count, each; } cut;
 INLINE cut cut_for(size count, int threads) { return (cut){count, count / (8 * threads) + 1}; }
 INLINE size parts_of(cut by) { return (by.count + by.each - 1) / by.each; }
@@ -35,9 +35,9 @@ INLINE float max8(__m256 v) {
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
 
-/* e^x to about one unit in the last place (Cephes); below -87 it is 0 or next to it. NaN stays NaN. */
+/* e^x to about one unit in the last place (Cephes); below -87 it is about 0. NaN stays NaN. */
 INLINE __m256 exp8(__m256 x) {
-  x = _mm256_min_ps(_mm256_set1_ps(88.3f), _mm256_max_ps(_mm256_set1_ps(-87.3f), x)); /* of NaN and another the second */
+  x = _mm256_min_ps(_mm256_set1_ps(88.3f), _mm256_max_ps(_mm256_set1_ps(-87.3f), x)); /* of NaN, the second operand */
   __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
   r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);

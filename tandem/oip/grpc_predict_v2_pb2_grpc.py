@@ -111,8 +111,8 @@ class GRPCInferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ModelStreamInfer(self, request_iterator, context):
-        """Each request is answered by any number of responses that carry its id; the last has triton_final_response. An error
-        of one request is told in error_message and ends nothing else.
+        """Each request gets any number of responses with its id; the last has triton_final_response. A failed request sets
+        error_message and does not affect other requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,7 +1,7 @@
-"""Typed messages between processes of one worker, over a unix socket: 4-byte length, then a msgspec-encoded struct.
+"""Typed messages between processes of one worker over a unix socket: a 4-byte length, then a msgspec-encoded struct.
 
-Both ends decode into the tagged union they expect; anything else closes the channel. No pickle, and a length beyond
-the limit is refused before memory is allocated.
+Each end decodes into the tagged union it expects; any other message closes the channel. No pickle. A length over the
+limit is refused before memory is allocated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ChannelError(Exception):
-    """The peer sent what is no message of ours."""
+    """The peer sent an invalid message."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -39,7 +39,7 @@ class Channel(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(receives)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queues one message; never waits. A closed channel drops it: the reader side reports the end."""
+        """Queues one message; never waits. A closed channel drops it, and the reader reports the end."""
         if not self._writer.is_closing():
             self._writer.write(encode(message))
 
@@ -47,7 +47,7 @@ class Channel(Generic[T]):
         """Messages until the peer closes.
 
         Raises:
-            ChannelError: the peer sent something too long or not of the expected types.
+            ChannelError: a message was too long or not of an expected type.
         """
         while True:
             try:
@@ -67,11 +67,13 @@ class Channel(Generic[T]):
 
 
 class ThreadSender:
-    """Sends on a connection from another thread than its loop's, at once: the loop's thread would have to wait for the
-    interpreter, which a thread that computes holds. Only what the socket does not take is left to the loop.
+    """Sends on a connection immediately from another thread than its event loop's.
+
+    The loop's thread might wait for the interpreter lock that a computing thread holds. The loop sends only what the
+    socket did not accept.
 
     Args:
-        writer: of the connection, on whose loop this is made; nobody else writes to it.
+        writer: the connection's writer, of the running loop. It has no other user.
     """
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
@@ -81,7 +83,7 @@ class ThreadSender:
         self._unsent = bytearray()
 
     def send(self, *messages: msgspec.Struct) -> None:
-        """Never waits. A closed connection drops them: the reading side reports the end."""
+        """Sends messages; never waits. A closed connection drops them, and the reader reports the end."""
         data = b"".join(encode(message) for message in messages)
         with self._lock:
             loop_sends = bool(self._unsent)
@@ -92,7 +94,7 @@ class ThreadSender:
                     self._loop.call_soon_threadsafe(self._watch)
 
     def close(self) -> None:
-        """On the loop."""
+        """Call it on the loop."""
         with self._lock:
             self._unsent.clear()
             self._loop.remove_writer(self._socket)

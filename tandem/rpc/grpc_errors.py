@@ -1,4 +1,5 @@
-"""TandemError ↔ gRPC status, with google.rpc details: ErrorInfo (reason, field), and RetryInfo if a retry may help."""
+"""Maps TandemError to gRPC status and back, with google.rpc details: ErrorInfo (reason, field), and RetryInfo if a
+retry may help."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[TandemError]] = {
 
 
 def retry_after_s(error: TandemError) -> float | None:
-    """How long a caller had better wait; None when a retry cannot help."""
+    """How long the caller should wait before a retry; None if a retry cannot help."""
     if not error.wire.retryable:
         return None
     return DEFAULT_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
@@ -65,7 +66,8 @@ async def abort(context: aio.ServicerContext[Any, Any], error: TandemError) -> N
 
 
 def error_from_rpc(error: aio.AioRpcError) -> TandemError:
-    """The typed error of a failed call: from its ErrorInfo where the peer is ours, else from the status code."""
+    """The typed error of a failed call, from its ErrorInfo if the peer is a Tandem process, else from the status
+    code."""
     message = error.details() or error.code().name
     status = rpc_status.from_call(error)
     if status is None:

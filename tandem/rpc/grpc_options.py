@@ -1,4 +1,4 @@
-"""How long connections inside the cluster live: neither side keeps one to a host that is gone, and idle ones stay."""
+"""Keepalive of connections inside the cluster: dead peers are detected, and idle connections stay open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PINGS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
-# A peer whose host is gone is noticed in 15 s, without traffic of its own.
+# A peer whose host is down is detected within 15 s, even without traffic.
 CLIENT_OPTIONS = (
     *_PINGS,
     ("grpc.max_receive_message_length", 64 << 20),
@@ -20,7 +20,7 @@ CLIENT_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
-# gRPC's servers end connections that are pinged more often than every five minutes, unless they are told otherwise.
+# By default a gRPC server closes connections that are pinged more often than every five minutes.
 SERVER_OPTIONS = (
     *_PINGS,
     ("grpc.http2.min_ping_interval_without_data_ms", round(1000 * KEEPALIVE_S) // 2),

@@ -1,6 +1,5 @@
-"""gRPC inside the cluster, with mutual TLS where `security.tls` is given: the one place where channels are opened,
-ports are added and callers are told apart.
-"""
+"""gRPC inside the cluster, with mutual TLS if `security.tls` is set. Only this module opens channels, adds ports and
+authenticates callers."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ log = logging.getLogger(__name__)
 
 Options = Sequence[tuple[str, Any]]
 Allowed = Mapping[str, frozenset[Identity]]
-"""By full method name, /package.Service/Method, who may call it. Nobody may call what is not in it."""
+"""Full method name, /package.Service/Method, to the identities that may call it. Other methods refuse all callers."""
 
 FIELD = "security.tls"
-CLOSE_GRACE_S = 2.0  # for calls that are on their way
+CLOSE_GRACE_S = 2.0  # for calls in flight
 
 
 class ClusterTls:
-    """What one process shows to the others of its cluster. Files that were renewed are taken for the next connection.
+    """The TLS identity of one process in its cluster. New connections use renewed files.
 
     Raises:
         ConfigError: a file cannot be used; names its field.
@@ -43,7 +42,8 @@ class ClusterTls:
         return None if files is None else cls(cluster, own, files)
 
     def current(self) -> TlsContexts:
-        """Another object once the files were renewed: a channel that was opened with the former shows what is old."""
+        """Returns a different object after the files were renewed. A channel keeps the certificate it was opened
+        with."""
         return self._renewed.current()
 
     def client_credentials(self) -> grpc.ChannelCredentials:
@@ -51,16 +51,16 @@ class ClusterTls:
         return grpc.ssl_channel_credentials(now.ca_pem, now.key_pem, now.cert_pem)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        told = self._renewed.current()
+        served = self._renewed.current()
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal told
-            if (now := self._renewed.current()) is told:
+            nonlocal served
+            if (now := self._renewed.current()) is served:
                 return None
-            told = now
+            served = now
             return _configuration(now)
 
-        return dynamic_credentials(_configuration(told), renewed, needs_client=True)
+        return dynamic_credentials(_configuration(served), renewed, needs_client=True)
 
 
 def dynamic_credentials(
@@ -69,8 +69,8 @@ def dynamic_credentials(
     *,
     needs_client: bool,
 ) -> grpc.ServerCredentials:
-    """`renewed` is asked before every handshake, on a thread of gRPC's; None: what there was."""
-    fetch = cast(Callable[[], grpc.ServerCertificateConfiguration], renewed)  # its stub knows no None
+    """gRPC calls `renewed` on its own thread before every handshake; None keeps the previous certificates."""
+    fetch = cast(Callable[[], grpc.ServerCertificateConfiguration], renewed)  # the stub does not allow None
     return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=needs_client)
 
 
@@ -79,28 +79,28 @@ def _configuration(now: TlsContexts) -> grpc.ServerCertificateConfiguration:
 
 
 def open_channel(address: str, tls: ClusterTls | None, peer: Identity, options: Options = ()) -> grpc.aio.Channel:
-    """To a process of the cluster, which must show that it is `peer`."""
-    if tls is None or address.startswith("unix:"):  # a socket in a folder that only this user can enter
+    """Opens a channel to a process of the cluster, which must prove the identity `peer`."""
+    if tls is None or address.startswith("unix:"):  # a socket in a folder that only this user can access
         return grpc.aio.insecure_channel(address, options=options)
     name = ("grpc.ssl_target_name_override", peer.dns_name(tls.cluster))
     return grpc.aio.secure_channel(address, tls.client_credentials(), options=(*options, name))
 
 
 def make_server(tls: ClusterTls | None, allowed: Allowed, options: Options) -> grpc.aio.Server:
-    """Without TLS there is nothing to tell callers apart by."""
+    """A server that checks callers' identities. Without TLS callers have no identity, so all are accepted."""
     interceptors = () if tls is None else (CallerCheck(tls.cluster, allowed),)
     return grpc.aio.server(interceptors=interceptors, options=options)
 
 
 def add_port(server: grpc.aio.Server, address: str, tls: ClusterTls | None) -> int:
-    """The port. Raises RuntimeError when it cannot be had."""
+    """Returns the port. Raises RuntimeError if it is not available."""
     if tls is None:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, tls.server_credentials())
 
 
 class ChannelCache:
-    """Channels to processes of one identity, by name. Another address or renewed files lead to another channel."""
+    """Channels to processes of one identity, by name. Opens a new channel after the address or the files changed."""
 
     def __init__(self, tls: ClusterTls | None, peer: Identity) -> None:
         self._tls = tls
@@ -128,7 +128,7 @@ class ChannelCache:
 
 
 class CallerCheck(grpc.aio.ServerInterceptor):
-    """Refuses who has a certificate of the cluster but no business with the method."""
+    """Refuses callers whose certificate is of this cluster but whose role may not call the method."""
 
     def __init__(self, cluster: str, allowed: Allowed) -> None:
         self._cluster = cluster
@@ -147,8 +147,12 @@ class CallerCheck(grpc.aio.ServerInterceptor):
         async def check(context: Any) -> None:
             shown = self._identities(context)
             if shown.isdisjoint(allowed):
-                wanted = " or ".join(sorted(allowed)) or "nobody"
-                log.warning("refused %s to a certificate of %s", method, ", ".join(sorted(shown)) or "no role here")
+                wanted = " or ".join(sorted(allowed)) or "no role"
+                log.warning(
+                    "refused %s: the caller's certificate is of %s",
+                    method,
+                    ", ".join(sorted(shown)) or "no role in this cluster",
+                )
                 await context.abort(
                     grpc.StatusCode.PERMISSION_DENIED,
                     f"{method}: expected a certificate of {wanted} in cluster {self._cluster}",
@@ -161,7 +165,7 @@ class CallerCheck(grpc.aio.ServerInterceptor):
         async def stream(request: Any, context: Any) -> None:
             await check(context)
             answers = (handler.unary_stream or handler.stream_stream)(request, context)
-            if inspect.isawaitable(answers):  # a method that writes by itself
+            if inspect.isawaitable(answers):  # the method writes its responses itself
                 await answers
                 return
             async with aclosing(answers) as responses:

@@ -1,7 +1,7 @@
-"""Who a process of the cluster is: what its certificate says, in two names of the same meaning.
+"""The identity of a process in the cluster, as two equivalent names in its certificate.
 
-spiffe://tandem/CLUSTER/ROLE         (URI) shown to servers, which decide by it what the caller may do
-ROLE.CLUSTER.tandem.internal         (DNS) shown to clients, which find servers by address and so ask for this name
+spiffe://tandem/CLUSTER/ROLE         (URI) servers authorise the caller by it
+ROLE.CLUSTER.tandem.internal         (DNS) clients connect by address and verify this name instead
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from enum import StrEnum
 
 
 class Identity(StrEnum):
-    """A certificate may carry several."""
+    """A role. A certificate may carry several."""
 
     CONTROLLER = "controller"
     ROUTER = "router"
     WORKER = "worker"
-    ADMIN = "admin"  # people: `tandem status` and its kind
+    ADMIN = "admin"  # people, through `tandem status` and similar commands
 
     def uri(self, cluster: str) -> str:
         return f"spiffe://tandem/{cluster}/{self.value}"
@@ -26,6 +26,6 @@ class Identity(StrEnum):
 
 
 def identities(names: Iterable[str], cluster: str) -> frozenset[Identity]:
-    """Those that a certificate's names (of whatever kind) give in this cluster."""
+    """The identities in this cluster among a certificate's names."""
     shown = set(names)
     return frozenset(each for each in Identity if each.uri(cluster) in shown)

@@ -1,10 +1,10 @@
-"""How Tandem connects to Redis or Valkey, and how long it waits for an answer.
+"""Connections to Redis or Valkey, and the timeouts of their calls.
 
     redis://[user:password@]host:port[/db]                        one server; rediss:// for TLS, unix:///path
-    redis+sentinel://[user:password@]host:port,host:port/service[/db]   the service's master, by its sentinels
-    redis+cluster://[user:password@]host:port,host:port           a cluster, by some of its nodes
+    redis+sentinel://[user:password@]host:port,host:port/service[/db]   the service's master, through its sentinels
+    redis+cluster://[user:password@]host:port,host:port           a cluster, through some of its nodes
 
-`rediss+sentinel` and `rediss+cluster` use TLS. The client's options follow as a query: `?ssl_ca_certs=/etc/ca.pem`.
+`rediss+sentinel` and `rediss+cluster` use TLS. Client options go into the query: `?ssl_ca_certs=/etc/ca.pem`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ Answer = TypeVar("Answer")
 
 
 def connect(url: str, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> Redis:
-    """A client that tries once; replies are bytes. Every call belongs inside `answer`, the only limit on its time:
-    the client's own uses asyncio.wait_for, which may lose a cancellation in Python 3.11. Raises ValueError for what is
-    none of the URLs above."""
+    """A client that tries once and returns bytes. Raises ValueError for any other URL than those above.
+
+    Wrap every call in `answer`, which alone limits its time: the client's own timeout uses asyncio.wait_for, which may
+    lose a cancellation in Python 3.11.
+    """
     parts = urlsplit(url)
     options: dict[str, Any] = {
         "protocol": 2,
@@ -50,13 +52,14 @@ def connect(url: str, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> Redis:
 
 
 async def answer(call: Awaitable[Answer], timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
-    """Raises TimeoutError (an OSError), and whatever the client raises."""
+    """Awaits a call. Raises TimeoutError (an OSError), and any error of the client."""
     async with asyncio.timeout(timeout_s):
         return await call
 
 
 def _by_sentinels(parts: SplitResult, options: dict[str, Any]) -> Redis:
-    """Every new connection asks who the master is; one to a former master ends at its first refusal."""
+    """Each new connection asks the sentinels for the master. A connection to a former master ends at its first
+    refusal."""
     service, _, db = parts.path.strip("/").partition("/")
     if not service:
         raise ValueError("expected /service after the sentinels")
@@ -68,13 +71,13 @@ def _by_sentinels(parts: SplitResult, options: dict[str, Any]) -> Redis:
 
 
 def _cluster(parts: SplitResult, options: dict[str, Any]) -> Redis:
-    """All keys that one call names have the same hash tag, so a cluster's client serves as a server's does."""
+    """A client of a Redis Cluster. It works like a single server's, because all keys of one call share a hash tag."""
     nodes = [ClusterNode(host, port) for host, port in _nodes(parts, DEFAULT_PORT)]
     return cast(Redis, RedisCluster(startup_nodes=nodes, **options, **_given(parts)))
 
 
 def _nodes(parts: SplitResult, default_port: int) -> list[tuple[str, int]]:
-    """Of `host:port,host:port`; IPv6 addresses in brackets. Raises ValueError."""
+    """Parses `host:port,host:port`, with IPv6 addresses in brackets. Raises ValueError."""
     nodes = [urlsplit(f"//{each}") for each in parts.netloc.rpartition("@")[2].split(",")]
     if not all(node.hostname for node in nodes):
         raise ValueError("expected host:port,host:port")
@@ -82,7 +85,7 @@ def _nodes(parts: SplitResult, default_port: int) -> list[tuple[str, int]]:
 
 
 def _given(parts: SplitResult, db: str = "") -> dict[str, Any]:
-    """User, database and query of a URL, as the client reads them. Raises ValueError."""
+    """User, database and query of a URL as client options. Raises ValueError."""
     user, at, _ = parts.netloc.rpartition("@")
     scheme = parts.scheme.partition("+")[0]
     found: dict[str, Any] = dict(parse_url(f"{scheme}://{user}{at}server/{db}?{parts.query}"))

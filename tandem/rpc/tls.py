@@ -1,7 +1,7 @@
-"""Mutual TLS inside the cluster: PEM files, read where they lie and again when they are renewed.
+"""Mutual TLS inside the cluster, from PEM files that are reread when they change.
 
-Both sides show a certificate that the one `ca` signed; host names are not compared, since processes are found by
-address. Who a peer is, its certificate says itself: see `tandem.rpc.identity`.
+Both sides present a certificate signed by the one `ca`. Host names are not verified, because processes are found by
+address. The certificate carries the peer's identity: see `tandem.rpc.identity`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Stamp = tuple[tuple[int, int] | None, ...]
 
 
 class PemFiles(Protocol):
-    """Paths."""
+    """Paths of PEM files."""
 
     @property
     def cert(self) -> str: ...
@@ -34,7 +34,7 @@ class PemFiles(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TlsContexts:
-    """One context for connections we accept, one for those we make; and what they were made of, for gRPC.
+    """A context for accepted connections and one for outgoing ones, and the PEM data they were made of, for gRPC.
 
     `peer` is the identity (a URI) that the other side's certificate must carry; None: any that `ca` signed.
     """
@@ -47,18 +47,18 @@ class TlsContexts:
     peer: str | None = None
 
     def check_peer(self, connection: ssl.SSLObject | ssl.SSLSocket) -> None:
-        """After the handshake. Raises ssl.SSLError when the other side is somebody else."""
+        """Call it after the handshake. Raises ssl.SSLError if the other side has another identity."""
         if self.peer is not None and self.peer not in uris_of(connection.getpeercert() or {}):
             raise ssl.SSLError(f"expected a certificate of {self.peer}")
 
 
 def uris_of(certificate: Mapping[str, Any]) -> frozenset[str]:
-    """Of a certificate as the ssl module shows it."""
+    """URIs of a certificate in the ssl module's form."""
     return frozenset(value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI")
 
 
 def load_tls(files: PemFiles, field: str = "transfer.tls", *, peer: str | None = None) -> TlsContexts:
-    """Raises ConfigError naming the file's field and what is wrong with it."""
+    """Raises ConfigError naming the file's field and the problem."""
     cert_pem, key_pem, ca_pem = (
         read_file(path, f"{field}.{name}")
         for name, path in (("cert", files.cert), ("key", files.key), ("ca", files.ca))
@@ -73,17 +73,17 @@ def load_tls(files: PemFiles, field: str = "transfer.tls", *, peer: str | None =
         ca_pem,
         peer,
     )
-    _meet_ourselves(contexts, files, field)
+    _self_test(contexts, files, field)
     return contexts
 
 
 class RenewedTls:
-    """The contexts of files that are renewed where they lie. Connections that stand are not touched; the next one shows
-    the new certificate.
+    """TLS contexts of files that may be renewed in place. Open connections keep their certificate; new ones use the
+    new.
 
     Raises:
-        ConfigError: as `load_tls`, at first. Later, files that do not fit each other (one is written before the other)
-            leave what there was.
+        ConfigError: at first, as `load_tls`. Later, files that do not match, as while only one of them is written,
+            leave the previous contexts in use.
     """
 
     def __init__(self, files: PemFiles, field: str = "transfer.tls", *, peer: str | None = None) -> None:
@@ -99,11 +99,11 @@ class RenewedTls:
             try:
                 renewed = load_tls(self._files, self._field, peer=self._peer)
                 if self._look() != stamp:
-                    return self._contexts  # they are being written
+                    return self._contexts  # the files are being written
                 self._contexts = renewed
-                log.info("new certificates: %s", self._files.cert)
+                log.info("loaded renewed certificates: %s", self._files.cert)
             except ConfigError as error:
-                log.warning("the certificates that were there stay in use: %s", error.message)
+                log.warning("kept the previous certificates: %s", error.message)
             self._stamp = stamp
         return self._contexts
 
@@ -112,7 +112,7 @@ class RenewedTls:
 
 
 def stamp_of(*paths: str) -> Stamp:
-    """Differs once one of the files was written or replaced."""
+    """Changes after one of the files was written or replaced."""
     return tuple(map(_stamp, paths))
 
 
@@ -133,7 +133,7 @@ def read_file(path: str, field: str) -> bytes:
 
 
 def check_certificates(path: str, field: str) -> None:
-    """Raises ConfigError when the file holds no certificate."""
+    """Raises ConfigError if the file contains no certificate."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=path)
     except ssl.SSLError:
@@ -141,9 +141,9 @@ def check_certificates(path: str, field: str) -> None:
 
 
 def use_key_pair(context: ssl.SSLContext, cert: str, key: str, field: str) -> None:
-    """Raises ConfigError when they do not fit each other."""
+    """Loads a certificate and its key. Raises ConfigError if they do not match."""
     try:
-        context.load_cert_chain(cert, key, password=lambda: b"")  # never asks a terminal
+        context.load_cert_chain(cert, key, password=lambda: b"")  # never prompts on a terminal
     except ssl.SSLError:
         raise wrong_file(f"{field}.key", key, f"expected the unencrypted PEM key of {cert}") from None
 
@@ -164,8 +164,8 @@ def _context(protocol: ssl._SSLMethod, files: PemFiles, field: str) -> ssl.SSLCo
     return context
 
 
-def _meet_ourselves(contexts: TlsContexts, files: PemFiles, field: str) -> None:
-    """A handshake in memory: our certificate must pass for our own peers, both ways."""
+def _self_test(contexts: TlsContexts, files: PemFiles, field: str) -> None:
+    """Performs a handshake in memory: our certificate must be valid for our peers, in both directions."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = contexts.client.wrap_bio(down, up)
     server = contexts.server.wrap_bio(up, down, server_side=True)
@@ -176,4 +176,4 @@ def _meet_ourselves(contexts: TlsContexts, files: PemFiles, field: str) -> None:
             continue
         except ssl.SSLError as error:
             why = getattr(error, "verify_message", None) or error.reason or str(error)
-            raise wrong_file(f"{field}.cert", files.cert, f"does not pass against {files.ca}: {why}") from None
+            raise wrong_file(f"{field}.cert", files.cert, f"is not valid for {files.ca}: {why}") from None

@@ -1,9 +1,9 @@
-"""Logits as a request wants them changed, before temperature and truncation.
+"""Changes to logits that a request asks for, before temperature and truncation.
 
-In this order, for a token that occurs `count` times in the answer so far (the prompt does not count):
+In this order, for a token that occurs `count` times in the output so far (without the prompt):
 
-1. repetition penalty r (Keskar et al. 2019, arXiv:1909.05858), for every token of prompt or answer: the model's logit
-   is divided by r where it is positive, else multiplied by it;
+1. repetition penalty r (Keskar et al. 2019, arXiv:1909.05858), for every token of prompt or output: a positive logit is
+   divided by r, another one multiplied by it;
 2. OpenAI's penalties: logit - count · frequency_penalty - (1 if count else 0) · presence_penalty;
 3. logit_bias, added.
 """
@@ -20,7 +20,7 @@ Row = NDArray[np.float32]  # [vocab_size]
 
 
 def changed_logits(logits: Row, params: SamplingParams, history: TokenHistory) -> Row:
-    """A changed copy of `logits`. Every id of `params` and `history` is below `vocab_size`."""
+    """A changed copy of `logits`. All ids in `params` and `history` must be below `vocab_size`."""
     row = logits.copy()
     if params.repetition_penalty != 1.0:
         ids = history.seen()

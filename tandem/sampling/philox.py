@@ -1,8 +1,8 @@
 """Philox4x32-10, the counter-based generator of Salmon et al. (SC'11, "Parallel random numbers: as easy as 1, 2, 3").
 
-Noise is a pure function of (seed, position, token id): no state, so the same request draws the same noise on any
-worker, in any batch, after any migration. One call of the generator gives four words, so four neighbouring tokens share
-it: token t at position p has word `t % 4` of counter (t // 4, p, 0, 0) under the 64-bit seed as key.
+Noise is a pure function of (seed, position, token id), so a request draws the same noise on any worker, in any batch
+and after any migration. One call gives four words for four neighbouring tokens: token t at position p has word `t % 4`
+of counter (t // 4, p, 0, 0), with the 64-bit seed as key.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-M0, M1 = 0xD2511F53, 0xCD9E8D57  # what counters are multiplied by
-W0, W1 = 0x9E3779B9, 0xBB67AE85  # what is added to the key in each round
+M0, M1 = 0xD2511F53, 0xCD9E8D57  # multipliers of the counters
+W0, W1 = 0x9E3779B9, 0xBB67AE85  # added to the key in each round
 _MASK = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 ROUNDS = 10
 WORDS = 4
 
-Words = NDArray[np.uint64]  # 32-bit words, held in 64 bits so that products do not overflow
+Words = NDArray[np.uint64]  # 32-bit words in 64 bits, so that products do not overflow
 
 
 def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> tuple[Words, Words, Words, Words]:
@@ -45,17 +45,17 @@ def _rows(seed: int, position: int, groups: Words) -> Words:
 
 
 def words_of(seed: int, position: int, token_ids: NDArray[np.int64]) -> Words:
-    """The word of each token id; there is at least one."""
+    """The word of each token id, of which there is at least one."""
     last_group = int(token_ids.max()) // WORDS
-    if len(token_ids) > last_group:  # then it is less work to draw for every token up to the last
+    if len(token_ids) > last_group:  # drawing for every token up to the last is then less work
         return _rows(seed, position, np.arange(last_group + 1, dtype=np.uint64)).ravel()[token_ids]
     rows = _rows(seed, position, token_ids.astype(np.uint64) // np.uint64(WORDS))
     return rows[np.arange(len(token_ids)), token_ids % WORDS]
 
 
 def gumbel(words: Words) -> NDArray[np.float64]:
-    """Standard Gumbel noise. A word w stands for the uniform 1 - (w + ½) / 2³², so the small words are the large noise,
-    which keeps its full precision."""
+    """Standard Gumbel noise. A word w is the uniform 1 - (w + ½) / 2³², so small words give large noise in full
+    precision."""
     noise: NDArray[np.float64] = -np.log(-np.log1p(-exceedance(words)))
     return noise
 
@@ -65,5 +65,5 @@ def exceedance(words: Words) -> NDArray[np.float64]:
     return (words.astype(np.float64) + 0.5) * 2.0**-32
 
 
-# No noise lies above this, because no uniform lies above 1 - 2⁻³³.
+# The largest noise, because no uniform exceeds 1 - 2⁻³³.
 GUMBEL_MAX = float(-np.log(-np.log1p(-(2.0**-33))))

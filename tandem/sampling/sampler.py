@@ -1,9 +1,9 @@
-"""Choosing a token: Gumbel-max over the tokens that truncation leaves.
+"""Chooses a token: Gumbel-max over the tokens that truncation keeps.
 
-argmax(logit / temperature + Gumbel noise) draws exactly from the softmax, and noise keyed by (seed, position, token id)
-makes the draw independent of batch, worker and tensor-parallel width (docs/architecture.md, Determinism).
-Penalties and biases come first (tandem/sampling/penalties.py). Truncation order: temperature, top-k, top-p, min-p; each
-works on what the one before it left, renormalised.
+argmax(logit / temperature + Gumbel noise) draws exactly from the softmax. Noise keyed by (seed, position, token id)
+makes the draw independent of batch, worker and tensor-parallel width (docs/architecture.md, Determinism). Penalties and
+biases come first (tandem/sampling/penalties.py). The order of truncation is temperature, top-k, top-p, min-p; each
+applies to what the previous one kept, renormalised.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Row = NDArray[np.float32]  # [vocab_size]
 Ids = NDArray[np.int64]
 Values = NDArray[np.float64]
 
-# Colder than this the noise could only decide between logits that are equal in fp32, and dividing might overflow.
+# Below this, noise could only decide between logits that are equal in fp32, and the division might overflow.
 COLDEST = 1e-5
 _SAMPLE_OF_BEST = 4096
-# Bins of the search for the nucleus: they reach down to probabilities of e^-32 of the best.
+# Bins of the nucleus search, which cover probabilities down to e^-32 of the best.
 _BINS = 2048
 _BINS_PER_UNIT = 64.0
 
@@ -37,8 +37,8 @@ class TokenLogprob:
     logprob: float
 
 
-class Choice(msgspec.Struct, frozen=True):  # as in engine/api.py: made for each token
-    """`logprob` and `top` (best first) are of the model's own distribution, and only there when asked for."""
+class Choice(msgspec.Struct, frozen=True):  # as in engine/api.py: created per token
+    """`logprob` and `top` (best first) are of the model's own distribution, and only set if requested."""
 
     token_id: int
     logprob: float | None = None
@@ -46,20 +46,22 @@ class Choice(msgspec.Struct, frozen=True):  # as in engine/api.py: made for each
 
 
 def wants_best_alone(params: SamplingParams) -> bool:
-    """Whether a token is chosen by where the logits are largest, and nothing else of them is asked for."""
+    """Whether only the token with the largest logit is needed."""
     return params.temperature < COLDEST and not params.changes_logits and params.logprobs is None
 
 
 def wants_draw_alone(params: SamplingParams) -> bool:
-    """Whether a token is drawn from the logits as they are, and nothing else of them is asked for."""
+    """Whether only a token drawn from the unchanged logits is needed."""
     return params.temperature >= COLDEST and not params.changes_logits and params.logprobs is None
 
 
 def choose(
     logits: Row, params: SamplingParams, position: int, history: TokenHistory | None = None, best: int | None = None
 ) -> Choice:
-    """The token at `position` (its place in prompt plus answer, from 0). Of equals the lowest id wins. `history` None:
-    nothing to penalise. `best`: where `logits` are largest, if that is known."""
+    """The token at `position`, counted in prompt plus output from 0. Ties go to the lowest id.
+
+    `history` None: no penalties. `best`: index of the largest logit, if known.
+    """
     row = changed_logits(logits, params, history or TokenHistory(())) if params.changes_logits else logits
     if params.temperature >= COLDEST:
         token_id = _sample(row, params, position)
@@ -94,9 +96,9 @@ def _winner(ids: Ids, noisy: Values) -> int:
 
 
 def _sample_row(scaled: Values, seed: int, position: int) -> int:
-    """argmax(scaled + noise) over a whole row, with noise worked out for the few tokens that could win.
+    """argmax(scaled + noise) over a whole row, computing noise only for the few tokens that could win.
 
-    `reached` is some token's noisy value. A token v below it by d wins only if its noise exceeds d; its uniform u then
+    `reached` is some token's noisy value. A token v below it by d wins only if its noise exceeds d. Its uniform u then
     has 1 - u <= exp(-d), because exp(-exp(-d)) >= 1 - exp(-d). The test is loosened by more than fp32 rounds.
     """
     best = scaled.max()
@@ -111,15 +113,17 @@ def _sample_row(scaled: Values, seed: int, position: int) -> int:
 
 
 def _largest(values: Values, count: int) -> Ids:
-    """Indices of the `count` largest; of equals at the edge the lowest indices."""
+    """Indices of the `count` largest values. Ties at the edge go to the lowest indices."""
     edge = np.partition(values, len(values) - count)[len(values) - count]
     above = np.flatnonzero(values > edge)
     return np.concatenate([above, np.flatnonzero(values == edge)[: count - len(above)]])
 
 
 def _nucleus(values: Values, top_p: float) -> Ids:
-    """Indices of the smallest set of most likely tokens whose probabilities reach `top_p`; of equals at the edge the
-    lowest indices. Bins by value, so that only the bin in which the edge lies is sorted."""
+    """Indices of the smallest set of most likely tokens whose probabilities reach `top_p`.
+
+    Ties at the edge go to the lowest indices. Values are binned, so that only the bin at the edge is sorted.
+    """
     below = values.max() - values
     weights = np.exp(-below)
     bins = np.minimum(below * _BINS_PER_UNIT, _BINS - 1).astype(np.int64)

@@ -1,4 +1,4 @@
-"""What a step does: the chunks that are computed, and the blocks that leave for another worker with it."""
+"""The plan of a step: the chunks to compute, and the blocks to export with it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from tandem.scheduler.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class ExportRange:
-    """Logical blocks [first_block, first_block + len(block_ids)) of a prompt, in physical blocks `block_ids`, all full
-    but the last, which holds `last_block_tokens`. `in_cache`: their KV was there before this step (all layers may go at
-    once); otherwise each layer may go when it is done. `is_last`: the prompt ends here."""
+    """Logical blocks [first_block, first_block + len(block_ids)) of a prompt, in physical blocks `block_ids`.
+
+    All are full but the last, which holds `last_block_tokens`. `in_cache`: their KV was cached before this step, so all
+    layers may be sent at once; otherwise each layer may be sent when it is done. `is_last`: the prompt ends here.
+    """
 
     request_id: str
     first_block: int
@@ -26,8 +28,8 @@ class ExportRange:
     is_last: bool
 
 
-class Chunk(msgspec.Struct, frozen=True):  # as in engine/api.py: made for each token
-    """`count` tokens of `sequence` from position `start` on. It samples when that reaches the last token."""
+class Chunk(msgspec.Struct, frozen=True):  # as in engine/api.py: created per token
+    """`count` tokens of `sequence` from position `start` on. It samples if it includes the last token."""
 
     sequence: Sequence
     start: int
@@ -42,8 +44,8 @@ class Chunk(msgspec.Struct, frozen=True):  # as in engine/api.py: made for each 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """`copies` come before all else. `failed`: requests that left because they can never have the blocks they need.
-    `began`: those whose prompt is computed for the first time."""
+    """`copies` are made first. `failed`: requests removed because they can never get the blocks they need. `began`:
+    requests whose first prompt chunk is computed."""
 
     chunks: tuple[Chunk, ...]
     exports: tuple[ExportRange, ...]
@@ -53,18 +55,18 @@ class StepPlan:
 
 
 def shared_tokens(sequence: Sequence, chunk: Chunk, block_tokens: int) -> int:
-    """Tokens of `sequence` in blocks that this chunk completes: once it is computed they are cached."""
+    """Tokens of `sequence` in blocks that this chunk completes, which are cached once it is computed."""
     other = chunk.sequence
-    # At least one token is always computed: its logits choose the next.
+    # At least one token is always computed, for its logits.
     end = min(chunk.start + chunk.count, len(sequence.tokens) - 1) // block_tokens
     if end <= other.committed or not sequence.may_use_cache:
         return 0
     pairs = zip(sequence.hashes(end)[other.committed :], other.hashes(end)[other.committed :], strict=True)
-    return block_tokens * sum(mine == theirs for mine, theirs in pairs)  # hashes are chained: the equal ones lead
+    return block_tokens * sum(mine == theirs for mine, theirs in pairs)  # chained hashes: equal ones are a prefix
 
 
 def cached_range(sequence: Sequence, block_tokens: int) -> ExportRange | None:
-    """What the cache already holds of the wanted blocks goes at once."""
+    """The requested blocks that are already cached, which may be sent at once."""
     if sequence.export_from_block is None:
         return None
     first = max(sequence.export_from_block, sequence.exported_blocks)
@@ -78,12 +80,12 @@ def cached_range(sequence: Sequence, block_tokens: int) -> ExportRange | None:
         block_ids=tuple(sequence.blocks[first:cached_blocks]),
         last_block_tokens=block_tokens,
         in_cache=True,
-        is_last=False,  # at least the last token is computed, so a range of its block follows
+        is_last=False,  # a range of the last block follows, as its last token is always computed
     )
 
 
 def computed_range(chunk: Chunk, block_tokens: int) -> ExportRange | None:
-    """The blocks that this chunk completes, and the partial one in which the prompt ends."""
+    """The blocks that this chunk completes, and the partial block at the end of the prompt."""
     sequence = chunk.sequence
     if sequence.export_from_block is None:
         return None

@@ -1,9 +1,9 @@
-"""What runs in the next step. A pure class: state in, plan out; no clock, no tensors.
+"""Decides what runs in the next step. A pure class without clock and tensors: state in, plan out.
 
-Continuous batching with chunked prefill under a token budget (Sarathi-Serve, OSDI'24): requests that decode go
-first, one token each; what is left of the budget goes to prompts, first come first served. When a decode needs a block
-and none can be had, the youngest running request is preempted: its blocks go, and later it is computed again, but for
-what the pool or its host tier still has.
+Continuous batching with chunked prefill under a token budget (Sarathi-Serve, OSDI'24). Decoding requests come first,
+with one token each; the rest of the budget goes to prompts in order of arrival. If a decoding request needs a block and
+none is available, the youngest running request is preempted: its blocks are released, and it is recomputed later,
+except for blocks that are still in the pool or its host tier.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tandem.errors import ContextExceeded, InputError, InternalError, KvExhauste
 from tandem.kvcache.block_pool import BlockPool, Found, Hold
 from tandem.kvcache.layout import blocks_for
 from tandem.scheduler.plan import Chunk, ExportRange, StepPlan, cached_range, computed_range, shared_tokens
-from tandem.scheduler.sequence import Sequence, Stage
+from tandem.scheduler.sequence import Sequence, SequenceStage
 
 
-def _turn(sequence: Sequence) -> tuple[bool, int, int]:
-    """Decodes first; by last step, so that all have their turn when there are more of them than the budget."""
+def _priority(sequence: Sequence) -> tuple[bool, int, int]:
+    """Sort key: decoding requests first, then by last step, so that all get a turn when they exceed the budget."""
     return sequence.pending_tokens > 1, sequence.last_step, sequence.arrival
 
 
@@ -32,7 +32,7 @@ class Scheduler:
     max_running_requests: int
     max_step_tokens: int
     max_model_tokens: int
-    window_tokens: int | None = None  # the widest window, where every layer has one: what lies behind is never read
+    window_tokens: int | None = None  # the widest window, if every layer has one: earlier tokens are never read
     preemptions: int = field(default=0, init=False)
     _sequences: dict[str, Sequence] = field(default_factory=dict)
     _waiting: deque[Sequence] = field(default_factory=deque)
@@ -41,10 +41,10 @@ class Scheduler:
     _began: list[str] = field(default_factory=list)
     _exports: list[ExportRange] = field(default_factory=list)  # of held requests, for the next step
     _steps: int = 0
-    _short_of_blocks: bool = False  # in the last step somebody had to wait for blocks
-    _stalled: bool = False  # nothing can run until blocks that others hold are released
+    _short_of_blocks: bool = False  # a request had to wait for blocks in the last step
+    _stalled: bool = False  # nothing can run until handoffs release blocks
 
-    # --- requests come and go ----------------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         self._check(sequence)
@@ -54,62 +54,65 @@ class Scheduler:
         self._stalled = False
 
     def reserve(self, sequence: Sequence) -> int:
-        """Leases blocks for the whole prompt; returns how many leading ones are cached here. The pool's copies are to
-        be done before anybody writes to the others.
+        """Leases blocks for the whole prompt; returns how many leading ones are cached here.
+
+        The pool's copies must be done before the other blocks are written.
 
         Raises:
-            KvExhausted: there is no room now, or it belongs to those who wait for it; nothing is changed.
+            KvExhausted: too few blocks are available, or waiting requests need them. Nothing is changed.
         """
         self._check(sequence)
         if len(self._sequences) >= self.max_running_requests:
-            raise KvExhausted(f"this worker has its {self.max_running_requests} requests: try another, or retry")
+            raise KvExhausted(
+                f"this worker is at its limit of {self.max_running_requests} requests: try another worker, or retry"
+            )
         if self._short_of_blocks and (self._waiting or self._running):
-            raise KvExhausted("requests on this worker wait for KV blocks already: try another worker, or retry")
+            raise KvExhausted("other requests on this worker wait for KV blocks: try another worker, or retry")
         full = sequence.prompt_tokens // self.block_tokens
         cached = self.pool.match(sequence.hashes(full)) if sequence.use_prefix_cache else []
         needed = blocks_for(sequence.prompt_tokens, self.block_tokens)
         sequence.blocks = self.pool.acquire(cached, needed - len(cached), Hold.LEASE)
         sequence.committed = len(cached)
         sequence.cached_tokens = len(cached) * self.block_tokens
-        sequence.hold, sequence.stage = Hold.LEASE, Stage.RESERVED
+        sequence.hold, sequence.stage = Hold.LEASE, SequenceStage.RESERVED
         self._sequences[sequence.request_id] = sequence
         return len(cached)
 
     def join(self, request_id: str, first_token: int) -> None:
-        """The reserved blocks are filled: their request decodes from the next step on."""
-        sequence = self._get(request_id, Stage.RESERVED)
+        """Starts decoding from the next step on, after the reserved blocks were filled."""
+        sequence = self._get(request_id, SequenceStage.RESERVED)
         if sequence.sampling.max_tokens <= 1 or sequence.prompt_tokens + 1 >= self.max_model_tokens:
-            raise InputError("max_tokens: the first token was the last one: expected no join", field="max_tokens")
-        self._rehold(sequence, Hold.USE)
+            raise InputError("max_tokens: expected more than one token for a join", field="max_tokens")
+        self._convert_hold(sequence, Hold.USE)
         sequence.computed = sequence.scored_tokens = sequence.prompt_tokens
         sequence.tokens.append(first_token)
         self._commit(sequence)
-        sequence.stage = Stage.RUNNING
+        sequence.stage = SequenceStage.RUNNING
         self._running.append(sequence)
         self._stalled = False
 
     def hold(self, request_id: str) -> bool:
-        """Takes a decoding request out of the batch; its blocks stay. False: none of that name decodes."""
+        """Removes a decoding request from the batch and keeps its blocks. Returns False if it is not decoding."""
         sequence = self._sequences.get(request_id)
-        if sequence is None or sequence.stage is not Stage.RUNNING or sequence.is_exporting:
+        if sequence is None or sequence.stage is not SequenceStage.RUNNING or sequence.is_exporting:
             return False
         if sequence.pending_tokens > 1 or not sequence.generated or sequence.passed_blocks:
-            return False  # nobody can take over blocks that were given back
+            return False  # released blocks cannot be handed over
         self._running.remove(sequence)
-        sequence.stage = Stage.HELD
+        sequence.stage = SequenceStage.HELD
         return True
 
     def resume(self, request_id: str) -> None:
-        """A held request decodes again from the next step on."""
-        sequence = self._get(request_id, Stage.HELD)
-        sequence.stage = Stage.RUNNING
+        """Resumes decoding a held request from the next step on."""
+        sequence = self._get(request_id, SequenceStage.HELD)
+        sequence.stage = SequenceStage.RUNNING
         self._running.append(sequence)
         self._stalled = False
 
     def export_held(self, request_id: str, first_block: int) -> int:
-        """The next step announces the blocks of a held request from `first_block` on. Returns of how many tokens: of
-        all but the last, whose KV is not computed yet."""
-        sequence = self._get(request_id, Stage.HELD)
+        """Exports a held request's blocks from `first_block` on in the next step. Returns the number of tokens they
+        hold: all but the last, whose KV is not computed yet."""
+        sequence = self._get(request_id, SequenceStage.HELD)
         if first_block * self.block_tokens >= sequence.computed:
             return sequence.computed
         self._exports.append(
@@ -125,28 +128,28 @@ class Scheduler:
         return sequence.computed
 
     def release_export(self, request_id: str) -> None:
-        self._drop(self._get(request_id, Stage.EXPORTED))
+        self._remove(self._get(request_id, SequenceStage.EXPORTED))
 
     def cancel(self, request_id: str) -> bool:
-        """True when there was such a request; its blocks are released, whatever its stage."""
+        """Removes a request and releases its blocks, in any stage. Returns False if it is unknown."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
-        self._drop(sequence)
+        self._remove(sequence)
         return True
 
     def finish(self, sequence: Sequence) -> None:
-        """Its last token is sampled. An exporting request keeps its blocks, leased."""
+        """Ends a sequence after its last token. An exporting request keeps its blocks leased."""
         if sequence.is_exporting:
             self._running.remove(sequence)
-            self._rehold(sequence, Hold.LEASE)
-            sequence.stage = Stage.EXPORTED
+            self._convert_hold(sequence, Hold.LEASE)
+            sequence.stage = SequenceStage.EXPORTED
         else:
-            self._drop(sequence)
+            self._remove(sequence)
 
     def _check(self, sequence: Sequence) -> None:
         if sequence.request_id in self._sequences:
-            raise InputError("request_id: expected a new one", field="request_id")
+            raise InputError("request_id: expected an unused id", field="request_id")
         prompt = sequence.prompt_tokens
         if prompt >= self.max_model_tokens:
             raise ContextExceeded(
@@ -161,16 +164,16 @@ class Scheduler:
                 field="prompt",
             )
 
-    def _get(self, request_id: str, stage: Stage) -> Sequence:
+    def _get(self, request_id: str, stage: SequenceStage) -> Sequence:
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.stage is not stage:
             raise InternalError(f"request {request_id} is not {stage}")
         return sequence
 
-    def _drop(self, sequence: Sequence) -> None:
-        if sequence.stage is Stage.WAITING:
+    def _remove(self, sequence: Sequence) -> None:
+        if sequence.stage is SequenceStage.WAITING:
             self._waiting.remove(sequence)
-        elif sequence.stage is Stage.RUNNING:
+        elif sequence.stage is SequenceStage.RUNNING:
             self._running.remove(sequence)
         self.pool.release(sequence.held_blocks, sequence.hold)
         sequence.blocks, sequence.passed_blocks = [], 0
@@ -178,15 +181,15 @@ class Scheduler:
         del self._sequences[sequence.request_id]
         self._stalled = False
 
-    def _rehold(self, sequence: Sequence, hold: Hold) -> None:
+    def _convert_hold(self, sequence: Sequence, hold: Hold) -> None:
         self.pool.convert(sequence.held_blocks, sequence.hold, hold)
         sequence.hold = hold
 
-    # --- a step ------------------------------------------------------------------------------------------------
+    # --- steps -------------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        """A step would do something now. False also while all that is left waits for blocks that handoffs hold."""
+        """Whether a step would do something. False if all remaining requests wait for blocks that handoffs hold."""
         return bool(self._exports) or (bool(self._waiting or self._running) and not self._stalled)
 
     @property
@@ -199,12 +202,14 @@ class Scheduler:
 
     @property
     def reserved(self) -> int:
-        """Those whose blocks somebody else fills, or is to take over."""
-        return sum(sequence.stage in (Stage.RESERVED, Stage.HELD) for sequence in self._sequences.values())
+        """Number of requests whose blocks are being imported or handed over."""
+        return sum(
+            sequence.stage in (SequenceStage.RESERVED, SequenceStage.HELD) for sequence in self._sequences.values()
+        )
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens not yet computed. What those who wait will find in the cache is not to be computed."""
+        """Prompt tokens not yet computed, without those that waiting requests will find in the cache."""
         unstarted = sum(sequence.pending_tokens - sequence.expected_cached_tokens for sequence in self._waiting)
         return unstarted + sum(max(0, sequence.pending_tokens - 1) for sequence in self._running)
 
@@ -213,13 +218,15 @@ class Scheduler:
         self._short_of_blocks = False
         budget = self.max_step_tokens
         chunks: list[Chunk] = []
-        for sequence in sorted(self._running, key=_turn):
+        for sequence in sorted(self._running, key=_priority):
             count = min(sequence.pending_tokens, budget)
-            if sequence.stage is Stage.RUNNING and count:  # else preempted for an older one in this very step
+            if (
+                sequence.stage is SequenceStage.RUNNING and count
+            ):  # otherwise preempted in this step for an older request
                 count = self._find_room(sequence, count)
                 chunks += [Chunk.next_of(sequence, count)] if count else []
                 budget -= count
-        chunks = [chunk for chunk in chunks if chunk.sequence.stage is Stage.RUNNING]
+        chunks = [chunk for chunk in chunks if chunk.sequence.stage is SequenceStage.RUNNING]
         exports, self._exports = self._exports, []
         exports += self._admit(chunks, budget)
         for chunk in chunks:
@@ -232,8 +239,8 @@ class Scheduler:
         began, self._began = tuple(self._began), []
         return StepPlan(tuple(chunks), tuple(exports), failed, began, self.pool.take_copies())
 
-    def goes_on(self, plan: StepPlan) -> bool:
-        """Whether the step after `plan` is sure to be of the same requests in the same order, one token each, if none
+    def continues(self, plan: StepPlan) -> bool:
+        """Whether the step after `plan` certainly has the same requests in the same order, with one token each, if none
         of them ends."""
         order = [chunk.sequence.arrival for chunk in plan.chunks]
         return (
@@ -245,15 +252,17 @@ class Scheduler:
         )
 
     def advance(self, plan: StepPlan) -> None:
-        """The plan was carried out: its tokens' KV is in the pool."""
+        """Records that the plan was executed: its tokens' KV is in the pool."""
         for chunk in plan.chunks:
             chunk.sequence.computed = chunk.start + chunk.count
             self._commit(chunk.sequence)
-            self._give_back_passed(chunk.sequence)
+            self._release_passed(chunk.sequence)
 
     def _find_room(self, sequence: Sequence, count: int) -> int:
-        """Gives a running request blocks for its next `count` tokens. Returns for how many there is room: if not even
-        for one, a younger request gives way; if there is none, this one waits and keeps what it has."""
+        """Allocates blocks for a running request's next `count` tokens; returns how many tokens fit.
+
+        If not even one fits, younger requests are preempted. If none is left, this request waits and keeps its blocks.
+        """
         held = len(sequence.blocks)
         least = blocks_for(sequence.computed + 1, self.block_tokens) - held
         while least > self.pool.available() and (victim := self._youngest(than=sequence)) is not None:
@@ -267,16 +276,18 @@ class Scheduler:
         return min(count, len(sequence.blocks) * self.block_tokens - sequence.computed)
 
     def _youngest(self, than: Sequence | None = None) -> Sequence | None:
-        """Who gives way (to `than`): the youngest running request (that came later) whose blocks nobody reads."""
+        """The request to preempt: the youngest running one, later than `than`, whose blocks are not being read."""
         able = (each for each in self._running if not each.is_pinned and (than is None or each.arrival > than.arrival))
         return max(able, key=lambda each: each.arrival, default=None)
 
     def _admit(self, chunks: list[Chunk], budget: int) -> list[ExportRange]:
-        """Moves waiting requests to running, in order, while their first chunks have room; adds these to `chunks`. Who
-        begins as another that is being computed stays in line for this step."""
+        """Starts waiting requests in order while their first chunks fit, and adds the chunks to `chunks`.
+
+        A request that shares its beginning with one being computed keeps waiting in this step.
+        """
         exports: list[ExportRange] = []
-        followers = 0  # at the front of the line
-        # Nobody new while somebody lacks blocks: who was preempted must not take the room back at once.
+        followers = 0  # at the front of the queue
+        # Start no request while another lacks blocks, or a preempted one would take them back at once.
         while (
             len(self._waiting) > followers
             and budget
@@ -298,8 +309,8 @@ class Scheduler:
         return exports
 
     def _follows(self, sequence: Sequence, chunks: list[Chunk], budget: int) -> bool:
-        """Whether another request computes most of its first chunk in this very step: in the next it is cached. So of
-        several answers to one prompt only the first computes it."""
+        """Whether another request computes most of this one's first chunk in this step, so it will be cached in the
+        next. Of several requests with one prompt, only the first then computes it."""
         for chunk in chunks:
             if chunk.count > 1 and (shared := shared_tokens(sequence, chunk, self.block_tokens)):
                 uncached = len(sequence.tokens) - chunk.sequence.committed * self.block_tokens
@@ -308,8 +319,8 @@ class Scheduler:
         return False
 
     def _start(self, sequence: Sequence, budget: int) -> bool:
-        """Makes a waiting request run, when there is room for its first chunk and then for one block more of
-        each that runs already: else it would soon be preempted for them."""
+        """Starts a waiting request if its first chunk fits and leaves a block for each running request. With less room
+        it would soon be preempted."""
         cached = self._match(sequence)
         computed = len(cached) * self.block_tokens
         fresh = blocks_for(min(len(sequence.tokens), computed + budget), self.block_tokens) - len(cached)
@@ -319,7 +330,7 @@ class Scheduler:
             return False
         self._waiting.remove(sequence)
         self._running.append(sequence)
-        sequence.stage, sequence.hold = Stage.RUNNING, Hold.USE
+        sequence.stage, sequence.hold = SequenceStage.RUNNING, Hold.USE
         sequence.computed, sequence.committed = computed, len(cached)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = computed
@@ -327,14 +338,17 @@ class Scheduler:
         return True
 
     def _match(self, sequence: Sequence) -> list[Found]:
-        """Cached blocks that its tokens begin with."""
-        # At least one token is always computed: its logits choose the next.
+        """Cached blocks of a prefix of its tokens."""
+        # At least one token is always computed, for its logits.
         matchable = (len(sequence.tokens) - 1) // self.block_tokens
         return self.pool.match(sequence.hashes(matchable)) if sequence.may_use_cache else []
 
     def _unblock(self) -> None:
-        """Nothing can run. What handoffs hold will come back; if they hold nothing, running requests hold each other up
-        and one gives way, or a lone one asks for more than there is and fails."""
+        """Resolves a step in which nothing can run.
+
+        If handoffs hold blocks, wait for them. Otherwise running requests block each other, and one is preempted; a
+        single request needs more blocks than exist, and fails.
+        """
         if not (self._waiting or self._running):
             return
         if self.pool.counts().leased:
@@ -344,21 +358,21 @@ class Scheduler:
         else:
             last = self._running[-1] if self._running else self._waiting[0]
             total = self.pool.counts().total
-            self._fail(last, KvExhausted(f"{len(last.tokens)} tokens find no room in {total} KV blocks: retry later"))
+            self._fail(last, KvExhausted(f"{len(last.tokens)} tokens do not fit in {total} KV blocks: retry later"))
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the front of the line."""
+        """Moves a running request back to the front of the queue."""
         self.preemptions += 1
         self._short_of_blocks = True
         self._running.remove(sequence)
         self.pool.release(sequence.held_blocks, sequence.hold)
         sequence.blocks, sequence.passed_blocks, sequence.computed, sequence.committed = [], 0, 0, 0
-        sequence.stage = Stage.WAITING
+        sequence.stage = SequenceStage.WAITING
         sequence.expected_cached_tokens = len(self._match(sequence)) * self.block_tokens
         self._waiting.appendleft(sequence)
 
     def _fail(self, sequence: Sequence, error: TandemError) -> None:
-        self._drop(sequence)
+        self._remove(sequence)
         self._failed.append((sequence.request_id, error))
 
     def _commit(self, sequence: Sequence) -> None:
@@ -372,8 +386,8 @@ class Scheduler:
                 self.pool.commit(block, block_hash)
             sequence.committed = full
 
-    def _give_back_passed(self, sequence: Sequence) -> None:
-        """Blocks that no later token sees; they stay findable until they are evicted. Exported ones are still read."""
+    def _release_passed(self, sequence: Sequence) -> None:
+        """Releases blocks that no later token reads, except exported ones. They stay findable until evicted."""
         if self.window_tokens is None or sequence.is_exporting:
             return
         passed = max(0, sequence.computed + 1 - self.window_tokens) // self.block_tokens

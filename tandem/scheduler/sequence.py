@@ -1,4 +1,4 @@
-"""One request inside the engine, and the one enum that says where it stands."""
+"""One request in the engine, and its stage."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from tandem.request import SamplingParams
 from tandem.token_history import TokenHistory
 
 
-class Stage(StrEnum):
-    """WAITING → RUNNING → (gone), or → EXPORTED → (gone); RESERVED → RUNNING; RUNNING ↔ HELD → (gone). Preemption leads
-    back to WAITING."""
+class SequenceStage(StrEnum):
+    """WAITING → RUNNING → (gone), or → EXPORTED → (gone); RESERVED → RUNNING; RUNNING ↔ HELD → (gone). Preemption
+    returns to WAITING."""
 
     WAITING = "waiting"
     RUNNING = "running"
-    RESERVED = "reserved"  # blocks leased; somebody else fills them
-    EXPORTED = "exported"  # done here; blocks leased until their reader is done
-    HELD = "held"  # decodes no further; it is moved elsewhere or goes on later
+    RESERVED = "reserved"  # blocks leased, and filled by an import
+    EXPORTED = "exported"  # finished; blocks leased until the reader is done
+    HELD = "held"  # paused; to be moved or resumed
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Tokens, blocks and progress of one request.
 
-    `tokens` is the prompt and what was generated; the KV of the first `computed` of them is in the pool. `committed`
-    counts the leading blocks that are findable by hash, `exported_blocks` those that the other side has or was told of.
+    `tokens` is the prompt and the generated tokens; the KV of the first `computed` of them is in the pool. `committed`
+    counts the leading blocks findable by hash, `exported_blocks` those that the receiver has or that were reported to
+    it.
     """
 
     request_id: str
@@ -39,18 +40,18 @@ class Sequence:
     arrival: int
     use_prefix_cache: bool = True
     export_from_block: int | None = None
-    answered_tokens: int = 0  # at the end of the prompt: generated before this engine got the request
-    stage: Stage = Stage.WAITING
+    answered_tokens: int = 0  # last prompt tokens, generated before by another engine
+    stage: SequenceStage = SequenceStage.WAITING
     hold: Hold = Hold.USE
     blocks: list[int] = field(default_factory=list)
-    passed_blocks: int = 0  # leading ones that lie behind every layer's window: given back, their numbers mean nothing
+    passed_blocks: int = 0  # released leading blocks, behind every layer's window; their numbers are invalid
     computed: int = 0
     committed: int = 0
     exported_blocks: int = 0
-    scored_tokens: int = 1  # leading prompt tokens that need no logprob any more; the first never has one
-    last_step: int = 0  # when it last ran
-    expected_cached_tokens: int = 0  # in the cache when it began to wait
-    cached_tokens: int | None = None  # found in the cache when it was first scheduled
+    scored_tokens: int = 1  # leading prompt tokens without pending logprobs; the first never has one
+    last_step: int = 0  # number of the last step it ran in
+    expected_cached_tokens: int = 0  # cached when it started to wait
+    cached_tokens: int | None = None  # cached when it was first scheduled
     _hashes: list[BlockHash] = field(default_factory=list)
     _history: TokenHistory | None = None
     _history_tokens: int = 0
@@ -61,13 +62,14 @@ class Sequence:
 
     @property
     def may_use_cache(self) -> bool:
-        """For computing it: a prompt whose logprobs are still wanted is computed from its beginning."""
+        """Whether cached blocks may replace its computation. A prompt with pending logprobs is computed from the
+        start."""
         scores_wanted = self.sampling.prompt_logprobs is not None and self.scored_tokens < self.prompt_tokens
         return self.use_prefix_cache and not scores_wanted
 
     @property
     def held_blocks(self) -> list[int]:
-        """Those that are still its own."""
+        """Blocks it has not released."""
         return self.blocks[self.passed_blocks :]
 
     @property
@@ -76,7 +78,7 @@ class Sequence:
 
     @property
     def is_pinned(self) -> bool:
-        """Somebody may be reading its blocks: they stay where they are until the export is released."""
+        """Whether its blocks may be being read, so they stay until the export is released."""
         return self.export_from_block is not None and self.exported_blocks > self.export_from_block
 
     @property
@@ -85,7 +87,7 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     def history(self) -> TokenHistory:
-        """What penalties look at; made once and extended as tokens come."""
+        """Tokens that penalties apply to; created once and extended with new tokens."""
         if self._history is None:
             self._history_tokens = self.prompt_tokens - self.answered_tokens
             self._history = TokenHistory(self.tokens[: self._history_tokens])
@@ -94,7 +96,7 @@ class Sequence:
         return self._history
 
     def hashes(self, blocks: int) -> list[BlockHash]:
-        """Hashes of the first `blocks` full blocks; made once and extended as tokens come."""
+        """Hashes of the first `blocks` full blocks; computed once and extended with new tokens."""
         have = len(self._hashes)
         if blocks > have:
             tail = self.tokens[have * self.block_tokens : blocks * self.block_tokens]

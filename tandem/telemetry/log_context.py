@@ -1,4 +1,4 @@
-"""What the log lines of a task have in common: the request it serves, and that request's trace."""
+"""Fields that all log lines of a task share: the request it serves, and that request's trace."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _named: ContextVar[_Named | None] = ContextVar("log_names", default=None)
 
 
 def name_logs(names: Names) -> None:
-    """Of the current task, from now on. What it schedules has its context too, but not its names: a timer that one
-    request set may serve others."""
+    """Sets the fields of the current task's log lines. Tasks and timers it schedules do not inherit them, because a
+    timer that one request set may serve others."""
     if (task := asyncio.current_task()) is not None:
         _named.set((weakref.ref(task), names))
 
@@ -27,6 +27,6 @@ def log_names() -> Names:
         return _NOTHING
     try:
         task = asyncio.current_task()
-    except RuntimeError:  # no event loop runs in this thread
+    except RuntimeError:  # this thread has no running event loop
         return _NOTHING
     return named[1] if task is not None and named[0]() is task else _NOTHING

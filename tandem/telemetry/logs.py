@@ -1,8 +1,8 @@
-"""Logging of every Tandem process: one line per event on stderr, text or JSON.
+"""Logging of every Tandem process: one line per event on stderr, as text or JSON.
 
-Modules log through `logging.getLogger(__name__)`; what they pass as `extra={...}` becomes `key=value` pairs (text) or
-members (JSON), and so do `request` and `trace_id` where a task serves one request (tandem/telemetry/log_context.py).
-Prompts and answers are never logged. Only a process's `__main__` calls `setup_logging`.
+Modules log through `logging.getLogger(__name__)`. Fields passed as `extra={...}` become `key=value` pairs (text) or
+members (JSON). So do `request` and `trace_id` in a task that serves one request (tandem/telemetry/log_context.py).
+Prompts and outputs are never logged. Only a process's `__main__` calls `setup_logging`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import logging
 import sys
 from datetime import UTC, datetime
 
+from tandem.config.log_format import LogFormat
 from tandem.telemetry.log_context import log_names
-from tandem.telemetry.log_format import LogFormat
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-# Libraries that say too much at info.
+# Libraries that log too much at info.
 _QUIET = ("grpc", "asyncio", "uvicorn", "httpx", "httpcore", "urllib3")
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
-    """With the names of the task's request, unless the record is about another."""
-    # What begins with an underscore is not ours: where Ray is imported, each record has its timestamp.
+    """The record's extra fields, and those of the task's request unless the record is about another one."""
+    # Fields with a leading underscore come from libraries; Ray adds a timestamp to each record.
     own = {key: value for key, value in vars(record).items() if key not in _STANDARD and key[0] != "_"}
     return own if "request" in own else {**log_names(), **own}
 
@@ -64,7 +64,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup_logging(level: str = "info", *, process: str, log_format: LogFormat = LogFormat.TEXT) -> None:
-    """Sends this process's logs to stderr. `level` is a key of LEVELS; an unknown one raises KeyError."""
+    """Sends this process's logs to stderr. `level` is a key of LEVELS; an unknown level raises KeyError."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log_format is LogFormat.JSON else TextFormatter(process))
     root = logging.getLogger()

@@ -1,4 +1,4 @@
-"""A finished span, as whoever measured it knows it. Pure: `tandem/telemetry/tracing.py` makes OpenTelemetry of it."""
+"""Finished spans. Pure: `tandem/telemetry/tracing.py` converts them to OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Service(StrEnum):
-    """`service.name` of what did the work."""
+    """`service.name` of the process that did the work."""
 
     ROUTER = "tandem-router"
     PREFILL = "tandem-prefill"
@@ -17,8 +17,11 @@ class Service(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FinishedSpan:
-    """Times are Unix seconds. `parent` and `links` are places in the list that the span is part of, before its own;
-    `parent` None: the root. `error`: a short word for what went wrong."""
+    """Times are Unix seconds.
+
+    `parent` and `links` are indices of earlier spans in the same list; `parent` None is the root. `error` is a short
+    name of the failure.
+    """
 
     name: str
     service: Service

@@ -1,7 +1,7 @@
-"""OpenTelemetry: the only module that imports its SDK, and imported only where traces are exported.
+"""Export of OpenTelemetry traces. The only module that imports its SDK, imported only if traces are exported.
 
-Spans come finished, of several services, so each service instance has a tracer provider of its own, and their spans
-leave by one exporter. Not thread-safe: one thread emits.
+Finished spans come from several services. Each service instance has its own tracer provider, and all share one
+exporter. Not thread-safe: one thread calls it.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from tandem.telemetry.spans import FinishedSpan, Service
 from tandem.telemetry.trace_context import TraceContext
 from tandem.version import tandem_version
 
-HTTP_PATH = "/v1/traces"  # where the protocol has it, when the endpoint names no path
-EXPORT_TIMEOUT_S = 5.0  # with the exporter's own retries
+HTTP_PATH = "/v1/traces"  # the protocol's default, if the endpoint has no path
+EXPORT_TIMEOUT_S = 5.0  # including the exporter's own retries
 
 
 class Tracing:
-    """Turns lists of finished spans into traces and sends them."""
+    """Converts lists of finished spans to traces and sends them."""
 
     def __init__(self, spec: TracingSpec, cluster: str) -> None:
-        """Raises ConfigError when a file of `spec` cannot be read."""
+        """Raises ConfigError if a file of `spec` cannot be read."""
         self._exporter = _exporter(spec)
         self._cluster = cluster
         self._ids = _GivenTraceIds()
         self._ended = _Collector()
         self._tracers: dict[tuple[Service, str], trace.Tracer] = {}
-        # It says so at every batch that fails; our caller says it once.
+        # The SDK logs every failed batch; our caller logs the failure once.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
 
     def add(self, spans: Sequence[FinishedSpan], context: TraceContext) -> None:
-        """One request's spans, parents first, for the next `export`."""
+        """Adds one request's spans, parents first, to the next `export`."""
         made: list[Span | trace.Span] = []
         for span in spans:
             tracer = self._tracer(span.service, span.instance)
@@ -69,7 +69,7 @@ class Tracing:
             begun.end(_ns(max(span.start_s, span.end_s)))
 
     def export(self) -> bool:
-        """Sends what was added since the last call; False when the collector did not take it. May block for
+        """Sends the spans added since the last call; False if the collector did not accept them. May block for
         EXPORT_TIMEOUT_S."""
         spans, self._ended.spans = self._ended.spans, []
         return not spans or self._exporter.export(spans) is SpanExportResult.SUCCESS
@@ -96,7 +96,7 @@ class Tracing:
 
 
 class _GivenTraceIds(RandomIdGenerator):
-    """A trace that begins here has the id that the logs have shown already."""
+    """Uses the trace id that the logs already show, instead of a new one."""
 
     next_trace_id = 0
 
@@ -153,7 +153,7 @@ def _exporter(spec: TracingSpec) -> SpanExporter:
 
 
 def read_headers(path: Path) -> dict[str, str]:
-    """Of `name: value` lines. Raises ConfigError that names the file and line, and never a value."""
+    """Parses `name: value` lines. Raises ConfigError that names the file and line, but never a value."""
     headers: dict[str, str] = {}
     for number, line in enumerate(_read("headers_file", path).decode("utf-8", "replace").splitlines(), 1):
         name, colon, value = line.partition(":")

@@ -17,18 +17,18 @@ from tandem.request import FinishReason, SamplingParams
 
 
 class NoExport:
-    """An exporter nobody listens to."""
+    """An exporter that ignores all calls."""
 
     def begin_step(self, ranges: Sequence[ExportRange]) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def layer_done(self, layer: int) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
 
 @dataclass(slots=True)
 class EngineDriver:
-    """Steps an engine and sorts what comes out by request."""
+    """Runs an engine's steps and collects its output by request."""
 
     engine: Engine
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -40,12 +40,12 @@ class EngineDriver:
         self.engine.add(make_request(name, prompt, sampling, **options))
 
     def run(self, most_steps: int = 5000) -> None:
-        """Steps until nothing is left to do."""
+        """Runs steps until there is no work."""
         for _ in range(most_steps):
             if not self.engine.has_work:
                 return
             self.take(self.engine.step())
-        raise InternalError("the engine did not come to rest")
+        raise InternalError("the engine still has work")
 
     def take(self, result: StepResult) -> None:
         for token in result.tokens:
@@ -53,15 +53,15 @@ class EngineDriver:
             if token.cached_tokens is not None:
                 self.cached[token.request_id] = token.cached_tokens
         for part in result.prompt_scores:
-            told = self.scores.setdefault(part.request_id, [])
-            if part.start != 1 + len(told):
-                raise InternalError(f"expected scores from position {1 + len(told)} on, got {part.start}")
-            told.extend(part.tokens)
+            scores = self.scores.setdefault(part.request_id, [])
+            if part.start != 1 + len(scores):
+                raise InternalError(f"expected scores from position {1 + len(scores)} on, got {part.start}")
+            scores.extend(part.tokens)
         for end in result.ended:
             self.ends[end.request_id] = end.error or end.reason
 
     def at_rest(self) -> bool:
-        """Nothing leased or in use, every block accounted for."""
+        """Whether no block is leased or in use, and every block is accounted for."""
         load = self.engine.load()
         return load.host.conserved and load.blocks.conserved and load.blocks.leased == 0 and load.blocks.in_use == 0
 
@@ -77,7 +77,7 @@ def single_rank(
     paged: PagedPath | None = None,
     **spec: object,
 ) -> Rank:
-    """One rank with its engine, of a worker of one."""
+    """The only rank of a worker, with its engine."""
     settings = {"kv_blocks": 128} | spec
     engine = EngineSpec.model_validate(settings)
     return build_rank(

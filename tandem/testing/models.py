@@ -1,4 +1,4 @@
-"""Fakes and tiny things for tests: a clock turned by hand, planned faults, and a whole random Llama checkpoint.
+"""Fakes for tests: a manual clock, planned faults, and a tiny random Llama checkpoint.
 
 Torch-free.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from tandem.text.tokenizer_json import BytePairTokenizer
+from tandem.checkpoint.tokenizer_json import BytePairTokenizer
 
 SPECIAL_TOKENS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE: Final = (
@@ -30,7 +30,7 @@ _SMALLEST_VOCAB: Final = len(SPECIAL_TOKENS) + 256
 
 
 class FakeClock:
-    """Time stands still until `advance`."""
+    """Time advances only with `advance`."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self._now_s = now_s
@@ -40,49 +40,49 @@ class FakeClock:
 
     def advance(self, seconds: float) -> None:
         if seconds < 0:
-            raise ValueError(f"seconds: expected 0 or more, got {seconds}; monotonic time never steps back")
+            raise ValueError(f"seconds: expected 0 or more, got {seconds}; monotonic time never goes back")
         self._now_s += seconds
 
 
-class FaultKind(StrEnum):
-    """What can happen to an operation."""
+class OperationFaultKind(StrEnum):
+    """Kinds of faults of an operation."""
 
-    FAIL = "fail"  # it raises, or its connection breaks
+    FAIL = "fail"  # it raises, or its connection fails
     DELAY = "delay"
-    DROP = "drop"  # it seems to succeed, and did nothing
+    DROP = "drop"  # it appears to succeed, but does nothing
     DUPLICATE = "duplicate"
-    REORDER = "reorder"  # it happens after the next one
-    TRUNCATE = "truncate"  # half of it happens, then its connection breaks
+    REORDER = "reorder"  # it takes effect after the next one
+    TRUNCATE = "truncate"  # half of it takes effect, then its connection fails
     FLIP = "flip"  # one bit of it changes
-    MISADDRESS = "misaddress"  # it is well-formed, and for another place
-    HANG = "hang"  # it never comes back
+    MISADDRESS = "misaddress"  # it is well-formed, but has a wrong destination
+    HANG = "hang"  # it never returns
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """`number`: 32 random bits from which the one who breaks something chooses what (which bit, which place)."""
+class OperationFault:
+    """`number`: 32 random bits that select details, such as which bit to flip."""
 
-    kind: FaultKind
+    kind: OperationFaultKind
     number: int
     delay_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class FaultSettings:
-    """Which operations break, and how.
+    """Which operations fail, and how.
 
     Args:
-        kinds: the faults to choose from.
+        kinds: faults to choose from.
         points: names of operations; empty means all.
-        every: every so many operations at these points break. Not together with `rate`.
-        rate: each operation breaks with this probability.
-        first: so many operations pass before any breaks.
-        limit: so many break at most.
-        delay_s: how long a DELAY takes.
+        every: every n-th operation at these points fails. Excludes `rate`.
+        rate: probability that an operation fails.
+        first: number of operations before the first fault.
+        limit: maximum number of faults.
+        delay_s: duration of a DELAY.
     """
 
     seed: int = 0
-    kinds: tuple[str, ...] = tuple(FaultKind)
+    kinds: tuple[str, ...] = tuple(OperationFaultKind)
     points: tuple[str, ...] = ()
     every: int | None = None
     rate: float | None = None
@@ -92,18 +92,18 @@ class FaultSettings:
 
     def __post_init__(self) -> None:
         if (self.every is None) == (self.rate is None):
-            raise ValueError("faults: expected either every or rate")
+            raise ValueError("faults: expected exactly one of every and rate")
         if (self.every is not None and self.every < 1) or (self.rate is not None and not 0 <= self.rate <= 1):
             raise ValueError(f"faults: expected every >= 1 or 0 <= rate <= 1, got {self.every}, {self.rate}")
-        if unknown := set(self.kinds) - set(FaultKind):
-            raise ValueError(f"faults: expected kinds of {[*FaultKind]}, got {sorted(unknown)}")
+        if unknown := set(self.kinds) - set(OperationFaultKind):
+            raise ValueError(f"faults: expected kinds of {[*OperationFaultKind]}, got {sorted(unknown)}")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> FaultSettings:
-        """Raises ValueError when these are no settings."""
+        """Raises ValueError for invalid settings."""
         try:
             fields = json.loads(text)
             fields |= {name: tuple(fields[name]) for name in ("kinds", "points") if name in fields}
@@ -113,13 +113,13 @@ class FaultSettings:
 
 
 class FaultPlan:
-    """Says at each operation whether it breaks. The same settings and operations give the same faults.
+    """Decides for each operation whether it fails. The same settings and operations give the same faults.
 
     Args:
-        on_fault: told of each, before it happens.
+        on_fault: called before each fault.
     """
 
-    def __init__(self, settings: FaultSettings, on_fault: Callable[[str, Fault], None] | None = None) -> None:
+    def __init__(self, settings: FaultSettings, on_fault: Callable[[str, OperationFault], None] | None = None) -> None:
         self._settings = settings
         self._random = random.Random(settings.seed)
         self._on_fault = on_fault
@@ -127,13 +127,15 @@ class FaultPlan:
         self.broken = 0
 
     def is_at(self, point: str) -> bool:
-        """Whether this point was named: for operations that would disturb the counting of others."""
+        """Whether this point is named explicitly, for operations that would disturb the counts of others."""
         return point in self._settings.points
 
-    def next(self, point: str, can: Collection[FaultKind] = tuple(FaultKind)) -> Fault | None:
-        """Counts one operation at `point`; how it breaks, if it does. `can`: the faults that make sense there."""
+    def next(
+        self, point: str, can: Collection[OperationFaultKind] = tuple(OperationFaultKind)
+    ) -> OperationFault | None:
+        """Counts one operation at `point`, and returns its fault, if any. `can`: faults that this point supports."""
         settings = self._settings
-        kinds = [kind for kind in FaultKind if kind in settings.kinds and kind in can]
+        kinds = [kind for kind in OperationFaultKind if kind in settings.kinds and kind in can]
         if not kinds or (settings.points and point not in settings.points):
             return None
         self._seen += 1
@@ -146,7 +148,7 @@ class FaultPlan:
         if not breaks:
             return None
         self.broken += 1
-        fault = Fault(self._random.choice(kinds), self._random.getrandbits(32), settings.delay_s)
+        fault = OperationFault(self._random.choice(kinds), self._random.getrandbits(32), settings.delay_s)
         if self._on_fault is not None:
             self._on_fault(point, fault)
         return fault
@@ -175,9 +177,9 @@ def write_tiny_llama(
 ) -> Path:
     """Writes a Hugging Face directory (config, weights, byte-level tokenizer, chat template) and returns it.
 
-    Greedy decoding varies and has a clear best logit: what the layers add outweighs the token's own embedding, and the
-    head's gain (`scale`) spreads the logits over several units. Without `eos_token_id` nothing ends an answer early.
-    The vocabulary is three special tokens, 256 bytes and pairs of letters, so every token id has text.
+    Greedy decoding varies and has a clear best logit: the layers outweigh the token's own embedding, and the head's
+    gain (`scale`) spreads the logits over several units. Without `eos_token_id` no output ends early. The vocabulary
+    consists of three special tokens, 256 bytes and pairs of letters, so every token id has text.
     """
     if vocab < _SMALLEST_VOCAB:
         raise ValueError(f"vocab: expected at least {_SMALLEST_VOCAB} (special tokens and 256 bytes), got {vocab}")
@@ -246,7 +248,7 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...], scale: 
     if name.endswith(".bias"):
         return (0.1 * rng.standard_normal(shape)).astype(np.float32)
     fan_in = shape[1]
-    # The head's spread; a tied embedding is also what the layers must outweigh, which o_proj and down_proj do.
+    # The spread of the head. The layers must outweigh a tied embedding, which o_proj and down_proj ensure.
     gain = 3.0 * scale if name in ("lm_head.weight", "model.embed_tokens.weight") else 2.0
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         gain = 4.0
@@ -267,7 +269,7 @@ def _byte_tokenizer(vocab: int) -> dict[str, Any]:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in GPT-2's byte-level BPE."""
+    """The printable character for each byte in GPT-2's byte-level BPE."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in printable]
     stand_ins = {byte: chr(256 + place) for place, byte in enumerate(hidden)}
@@ -275,6 +277,6 @@ def _byte_characters() -> list[str]:
 
 
 def random_prompt(length: int, vocab: int, seed: int = 0) -> list[int]:
-    """Token ids that depend on nothing but the arguments."""
+    """Token ids that depend only on the arguments."""
     rng = np.random.default_rng((length, vocab, seed))
     return [int(token) for token in rng.integers(0, vocab, length)]

@@ -1,4 +1,4 @@
-"""A network that fails on purpose, for tests: a TCP proxy that can be cut or fall silent."""
+"""A faulty network for tests: a TCP proxy that can be cut or made silent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class TcpProxy:
     """Forwards connections to what `connect` opens.
 
-    Cut, it resets what there is and whatever comes; silent, it takes connections and bytes, and nothing arrives.
+    When cut, it resets existing and new connections. When silent, it accepts connections and bytes but forwards
+    nothing.
     """
 
     def __init__(self, connect: Callable[[], Awaitable[Streams]]) -> None:
@@ -35,7 +36,7 @@ class TcpProxy:
         self._flows.clear()
 
     def heal(self) -> None:
-        """Connections that were silent are reset, as those are that outlasted the patience of a host on their way."""
+        """Resets connections that were silent, like a host whose timeout expired."""
         if not self._flows.is_set():
             self._reset()
         self._is_cut = False
@@ -60,7 +61,7 @@ class TcpProxy:
                 self._open.discard(far_writer)
                 far_writer.transport.abort()
         except* OSError:
-            pass  # one side is gone, and so is the other
+            pass  # when one side ends, both do
         finally:
             self._open.discard(writer)
             writer.transport.abort()
@@ -70,7 +71,7 @@ class TcpProxy:
             await self._flows.wait()
             sink.write(data)
             await sink.drain()
-        raise ConnectionResetError("the source ended")
+        raise ConnectionResetError("the source closed")
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
-"""A Jinja sandbox in which time, iterations and text are bounded, for templates that come with checkpoints.
+"""A Jinja sandbox with bounded time, iterations and text, for templates that come with checkpoints.
 
-Jinja's own sandbox keeps a template from reaching Python, not from running for ever or from making a text that fills
-memory. So every loop and macro body starts with a tick, and whatever makes text or lists is measured before it is made.
+Jinja's own sandbox keeps a template from reaching Python, but not from looping for ever or filling memory. So every
+loop and macro body starts with a tick, and the size of every text or list is checked before it is created.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tandem.clock import Clock
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TemplateLimits:
     template_chars: int = 256 << 10
-    text_chars: int = 16 << 20  # of the output, and of every text or list made on the way
+    text_chars: int = 16 << 20  # of the output, and of every intermediate text or list
     iterations: int = 1_000_000
     seconds: float = 5.0
 
@@ -33,12 +33,12 @@ class LimitExceeded(Exception):
 
 
 class Budget:
-    """What one rendering may still use."""
+    """The remaining limits of one rendering."""
 
-    NAME: Final = "budget of this rendering"  # no identifier, so a template can neither name nor set it
+    NAME: Final = "budget of this rendering"  # not an identifier, so a template cannot name or set it
     _TICKS_PER_LOOK: Final = 64
 
-    def __init__(self, limits: Limits, clock: Clock) -> None:
+    def __init__(self, limits: TemplateLimits, clock: Clock) -> None:
         self._limits = limits
         self._clock = clock
         self._deadline_s = clock.now_s() + limits.seconds
@@ -62,13 +62,13 @@ class Budget:
             raise LimitExceeded(f"{self._limits.seconds} seconds")
 
 
-def check_size(size: int, limits: Limits) -> None:
+def check_size(size: int, limits: TemplateLimits) -> None:
     if size > limits.text_chars:
         raise LimitExceeded(f"{limits.text_chars} characters")
 
 
 class _Ticks(Extension):
-    """What compiled templates call; an extension attribute is out of a template's own reach."""
+    """Functions for compiled templates. Templates cannot name an extension attribute themselves."""
 
     def tick(self, context: Context) -> str:
         budget = context.parent[Budget.NAME]
@@ -82,7 +82,7 @@ class _Ticks(Extension):
         return environment.concat([environment.text(part) for part in parts])
 
 
-# Methods of text that need no more room than the text itself, and two that are measured before they run.
+# String methods whose result is no larger than the string, and two that are measured first (replace, join).
 # fmt: off
 _STR_METHODS: Final = frozenset((
     "capitalize", "casefold", "count", "endswith", "find", "index", "isalnum", "isalpha", "isascii", "isdecimal",
@@ -105,8 +105,8 @@ _FORMAT_WIDTH = re.compile(r"%[^a-zA-Z%]*(?:\d{4,}|\*)")
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def __init__(self, limits: Limits) -> None:
-        # trim_blocks and lstrip_blocks are what chat templates are written for.
+    def __init__(self, limits: TemplateLimits) -> None:
+        # Chat templates expect trim_blocks and lstrip_blocks.
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Ticks])
         self._limits = limits
         self.finalize = self._finalized
@@ -130,7 +130,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     # Text
 
     def text(self, value: object) -> str:
-        """`str(value)`; of a container only when that is short enough (lists may hold one another many times over)."""
+        """`str(value)`. The size of a container is checked first, because lists may contain each other many times."""
         if not isinstance(value, str | int | float | bool | Undefined | None):
             self._measure(value)
         return str(value)
@@ -151,7 +151,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 pending.extend(each)
 
     def concat(self, parts: Iterable[str]) -> str:
-        """How captured blocks and macros become text."""
+        """Joins captured blocks and macros."""
         kept = list(parts)
         check_size(sum(map(len, kept)), self._limits)
         return "".join(kept)
@@ -167,7 +167,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return whole.replace(old, new, count)
 
     def _to_json(self, value: object, indent: int | None = None) -> str:
-        """Plain JSON, as chat templates expect: nothing escaped for HTML."""
+        """Plain JSON without HTML escapes, as chat templates expect."""
         self._measure(value)
         if indent is not None and not 0 <= indent <= _MAX_INDENT:
             raise LimitExceeded(f"an indent of {_MAX_INDENT}")
@@ -197,7 +197,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             _check_bits(left.bit_length() * max(1, right))
         elif operator == "%" and isinstance(left, str):
             if _FORMAT_WIDTH.search(left):
-                raise LimitExceeded("a width of 999 in a format")
+                raise LimitExceeded("a format width of 999")
             check_size(len(left) * (1 + len(self.text(right))), self._limits)
         return super().call_binop(context, operator, left, right)
 
@@ -207,7 +207,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """None: `format` is no method of text here."""
+        """None, because `format` is not available to templates."""
         return None
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -225,9 +225,9 @@ def _check_bits(bits: int) -> None:
 
 
 def _add_ticks(tree: nodes.Template) -> None:
-    """A tick at the start of every body that may run again, and `~` through our own measured concatenation."""
+    """Adds a tick to the start of every loop and macro body, and replaces `~` with the measured concatenation."""
     for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-        if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):  # always; find_all's type does not say so
+        if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):  # always true, but find_all's type is wider
             node.body.insert(0, nodes.ExprStmt(_limits_call("tick", [nodes.ContextReference()])))
     _replace_concats(tree)
 

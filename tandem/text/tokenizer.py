@@ -1,4 +1,4 @@
-"""Text to token ids and back. Only this module and tokenizer_words import `tokenizers`."""
+"""Converts text to token ids and back. Only this module and tokenizer_words import `tokenizers`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MAX_FILE_BYTES = 256 << 20
 
 
 class Tokenizer:
-    """A checkpoint's `tokenizer.json`. Safe to share between threads; encode and decode let other threads run."""
+    """A checkpoint's `tokenizer.json`. Thread-safe; encode and decode release the interpreter lock."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        # A file may ask for truncation or padding (it was trained with them); a server must see the whole prompt.
+        # A file may request truncation or padding from training; a server needs the whole prompt.
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
@@ -25,7 +25,7 @@ class Tokenizer:
         self._special = frozenset(number for number, token in added.items() if token.special)
         self._size = inner.get_vocab_size(with_added_tokens=True)
         self._words = WordMemory.of(inner)
-        # Whether a token stands for the same bytes anywhere, and the texts of those that are whole characters.
+        # Whether a token means the same bytes everywhere, and the texts of tokens that are whole characters.
         self._is_byte_level = isinstance(inner.decoder, tokenizers.decoders.ByteLevel)
         self._fixed: dict[int, str | None] = {}
 
@@ -39,12 +39,15 @@ class Tokenizer:
             raise CheckpointError(f"{path}: expected at most {MAX_FILE_BYTES} bytes, got {path.stat().st_size}")
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises plain Exception for every fault of the file
+        except Exception as error:  # the library raises plain Exception for every error in the file
             raise CheckpointError(f"{path}: expected a tokenizer, got: {error}", field="model") from error
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """`add_special_tokens`: whether what the checkpoint puts around a bare prompt (often a BOS) is added; a chat
-        template's text has it already. Raises InputError for text that is no Unicode (lone surrogates)."""
+        """Encodes text. Raises InputError for text that is not Unicode (lone surrogates).
+
+        `add_special_tokens` adds the checkpoint's tokens around a bare prompt, often a BOS. The text of a chat template
+        contains them already.
+        """
         try:
             if not add_special_tokens and self._words is not None:
                 found = self._words.encode(text)
@@ -56,13 +59,13 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Ids without a token (rows a model has more than its tokenizer) give no text; an incomplete UTF-8 sequence
-        gives U+FFFD."""
+        """Decodes ids. An id without a token gives no text (a model may have more rows than its tokenizer); an
+        incomplete UTF-8 sequence gives U+FFFD."""
         text: str = self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def fixed_text(self, token_id: int) -> str | None:
-        """What the token adds to any text, special tokens left out; None where that depends on its neighbours."""
+        """The text the token always adds, "" for special tokens; None if it depends on its neighbours."""
         if not self._is_byte_level or token_id >= self._size:
             return None
         try:
@@ -73,7 +76,7 @@ class Tokenizer:
             return fixed
 
     def token(self, token_id: int) -> str | None:
-        """The piece as the vocabulary spells it; None for an id without a token."""
+        """The token as written in the vocabulary; None for an id without a token."""
         piece: str | None = self._inner.id_to_token(token_id)
         return piece
 

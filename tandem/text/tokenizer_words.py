@@ -1,7 +1,7 @@
-"""Encoding word by word from a memory, which takes a tenth of the library's time for ordinary text.
+"""Encodes text word by word from a cache, in a tenth of the library's time for ordinary text.
 
-Only for tokenizers that provably cut every text before a space that stands between a visible ASCII character and an
-ASCII letter, and never look across a cut: byte-level BPE with one of the usual patterns.
+Only for tokenizers that provably split every text before a space between a visible ASCII character and an ASCII letter,
+and never look across a split: byte-level BPE with one of the usual patterns.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import tokenizers
 
-MAX_TEXT_CHARS = 16_384  # longer ones go to the library whole: it lets other threads run, this does not
+MAX_TEXT_CHARS = 16_384  # longer texts go to the library, which releases the interpreter lock
 MAX_WORD_CHARS = 64
 MAX_WORDS = 1 << 16
-MAX_LEARNT = 64  # words of one text; one that has more unknown ones is encoded whole
+MAX_LEARNT = 64  # new words per text; a text with more of them is encoded whole
 
 _CUT = re.compile(r"(?<=[!-~])(?= [A-Za-z])")
 _VISIBLE, _LETTER, _BETWEEN = re.compile("[!-~]"), re.compile("[A-Za-z]"), re.compile("(?s) [A-Za-z]([^ ]*[!-~])?")
@@ -30,12 +30,14 @@ _PATTERNS = frozenset(
 
 
 class WordMemory:
-    """Shared between threads."""
+    """A cache of encoded words, shared between threads."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
-        self._known: dict[str, tuple[int, ...]] = {}  # as they are cut, most with a space before them
-        self._between: dict[str, tuple[int, ...]] = {}  # without it: those that are cut off on both sides anywhere
+        self._known: dict[str, tuple[int, ...]] = {}  # words as split, most with a leading space
+        self._between: dict[
+            str, tuple[int, ...]
+        ] = {}  # without that space: words that are split on both sides in any text
 
     @classmethod
     def of(cls, inner: tokenizers.Tokenizer) -> WordMemory | None:
@@ -43,13 +45,13 @@ class WordMemory:
         return cls(inner) if _cuts_at_words(inner) else None
 
     def encode(self, text: str) -> list[int] | None:
-        """As the library does without special tokens; None for a text that it should encode whole."""
+        """Ids as from the library without special tokens; None if the library should encode the whole text."""
         if len(text) > MAX_TEXT_CHARS:
             return None
         return self._recall(text.split(" ")) or self._learn(_CUT.split(text))
 
     def _recall(self, parts: list[str]) -> list[int] | None:
-        """Of a text of known words with single spaces between them, which most texts are."""
+        """Encodes a text of cached words with single spaces between them, the common case."""
         first, last = parts[0], parts[-1]
         if len(parts) < 2 or not _VISIBLE.fullmatch(first[-1:]) or not _LETTER.fullmatch(last[:1]):
             return None

@@ -1,4 +1,4 @@
-"""How counts and sizes are said."""
+"""Formats counts and sizes for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def size(count_bytes: float | None) -> str:
-    """Of bytes that are moved, in decimal units as links have them; memory is said in MiB."""
+    """A transferred size in decimal units, as is usual for links. (Memory sizes are in MiB.)"""
     if count_bytes is None:
         return "–"
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

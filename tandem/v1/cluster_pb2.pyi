@@ -46,23 +46,23 @@ class _DrainEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Drain.ValueType
     DESCRIPTOR: _descriptor.EnumDescriptor
     DRAIN_NONE: _Drain.ValueType  # 0
     DRAIN_FINISH: _Drain.ValueType  # 1
-    """what it has goes on to its end"""
+    """its requests run to their ends"""
     DRAIN_MOVE: _Drain.ValueType  # 2
-    """requests that decode on it are moved to others as these have room"""
+    """its decoding requests are moved to other workers when these have room"""
 
 class Drain(_Drain, metaclass=_DrainEnumTypeWrapper):
     """A worker that drains takes no new request."""
 
 DRAIN_NONE: Drain.ValueType  # 0
 DRAIN_FINISH: Drain.ValueType  # 1
-"""what it has goes on to its end"""
+"""its requests run to their ends"""
 DRAIN_MOVE: Drain.ValueType  # 2
-"""requests that decode on it are moved to others as these have room"""
+"""its decoding requests are moved to other workers when these have room"""
 Global___Drain: _TypeAlias = Drain  # noqa: Y015
 
 @_typing.final
 class KvLayout(_message.Message):
-    """What must agree before two workers may exchange KV blocks (tp may differ where a reshard plan exists)."""
+    """Properties that must match for two workers to exchange KV blocks (tp may differ if a reshard plan exists)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -87,7 +87,7 @@ class KvLayout(_message.Message):
     adapter: _builtins.str
     """empty: the base model"""
     protocol: _builtins.int
-    """newest and oldest version of the KV plane's protocol that it speaks"""
+    """newest and oldest supported version of the KV plane's protocol"""
     oldest_protocol: _builtins.int
     def __init__(
         self,
@@ -122,13 +122,13 @@ class AgentEndpoint(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     host_id: _builtins.str
-    """equal on one host: `mapped` can work"""
+    """equal on one host, where `mapped` can be used"""
     mapped_path: _builtins.str
     """unix socket of the `mapped` listener"""
     tcp_address: _builtins.str
-    """host:port where peers of other hosts connect"""
+    """host:port for peers on other hosts"""
     device: _builtins.str
-    """UUID of the GPU that the rank's pool is on; empty: in host memory"""
+    """UUID of the GPU of the rank's pool; empty: host memory"""
     def __init__(
         self,
         *,
@@ -311,11 +311,11 @@ class Directory(_message.Message):
 
     @_builtins.property
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerPlace]:
-        """of all workers there should be, ready or not"""
+        """of all workers in the spec, ready or not"""
 
     @_builtins.property
     def autoscaler_decisions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """by action, since the controller began; empty: there is no autoscaler"""
+        """by action, since the controller started; empty without an autoscaler"""
 
     def __init__(
         self,
@@ -335,7 +335,7 @@ Global___Directory: _TypeAlias = Directory  # noqa: Y015
 
 @_typing.final
 class WorkerPlace(_message.Message):
-    """A worker of the spec, through all its lives."""
+    """A worker of the spec, across its epochs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -407,7 +407,7 @@ class ClusterStatus(_message.Message):
     redis: _builtins.str
     """embedded, external, none, unreachable"""
     router_ready: _builtins.bool
-    """every router is"""
+    """whether every router is"""
     http_scheme: _builtins.str
     """of the routers' HTTP addresses: http, https"""
     log_dir: _builtins.str
@@ -456,7 +456,7 @@ class Autoscaler(_message.Message):
     """off, on, dry_run"""
     @_builtins.property
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScalingDecision]:
-        """the last ones, newest first"""
+        """recent ones, newest first"""
 
     @_builtins.property
     def outlooks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScalingOutlook]:
@@ -495,11 +495,11 @@ class ScalingDecision(_message.Message):
     action: _builtins.str
     """change_roles, start, stop"""
     prefill: _builtins.int
-    """so many workers there should be"""
+    """intended number of workers"""
     decode: _builtins.int
     reason: _builtins.str
     outcome: _builtins.str
-    """under_way, done, dry_run, or why it failed"""
+    """under_way, done, dry_run, or the reason of a failure"""
     def __init__(
         self,
         *,
@@ -521,7 +521,7 @@ Global___ScalingDecision: _TypeAlias = ScalingDecision  # noqa: Y015
 
 @_typing.final
 class ScalingOutlook(_message.Message):
-    """What it says of a model at its last look."""
+    """The autoscaler's latest assessment of a model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -587,7 +587,7 @@ class WorkerStatus(_message.Message):
     state: _builtins.str
     """starting, ready, draining, unreachable, restarting, failed"""
     reason: _builtins.str
-    """why it is not ready"""
+    """reason why it is not ready"""
     restarts: _builtins.int
     @_builtins.property
     def info(self) -> Global___WorkerInfo: ...
@@ -659,7 +659,7 @@ class ScaleRequest(_message.Message):
     model: _builtins.str
     """empty: the only one"""
     prefill: _builtins.int
-    """absent: as it is"""
+    """absent: unchanged"""
     decode: _builtins.int
     def __init__(
         self,
@@ -690,7 +690,7 @@ class ScaleResponse(_message.Message):
     ACTIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def actions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """what was done, in words, in order"""
+        """descriptions of the changes made, in order"""
 
     def __init__(
         self,
@@ -714,9 +714,9 @@ class DrainWorkerRequest(_message.Message):
     WAIT_FOR_ENDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     restart: _builtins.bool
-    """starts it again when it is empty; otherwise it leaves the cluster"""
+    """restart it when it is empty, instead of removing it"""
     wait_for_ends: _builtins.bool
-    """its requests go on to their ends there instead of being moved"""
+    """let its requests finish there instead of moving them"""
     def __init__(
         self,
         *,
@@ -754,7 +754,7 @@ class ApplyRequest(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
     spec: _builtins.str
-    """YAML, as `tandem up --config` reads it"""
+    """YAML, as for `tandem up --config`"""
     dry_run: _builtins.bool
     def __init__(
         self,
@@ -777,7 +777,7 @@ class ApplyResponse(_message.Message):
     CHANGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def changes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """in words"""
+        """descriptions"""
 
     def __init__(
         self,

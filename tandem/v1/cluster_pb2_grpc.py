@@ -98,15 +98,15 @@ class ClusterServicer(object):
     """
 
     def Register(self, request, context):
-        """A worker announces one life of itself. Refused with FAILED_PRECONDITION and the reason when its KV cache cannot be
-        exchanged with that of the model's other pool.
+        """Registers one epoch of a worker. Refused with FAILED_PRECONDITION and the reason if its KV cache is incompatible with
+        that of the model's other pool.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchDirectory(self, request, context):
-        """The directory now, and again after every change.
+        """Sends the directory now and after every change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,7 +119,7 @@ class ClusterServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetTrace(self, request, context):
-        """These ask the routers.
+        """These query the routers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,7 +132,7 @@ class ClusterServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RecordRequests(self, request, context):
-        """As of one router, of all there are; a router that starts meanwhile is heard too.
+        """Requests of all routers, including those that start during the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,23 +145,23 @@ class ClusterServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """Makes the pools of a model so large, by role changes first, then by starting and draining workers. Answers when it is
-        done. Refused with FAILED_PRECONDITION before anything stops when the devices cannot hold it.
+        """Resizes the pools of a model, by role changes first, then by starting and draining workers. Returns when done.
+        Refused with FAILED_PRECONDITION, before any change, if there are too few devices.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Takes a worker out of the cluster, or through a new life, without losing a request.
+        """Removes or restarts a worker without losing a request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Apply(self, request, context):
-        """Makes the running cluster what a changed spec says. Refused with FAILED_PRECONDITION, naming the fields, when that
-        needs a restart; then nothing was changed.
+        """Applies a changed spec to the running cluster. Refused with FAILED_PRECONDITION naming the fields, without any change,
+        if it needs a restart.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

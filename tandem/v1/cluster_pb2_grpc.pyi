@@ -35,27 +35,27 @@ class ClusterStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ClusterAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RegisterRequest, _cluster_pb2.RegisterResponse]
-    """A worker announces one life of itself. Refused with FAILED_PRECONDITION and the reason when its KV cache cannot be
-    exchanged with that of the model's other pool.
+    """Registers one epoch of a worker. Refused with FAILED_PRECONDITION and the reason if its KV cache is incompatible with
+    that of the model's other pool.
     """
     WatchDirectory: _grpc.UnaryStreamMultiCallable[_cluster_pb2.WatchDirectoryRequest, _cluster_pb2.Directory]
-    """The directory now, and again after every change."""
+    """Sends the directory now and after every change."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.ClusterStatus]
     GetTrace: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]
-    """These ask the routers."""
+    """These query the routers."""
     ListTraces: _grpc.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]
     RecordRequests: _grpc.UnaryStreamMultiCallable[_trace_pb2.RecordRequestsRequest, _trace_pb2.LoggedRequest]
-    """As of one router, of all there are; a router that starts meanwhile is heard too."""
+    """Requests of all routers, including those that start during the call."""
     ListSnapshots: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ListSnapshotsRequest, _cluster_pb2.ListSnapshotsResponse]
     Scale: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.ScaleResponse]
-    """Makes the pools of a model so large, by role changes first, then by starting and draining workers. Answers when it is
-    done. Refused with FAILED_PRECONDITION before anything stops when the devices cannot hold it.
+    """Resizes the pools of a model, by role changes first, then by starting and draining workers. Returns when done.
+    Refused with FAILED_PRECONDITION, before any change, if there are too few devices.
     """
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]
-    """Takes a worker out of the cluster, or through a new life, without losing a request."""
+    """Removes or restarts a worker without losing a request."""
     Apply: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ApplyRequest, _cluster_pb2.ApplyResponse]
-    """Makes the running cluster what a changed spec says. Refused with FAILED_PRECONDITION, naming the fields, when that
-    needs a restart; then nothing was changed.
+    """Applies a changed spec to the running cluster. Refused with FAILED_PRECONDITION naming the fields, without any change,
+    if it needs a restart.
     """
     Shutdown: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]
 
@@ -65,27 +65,27 @@ class ClusterAsyncStub(ClusterStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RegisterRequest, _cluster_pb2.RegisterResponse]  # type: ignore[assignment]
-    """A worker announces one life of itself. Refused with FAILED_PRECONDITION and the reason when its KV cache cannot be
-    exchanged with that of the model's other pool.
+    """Registers one epoch of a worker. Refused with FAILED_PRECONDITION and the reason if its KV cache is incompatible with
+    that of the model's other pool.
     """
     WatchDirectory: _aio.UnaryStreamMultiCallable[_cluster_pb2.WatchDirectoryRequest, _cluster_pb2.Directory]  # type: ignore[assignment]
-    """The directory now, and again after every change."""
+    """Sends the directory now and after every change."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.ClusterStatus]  # type: ignore[assignment]
     GetTrace: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]  # type: ignore[assignment]
-    """These ask the routers."""
+    """These query the routers."""
     ListTraces: _aio.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]  # type: ignore[assignment]
     RecordRequests: _aio.UnaryStreamMultiCallable[_trace_pb2.RecordRequestsRequest, _trace_pb2.LoggedRequest]  # type: ignore[assignment]
-    """As of one router, of all there are; a router that starts meanwhile is heard too."""
+    """Requests of all routers, including those that start during the call."""
     ListSnapshots: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ListSnapshotsRequest, _cluster_pb2.ListSnapshotsResponse]  # type: ignore[assignment]
     Scale: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ScaleRequest, _cluster_pb2.ScaleResponse]  # type: ignore[assignment]
-    """Makes the pools of a model so large, by role changes first, then by starting and draining workers. Answers when it is
-    done. Refused with FAILED_PRECONDITION before anything stops when the devices cannot hold it.
+    """Resizes the pools of a model, by role changes first, then by starting and draining workers. Returns when done.
+    Refused with FAILED_PRECONDITION, before any change, if there are too few devices.
     """
     DrainWorker: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainWorkerRequest, _cluster_pb2.DrainWorkerResponse]  # type: ignore[assignment]
-    """Takes a worker out of the cluster, or through a new life, without losing a request."""
+    """Removes or restarts a worker without losing a request."""
     Apply: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ApplyRequest, _cluster_pb2.ApplyResponse]  # type: ignore[assignment]
-    """Makes the running cluster what a changed spec says. Refused with FAILED_PRECONDITION, naming the fields, when that
-    needs a restart; then nothing was changed.
+    """Applies a changed spec to the running cluster. Refused with FAILED_PRECONDITION naming the fields, without any change,
+    if it needs a restart.
     """
     Shutdown: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ShutdownRequest, _cluster_pb2.ShutdownResponse]  # type: ignore[assignment]
 
@@ -98,8 +98,8 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.RegisterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.RegisterResponse, _abc.Awaitable[_cluster_pb2.RegisterResponse]]:
-        """A worker announces one life of itself. Refused with FAILED_PRECONDITION and the reason when its KV cache cannot be
-        exchanged with that of the model's other pool.
+        """Registers one epoch of a worker. Refused with FAILED_PRECONDITION and the reason if its KV cache is incompatible with
+        that of the model's other pool.
         """
 
     @_abc_1.abstractmethod
@@ -108,7 +108,7 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.WatchDirectoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cluster_pb2.Directory], _abc.AsyncIterator[_cluster_pb2.Directory]]:
-        """The directory now, and again after every change."""
+        """Sends the directory now and after every change."""
 
     @_abc_1.abstractmethod
     def GetStatus(
@@ -123,7 +123,7 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.GetTraceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trace_pb2.RequestTrace, _abc.Awaitable[_trace_pb2.RequestTrace]]:
-        """These ask the routers."""
+        """These query the routers."""
 
     @_abc_1.abstractmethod
     def ListTraces(
@@ -138,7 +138,7 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.RecordRequestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trace_pb2.LoggedRequest], _abc.AsyncIterator[_trace_pb2.LoggedRequest]]:
-        """As of one router, of all there are; a router that starts meanwhile is heard too."""
+        """Requests of all routers, including those that start during the call."""
 
     @_abc_1.abstractmethod
     def ListSnapshots(
@@ -153,8 +153,8 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.ScaleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.ScaleResponse, _abc.Awaitable[_cluster_pb2.ScaleResponse]]:
-        """Makes the pools of a model so large, by role changes first, then by starting and draining workers. Answers when it is
-        done. Refused with FAILED_PRECONDITION before anything stops when the devices cannot hold it.
+        """Resizes the pools of a model, by role changes first, then by starting and draining workers. Returns when done.
+        Refused with FAILED_PRECONDITION, before any change, if there are too few devices.
         """
 
     @_abc_1.abstractmethod
@@ -163,7 +163,7 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.DrainWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.DrainWorkerResponse, _abc.Awaitable[_cluster_pb2.DrainWorkerResponse]]:
-        """Takes a worker out of the cluster, or through a new life, without losing a request."""
+        """Removes or restarts a worker without losing a request."""
 
     @_abc_1.abstractmethod
     def Apply(
@@ -171,8 +171,8 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.ApplyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.ApplyResponse, _abc.Awaitable[_cluster_pb2.ApplyResponse]]:
-        """Makes the running cluster what a changed spec says. Refused with FAILED_PRECONDITION, naming the fields, when that
-        needs a restart; then nothing was changed.
+        """Applies a changed spec to the running cluster. Refused with FAILED_PRECONDITION naming the fields, without any change,
+        if it needs a restart.
         """
 
     @_abc_1.abstractmethod

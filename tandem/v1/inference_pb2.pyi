@@ -55,9 +55,9 @@ class GenerateRequest(_message.Message):
     """empty: the only model served"""
     prompt: _builtins.str
     user: _builtins.str
-    """requests of one user tend to the same workers; no effect on answers"""
+    """routes one user's requests to the same workers where possible; does not change outputs"""
     cache_salt: _builtins.str
-    """cached blocks are shared with requests of the same only; no effect on answers"""
+    """shares cached blocks only among requests with the same value; does not change outputs"""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -195,18 +195,18 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     seed: _builtins.int
     max_tokens: _builtins.int
-    """at most what the prompt leaves of the model's context; absent: all of that"""
+    """at most the context that the prompt leaves, which is also the default"""
     logprobs: _builtins.int
-    """number of alternatives beside the chosen token, at most 20"""
+    """number of alternatives to the chosen token, at most 20"""
     ignore_eos: _builtins.bool
     presence_penalty: _builtins.float
     """-2 to 2, by the OpenAI definition"""
     frequency_penalty: _builtins.float
     """-2 to 2, by the OpenAI definition"""
     repetition_penalty: _builtins.float
-    """above 0; 1 changes nothing. Logits of tokens in prompt or answer are divided by it if positive, else multiplied"""
+    """above 0; 1: no change. Divides positive logits of tokens in prompt or output, and multiplies others"""
     prompt_logprobs: _builtins.int
-    """as logprobs, for the tokens of the prompt; the prefix cache is then not read"""
+    """as logprobs, for the prompt's tokens; disables reads from the prefix cache"""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -349,14 +349,14 @@ class Chunk(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """may be empty while a character is incomplete or a stop string may be forming"""
+    """may be empty while a character or a possible stop string is incomplete"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]: ...
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """on the first chunk, when asked for: of the prompt from its second token on"""
+        """on the first chunk, if requested: for the prompt from its second token on"""
 
     def __init__(
         self,
@@ -459,7 +459,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
-    """prompt tokens whose KV did not have to be computed"""
+    """prompt tokens whose KV was cached"""
     def __init__(
         self,
         *,
@@ -477,7 +477,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timeline(_message.Message):
-    """Where one request's time went, as the router saw it. Durations in seconds."""
+    """Durations of one request's stages at the router, in seconds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceStub(object):
-    """What clients call, on the router. The OpenAI-compatible HTTP API is the same service in other clothes.
+    """The client API, on the router. The OpenAI-compatible HTTP API offers the same service.
     """
 
     def __init__(self, channel):
@@ -58,13 +58,13 @@ class InferenceStub(object):
 
 
 class InferenceServicer(object):
-    """What clients call, on the router. The OpenAI-compatible HTTP API is the same service in other clothes.
+    """The client API, on the router. The OpenAI-compatible HTTP API offers the same service.
     """
 
     def Generate(self, request, context):
-        """Streams the answer to one prompt. The first event is `started`, the last is `finished`; an error ends the
-        stream with a gRPC status whose details carry google.rpc.ErrorInfo (reason, field) and, where a retry may
-        help, google.rpc.RetryInfo.
+        """Streams the output for one prompt. The first event is `started`, the last is `finished`. An error ends the stream
+        with a gRPC status whose details contain google.rpc.ErrorInfo (reason, field) and, if a retry may help,
+        google.rpc.RetryInfo.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,7 +120,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference(object):
-    """What clients call, on the router. The OpenAI-compatible HTTP API is the same service in other clothes.
+    """The client API, on the router. The OpenAI-compatible HTTP API offers the same service.
     """
 
     @staticmethod

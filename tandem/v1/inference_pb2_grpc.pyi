@@ -27,16 +27,16 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceStub:
-    """What clients call, on the router. The OpenAI-compatible HTTP API is the same service in other clothes."""
+    """The client API, on the router. The OpenAI-compatible HTTP API offers the same service."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Streams the answer to one prompt. The first event is `started`, the last is `finished`; an error ends the
-    stream with a gRPC status whose details carry google.rpc.ErrorInfo (reason, field) and, where a retry may
-    help, google.rpc.RetryInfo.
+    """Streams the output for one prompt. The first event is `started`, the last is `finished`. An error ends the stream
+    with a gRPC status whose details contain google.rpc.ErrorInfo (reason, field) and, if a retry may help,
+    google.rpc.RetryInfo.
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
@@ -44,20 +44,20 @@ class InferenceStub:
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
-    """What clients call, on the router. The OpenAI-compatible HTTP API is the same service in other clothes."""
+    """The client API, on the router. The OpenAI-compatible HTTP API offers the same service."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams the answer to one prompt. The first event is `started`, the last is `finished`; an error ends the
-    stream with a gRPC status whose details carry google.rpc.ErrorInfo (reason, field) and, where a retry may
-    help, google.rpc.RetryInfo.
+    """Streams the output for one prompt. The first event is `started`, the last is `finished`. An error ends the stream
+    with a gRPC status whose details contain google.rpc.ErrorInfo (reason, field) and, if a retry may help,
+    google.rpc.RetryInfo.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetServerInfoRequest, _inference_pb2.GetServerInfoResponse]  # type: ignore[assignment]
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
-    """What clients call, on the router. The OpenAI-compatible HTTP API is the same service in other clothes."""
+    """The client API, on the router. The OpenAI-compatible HTTP API offers the same service."""
 
     @_abc_1.abstractmethod
     def Generate(
@@ -65,9 +65,9 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Streams the answer to one prompt. The first event is `started`, the last is `finished`; an error ends the
-        stream with a gRPC status whose details carry google.rpc.ErrorInfo (reason, field) and, where a retry may
-        help, google.rpc.RetryInfo.
+        """Streams the output for one prompt. The first event is `started`, the last is `finished`. An error ends the stream
+        with a gRPC status whose details contain google.rpc.ErrorInfo (reason, field) and, if a retry may help,
+        google.rpc.RetryInfo.
         """
 
     @_abc_1.abstractmethod

@@ -25,7 +25,7 @@ class GetTraceRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """bare, with the prefix of an OpenAI answer's id, or the x-request-id that the client sent"""
+    """the id, the id of an OpenAI response, or the client's x-request-id"""
     def __init__(
         self,
         *,
@@ -48,7 +48,7 @@ class RecordRequestsRequest(_message.Message):
     model: _builtins.str
     """empty: of all models"""
     salt: _builtins.bytes
-    """of the block hashes, 16 to 64 bytes; the controller draws one for all routers"""
+    """of the block hashes, 16 to 64 bytes; the controller chooses one for all routers"""
     def __init__(
         self,
         *,
@@ -65,7 +65,7 @@ Global___RecordRequestsRequest: _TypeAlias = RecordRequestsRequest  # noqa: Y015
 
 @_typing.final
 class LoggedRequest(_message.Message):
-    """A request that ended: lengths, times and what its prompt shares with others. Nothing of what was said in it."""
+    """A request that ended: lengths, times and hashes of its prompt's blocks. It contains no text."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -82,13 +82,13 @@ class LoggedRequest(_message.Message):
     received_unix_s: _builtins.float
     prompt_tokens: _builtins.int
     output_tokens: _builtins.int
-    """0: it was refused, or ended before its first token"""
+    """0: refused, or ended before its first token"""
     block_tokens: _builtins.int
     priority: _builtins.str
     """class"""
     tenant: _builtins.str
     lost: _builtins.int
-    """so many before this one were not told: the caller reads too slowly"""
+    """number of requests dropped before this one, because the caller reads too slowly"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """salted, of its full blocks"""
@@ -131,7 +131,7 @@ Global___GetSnapshotRequest: _TypeAlias = GetSnapshotRequest  # noqa: Y015
 
 @_typing.final
 class RouterSnapshot(_message.Message):
-    """What the dashboard of one router shows, as its versioned JSON (router/dashboard/snapshot.py)."""
+    """The content of one router's dashboard as versioned JSON (router/dashboard/snapshot.py)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -172,7 +172,7 @@ class RouterDemand(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     LIFE_FIELD_NUMBER: _builtins.int
     life: _builtins.int
-    """another one: the counters began anew"""
+    """the router's epoch; the counters restart with it"""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelDemand]: ...
     def __init__(
@@ -191,7 +191,7 @@ Global___RouterDemand: _TypeAlias = RouterDemand  # noqa: Y015
 
 @_typing.final
 class ModelDemand(_message.Message):
-    """Requests of batch classes are left out. Counters only grow."""
+    """Demand without batch classes. Counters only grow."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -212,30 +212,30 @@ class ModelDemand(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     queued_tokens: _builtins.int
-    """prompt tokens of requests that wait in the router now"""
+    """prompt tokens of requests that are queued now"""
     requests: _builtins.int
-    """that came, refused ones too"""
+    """received, including refused ones"""
     prompt_tokens: _builtins.int
-    """theirs"""
+    """of received requests"""
     first_tokens: _builtins.int
-    """requests that had their first token"""
+    """requests with a first token"""
     prefilled_tokens: _builtins.int
-    """prompt tokens of those,"""
+    """prompt tokens of requests with a first token"""
     cached_tokens: _builtins.int
-    """and how many of them were found in a cache"""
+    """of these, tokens found in a cache"""
     ttft_s: _builtins.float
-    """summed"""
+    """sum over requests with a first token"""
     finished: _builtins.int
     answer_tokens: _builtins.int
-    """of those"""
+    """of finished requests"""
     judged: _builtins.int
-    """requests that ended, but for those that say nothing about us"""
+    """requests that ended in a way that counts for the objectives"""
     missed_ttft: _builtins.int
-    """refused for want of room, too"""
+    """including those refused for lack of capacity"""
     missed_tpot: _builtins.int
     @_builtins.property
     def prefill(self) -> Global___Pace:
-        """means over the pool; absent: it has no worker"""
+        """means over the pool; absent if it has no worker"""
 
     @_builtins.property
     def decode(self) -> Global___Pace: ...
@@ -268,7 +268,7 @@ Global___ModelDemand: _TypeAlias = ModelDemand  # noqa: Y015
 
 @_typing.final
 class Pace(_message.Message):
-    """How fast a worker is, as the router measures it (router/policies/pace.py)."""
+    """A worker's speed, as measured by the router (router/policies/pace.py)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -326,7 +326,7 @@ class ListTracesResponse(_message.Message):
     TRACES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def traces(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestTrace]:
-        """the latest first"""
+        """latest first"""
 
     def __init__(
         self,
@@ -364,9 +364,9 @@ class RequestTrace(_message.Message):
     state: _builtins.str
     """the end state"""
     error: _builtins.str
-    """ErrorCode of a request that did not finish"""
+    """ErrorCode if the request did not finish"""
     received_unix_s: _builtins.float
-    """wall clock, for people"""
+    """wall clock, for display"""
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens_prefill: _builtins.int
@@ -375,7 +375,7 @@ class RequestTrace(_message.Message):
     total_s: _builtins.float
     @_builtins.property
     def attempts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Attempt]:
-        """the last one is the one that counted"""
+        """the last one produced the result"""
 
     def __init__(
         self,
@@ -405,7 +405,7 @@ Global___RequestTrace: _TypeAlias = RequestTrace  # noqa: Y015
 
 @_typing.final
 class Attempt(_message.Message):
-    """One try on a pair of workers."""
+    """One attempt on a pair of workers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -431,25 +431,25 @@ class Attempt(_message.Message):
     blocks: _builtins.int
     pieces: _builtins.int
     sent_bytes: _builtins.int
-    """of the report that hidden_bytes is part of; 0: the prefill worker's report is not there"""
+    """from the prefill worker's report; 0 without the report"""
     hidden_bytes: _builtins.int
-    """sent and acknowledged before the last layer was computed"""
+    """acknowledged before the last layer was computed"""
     overlap_share: _builtins.float
     """hidden_bytes / sent_bytes"""
     exposed_s: _builtins.float
-    """last layer computed to joined: what the handoff added"""
+    """last layer computed to joined: latency added by the handoff"""
     error: _builtins.str
     """ErrorCode of a failed attempt"""
     cause: _builtins.str
-    """HandoffCause, where the handoff failed"""
+    """HandoffCause, if the handoff failed"""
     message: _builtins.str
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]:
-        """in the order in which they began"""
+        """in order of their start"""
 
     @_builtins.property
     def received(self) -> _worker_pb2.ReceiveStages:
-        """as measured; what the spans were made of"""
+        """the measurements behind the spans"""
 
     @_builtins.property
     def sent(self) -> _worker_pb2.SendStages: ...

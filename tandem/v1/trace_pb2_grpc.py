@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class TracesStub(object):
-    """Where the time of single requests went, as one router knows it: of the last requests that ended. On the router's gRPC
-    port, but only for the controller, which shows a secret of this router's start; people ask the controller.
+    """Traces of one router's most recently ended requests. On the router's gRPC port, but only for the controller, which
+    presents a secret that it gave the router at its start. People query the controller.
     """
 
     def __init__(self, channel):
@@ -64,12 +64,12 @@ class TracesStub(object):
 
 
 class TracesServicer(object):
-    """Where the time of single requests went, as one router knows it: of the last requests that ended. On the router's gRPC
-    port, but only for the controller, which shows a secret of this router's start; people ask the controller.
+    """Traces of one router's most recently ended requests. On the router's gRPC port, but only for the controller, which
+    presents a secret that it gave the router at its start. People query the controller.
     """
 
     def GetTrace(self, request, context):
-        """NOT_FOUND when this router does not have it (any more).
+        """NOT_FOUND if this router does not have the trace, or no longer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,14 +88,14 @@ class TracesServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RecordRequests(self, request, context):
-        """Requests as they end, until the caller has enough. RESOURCE_EXHAUSTED when too many listen already.
+        """Streams requests as they end, until the caller cancels. RESOURCE_EXHAUSTED if there are too many callers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetDemand(self, request, context):
-        """What clients ask of this router, for the autoscaler.
+        """This router's demand, for the autoscaler.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,8 +138,8 @@ def add_TracesServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Traces(object):
-    """Where the time of single requests went, as one router knows it: of the last requests that ended. On the router's gRPC
-    port, but only for the controller, which shows a secret of this router's start; people ask the controller.
+    """Traces of one router's most recently ended requests. On the router's gRPC port, but only for the controller, which
+    presents a secret that it gave the router at its start. People query the controller.
     """
 
     @staticmethod

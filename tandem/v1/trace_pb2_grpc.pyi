@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TracesStub:
-    """Where the time of single requests went, as one router knows it: of the last requests that ended. On the router's gRPC
-    port, but only for the controller, which shows a secret of this router's start; people ask the controller.
+    """Traces of one router's most recently ended requests. On the router's gRPC port, but only for the controller, which
+    presents a secret that it gave the router at its start. People query the controller.
     """
 
     @_typing.overload
@@ -36,33 +36,33 @@ class TracesStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TracesAsyncStub: ...
     GetTrace: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]
-    """NOT_FOUND when this router does not have it (any more)."""
+    """NOT_FOUND if this router does not have the trace, or no longer."""
     ListTraces: _grpc.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]
     GetSnapshot: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetSnapshotRequest, _trace_pb2.RouterSnapshot]
     RecordRequests: _grpc.UnaryStreamMultiCallable[_trace_pb2.RecordRequestsRequest, _trace_pb2.LoggedRequest]
-    """Requests as they end, until the caller has enough. RESOURCE_EXHAUSTED when too many listen already."""
+    """Streams requests as they end, until the caller cancels. RESOURCE_EXHAUSTED if there are too many callers."""
     GetDemand: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetDemandRequest, _trace_pb2.RouterDemand]
-    """What clients ask of this router, for the autoscaler."""
+    """This router's demand, for the autoscaler."""
 
 @_typing.type_check_only
 class TracesAsyncStub(TracesStub):
-    """Where the time of single requests went, as one router knows it: of the last requests that ended. On the router's gRPC
-    port, but only for the controller, which shows a secret of this router's start; people ask the controller.
+    """Traces of one router's most recently ended requests. On the router's gRPC port, but only for the controller, which
+    presents a secret that it gave the router at its start. People query the controller.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetTrace: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetTraceRequest, _trace_pb2.RequestTrace]  # type: ignore[assignment]
-    """NOT_FOUND when this router does not have it (any more)."""
+    """NOT_FOUND if this router does not have the trace, or no longer."""
     ListTraces: _aio.UnaryUnaryMultiCallable[_trace_pb2.ListTracesRequest, _trace_pb2.ListTracesResponse]  # type: ignore[assignment]
     GetSnapshot: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetSnapshotRequest, _trace_pb2.RouterSnapshot]  # type: ignore[assignment]
     RecordRequests: _aio.UnaryStreamMultiCallable[_trace_pb2.RecordRequestsRequest, _trace_pb2.LoggedRequest]  # type: ignore[assignment]
-    """Requests as they end, until the caller has enough. RESOURCE_EXHAUSTED when too many listen already."""
+    """Streams requests as they end, until the caller cancels. RESOURCE_EXHAUSTED if there are too many callers."""
     GetDemand: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetDemandRequest, _trace_pb2.RouterDemand]  # type: ignore[assignment]
-    """What clients ask of this router, for the autoscaler."""
+    """This router's demand, for the autoscaler."""
 
 class TracesServicer(metaclass=_abc_1.ABCMeta):
-    """Where the time of single requests went, as one router knows it: of the last requests that ended. On the router's gRPC
-    port, but only for the controller, which shows a secret of this router's start; people ask the controller.
+    """Traces of one router's most recently ended requests. On the router's gRPC port, but only for the controller, which
+    presents a secret that it gave the router at its start. People query the controller.
     """
 
     @_abc_1.abstractmethod
@@ -71,7 +71,7 @@ class TracesServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.GetTraceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trace_pb2.RequestTrace, _abc.Awaitable[_trace_pb2.RequestTrace]]:
-        """NOT_FOUND when this router does not have it (any more)."""
+        """NOT_FOUND if this router does not have the trace, or no longer."""
 
     @_abc_1.abstractmethod
     def ListTraces(
@@ -93,7 +93,7 @@ class TracesServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.RecordRequestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trace_pb2.LoggedRequest], _abc.AsyncIterator[_trace_pb2.LoggedRequest]]:
-        """Requests as they end, until the caller has enough. RESOURCE_EXHAUSTED when too many listen already."""
+        """Streams requests as they end, until the caller cancels. RESOURCE_EXHAUSTED if there are too many callers."""
 
     @_abc_1.abstractmethod
     def GetDemand(
@@ -101,6 +101,6 @@ class TracesServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.GetDemandRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trace_pb2.RouterDemand, _abc.Awaitable[_trace_pb2.RouterDemand]]:
-        """What clients ask of this router, for the autoscaler."""
+        """This router's demand, for the autoscaler."""
 
 def add_TracesServicer_to_server(servicer: TracesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

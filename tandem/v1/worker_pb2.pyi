@@ -53,8 +53,8 @@ class RouterFrame(_message.Message):
     def resume(self) -> Global___Resume: ...
     @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouterFrame]:
-        """What comes after it, in order: frames that have no `more` of their own, and count as if each had come alone. Only to
-        a worker whose hello says `takes_more`.
+        """Further frames, in order, without a `more` of their own. They count as separate frames. Only for a worker whose
+        hello sets `takes_more`.
         """
 
     def __init__(
@@ -83,7 +83,7 @@ Global___RouterFrame: _TypeAlias = RouterFrame  # noqa: Y015
 
 @_typing.final
 class WorkerFrame(_message.Message):
-    """Everything that one engine step (or one decision between steps) has to say to one router."""
+    """The results of one engine step, or of a decision between steps, for one router."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -100,11 +100,11 @@ class WorkerFrame(_message.Message):
     METERS_FIELD_NUMBER: _builtins.int
     SENT_AT_S_FIELD_NUMBER: _builtins.int
     frames_seen: _builtins.int
-    """So many frames of this session, hello not counted, the worker had taken up: what the last load does not know of is
-    what the router sent after them. 0: it does not say.
+    """Number of frames of this session, without the hello, that the worker had processed. Its last load does not include
+    later frames. 0: unknown.
     """
     sent_at_s: _builtins.float
-    """the worker's monotonic clock when this frame left it; only differences mean anything"""
+    """the worker's monotonic clock when it sent this frame; only differences are meaningful"""
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -123,7 +123,7 @@ class WorkerFrame(_message.Message):
 
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Held]:
-        """after the tokens that came before"""
+        """after the request's earlier tokens"""
 
     @_builtins.property
     def prompt_scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptScores]:
@@ -131,7 +131,7 @@ class WorkerFrame(_message.Message):
 
     @_builtins.property
     def meters(self) -> Global___WorkerMeters:
-        """at the start of a session, then once a second where they changed"""
+        """at the start of a session, then once a second if they changed"""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ Global___WorkerFrame: _TypeAlias = WorkerFrame  # noqa: Y015
 
 @_typing.final
 class Reach(_message.Message):
-    """The lives of workers to which all links of this one were probed and are ready."""
+    """Epochs of the workers to which all links of this worker are ready."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -254,7 +254,7 @@ Global___WorkerHello: _TypeAlias = WorkerHello  # noqa: Y015
 
 @_typing.final
 class Work(_message.Message):
-    """The work itself, with every default resolved by the router."""
+    """The work, with all defaults resolved by the router."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -265,12 +265,12 @@ class Work(_message.Message):
     TRACE_ID_FIELD_NUMBER: _builtins.int
     ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """made by the router; never by a client"""
+    """created by the router, never by a client"""
     cache_salt: _builtins.bytes
     trace_id: _builtins.str
     """32 hex digits of W3C trace context, for the logs; empty: none"""
     answer_tokens: _builtins.int
-    """so many tokens at the end of `prompt` were generated already, by an attempt that broke off"""
+    """number of tokens at the end of `prompt` that an interrupted attempt generated"""
     @_builtins.property
     def prompt(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -385,7 +385,7 @@ Global___ResolvedSampling: _TypeAlias = ResolvedSampling  # noqa: Y015
 
 @_typing.final
 class Reserve(_message.Message):
-    """Router to decode worker: hold blocks for this request. Answered by `Reserved` or `Ended(kv_exhausted)`."""
+    """Router to decode worker: lease blocks for this request. Answered by `Reserved` or `Ended(kv_exhausted)`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -416,7 +416,7 @@ Global___Reserve: _TypeAlias = Reserve  # noqa: Y015
 
 @_typing.final
 class Reserved(_message.Message):
-    """Decode worker to router: the ticket. Opaque to the router, which hands it to the prefill worker."""
+    """Decode worker to router: the ticket. The router passes it to the prefill worker unread."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -452,7 +452,7 @@ class HandoffTicket(_message.Message):
     decode_worker: _builtins.str
     decode_epoch: _builtins.int
     cached_tokens: _builtins.int
-    """the decode worker has these; nothing of them is sent"""
+    """cached on the decode worker, so not sent"""
     def __init__(
         self,
         *,
@@ -471,7 +471,7 @@ Global___HandoffTicket: _TypeAlias = HandoffTicket  # noqa: Y015
 
 @_typing.final
 class Prefill(_message.Message):
-    """Router to prefill worker: compute the prompt, push what the ticket asks for, sample the first token."""
+    """Router to prefill worker: compute the prompt, push the ticket's blocks, sample the first token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -497,8 +497,8 @@ Global___Prefill: _TypeAlias = Prefill  # noqa: Y015
 
 @_typing.final
 class Join(_message.Message):
-    """Router to decode worker: the first token, as sampled by the prefill worker. The request joins the decode batch
-    when this and the verified blocks are both there.
+    """Router to decode worker: the first token, sampled by the prefill worker. The request joins the decode batch once this
+    message and the verified blocks have arrived.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -523,7 +523,7 @@ Global___Join: _TypeAlias = Join  # noqa: Y015
 
 @_typing.final
 class Generate(_message.Message):
-    """Router to decode worker: do all of it, without a handoff."""
+    """Router to decode worker: prefill and decode, without a handoff."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -545,8 +545,8 @@ Global___Generate: _TypeAlias = Generate  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
-    """Ends the request wherever it is and frees its blocks. Idempotent; answered by `Ended(cancelled)` only when the
-    worker still knew the request.
+    """Cancels the request in any state and frees its blocks. Idempotent; answered by `Ended(cancelled)` only if the
+    request had not ended.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -568,10 +568,11 @@ Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 
 @_typing.final
 class Hold(_message.Message):
-    """The way of a running request from one decode worker to another: Hold there, Reserve here (prompt and answer so far,
-    without its last token, whose KV is not computed yet), Move there with the ticket, Join here with that last token.
+    """Moving a running request between decode workers: Hold at the source; Reserve at the target (prompt and output so far,
+    without the last token, whose KV is not computed yet); Move at the source with the ticket; Join at the target with
+    that last token.
 
-    Router to the decode worker that it runs on: no further token, the blocks stay. Answered by `Held`.
+    Router to the source worker: stop decoding and keep the blocks. Answered by `Held`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -599,7 +600,7 @@ class Held(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     held: _builtins.bool
-    """false: it is not decoding (yet, or any more), and goes on as if nothing had been asked"""
+    """false: the request is not decoding, and Hold had no effect"""
     def __init__(
         self,
         *,
@@ -616,7 +617,9 @@ Global___Held: _TypeAlias = Held  # noqa: Y015
 
 @_typing.final
 class Move(_message.Message):
-    """Router to the decode worker that holds it: push its blocks. `HandoffDone` when all are acknowledged, and it is over here."""
+    """Router to the source worker: push the held request's blocks. Answered by `HandoffDone` when all are acknowledged,
+    which ends the request there.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -641,7 +644,7 @@ Global___Move: _TypeAlias = Move  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
-    """Router to the decode worker that holds it: it did not come to a move, go on."""
+    """Router to the source worker: the move was abandoned; resume decoding."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -675,8 +678,8 @@ class StepToken(_message.Message):
     cached_tokens: _builtins.int
     """on a request's first token: prompt tokens found in this worker's cache"""
     computing_at_s: _builtins.float
-    """On a request's first token, on the clock of the frames' `sent_at_s`: when the first engine step with its prompt
-    began, and when the step that sampled this token was over.
+    """With a request's first token, on the clock of `sent_at_s`: start of the first engine step with its prompt, and end
+    of the step that sampled this token.
     """
     sampled_at_s: _builtins.float
     @_builtins.property
@@ -708,8 +711,8 @@ Global___StepToken: _TypeAlias = StepToken  # noqa: Y015
 
 @_typing.final
 class PromptScores(_message.Message):
-    """Logprobs of prompt tokens from position `start` on (the first token of a prompt has none), from whoever computes them, as
-    they are computed; each position once.
+    """Logprobs of prompt tokens from position `start` on, from the worker that computes them. The first token of a prompt
+    has none. Each position is sent once.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -738,7 +741,7 @@ Global___PromptScores: _TypeAlias = PromptScores  # noqa: Y015
 
 @_typing.final
 class HandoffDone(_message.Message):
-    """From the decode worker when the request joined its batch; from the prefill worker when its side is over."""
+    """From the decode worker when the request has joined its batch; from the prefill worker when its part is done."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -756,11 +759,11 @@ class HandoffDone(_message.Message):
     blocks: _builtins.int
     pieces: _builtins.int
     verify_s: _builtins.float
-    """writing and digesting, summed over the pieces of the slowest rank"""
+    """writing and digests, summed over the pieces of the slowest rank"""
     reserve_to_join_s: _builtins.float
     anchor_at_s: _builtins.float
-    """When Reserve or Prefill was taken up: the stages' zero, on the clock of the frames' `sent_at_s`, by which a router
-    can lay it on its own.
+    """When Reserve or Prefill was received: the origin of the stages, on the clock of `sent_at_s`, so that the router can
+    convert it to its own clock.
     """
     @_builtins.property
     def received(self) -> Global___ReceiveStages:
@@ -768,7 +771,7 @@ class HandoffDone(_message.Message):
 
     @_builtins.property
     def sent(self) -> Global___SendStages:
-        """from the prefill worker; absent when nothing was sent"""
+        """from the prefill worker; absent if nothing was sent"""
 
     def __init__(
         self,
@@ -793,7 +796,7 @@ Global___HandoffDone: _TypeAlias = HandoffDone  # noqa: Y015
 
 @_typing.final
 class ReceiveStages(_message.Message):
-    """Seconds since the decode worker took up Reserve. Of several ranks the first to begin, the last to be done. Absent:
+    """Seconds since the decode worker received Reserve: the first rank's start of each stage, the last rank's end. Absent if
     nothing had to be received.
     """
 
@@ -809,15 +812,15 @@ class ReceiveStages(_message.Message):
     reserved_s: _builtins.float
     """blocks leased, ticket signed"""
     linked_s: _builtins.float
-    """every link had shown the ticket"""
+    """every link presented the ticket"""
     first_piece_s: _builtins.float
-    """the first piece began to be written"""
+    """the first write started"""
     last_piece_s: _builtins.float
-    """the last piece was written and digested"""
+    """the last piece was written and its digest computed"""
     verified_s: _builtins.float
-    """complete, confirmed by every sender, digests good"""
+    """complete, confirmed by every sender, digests correct"""
     first_token_s: _builtins.float
-    """Join was taken up"""
+    """Join was received"""
     joined_s: _builtins.float
     def __init__(
         self,
@@ -859,7 +862,7 @@ Global___ReceiveStages: _TypeAlias = ReceiveStages  # noqa: Y015
 
 @_typing.final
 class SendStages(_message.Message):
-    """Seconds since the prefill worker took up Prefill. Of several ranks the first to begin, the last to be done."""
+    """Seconds since the prefill worker received Prefill: the first rank's start of each stage, the last rank's end."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -872,13 +875,13 @@ class SendStages(_message.Message):
     FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
     HIDDEN_BYTES_FIELD_NUMBER: _builtins.int
     opened_s: _builtins.float
-    """the agents knew the ticket: connecting begins"""
+    """the agents received the ticket and started to connect"""
     computing_s: _builtins.float
-    """the first engine step with the prompt began"""
+    """the first engine step with the prompt started"""
     linked_s: _builtins.float
-    """every link had accepted the ticket"""
+    """every link accepted the ticket"""
     first_piece_s: _builtins.float
-    """the first piece was given to its link"""
+    """the first piece was handed to its link"""
     last_layer_s: _builtins.float
     """the last layer of the last blocks was computed"""
     last_ack_s: _builtins.float
@@ -886,7 +889,7 @@ class SendStages(_message.Message):
     first_token_s: _builtins.float
     """sampled"""
     hidden_bytes: _builtins.int
-    """acknowledged by the time of last_layer_s"""
+    """acknowledged before last_layer_s"""
     def __init__(
         self,
         *,
@@ -943,10 +946,10 @@ class Ended(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     finish_reason: _inference_pb2.FinishReason.ValueType
-    """set when the request finished"""
+    """set if the request finished"""
     @_builtins.property
     def error(self) -> Global___WorkerError:
-        """set when it did not"""
+        """set otherwise"""
 
     def __init__(
         self,
@@ -976,7 +979,7 @@ class WorkerError(_message.Message):
     message: _builtins.str
     field: _builtins.str
     cause: _builtins.str
-    """of a failed handoff: a member of kvtransfer.session.causes.HandoffCause"""
+    """of a failed handoff: a member of kvtransfer.causes.HandoffCause"""
     def __init__(
         self,
         *,
@@ -1009,12 +1012,12 @@ class WorkerLoad(_message.Message):
     waiting_requests: _builtins.int
     running_requests: _builtins.int
     waiting_tokens: _builtins.int
-    """prompt tokens not yet computed, without those that were in the cache when they came"""
+    """prompt tokens not yet computed, without those cached on arrival"""
     reserved_requests: _builtins.int
-    """their blocks are leased; neither waiting nor running until they join"""
+    """blocks leased; neither waiting nor running until they join"""
     steps: _builtins.int
-    """Engine steps of this life. A worker that says it reports its load at least once a second, out of its step loop, to
-    every router that has a request on it: silence, or work without steps, means that the loop is stuck.
+    """Engine steps of this epoch. A worker that sets it reports its load at least once a second, from its step loop, to
+    every router that has a request on it. Silence, or work without steps, means that the loop is stuck.
     """
     @_builtins.property
     def blocks(self) -> Global___BlockCounts: ...
@@ -1101,7 +1104,7 @@ Global___BlockCounts: _TypeAlias = BlockCounts  # noqa: Y015
 
 @_typing.final
 class WorkerMeters(_message.Message):
-    """What a worker has done in this life, all ranks together. Counters only grow."""
+    """A worker's counters since the start of this epoch, summed over its ranks. They only grow."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1123,7 +1126,7 @@ class WorkerMeters(_message.Message):
     sampled_tokens: _builtins.int
     preemptions: _builtins.int
     flops: _builtins.float
-    """by the model's shape"""
+    """computed from the model's shape"""
     memory_bytes: _builtins.float
     peak_flops_per_s: _builtins.float
     """as configured, or measured at start"""
@@ -1131,7 +1134,7 @@ class WorkerMeters(_message.Message):
     host_blocks_out: _builtins.int
     """KV blocks copied from the pool to the host tier"""
     host_blocks_in: _builtins.int
-    """and back: found there by requests"""
+    """KV blocks copied back for requests"""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepMeter]:
         """by kind"""
@@ -1164,7 +1167,7 @@ Global___WorkerMeters: _TypeAlias = WorkerMeters  # noqa: Y015
 
 @_typing.final
 class StepMeter(_message.Message):
-    """Engine steps of one kind: how many took up to each bound (worker/meters.py), one more for those beyond the last."""
+    """Durations of engine steps of one kind: a count per bucket (bounds in worker/meters.py), and one for longer steps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1317,7 +1320,7 @@ class LinkState(_message.Message):
     latency_s: _builtins.float
     """shortest round trip of a probe; measured by the sending end"""
     bytes_per_s: _builtins.float
-    """what handoffs got, recent ones first; measured by the sending end"""
+    """throughput of handoffs, weighted to recent ones; measured by the sending end"""
     def __init__(
         self,
         *,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerStub(object):
-    """What routers speak to workers.
+    """The protocol between routers and workers.
     """
 
     def __init__(self, channel):
@@ -48,12 +48,12 @@ class WorkerStub(object):
 
 
 class WorkerServicer(object):
-    """What routers speak to workers.
+    """The protocol between routers and workers.
     """
 
     def Session(self, request_iterator, context):
-        """One multiplexed stream for each (router, worker) pair. The first frame either way is a hello. When the stream
-        ends, the worker cancels every request it carried.
+        """One multiplexed stream per (router, worker) pair. The first frame in each direction is a hello. When the stream
+        ends, the worker cancels every request on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +87,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker(object):
-    """What routers speak to workers.
+    """The protocol between routers and workers.
     """
 
     @staticmethod

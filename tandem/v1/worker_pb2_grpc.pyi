@@ -27,31 +27,31 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerStub:
-    """What routers speak to workers."""
+    """The protocol between routers and workers."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
     Session: _grpc.StreamStreamMultiCallable[_worker_pb2.RouterFrame, _worker_pb2.WorkerFrame]
-    """One multiplexed stream for each (router, worker) pair. The first frame either way is a hello. When the stream
-    ends, the worker cancels every request it carried.
+    """One multiplexed stream per (router, worker) pair. The first frame in each direction is a hello. When the stream
+    ends, the worker cancels every request on it.
     """
     GetState: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStateRequest, _worker_pb2.WorkerState]
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
-    """What routers speak to workers."""
+    """The protocol between routers and workers."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_worker_pb2.RouterFrame, _worker_pb2.WorkerFrame]  # type: ignore[assignment]
-    """One multiplexed stream for each (router, worker) pair. The first frame either way is a hello. When the stream
-    ends, the worker cancels every request it carried.
+    """One multiplexed stream per (router, worker) pair. The first frame in each direction is a hello. When the stream
+    ends, the worker cancels every request on it.
     """
     GetState: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStateRequest, _worker_pb2.WorkerState]  # type: ignore[assignment]
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
-    """What routers speak to workers."""
+    """The protocol between routers and workers."""
 
     @_abc_1.abstractmethod
     def Session(
@@ -59,8 +59,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_pb2.RouterFrame],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WorkerFrame], _abc.AsyncIterator[_worker_pb2.WorkerFrame]]:
-        """One multiplexed stream for each (router, worker) pair. The first frame either way is a hello. When the stream
-        ends, the worker cancels every request it carried.
+        """One multiplexed stream per (router, worker) pair. The first frame in each direction is a hello. When the stream
+        ends, the worker cancels every request on it.
         """
 
     @_abc_1.abstractmethod

@@ -27,8 +27,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from cluster.certificates import create
 from cluster.cli.admin_client import folder_spec
-from cluster.cli.certificates import create
 from tandem.config.spec import TlsSpec
 from tandem.request import SamplingParams
 from tandem.rpc.grpc_tls import ClusterTls, open_channel
@@ -308,7 +308,7 @@ def test_commands_show_who_they_are(secured: Secured) -> None:
     address = f"127.0.0.1:{cluster.admin_port}"
     assert "decode-0" in cluster.tandem("status", "--address", address, "--tls", str(secured.certs)).stdout
     refused = cluster.tandem("status", "--address", address)
-    assert (refused.returncode, "give --tls" in refused.stderr) == (2, True), refused.stderr
+    assert (refused.returncode, "pass --tls" in refused.stderr) == (2, True), refused.stderr
     assert cluster.tandem("trace").returncode == 0
     answer = cluster.tandem("chat", "Hi", "--model", "tiny", "--max-tokens", "4")
     assert answer.returncode == 0, answer.stderr

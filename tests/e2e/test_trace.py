@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvtransfer.session.causes import HandoffCause
+from kvtransfer.causes import HandoffCause
 
 pytestmark = pytest.mark.e2e
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.engine.attention.paged_check import fault, plain_attention
-from tandem.engine.attention.paged_kernels import PagedPath, kernels_there
-from tandem.engine.decode_graphs import CudaRecorder
+from tandem.engine.attention.paged_check import kernel_error, plain_attention
+from tandem.engine.attention.paged_kernels import PagedPath, available_kernels
 from tandem.engine.factory import Rank
+from tandem.engine.graph_recorder import CudaGraphRecorder
 from tandem.engine.kv_pool import DTYPES
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
-from tandem.model.decoder import AttentionTerms
+from tandem.model.decoder import AttentionParams
 from tandem.model.device_matrices import checked_rows, quantised_rows
 from tandem.model.device_ops import choose_ops
-from tandem.model.fp8 import FP8, narrowed
+from tandem.model.fp8 import FP8, to_fp8
 from tandem.model.ops import TORCH_OPS
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank
@@ -72,9 +72,9 @@ def test_every_kernel_there_is_computes_what_it_should(
     if pool != "auto" and not KNOWS_FP8:
         pytest.skip(NEEDS_ADA)
     layout = KvPoolLayout(1, 1, kv_heads, page, head_dim, "bfloat16" if pool == "auto" else pool)
-    terms = AttentionTerms(heads, head_dim**-0.5, None, (None, 24, 1000))
-    there = kernels_there(CUDA, DTYPES[layout.dtype])
-    found = {name: fault(kernel, layout, terms, dtype, CUDA) for name, kernel in there}
+    terms = AttentionParams(heads, head_dim**-0.5, None, (None, 24, 1000))
+    there = available_kernels(CUDA, DTYPES[layout.dtype])
+    found = {name: kernel_error(kernel, layout, terms, dtype, CUDA) for name, kernel in there}
     assert found
     assert not any(found.values()), found
 
@@ -92,14 +92,16 @@ def test_recorded_steps_give_the_tokens_of_launched_ones_and_of_gathered_blocks(
     gathered = single_rank(model_dir, tmp_path / "g", **FLOAT32)
     assert gathered.runner.graphs is None
     launched = single_rank(model_dir, tmp_path / "l", paged=PagedPath(plain_attention, None), **FLOAT32)
-    recorded = single_rank(model_dir, tmp_path / "r", paged=PagedPath(plain_attention, CudaRecorder(CUDA)), **FLOAT32)
+    recorded = single_rank(
+        model_dir, tmp_path / "r", paged=PagedPath(plain_attention, CudaGraphRecorder(CUDA)), **FLOAT32
+    )
     expected = answers(gathered, count)
     assert answers(launched, count) == expected
     assert answers(recorded, count) == expected
 
 
 def test_a_recorded_step_survives_preemption(model_dir: Path, tmp_path: Path) -> None:
-    paged = PagedPath(plain_attention, CudaRecorder(CUDA))
+    paged = PagedPath(plain_attention, CudaGraphRecorder(CUDA))
     small = single_rank(model_dir, tmp_path / "s", paged=paged, kv_blocks=20, max_step_tokens=64, **FLOAT32)
     large = single_rank(model_dir, tmp_path / "l", **FLOAT32)
     drivers = EngineDriver(small.engine), EngineDriver(large.engine)
@@ -127,7 +129,7 @@ def test_in_half_precision_steps_are_recorded_and_nearly_agree_with_gathered_blo
 def test_fp8_is_rounded_as_on_a_cpu() -> None:
     x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)) * 100
     x[:4] = torch.tensor([1e9, -torch.inf, torch.nan, 2**-10])
-    assert torch.equal(narrowed(x.cuda()).cpu().view(torch.uint8), narrowed(x).view(torch.uint8))
+    assert torch.equal(to_fp8(x.cuda()).cpu().view(torch.uint8), to_fp8(x).view(torch.uint8))
 
 
 @pytest.mark.parametrize(

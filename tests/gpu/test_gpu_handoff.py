@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer.agent.control import LinkReport, Received, ReceiveFailed, Sent
+from kvtransfer.control import LinkReport, Received, ReceiveFailed, Sent
 from kvtransfer.pool.cuda_ipc import export_tensor, gpu_index, gpu_uuid
 from kvtransfer.pool.device_digest import DigestKeys
 from kvtransfer.pool.device_pool import DevicePool
-from kvtransfer.pool.pool import PoolMap, Span
+from kvtransfer.pool.pool import PoolMap, PoolSpan
 from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.testing.models import FaultSettings
@@ -42,7 +42,7 @@ def test_copies_and_digests_are_those_of_host_memory(
     devices: tuple[str, str], ids: tuple[int, ...], last_block_tokens: int
 ) -> None:
     (source, source_bytes), (target, target_bytes) = pool_of(1, devices[0]), pool_of(2, devices[1])
-    read = Span(ids, last_block_tokens, 1, 2, 1, 2)
+    read = PoolSpan(ids, last_block_tokens, 1, 2, 1, 2)
     write = replace(read, block_ids=ids[::-1], head_start=2)
     digest = target.copy_from(source, read, write, target.make_keys(7))
     target_bytes.copy_from(source_bytes, read, write)
@@ -53,7 +53,7 @@ def test_copies_and_digests_are_those_of_host_memory(
 
 def test_a_span_goes_over_host_memory_and_back() -> None:
     (source, _), (target, target_bytes) = pool_of(1, "cuda:0"), pool_of(2, "cuda:0")
-    span = Span((3, 4, 9), 5, 0, 3, 1, 2)
+    span = PoolSpan((3, 4, 9), 5, 0, 3, 1, 2)
     size = sum(part.size for part in target_bytes.slices(span))
     with source.on_host(span, write=False) as (host, inner):
         packed = host.pack(inner, size)
@@ -71,7 +71,7 @@ def test_a_gpu_is_found_by_its_uuid() -> None:
 READER = """
 import sys, msgspec, torch
 from kvtransfer.control import DeviceMemory
-from kvtransfer.cuda_ipc import open_memory
+from kvtransfer.pool.cuda_ipc import open_memory
 memory = msgspec.json.decode(sys.stdin.buffer.read(), type=DeviceMemory)
 opened = open_memory(memory)
 print(opened.numel(), int(opened.to(torch.int64).sum().item()), int(opened[0].item()), int(opened[-1].item()))
@@ -147,8 +147,8 @@ def between(
                 worker = FakeWorker(folder, name, model, device=device, connects=connects, ttl_s=TIMEOUT_S, **options)
                 workers.append(worker)
                 await worker.attach()
-            workers[0].meet(workers[1])
-            workers[1].meet(workers[0])
+            workers[0].set_peers_of(workers[1])
+            workers[1].set_peers_of(workers[0])
             await check(*workers)
         finally:
             for worker in workers:

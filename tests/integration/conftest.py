@@ -19,16 +19,17 @@ from tandem.config.launch import RouterLaunch, ServedModel
 from tandem.config.observability import ObservabilitySpec
 from tandem.config.spec import Disaggregation, EngineSpec, ModelSpec, Role, RouterSpec, TransferSpec
 from worker.testing.fork import ForkServer
-from worker.testing.live import RANK, Pair, Workers, live_pair, workers
+from worker.testing.live import LivePair, LiveWorkers, live_pair, workers
 from worker.testing.session import assert_conserved, open_session
 
-StartPair = Callable[..., AbstractAsyncContextManager[Pair]]
+RANK_MODULE = "cluster.backends.rank_process"
+StartPair = Callable[..., AbstractAsyncContextManager[LivePair]]
 
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[ForkServer]:
     """Ranks begin with torch imported."""
-    server = ForkServer(RANK)
+    server = ForkServer(RANK_MODULE)
     yield server
     server.close()
 
@@ -36,7 +37,7 @@ def forks() -> Iterator[ForkServer]:
 @pytest.fixture
 def pair(short_folder: Path, forks: ForkServer) -> StartPair:
     """`pair(model_dir, ...)`: one prefill and one decode worker, and a session with each."""
-    return partial(live_pair, short_folder, forks=forks)
+    return partial(live_pair, short_folder, rank_module=RANK_MODULE, forks=forks)
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Routed:
     """A real router in this process, before live workers."""
 
     app: RouterApp
-    workers: Workers
+    workers: LiveWorkers
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def routed(short_folder: Path, forks: ForkServer) -> Callable[..., AbstractAsync
         model = ModelSpec(source=str(model_dir), engine=engine or EngineSpec(kv_blocks=256))
         roles = {f"prefill-{n}": Role.PREFILL for n in range(prefill)}
         roles |= {f"decode-{n}": Role.DECODE for n in range(decode)}
-        async with workers(short_folder, forks=forks) as running:
+        async with workers(short_folder, RANK_MODULE, forks=forks) as running:
             await asyncio.gather(
                 *(running.start(worker_id, role, model, TransferSpec()) for worker_id, role in roles.items())
             )
@@ -77,7 +78,7 @@ def routed(short_folder: Path, forks: ForkServer) -> Callable[..., AbstractAsync
                 yield Routed(app, running)
                 async with AsyncExitStack() as sessions:
                     infos = running.directory.workers.values()  # of each worker's last life
-                    alive = [info for info in infos if running.live[info.worker_id].leads]
+                    alive = [info for info in infos if running.live[info.worker_id].is_alive]
                     await assert_conserved(
                         *[await sessions.enter_async_context(open_session(info.address)) for info in alive]
                     )

@@ -14,7 +14,7 @@ from tandem.config.spec import EngineSpec, TransportKind
 from tandem.errors import TandemError
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
-from worker.testing.session import Answer, HandRouter
+from worker.testing.session import ManualRouter, RequestResult
 
 VOCAB = 300
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -34,7 +34,7 @@ async def test_a_replaced_agent_takes_new_handoffs(
 ) -> None:
     model_dir = write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1)
     expected = reference_for(model_dir).answer(random_prompt(50, VOCAB), GREEDY)
-    hand = HandRouter()
+    hand = ManualRouter()
     async with pair(model_dir, transport=transport, engine=EngineSpec(kv_blocks=64)) as live:
         worker = live.workers.live[side]
         worker.agents[0].kill()
@@ -48,7 +48,7 @@ async def test_a_replaced_agent_takes_new_handoffs(
         assert answer.kv_bytes > 0
 
 
-async def first_error(hand: HandRouter, live: Any) -> TandemError:
+async def first_error(hand: ManualRouter, live: Any) -> TandemError:
     """The loss is noticed within a step, not at once."""
     for _ in range(100):
         try:
@@ -58,7 +58,7 @@ async def first_error(hand: HandRouter, live: Any) -> TandemError:
     raise AssertionError("the lost agent was never noticed")
 
 
-async def first_answer(hand: HandRouter, live: Any) -> Answer:
+async def first_answer(hand: ManualRouter, live: Any) -> RequestResult:
     """What a patient client gets."""
     for _ in range(100):
         try:
@@ -71,7 +71,7 @@ async def first_answer(hand: HandRouter, live: Any) -> Answer:
 
 async def test_an_agent_that_hangs_is_ended_by_its_leader(pair: Any, tmp_path: Path) -> None:
     """Its peers and the routers move on before; without this the worker would never take a handoff again."""
-    hand = HandRouter()
+    hand = ManualRouter()
     async with pair(write_tiny_llama(tmp_path / "tiny", vocab=VOCAB, seed=1), engine=EngineSpec(kv_blocks=64)) as live:
         worker = live.workers.live["decode-0"]
         worker.agents[0].send_signal(signal.SIGSTOP)

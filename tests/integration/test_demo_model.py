@@ -11,7 +11,7 @@ import pytest
 from tandem.checkpoint.model_store import resolve
 from tandem.config.spec import DEMO_MODEL, EngineSpec
 from tandem.request import SamplingParams
-from worker.testing.session import HandRouter
+from worker.testing.session import ManualRouter
 
 GOLDEN_FILE = Path(__file__).parents[1] / "data" / "smollm2_golden.json"
 END_OF_TURN = 2
@@ -20,7 +20,7 @@ SAMPLING = SamplingParams(temperature=0.0, max_tokens=32, stop_token_ids=frozens
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [pytest.param(1, 1, marks=pytest.mark.soak_only), (3, 1)])
 async def test_golden_tokens_at_every_width(pair: Any, prefill_tp: int, decode_tp: int) -> None:
-    hand = HandRouter()
+    hand = ManualRouter()
     engine = EngineSpec(kv_blocks=64)
     async with pair(resolve(DEMO_MODEL), prefill_tp=prefill_tp, decode_tp=decode_tp, engine=engine) as live:
         for entry in json.loads(GOLDEN_FILE.read_text())["prompts"]:

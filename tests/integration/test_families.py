@@ -10,7 +10,7 @@ from typing import Any
 from tandem.config.spec import EngineSpec
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt
-from worker.testing.session import HandRouter
+from worker.testing.session import ManualRouter
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 ENGINE = EngineSpec(kv_blocks=64, max_step_tokens=48)
@@ -19,7 +19,7 @@ ENGINE = EngineSpec(kv_blocks=64, max_step_tokens=48)
 async def test_a_handoff_between_two_and_two_ranks(
     pair: Any, some_family_dir: Path, reference_for: Callable[[Path], Any]
 ) -> None:
-    hand, prompt = HandRouter(), random_prompt(100, 320)
+    hand, prompt = ManualRouter(), random_prompt(100, 320)
     expected = reference_for(some_family_dir).answer(prompt, GREEDY)
     rest = replace(GREEDY, max_tokens=5)
     async with pair(some_family_dir, prefill_tp=2, decode_tp=2, engine=ENGINE) as live:

@@ -68,7 +68,7 @@ async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
         await controller.start()
         await controller.wait_ready(lambda what: None)
         yield controller
-        for slot in controller.slots.values():
+        for slot in controller.workers.slots.values():
             assert slot.info is not None
             async with open_session(slot.info.address) as session:
                 await assert_conserved(session)
@@ -129,7 +129,7 @@ async def load(controller: Controller, expected: list[str], clients: int = 2) ->
 
 
 def roles(controller: Controller) -> tuple[int, int]:
-    found = [slot.role for slot in controller.slots.values()]
+    found = [slot.role for slot in controller.workers.slots.values()]
     return found.count(Role.PREFILL), found.count(Role.DECODE)
 
 
@@ -156,7 +156,7 @@ async def test_the_commands_of_the_page_say_what_the_page_says(
     controller: Controller, expected: list[str], tmp_path: Path
 ) -> None:
     """First: the page begins with one prefill and one decode worker."""
-    spec = tiny_spec(controller.models[0].spec.source)
+    spec = tiny_spec(controller.workers.models[0].spec.source)
     spec["models"][0]["decode"] = {"workers": 2}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(spec))
     page = re.findall(r"^```\n(\$ tandem .*?)^```", PAGE.read_text(), re.S | re.M)
@@ -173,26 +173,26 @@ async def test_the_commands_of_the_page_say_what_the_page_says(
 async def test_a_drain_whose_caller_goes_away_leaves_the_worker_serving(
     controller: Controller, expected: list[str]
 ) -> None:
-    await controller.live_ratio.scale("", 1, 2)
-    leaving = next(slot for slot in controller.slots.values() if slot.role is Role.DECODE)
+    await controller.scaler.scale("", 1, 2)
+    leaving = next(slot for slot in controller.workers.slots.values() if slot.role is Role.DECODE)
     async with load(controller, expected):
-        drain = asyncio.create_task(controller.live_ratio.drain(leaving.worker_id, restart=False, move=False))
+        drain = asyncio.create_task(controller.scaler.drain(leaving.worker_id, restart=False, move=False))
         await until(lambda: leaving.drain == cluster_pb2.DRAIN_FINISH)
         drain.cancel()
         await asyncio.gather(drain, return_exceptions=True)
         assert (leaving.drain, leaving.state) == (cluster_pb2.DRAIN_NONE, WorkerState.READY)
-        info = controller.directory.get(leaving.worker_id)
+        info = controller.workers.directory.get(leaving.worker_id)
         assert info is not None
         assert info.drain == cluster_pb2.DRAIN_NONE
-        assert not controller.live_ratio.is_busy
+        assert not controller.scaler.is_busy
 
 
 @pytest.mark.parametrize("workers", [2, 1], ids=["another goes on", "the last one comes back"])
 async def test_a_decode_worker_that_gets_sigterm_costs_no_answer(
     controller: Controller, expected: list[str], workers: int
 ) -> None:
-    await controller.live_ratio.scale("", 1, workers)
-    decode = next(slot for slot in controller.slots.values() if slot.role is Role.DECODE)
+    await controller.scaler.scale("", 1, workers)
+    decode = next(slot for slot in controller.workers.slots.values() if slot.role is Role.DECODE)
     before = decode.epoch
     async with load(controller, expected):
         await asyncio.sleep(0.3)
@@ -202,12 +202,17 @@ async def test_a_decode_worker_that_gets_sigterm_costs_no_answer(
 
 
 async def test_the_autoscaler_follows_the_load_and_comes_to_rest(controller: Controller, expected: list[str]) -> None:
-    await controller.live_ratio.scale("", 2, 1)
+    await controller.scaler.scale("", 2, 1)
     # Six answers at a time are more than a fifth of one decode worker's places, however fast this machine is.
     spec = AutoscalerSpec(
         enabled=True, interval_s=0.2, min_workers=2, max_workers=3, headroom=0.2, role_cooldown_s=0.5, stop_after_s=1
     )
-    autoscaling = Autoscaling(controller, controller.spec.model_copy(update={"autoscaler": spec}))
+    autoscaling = Autoscaling(
+        controller.workers,
+        controller.scaler,
+        controller.routers,
+        controller.spec.model_copy(update={"autoscaler": spec}),
+    )
     running = asyncio.create_task(autoscaling.run())
     try:
         async with load(controller, expected, clients=len(ASKS)):
@@ -230,7 +235,12 @@ async def test_the_autoscaler_follows_the_load_and_comes_to_rest(controller: Con
 async def test_a_dry_run_decides_and_changes_nothing(controller: Controller, expected: list[str]) -> None:
     before = roles(controller)
     spec = AutoscalerSpec(enabled=True, dry_run=True, interval_s=0.1, min_workers=2, max_workers=4, headroom=0.01)
-    autoscaling = Autoscaling(controller, controller.spec.model_copy(update={"autoscaler": spec}))
+    autoscaling = Autoscaling(
+        controller.workers,
+        controller.scaler,
+        controller.routers,
+        controller.spec.model_copy(update={"autoscaler": spec}),
+    )
     running = asyncio.create_task(autoscaling.run())
     try:
         async with load(controller, expected):
@@ -246,60 +256,60 @@ async def test_a_dry_run_decides_and_changes_nothing(controller: Controller, exp
 @pytest.mark.parametrize("gone", [False, True])
 async def test_a_worker_that_does_not_start_leaves_nothing_behind(controller: Controller, gone: bool) -> None:
     """`gone`: because who asked for it went away."""
-    await controller.live_ratio.scale("", 1, 1)
-    before = set(controller.slots)
-    asked = asyncio.create_task(controller.live_ratio.scale("", 1, 2))
-    await until(lambda: len(controller.slots) == len(before) + 1)
-    (new,) = set(controller.slots) - before
+    await controller.scaler.scale("", 1, 1)
+    before = set(controller.workers.slots)
+    asked = asyncio.create_task(controller.scaler.scale("", 1, 2))
+    await until(lambda: len(controller.workers.slots) == len(before) + 1)
+    (new,) = set(controller.workers.slots) - before
     if gone:
         asked.cancel()
     else:
-        controller.slots[new].refuse("it cannot work with the others")
+        controller.workers.slots[new].refuse("it cannot work with the others")
     (failure,) = await asyncio.gather(asked, return_exceptions=True)
     assert isinstance(failure, asyncio.CancelledError if gone else ConfigError)
-    assert set(controller.slots) == before
-    assert {place.worker_id for place in controller.directory.snapshot().places} == before
-    assert await controller.live_ratio.scale("", 1, 1) == ()
+    assert set(controller.workers.slots) == before
+    assert {place.worker_id for place in controller.workers.directory.snapshot().places} == before
+    assert await controller.scaler.scale("", 1, 1) == ()
 
 
 async def test_workers_start_side_by_side_and_one_that_fails_leaves_the_others(controller: Controller) -> None:
-    await controller.live_ratio.scale("", 1, 1)
-    before = set(controller.slots)
-    asked = asyncio.create_task(controller.live_ratio.scale("", 1, 3))
-    await until(lambda: len(controller.slots) == len(before) + 2)
-    first, second = (slot for name, slot in controller.slots.items() if name not in before)
+    await controller.scaler.scale("", 1, 1)
+    before = set(controller.workers.slots)
+    asked = asyncio.create_task(controller.scaler.scale("", 1, 3))
+    await until(lambda: len(controller.workers.slots) == len(before) + 2)
+    first, second = (slot for name, slot in controller.workers.slots.items() if name not in before)
     assert (first.state, second.state) == (WorkerState.STARTING, WorkerState.STARTING)
     first.refuse("it cannot work with the others")
-    said = f"{first.worker_id} cannot start: it cannot work with the others (started and stays: {second.worker_id})"
+    said = f"{first.worker_id} cannot start: it cannot work with the others (started and kept: {second.worker_id})"
     with pytest.raises(ConfigError, match=re.escape(said)):
         await asked
-    assert set(controller.slots) == before | {second.worker_id}
+    assert set(controller.workers.slots) == before | {second.worker_id}
     assert second.state is WorkerState.READY
-    assert await controller.live_ratio.scale("", 1, 2) == ()
+    assert await controller.scaler.scale("", 1, 2) == ()
 
 
 async def test_a_changed_spec_is_applied_or_refused_by_the_field(controller: Controller) -> None:
-    spec = tiny_spec(controller.models[0].spec.source)
+    spec = tiny_spec(controller.workers.models[0].spec.source)
     (model,) = spec["models"]
-    await controller.live_ratio.scale("", 1, 1)
-    assert await controller.apply.apply(yaml.safe_dump(spec), dry_run=False) == ()
+    await controller.scaler.scale("", 1, 1)
+    assert await controller.applier.apply(yaml.safe_dump(spec), dry_run=False) == ()
     refused = {**spec, "router": {**spec["router"], "worker_stall_s": 7}, "models": [model | {"name": "other"}]}
     with pytest.raises(ConfigError, match=r"models\.0\.name, router\.worker_stall_s: .* needs a restart"):
-        await controller.apply.apply(yaml.safe_dump(refused), dry_run=False)
+        await controller.applier.apply(yaml.safe_dump(refused), dry_run=False)
     with pytest.raises(ConfigError, match=r"decode\.workers: expected at least 1"):
-        await controller.apply.apply("models: [{decode: {workers: 0}}]", dry_run=False)
+        await controller.applier.apply("models: [{decode: {workers: 0}}]", dry_run=False)
     assert roles(controller) == (1, 1)
     larger = yaml.safe_dump(spec | {"models": [model | {"decode": {"workers": 2}}]})
-    assert await controller.apply.apply(larger, dry_run=True) == ("would set tiny: 1 prefill and 2 decode workers",)
+    assert await controller.applier.apply(larger, dry_run=True) == ("would set tiny: 1 prefill and 2 decode workers",)
     assert roles(controller) == (1, 1)
-    assert await controller.apply.apply(larger, dry_run=False) == ("tiny: 1 prefill and 2 decode workers",)
+    assert await controller.applier.apply(larger, dry_run=False) == ("tiny: 1 prefill and 2 decode workers",)
     assert roles(controller) == (1, 2)
     scaled = yaml.safe_dump(spec | {"autoscaler": {"enabled": True, "dry_run": True}})
-    done = await controller.apply.apply(scaled, dry_run=False)
+    done = await controller.applier.apply(scaled, dry_run=False)
     assert done == ("tiny: 1 prefill and 1 decode workers", "autoscaler: enabled True, dry_run True")
     assert roles(controller) == (1, 1)
     assert controller.autoscaling.status().mode == "dry_run"
-    await controller.apply.apply(yaml.safe_dump(spec), dry_run=False)
+    await controller.applier.apply(yaml.safe_dump(spec), dry_run=False)
     assert controller.autoscaling.status().mode == "off"
 
 
@@ -307,7 +317,7 @@ async def test_a_changed_spec_is_applied_or_refused_by_the_field(controller: Con
 async def test_pools_change_under_load_without_a_lost_or_changed_answer(
     controller: Controller, expected: list[str]
 ) -> None:
-    ratio = controller.live_ratio
+    ratio = controller.scaler
     await ratio.scale("", 1, 1)
     async with load(controller, expected):
         for _ in range(CYCLES):
@@ -324,8 +334,8 @@ async def test_pools_change_under_load_without_a_lost_or_changed_answer(
 
 @pytest.mark.soak_only
 async def test_rolling_restarts_fail_none_of_two_thousand_requests(controller: Controller) -> None:
-    await controller.live_ratio.scale("", 1, 2)
-    before = {name: slot.epoch for name, slot in controller.slots.items()}
+    await controller.scaler.scale("", 1, 2)
+    before = {name: slot.epoch for name, slot in controller.workers.slots.items()}
     left, gaps_s, rolls = iter(range(2000)), [], 0
     async with openai.AsyncOpenAI(
         base_url=f"http://{controller.http_address}/v1", api_key="none", max_retries=0
@@ -341,25 +351,25 @@ async def test_rolling_restarts_fail_none_of_two_thousand_requests(controller: C
         asking = asyncio.gather(*(ask_again(number % len(ASKS)) for number in range(2 * len(ASKS))))
         while not asking.done():
             for name in before:
-                await controller.live_ratio.drain(name, restart=True, move=True)
+                await controller.scaler.drain(name, restart=True, move=True)
             rolls += 1
         await asking
     assert len(gaps_s) == 2000
-    assert all(controller.slots[name].epoch != epoch for name, epoch in before.items())
+    assert all(controller.workers.slots[name].epoch != epoch for name, epoch in before.items())
     print(f"{rolls} rolling restarts of {len(before)} workers under 2,000 requests; longest gap {max(gaps_s):.2f} s")
 
 
 async def test_what_cannot_be_is_refused_and_changes_nothing(controller: Controller) -> None:
-    before = {name: slot.role for name, slot in controller.slots.items()}
+    before = {name: slot.role for name, slot in controller.workers.slots.items()}
     only = next(name for name, role in before.items() if role is Role.DECODE)
     with pytest.raises(ConfigError, match="decode: expected 1 to"):
-        await controller.live_ratio.scale("", 1, 0)
+        await controller.scaler.scale("", 1, 0)
     with pytest.raises(ConfigError, match="model: expected one of tiny, got 'other'"):
-        await controller.live_ratio.scale("other", 1, 1)
+        await controller.scaler.scale("other", 1, 1)
     with pytest.raises(ConfigError, match="more workers: about"):
-        await controller.live_ratio.scale("", 1, 4000)
+        await controller.scaler.scale("", 1, 4000)
     with pytest.raises(ConfigError, match="worker_id: expected one of"):
-        await controller.live_ratio.drain("nobody", restart=False, move=True)
+        await controller.scaler.drain("nobody", restart=False, move=True)
     with pytest.raises(ConfigError, match="last decode worker"):
-        await controller.live_ratio.drain(only, restart=False, move=True)
-    assert {name: slot.role for name, slot in controller.slots.items()} == before
+        await controller.scaler.drain(only, restart=False, move=True)
+    assert {name: slot.role for name, slot in controller.workers.slots.items()} == before

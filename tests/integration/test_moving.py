@@ -20,7 +20,7 @@ from tandem.config.spec import EngineSpec, Role
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import cluster_pb2
-from worker.testing.live import Workers
+from worker.testing.live import LiveWorkers
 
 until = partial(within, timeout_s=60.0)
 
@@ -71,7 +71,7 @@ def streams(reference: Any, first_seed: int = 0) -> list[Stream]:
     return found
 
 
-async def told(running: Workers, worker_id: str, *, role: Role | None = None, move: bool = False) -> None:
+async def told(running: LiveWorkers, worker_id: str, *, role: Role | None = None, move: bool = False) -> None:
     """As a controller tells everybody of another role, or that a worker is to be emptied."""
     info = cluster_pb2.WorkerInfo()
     info.CopyFrom(running.directory.workers[worker_id])

@@ -12,7 +12,7 @@ from tandem.config.spec import EngineSpec
 from tandem.errors import WorkerLost
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
-from worker.testing.session import HandRouter
+from worker.testing.session import ManualRouter
 
 LONG = SamplingParams(temperature=0.0, max_tokens=900)
 
@@ -24,7 +24,7 @@ async def test_the_other_rank_ends_with_a_typed_error(pair: Any, tmp_path: Path,
         worker = live.workers.live["decode-0"]
         running = None
         if busy:
-            running = asyncio.create_task(HandRouter().generate(live.decode, random_prompt(20, 300), LONG))
+            running = asyncio.create_task(ManualRouter().generate(live.decode, random_prompt(20, 300), LONG))
             await asyncio.sleep(0.5)
         worker.ranks[lost].kill()
         await asyncio.to_thread(worker.ranks[1 - lost].wait, 20)

@@ -87,7 +87,7 @@ async def serves_again(router: RouterSlot, restarts: int, timeout_s: float = 20.
 
 
 async def conserved(controller: Controller) -> None:
-    for slot in controller.slots.values():
+    for slot in controller.workers.slots.values():
         assert slot.info is not None
         async with open_session(slot.info.address) as session:
             await assert_conserved(session)
@@ -121,12 +121,12 @@ async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 
 
 async def test_two_routers_answer_alike_share_their_index_and_are_both_shown(controller: Controller) -> None:
-    second = controller.routers[1]
+    second = controller.routers.slots[1]
     before = await metric(second, "tandem_index_credit_tokens_total", 'kind="given"')
-    told = await answers(controller.routers, 0, 24)
+    told = await answers(controller.routers.slots, 0, 24)
     assert len(set(told)) == len(told)
     await asyncio.sleep(0.5)  # events travel
-    assert await answers(controller.routers, 1, 24) == told
+    assert await answers(controller.routers.slots, 1, 24) == told
     assert before == 0
     credited = await metric(second, "tandem_index_credit_tokens_total", 'kind="given"')
     assert credited >= sum(len(prompt) // 16 * 16 - 16 for prompt, _ in ASKS), "it knew what the first one caused"
@@ -145,16 +145,16 @@ async def test_two_routers_answer_alike_share_their_index_and_are_both_shown(con
     assert len({router[kind] for router in shown["routers"] for kind in ("http", "grpc")}) == 4
     assert {"router-0", "router-1", "redis"} <= {process["name"] for process in shown["processes"]}
     assert len(listed.traces) == 2 * len(ASKS), "those of both"
-    one = await controller.traces.get(trace_pb2.GetTraceRequest(request_id=listed.traces[0].request_id))
+    one = await controller.routers.traces.get(trace_pb2.GetTraceRequest(request_id=listed.traces[0].request_id))
     assert one == listed.traces[0]
     with pytest.raises(NotFound):
-        await controller.traces.get(trace_pb2.GetTraceRequest(request_id="nobody"))
+        await controller.routers.traces.get(trace_pb2.GetTraceRequest(request_id="nobody"))
 
 
 async def test_a_killed_router_costs_a_client_that_reconnects_nothing_and_comes_back(controller: Controller) -> None:
-    first, second = controller.routers
-    expected = await answers(controller.routers, 1)
-    clients = [Client(controller.routers, 0) for _ in ASKS]
+    first, second = controller.routers.slots
+    expected = await answers(controller.routers.slots, 1)
+    clients = [Client(controller.routers.slots, 0) for _ in ASKS]
     asked = [asyncio.create_task(client.ask(*ask)) for client, ask in zip(clients, ASKS, strict=True)]
     await asyncio.gather(*(client.begun.wait() for client in clients[:3]))
     os.kill((await first.processes())[0].pid, signal.SIGKILL)
@@ -168,15 +168,15 @@ async def test_a_killed_router_costs_a_client_that_reconnects_nothing_and_comes_
     assert second.restarts == 0
     await serves_again(first, 1)
     print(f"killed router served again after {time.monotonic() - killed_s:.1f} s")
-    assert await answers(controller.routers, 0) == expected
+    assert await answers(controller.routers.slots, 0) == expected
     credited = await metric(first, "tandem_index_credit_tokens_total", 'kind="given"')
     assert credited >= sum(len(prompt) // 16 * 16 - 16 for prompt, _ in ASKS), "it has built its index anew"
 
 
 async def test_a_router_that_is_told_to_end_lets_running_answers_end_first(controller: Controller) -> None:
-    second = controller.routers[1]
-    expected = await answers(controller.routers, 0, 16)
-    clients = [Client(controller.routers, 1) for _ in ASKS]
+    second = controller.routers.slots[1]
+    expected = await answers(controller.routers.slots, 0, 16)
+    clients = [Client(controller.routers.slots, 1) for _ in ASKS]
     asked = [asyncio.create_task(client.ask(*ask, 16)) for client, ask in zip(clients, ASKS, strict=True)]
     await asyncio.gather(*(client.begun.wait() for client in clients))
     os.kill((await second.processes())[0].pid, signal.SIGTERM)

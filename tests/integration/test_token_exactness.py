@@ -18,8 +18,8 @@ from tandem.config.spec import EngineSpec, TlsSpec, TransportKind, WireDtype
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
-from worker.testing.live import Pair
-from worker.testing.session import HandRouter, WorkerSession
+from worker.testing.live import LivePair
+from worker.testing.session import ManualRouter, WorkerSession
 
 VOCAB = 300
 LENGTHS = (1, 15, 16, 17, 100, 1000)
@@ -55,7 +55,7 @@ def reference(reference_for: Callable[[Path], Any], tiny: Path) -> Any:
 
 async def test_aggregated(pair: Any, tiny: Path, reference: Any) -> None:
     """Tokens, and logprobs the same as through a handoff."""
-    hand = HandRouter()
+    hand = ManualRouter()
     async with pair(tiny, engine=ENGINE) as live:
         for length in LENGTHS:
             for sampling in (GREEDY, SEEDED):
@@ -75,7 +75,7 @@ async def test_aggregated(pair: Any, tiny: Path, reference: Any) -> None:
 async def test_through_an_encrypted_handoff(
     pair: Any, tiny: Path, reference: Any, authority: Callable[[str], Any]
 ) -> None:
-    hand = HandRouter()
+    hand = ManualRouter()
     tls = TlsSpec(**authority("ours").issue("worker"))
     async with pair(tiny, prefill_tp=2, transport=TCP, tls=tls, engine=ENGINE) as live:
         answer = await hand.handoff(live.prefill, live.decode, prompt(100), GREEDY)
@@ -93,7 +93,7 @@ async def test_quantised_weights_and_kv_through_a_handoff(
 ) -> None:  # fmt: skip
     """As one process alone answers; blocks cross as they lie, a token of a head in `cell_bytes` instead of 64, also
     where links would make int8 of wider ones."""
-    hand, quantised = HandRouter(), {"weights": "int8", "kv_dtype": kv_dtype}
+    hand, quantised = ManualRouter(), {"weights": "int8", "kv_dtype": kv_dtype}
     alone = EngineDriver(single_rank(tiny, tmp_path / "alone", **quantised).engine)
     for length in LENGTHS:
         alone.add(str(length), prompt(length), SEEDED)
@@ -115,7 +115,7 @@ async def test_quantised_weights_and_kv_through_a_handoff(
 async def test_prompts_that_the_pools_have_no_room_for_come_from_host_tiers_on_both_sides(
     pair: Any, tiny: Path, reference: Any, prefill_tp: int, decode_tp: int, transport: TransportKind
 ) -> None:
-    hand = HandRouter()
+    hand = ManualRouter()
     engine = ENGINE.model_copy(update={"kv_blocks": 32, "host_kv_memory_bytes": 4 << 20})
     prompts = [prompt(100, seed) for seed in range(40, 52)]
     expected = [reference.answer(each, GREEDY) for each in prompts]
@@ -138,7 +138,7 @@ async def test_answers_that_end_at_their_first_token_fail_no_handoff(
 ) -> None:
     """The decode worker hears of the end from the router alone: a word of the prefill worker's could come to the router
     before the token itself, and have the prompt computed again. Of answers of one token no KV is moved."""
-    hand = HandRouter()
+    hand = ManualRouter()
     async with pair(tiny, engine=ENGINE) as live:
         for seed in range(20):
             first = reference.answer(prompt(17, seed), GREEDY)[0]
@@ -154,7 +154,7 @@ async def test_answers_that_end_at_their_first_token_fail_no_handoff(
         assert (moved > 0) == (ends_by == "stop token")
 
 
-async def cache_on_prefill_only(hand: HandRouter, prefill: WorkerSession, decode: WorkerSession, tokens: Any) -> None:
+async def cache_on_prefill_only(hand: ManualRouter, prefill: WorkerSession, decode: WorkerSession, tokens: Any) -> None:
     """The decode worker's side is cancelled, so it never commits what it received."""
     work = hand.work(tokens, GREEDY)
     ticket = await hand.reserve(prefill, decode, work)
@@ -174,8 +174,8 @@ async def test_through_a_handoff(
         assert {link.state for link in links} == {"ready"}
 
 
-async def with_every_length(live: Pair, reference: Any) -> None:
-    hand = HandRouter()
+async def with_every_length(live: LivePair, reference: Any) -> None:
+    hand = ManualRouter()
     for length in LENGTHS:
         for seed, sampling in enumerate((GREEDY, SEEDED)):
             answer = await hand.handoff(live.prefill, live.decode, prompt(length, seed), sampling)
@@ -183,8 +183,8 @@ async def with_every_length(live: Pair, reference: Any) -> None:
             assert answer.kv_bytes > 0
 
 
-async def with_every_state_of_the_caches(live: Pair, reference: Any, decode_tp: int) -> None:
-    hand = HandRouter()
+async def with_every_state_of_the_caches(live: LivePair, reference: Any, decode_tp: int) -> None:
+    hand = ManualRouter()
     token_bytes = 2 * 2 * max(2, decode_tp) * 16 * 4  # layers, K and V, KV heads with replicas, head_dim, fp32
     for length in (16, 17, 96, 100):
         full = length // 16 * 16

@@ -30,7 +30,7 @@ from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.testing.net import TcpProxy, tcp_proxy
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from worker.testing.fork import ForkServer
-from worker.testing.live import Directory, Workers, workers
+from worker.testing.live import FakeController, LiveWorkers, workers
 from worker.testing.session import WorkerSession, assert_conserved, open_session
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one set of workers serves all
@@ -44,10 +44,10 @@ ENGINE = EngineSpec(kv_blocks=BLOCKS, max_step_tokens=64)
 ROLES = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
 
 
-class Behind(Directory):
+class Behind(FakeController):
     """The directory as a router sees it that reaches each worker only through a proxy."""
 
-    def __init__(self, real: Directory, ports: dict[str, int]) -> None:
+    def __init__(self, real: FakeController, ports: dict[str, int]) -> None:
         super().__init__()
         self._ports = ports
         self.workers = {name: self._moved(info) for name, info in real.workers.items()}
@@ -63,7 +63,7 @@ class Behind(Directory):
 class World:
     """`apps[1]` has every worker and Redis behind a proxy."""
 
-    workers: Workers
+    workers: LiveWorkers
     apps: list[RouterApp]
     sessions: dict[str, WorkerSession]  # of a third router, that only listens
     proxies: dict[str, TcpProxy]  # by worker; and "redis"
@@ -103,7 +103,7 @@ class World:
 
 
 @asynccontextmanager
-async def directory_server(directory: Directory) -> AsyncIterator[str]:
+async def directory_server(directory: FakeController) -> AsyncIterator[str]:
     server = grpc.aio.server()
     cluster_pb2_grpc.add_ClusterServicer_to_server(directory, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -145,7 +145,7 @@ async def running_world(tmp_path_factory: pytest.TempPathFactory, forks: ForkSer
     redis.start()
     try:
         async with AsyncExitStack() as stack:
-            running = await stack.enter_async_context(workers(folder, redis.url, forks))
+            running = await stack.enter_async_context(workers(folder, forks.module, redis.url, forks))
             model = ModelSpec(source=str(model_dir), engine=ENGINE)
             infos = await asyncio.gather(
                 *(running.start(name, role, model, TransferSpec()) for name, role in ROLES.items())

@@ -79,7 +79,7 @@ async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
         await controller.start()
         await controller.wait_ready(lambda what: None)
         yield controller
-        for slot in controller.slots.values():
+        for slot in controller.workers.slots.values():
             assert slot.info is not None
             async with open_session(slot.info.address) as session:
                 await assert_conserved(session)

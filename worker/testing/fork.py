@@ -1,10 +1,10 @@
-"""Processes for tests that start at once: forked off one that has everything imported, as torch alone takes seconds.
+"""A fork server for tests. Its processes start at once, because the imports are done: torch alone takes seconds.
 
     python -m worker.testing.fork MODULE
 
-imports MODULE, then reads one JSON object a line and answers each with one line: `{"arguments", "log", "env"}` forks a
-process that runs MODULE as a program and answers its pid, `{"poll"}` answers its exit code, null while it runs. Ends
-with its input. MODULE must start no thread when it is imported.
+imports MODULE, then reads one JSON object per line and answers each with one line. `{"arguments", "log", "env"}` forks
+a process that runs MODULE as a program and returns its pid. `{"poll"}` returns the exit code of a pid, null while it
+runs. The server exits at the end of its input. Importing MODULE must start no thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POLL_S = 0.01
 
 
 class Process(Protocol):
-    """What `subprocess.Popen` and `ForkedProcess` have in common."""
+    """The common part of `subprocess.Popen` and `ForkedProcess`."""
 
     pid: int
 
@@ -46,7 +46,7 @@ class ForkServer:
 
     def __init__(self, module: str) -> None:
         self.module = module
-        self._asking = threading.Lock()  # tests stop workers in threads
+        self._lock = threading.Lock()  # tests stop workers in threads
         self._process = subprocess.Popen(
             [sys.executable, "-m", "worker.testing.fork", module],
             stdin=subprocess.PIPE,
@@ -56,14 +56,14 @@ class ForkServer:
         )
 
     def start(self, arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> ForkedProcess:
-        return ForkedProcess(self, self.ask({"arguments": list(arguments), "log": str(log), "env": dict(env)}))
+        return ForkedProcess(self, self.call({"arguments": list(arguments), "log": str(log), "env": dict(env)}))
 
-    def ask(self, question: Mapping[str, Any]) -> Any:
-        """Raises RuntimeError when the server is gone."""
+    def call(self, request: Mapping[str, Any]) -> Any:
+        """Sends one request and returns the answer. Raises RuntimeError when the server is gone."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with self._asking:
-            print(json.dumps(question), file=self._process.stdin, flush=True)
+        with self._lock:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
             line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the fork server of {self.module} is gone")
@@ -76,7 +76,7 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """A child of the server, which alone can wait for it."""
+    """A child of the server. Only the server can wait for it."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
@@ -85,7 +85,7 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         if self._returncode is None:
-            self._returncode = self._server.ask({"poll": self.pid})
+            self._returncode = self._server.call({"poll": self.pid})
         return self._returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -98,7 +98,7 @@ class ForkedProcess:
         return code
 
     def send_signal(self, sig: int) -> None:
-        if self.poll() is None:  # until it was waited for, its pid is its own
+        if self.poll() is None:  # until the server has waited for it, the pid is not reused
             os.kill(self.pid, sig)
 
     def kill(self) -> None:
@@ -106,7 +106,7 @@ class ForkedProcess:
 
 
 def run_child(module: str, arguments: Sequence[str], log: str, env: Mapping[str, str]) -> NoReturn:
-    """In the forked process, whose exit is its own: nothing of the server's is run or flushed."""
+    """Runs in the forked process and exits with `os._exit`, so none of the server's handlers or buffers run twice."""
     code = 1
     try:
         output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -122,7 +122,7 @@ def run_child(module: str, arguments: Sequence[str], log: str, env: Mapping[str,
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-    except BaseException:  # a program's last words, as the interpreter's own
+    except BaseException:  # prints the traceback as the interpreter would
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -138,13 +138,13 @@ def exit_code(pid: int) -> int | None:
 def serve(module: str) -> None:
     importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # what is shared stays shared
+    gc.freeze()  # keeps the shared pages shared: the collector does not write to them
     for line in sys.stdin:
-        question = json.loads(line)
-        if "poll" in question:
-            answer = exit_code(question["poll"])
+        request = json.loads(line)
+        if "poll" in request:
+            answer = exit_code(request["poll"])
         elif not (answer := os.fork()):
-            run_child(module, **question)
+            run_child(module, **request)
         print(json.dumps(answer), flush=True)
 
 

@@ -1,6 +1,7 @@
 """Live workers for tests and benchmarks: real rank, agent and service processes; no router, no Ray.
 
-`live_pair(...)` starts one prefill and one decode worker and gives a session with each; leaving it checks conservation.
+`live_pair(...)` starts one prefill and one decode worker and opens a session with each. On exit it checks that every KV
+block is accounted for.
 """
 
 from __future__ import annotations
@@ -29,11 +30,10 @@ from worker.testing.fork import ForkServer, Process
 from worker.testing.session import WorkerSession, assert_conserved, open_session
 
 START_TIMEOUT_S = 300.0
-RANK = "cluster.backends.rank_process"
 
 
-class Directory(cluster_pb2_grpc.ClusterServicer):
-    """The membership half of a controller: all that workers need of it."""
+class FakeController(cluster_pb2_grpc.ClusterServicer):
+    """The membership part of a controller, which is all that workers need. Other calls raise NotImplementedError."""
 
     def __init__(self) -> None:
         self.workers: dict[str, cluster_pb2.WorkerInfo] = {}
@@ -70,37 +70,37 @@ class Directory(cluster_pb2_grpc.ClusterServicer):
         return self.version != version
 
     async def GetStatus(self, request: cluster_pb2.GetStatusRequest, context: Any) -> cluster_pb2.ClusterStatus:
-        raise NotImplementedError("only the membership half of a controller")
+        raise NotImplementedError("FakeController: expected a membership call")
 
     def RecordRequests(
         self, request: trace_pb2.RecordRequestsRequest, context: Any
     ) -> AsyncIterator[trace_pb2.LoggedRequest]:
-        raise NotImplementedError("only the membership half of a controller")
+        raise NotImplementedError("FakeController: expected a membership call")
 
     async def ListSnapshots(
         self, request: cluster_pb2.ListSnapshotsRequest, context: Any
     ) -> cluster_pb2.ListSnapshotsResponse:
-        raise NotImplementedError("only the membership half of a controller")
+        raise NotImplementedError("FakeController: expected a membership call")
 
     async def Shutdown(self, request: cluster_pb2.ShutdownRequest, context: Any) -> cluster_pb2.ShutdownResponse:
-        raise NotImplementedError("only the membership half of a controller")
+        raise NotImplementedError("FakeController: expected a membership call")
 
     async def Scale(self, request: cluster_pb2.ScaleRequest, context: Any) -> cluster_pb2.ScaleResponse:
-        raise NotImplementedError("only the membership half of a controller")
+        raise NotImplementedError("FakeController: expected a membership call")
 
     async def DrainWorker(
         self, request: cluster_pb2.DrainWorkerRequest, context: Any
     ) -> cluster_pb2.DrainWorkerResponse:
-        raise NotImplementedError("only the membership half of a controller")
+        raise NotImplementedError("FakeController: expected a membership call")
 
     async def Apply(self, request: cluster_pb2.ApplyRequest, context: Any) -> cluster_pb2.ApplyResponse:
-        raise NotImplementedError("only the membership half of a controller")
+        raise NotImplementedError("FakeController: expected a membership call")
 
     async def GetTrace(self, request: trace_pb2.GetTraceRequest, context: Any) -> trace_pb2.RequestTrace:
-        raise NotImplementedError("only the membership half of a controller")
+        raise NotImplementedError("FakeController: expected a membership call")
 
     async def ListTraces(self, request: trace_pb2.ListTracesRequest, context: Any) -> trace_pb2.ListTracesResponse:
-        raise NotImplementedError("only the membership half of a controller")
+        raise NotImplementedError("FakeController: expected a membership call")
 
     async def wait_for(self, worker_id: str, epoch: int) -> cluster_pb2.WorkerInfo:
         async with self.changed:
@@ -109,11 +109,17 @@ class Directory(cluster_pb2_grpc.ClusterServicer):
 
 
 class LiveWorker:
-    """The processes of one life of one worker. `forks`: where its ranks come from, if not from a start of their own."""
+    """The processes of one epoch of one worker.
 
-    def __init__(self, launch: WorkerLaunch, log: Path, forks: ForkServer | None = None) -> None:
+    Args:
+        rank_module: the program of a rank, with `--launch` and `--rank`.
+        forks: forks the ranks; None starts each as a process of its own.
+    """
+
+    def __init__(self, launch: WorkerLaunch, log: Path, rank_module: str, forks: ForkServer | None = None) -> None:
         self.launch = launch
         self.log = log
+        self._rank_module = rank_module
         run_dir = Path(launch.run_dir)
         run_dir.mkdir(mode=0o700)
         launch_file = run_dir / "launch.json"
@@ -125,7 +131,7 @@ class LiveWorker:
     def _start_rank(self, forks: ForkServer | None, launch_file: str, rank: str) -> Process:
         arguments = ("--launch", launch_file, "--rank", rank)
         if forks is None:
-            return self._start(RANK, *arguments)
+            return self._start(self._rank_module, *arguments)
         return forks.start(arguments, self.log, os.environ | {"OMP_NUM_THREADS": "1"})
 
     def _start(self, module: str, *arguments: object) -> subprocess.Popen[bytes]:
@@ -141,15 +147,15 @@ class LiveWorker:
         self.agents[rank] = self._start("kvtransfer.agent", "--socket", self.launch.agent_socket(rank))
 
     @property
-    def leads(self) -> bool:
-        """Its first rank is alive, and with it the worker."""
+    def is_alive(self) -> bool:
+        """Whether rank 0, the leader, runs. Without it the worker is lost."""
         return self.ranks[0].poll() is None
 
     def processes(self) -> list[Process]:
         return [*self.ranks, *self.agents, self.service]
 
     def kill(self) -> None:
-        """kill -9, everything at once."""
+        """Kills all processes at once with SIGKILL."""
         for process in self.processes():
             process.kill()
 
@@ -166,12 +172,13 @@ class LiveWorker:
 
 
 @dataclass
-class Workers:
-    """A directory with live workers in it."""
+class LiveWorkers:
+    """Live workers, and the fake controller in whose directory they register."""
 
-    directory: Directory
+    directory: FakeController
     controller_address: str
     folder: Path
+    rank_module: str
     live: dict[str, LiveWorker]
     redis_url: str | None = None
     forks: ForkServer | None = None
@@ -196,7 +203,7 @@ class Workers:
             redis_url=self.redis_url,
             run_dir=str(self.folder / f"{worker_id}-{epoch:x}"),
         )
-        worker = LiveWorker(launch, self.folder / f"{worker_id}.log", self.forks)
+        worker = LiveWorker(launch, self.folder / f"{worker_id}.log", self.rank_module, self.forks)
         self.live[worker_id] = worker
         waiting = asyncio.create_task(self.directory.wait_for(worker_id, epoch))
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
@@ -209,7 +216,7 @@ class Workers:
         return waiting.result()
 
     async def restart(self, worker_id: str) -> cluster_pb2.WorkerInfo:
-        """Its next life, as a controller would give it one."""
+        """Kills the worker and starts its next epoch, as a controller would."""
         launch = self.live[worker_id].launch
         await self.stop(worker_id, signal.SIGKILL)
         return await self.start(worker_id, launch.role, launch.model, launch.transfer)
@@ -221,14 +228,14 @@ class Workers:
 
 @asynccontextmanager
 async def workers(
-    folder: Path, redis_url: str | None = None, forks: ForkServer | None = None
-) -> AsyncIterator[Workers]:
-    directory = Directory()
+    folder: Path, rank_module: str, redis_url: str | None = None, forks: ForkServer | None = None
+) -> AsyncIterator[LiveWorkers]:
+    directory = FakeController()
     server = grpc.aio.server(options=SERVER_OPTIONS)
     cluster_pb2_grpc.add_ClusterServicer_to_server(directory, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    running = Workers(directory, f"127.0.0.1:{port}", folder, {}, redis_url, forks)
+    running = LiveWorkers(directory, f"127.0.0.1:{port}", folder, rank_module, {}, redis_url, forks)
     try:
         yield running
     finally:
@@ -238,12 +245,12 @@ async def workers(
 
 
 @dataclass
-class Pair:
+class LivePair:
     """One prefill and one decode worker, and a session with each."""
 
     prefill: WorkerSession
     decode: WorkerSession
-    workers: Workers
+    workers: LiveWorkers
 
 
 @asynccontextmanager
@@ -251,6 +258,7 @@ async def live_pair(
     folder: Path,
     model_dir: Path,
     *,
+    rank_module: str,
     prefill_tp: int = 1,
     decode_tp: int = 1,
     transport: TransportKind = TransportKind.AUTO,
@@ -259,9 +267,12 @@ async def live_pair(
     wire_dtype: WireDtype = WireDtype.POOL,
     tls: TlsSpec | None = None,
     forks: ForkServer | None = None,
-) -> AsyncIterator[Pair]:
-    """Args:
-    folder: private, with a path short enough for unix sockets in it.
+) -> AsyncIterator[LivePair]:
+    """Starts a prefill and a decode worker.
+
+    Args:
+        folder: private, with a path short enough for unix sockets in it.
+        rank_module: the program of a rank.
     """
     model = ModelSpec(
         source=str(model_dir),
@@ -270,12 +281,12 @@ async def live_pair(
         engine=engine or EngineSpec(kv_blocks=256),
     )
     transfer = TransferSpec(transport=transport, ticket_ttl_s=ticket_ttl_s, wire_dtype=wire_dtype, tls=tls)
-    async with workers(folder, forks=forks) as running, AsyncExitStack() as sessions:
+    async with workers(folder, rank_module, forks=forks) as running, AsyncExitStack() as sessions:
         prefill, decode = await asyncio.gather(
             running.start("prefill-0", Role.PREFILL, model, transfer),
             running.start("decode-0", Role.DECODE, model, transfer),
         )
-        pair = Pair(
+        pair = LivePair(
             await sessions.enter_async_context(open_session(prefill.address)),
             await sessions.enter_async_context(open_session(decode.address)),
             running,

@@ -1,6 +1,6 @@
-"""A router reduced to one hand: drives live workers by the Worker protocol, request by request. For tests.
+"""Drives live workers over the Worker protocol, one request at a time. For tests and benchmarks.
 
-It says exactly which worker does what, so that a test can put a prefix into one worker's cache and not the other's.
+The caller chooses the workers of each request, so a test can fill the prefix cache of one worker and not the other.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _REASONS = {
 
 
 @dataclass(slots=True)
-class Answer:
-    """What one request came to."""
+class RequestResult:
+    """Tokens and figures of one request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -39,14 +39,14 @@ class Answer:
 
 
 class WorkerSession:
-    """One router session with one worker; events come apart by request id."""
+    """One router session with one worker. Events are queued by request id."""
 
     def __init__(self, stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
         self._stub = stub
         self._outgoing: asyncio.Queue[worker_pb2.RouterFrame | None] = asyncio.Queue()
         self._events: defaultdict[str, asyncio.Queue[WireEvent | None]] = defaultdict(asyncio.Queue)
         self.hello = worker_pb2.WorkerHello()
-        self._greeted = asyncio.Event()
+        self._has_hello = asyncio.Event()
         self.load = worker_pb2.WorkerLoad()  # as last reported
         self.frames_seen = 0
         self.lost = False
@@ -62,7 +62,7 @@ class WorkerSession:
             async for frame in self._stub.Session(self._frames()):
                 if frame.HasField("hello"):
                     self.hello = frame.hello
-                    self._greeted.set()
+                    self._has_hello.set()
                 if frame.HasField("load"):
                     self.load = frame.load
                 self.frames_seen = frame.frames_seen
@@ -70,20 +70,20 @@ class WorkerSession:
                 for event in events:
                     self._events[event.request_id].put_nowait(event)
         except grpc.aio.AioRpcError:
-            pass  # the worker is gone; `lost` says so
+            pass  # the worker is gone: see `lost`
         finally:
             self.lost = True
             for queue in self._events.values():
                 queue.put_nowait(None)
 
-    async def greeted(self) -> None:
+    async def wait_hello(self) -> None:
         async with asyncio.timeout(10.0):
-            await self._greeted.wait()
+            await self._has_hello.wait()
 
     def send(self, frame: worker_pb2.RouterFrame) -> None:
         self._outgoing.put_nowait(frame)
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         self._outgoing.put_nowait(None)
 
     def cancel(self, request_id: str) -> None:
@@ -110,16 +110,16 @@ async def open_session(address: str) -> AsyncIterator[WorkerSession]:
         session = WorkerSession(stub)
         running = asyncio.create_task(session.run())
         try:
-            await session.greeted()
+            await session.wait_hello()
             yield session
         finally:
-            session.hang_up()
+            session.close()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
 
-class HandRouter:
-    """Sends single requests along a chosen path."""
+class ManualRouter:
+    """Sends single requests to workers that the caller chooses."""
 
     def __init__(self) -> None:
         self._ids = count(1)
@@ -128,23 +128,23 @@ class HandRouter:
         wire = sampling_frame(sampling)
         return worker_pb2.Work(request_id=f"test-{next(self._ids)}", prompt=prompt, sampling=wire, cache_salt=salt)
 
-    async def generate(self, decode: WorkerSession, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
-        """All of it on one worker."""
+    async def generate(self, decode: WorkerSession, prompt: Sequence[int], sampling: SamplingParams) -> RequestResult:
+        """Prefills and decodes on one worker."""
         work = self.work(prompt, sampling)
         decode.send(worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=work)))
-        answer = Answer()
+        answer = RequestResult()
         await self._collect(decode, work.request_id, answer)
         return answer
 
     async def generate_together(
         self, decode: WorkerSession, prompts: Sequence[Sequence[int]], sampling: SamplingParams
-    ) -> list[Answer]:
-        """As `generate` for each, asked for in one message."""
+    ) -> list[RequestResult]:
+        """Like `generate` for each prompt, but sends all requests in one message."""
         works = [self.work(prompt, sampling) for prompt in prompts]
         first, *rest = (worker_pb2.RouterFrame(generate=worker_pb2.Generate(work=work)) for work in works)
         first.more.extend(rest)
         decode.send(first)
-        answers = [Answer() for _ in works]
+        answers = [RequestResult() for _ in works]
         for work, answer in zip(works, answers, strict=True):
             await self._collect(decode, work.request_id, answer)
         return answers
@@ -157,8 +157,8 @@ class HandRouter:
         sampling: SamplingParams,
         *,
         use_decode_cache: bool = True,
-    ) -> Answer:
-        """Prefill there, decode here. As a router does, leaves neither worker with a request that failed."""
+    ) -> RequestResult:
+        """Prefills on one worker and decodes on the other. On failure cancels the request on both, as a router does."""
         work = self.work(prompt, sampling)
         try:
             return await self._handoff(prefill, decode, work, sampling, use_decode_cache)
@@ -174,8 +174,8 @@ class HandRouter:
         work: worker_pb2.Work,
         sampling: SamplingParams,
         use_decode_cache: bool,
-    ) -> Answer:
-        answer = Answer()
+    ) -> RequestResult:
+        answer = RequestResult()
         ticket = await self.reserve(prefill, decode, work, use_decode_cache=use_decode_cache)
         answer.cached_tokens_decode = ticket.cached_tokens
         first = await self.prefill(prefill, work, ticket)
@@ -207,7 +207,7 @@ class HandRouter:
         decode.send(worker_pb2.RouterFrame(reserve=reserve))
         reserved = await decode.event(work.request_id)
         if not isinstance(reserved, worker_pb2.Reserved):
-            raise WorkerLost(f"expected a reservation, got {type(reserved).__name__}")
+            raise WorkerLost(f"expected Reserved, got {type(reserved).__name__}")
         return reserved.ticket
 
     async def prefill(
@@ -219,7 +219,7 @@ class HandRouter:
             if isinstance(event, worker_pb2.StepToken):
                 return event
 
-    async def _collect(self, decode: WorkerSession, request_id: str, answer: Answer) -> None:
+    async def _collect(self, decode: WorkerSession, request_id: str, answer: RequestResult) -> None:
         while answer.reason is None:
             match await decode.event(request_id):
                 case worker_pb2.StepToken() as token:
@@ -231,17 +231,17 @@ class HandRouter:
                 case worker_pb2.Ended() as ended:
                     answer.reason = _REASONS[ended.finish_reason]
 
-    def _take(self, answer: Answer, token: worker_pb2.StepToken) -> None:
+    def _take(self, answer: RequestResult, token: worker_pb2.StepToken) -> None:
         answer.tokens.append(token.token_id)
         if token.HasField("logprobs"):
             answer.logprobs.append(token.logprobs.logprob)
 
 
 async def assert_conserved(*sessions: WorkerSession, timeout_s: float = 5.0) -> None:
-    """Every worker comes to rest with nothing leased or in use and every block accounted for.
+    """Waits until on every worker no block is leased or in use, and free and cached blocks add up to the total.
 
     Raises:
-        TandemError: the counts did not come to rest in time; they are in the message.
+        TandemError: that did not happen within `timeout_s`; the message has the counts.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     for session in sessions:
@@ -253,5 +253,5 @@ async def assert_conserved(*sessions: WorkerSession, timeout_s: float = 5.0) -> 
             if conserved and blocks.leased == blocks.in_use == 0:
                 break
             if asyncio.get_running_loop().time() > deadline:
-                raise TandemError(f"blocks of {session.hello.worker_id} leaked or never came to rest: {load}")
+                raise TandemError(f"blocks of {session.hello.worker_id} leaked or are still in use: {load}")
             await asyncio.sleep(0.05)

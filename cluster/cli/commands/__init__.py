@@ -1,1 +1,1 @@
-"""One module per command of `tandem`."""
+"""The commands of `tandem`; their options are in cluster.cli.main and cluster.cli.options."""

@@ -1,4 +1,4 @@
-"""`tandem chat`: a conversation with a running cluster, or one answer for a pipe."""
+"""`tandem chat`: a conversation with a running cluster, or one answer to a question from a pipe."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import grpc.aio
 from rich.console import Console
 
 from cluster.cli import state_file
-from cluster.cli.admin_client import edge_channel
-from cluster.cli.commands.generation import chat_request, generate
 from cluster.cli.commands.running import run_interruptible
+from cluster.cli.router_client import chat_request, edge_channel, generate
 from tandem.errors import TandemError
 from tandem.v1 import inference_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What every request of a conversation has. `raw`: each text is continued as it is, without a chat template."""
+class ChatOptions:
+    """Settings of every request. `raw`: sends each text as a plain prompt, without a chat template."""
 
     model: str
     temperature: float
@@ -37,7 +36,7 @@ class Ask:
 
 def run_chat(
     question: str | None,
-    ask: Ask,
+    options: ChatOptions,
     address: str | None,
     cluster: str | None,
     ca: Path | None = None,
@@ -47,22 +46,22 @@ def run_chat(
     if address is None:
         found = state_file.find(cluster)
         address, given = found.grpc, given or found.edge_ca
-    return run_interruptible(_chat(question, ask, address, given, api_key))
+    return run_interruptible(_chat(question, options, address, given, api_key))
 
 
-async def _chat(question: str | None, ask: Ask, address: str, ca: str | None, api_key: str | None) -> int:
-    """Raises the router's error, unless somebody sits at a terminal and can ask again."""
-    patient = question is None and sys.stdin.isatty()
+async def _chat(question: str | None, options: ChatOptions, address: str, ca: str | None, api_key: str | None) -> int:
+    """Raises the router's error; at a terminal, prints it and reads the next question."""
+    interactive = question is None and sys.stdin.isatty()
     messages: list[inference_pb2.ChatMessage] = []
     async with edge_channel(address, ca) as channel:
-        while (asked := question or await _read_line("you> " if patient else "")) is not None:
-            if not asked.strip():
+        while (text := question or await _read_line("you> " if interactive else "")) is not None:
+            if not text.strip():
                 continue
-            messages.append(inference_pb2.ChatMessage(role="user", content=asked))
+            messages.append(inference_pb2.ChatMessage(role="user", content=text))
             try:
-                answer = await _stream_answer(channel, ask.request(messages), api_key)
+                answer = await _stream_answer(channel, options.request(messages), api_key)
             except TandemError as error:
-                if not patient:
+                if not interactive:
                     raise
                 Console(stderr=True, highlight=False).print(f"[red]error:[/] {error.message}")
                 messages.pop()
@@ -85,7 +84,7 @@ async def _stream_answer(channel: grpc.aio.Channel, request: inference_pb2.Gener
 
 
 async def _read_line(prompt: str) -> str | None:
-    """The next question: a line from a terminal or a pipe; None at its end."""
+    """Reads the next line from stdin; None at the end of the input."""
     if prompt:
         print(prompt, end="", flush=True)
     loop = asyncio.get_running_loop()
@@ -100,6 +99,6 @@ async def _read_line(prompt: str) -> str | None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(set_result, text)
 
-    # A daemon: nothing can interrupt a thread that reads from a terminal, and Ctrl-C must end the command at once.
+    # A daemon thread: a blocked read cannot be interrupted, and Ctrl-C must end the command immediately.
     threading.Thread(target=read, daemon=True).start()
     return (await line).rstrip("\n") or (None if line.result() == "" else "")

@@ -1,4 +1,4 @@
-"""`tandem demo`: a whole cluster for one minute, and where the time of four requests went."""
+"""`tandem demo`: runs a small cluster and shows where the time of four requests went."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.admin_client import edge_channel
-from cluster.cli.commands.generation import chat_request, generate
 from cluster.cli.commands.running import run_interruptible, running_cluster
 from cluster.cli.console import console
+from cluster.cli.router_client import chat_request, edge_channel, generate
 from cluster.spec.loader import load_spec
 from cluster.spec.resolve import free_ports, port_is_free
 from tandem.config.spec import DEMO_MODEL, ClusterSpec
@@ -31,8 +30,8 @@ MAX_TOKENS = 32
 
 
 @dataclass(slots=True)
-class Asked:
-    """One question, its answer so far and, in the end, its timeline."""
+class DemoRequest:
+    """One question, its answer so far and, at the end, its timeline."""
 
     question: str
     answer: str = ""
@@ -44,19 +43,19 @@ def run_demo() -> int:
 
 
 def demo_spec() -> ClusterSpec:
-    """The defaults under a name of their own; a port that is taken gives way to a free one."""
-    usual = load_spec(None, {"name": "tandem-demo"})
+    """The default spec under another name. Replaces ports that are in use by free ones."""
+    default = load_spec(None, {"name": "tandem-demo"})
     ports = {
-        "router.http_port": (usual.router.http_host, usual.router.http_port),
-        "router.grpc_port": (usual.router.grpc_host, usual.router.grpc_port),
-        "control.admin_port": (usual.control.admin_host, usual.control.admin_port),
+        "router.http_port": (default.router.http_host, default.router.http_port),
+        "router.grpc_port": (default.router.grpc_host, default.router.grpc_port),
+        "control.admin_port": (default.control.admin_host, default.control.admin_port),
     }
     free = free_ports(*(host for host, _ in ports.values()))
     chosen = {
         field: port if port_is_free(host, port) else other
         for (field, (host, port)), other in zip(ports.items(), free, strict=True)
     }
-    # Each question shows a handoff, however short what it adds to the system prompt that all share.
+    # Makes every question show a handoff, even if it adds few tokens to the shared system prompt.
     return load_spec(None, {"name": "tandem-demo", "router.disaggregation": "always"} | chosen)
 
 
@@ -66,15 +65,15 @@ async def _demo(console: Console) -> int:
     def progress(what: str) -> None:
         console.print(f"[dim]{time.monotonic() - started_s:5.1f} s  {what}[/]")
 
-    console.print("[bold]Tandem[/]: one prefill worker, one decode worker, KV blocks moved between them")
+    console.print("[bold]Tandem[/]: one prefill worker, one decode worker; KV blocks move from one to the other")
     async with running_cluster(demo_spec(), progress) as controller:
         console.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  [green]ready[/]\n")
         tls = controller.spec.router.tls
         async with edge_channel(controller.grpc_address, tls.cert if tls is not None else None) as channel:
-            asked = [Asked(question) for question in PROMPTS]
+            asked = [DemoRequest(question) for question in PROMPTS]
             await _ask(console, channel, asked)
-            again = Asked(PROMPTS[0])
-            console.print("[bold]The first question again:[/] only what the decode worker does not have yet moves")
+            again = DemoRequest(PROMPTS[0])
+            console.print("[bold]The first question again:[/] only blocks that the decode worker lacks are moved")
             await _ask(console, channel, [again])
         console.print(moved(asked[0], again))
         console.print(timelines([*asked, again]))
@@ -83,8 +82,8 @@ async def _demo(console: Console) -> int:
     return 1 if unfinished else 0
 
 
-async def _ask(console: Console, channel: grpc.aio.Channel, questions: list[Asked]) -> None:
-    """One after another, so that each timeline is its own."""
+async def _ask(console: Console, channel: grpc.aio.Channel, questions: list[DemoRequest]) -> None:
+    """Sends the questions one after another, so that their timelines do not affect each other."""
     for entry in questions:
         message = inference_pb2.ChatMessage(role="user", content=entry.question)
         request = chat_request([message], model=DEMO_MODEL, temperature=0.0, max_tokens=MAX_TOKENS)
@@ -98,22 +97,22 @@ async def _ask(console: Console, channel: grpc.aio.Channel, questions: list[Aske
             console.print(f"> {entry.question}\n{entry.answer}\n", markup=False)
 
 
-def _panel(entry: Asked) -> Group:
+def _panel(entry: DemoRequest) -> Group:
     return Group(Panel(Text(entry.answer), title=entry.question, title_align="left", width=78), "")
 
 
-def moved(first: Asked, again: Asked) -> str:
-    """What the second time cost, beside the first."""
+def moved(first: DemoRequest, again: DemoRequest) -> str:
+    """Compares the KV moved for both times of the same question."""
     before, now = first.finished, again.finished
     return (
-        f"{_kib(before.timeline.kv_bytes_moved)} of KV cache moved for the question the first time and "
-        f"{_kib(now.timeline.kv_bytes_moved)} the second, when {now.usage.cached_tokens} of its "
+        f"KV cache moved for the first question: {_kib(before.timeline.kv_bytes_moved)} the first time, "
+        f"{_kib(now.timeline.kv_bytes_moved)} the second time, when {now.usage.cached_tokens} of its "
         f"{now.usage.prompt_tokens} prompt tokens were cached"
     )
 
 
-def timelines(entries: list[Asked]) -> Table:
-    """Stages down, requests across, so that it fits a terminal of 80 columns."""
+def timelines(entries: list[DemoRequest]) -> Table:
+    """Stages as rows and requests as columns, which fits a terminal of 80 columns."""
     table = Table(title="Where the time went", title_justify="left", box=None, padding=(0, 1))
     table.add_column("")
     for number, entry in enumerate(entries, 1):

@@ -1,4 +1,4 @@
-"""`tandem doctor`: what a start would need, checked one by one; each failure names its fix."""
+"""`tandem doctor`: checks everything that a start needs, one by one. Each failure names its fix."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tandem.text.tokenizer import Tokenizer
 
 
 class Unchecked(Exception):
-    """A check needs what another one found missing. Not an error: the other one says it."""
+    """The check cannot run because another check failed. Not an error: the other check reports it."""
 
 
 def run_doctor(config: Path | None, model: str | None) -> int:
     screen = console()
-    healthy = _passes(screen, "secrets and volumes", _requirements)  # first: without them the spec itself may be wrong
+    healthy = _passes(screen, "secrets and volumes", _requirements)  # first: the spec may depend on them
     spec = load_spec(config, {"models.0.source": model})
     for name, check in CHECKS:
         healthy &= _passes(screen, name, partial(check, spec))
@@ -49,7 +49,7 @@ def _passes(screen: Console, name: str, check: Callable[[], str]) -> bool:
 
 
 def _requirements() -> str:
-    return ", ".join(check_requirements()) or "none are asked for"
+    return ", ".join(check_requirements()) or "none required"
 
 
 def _ports(spec: ClusterSpec) -> str:
@@ -59,12 +59,12 @@ def _ports(spec: ClusterSpec) -> str:
     except PortInUse:
         if (running := _running(spec)) is None:
             raise
-        return f"{ports} are those of {running.name}, which runs here (pid {running.pid})"
+        return f"{ports} are in use by the running cluster {running.name} (pid {running.pid})"
     return f"{ports} are free"
 
 
 def _running(spec: ClusterSpec) -> ClusterState | None:
-    """The cluster of this spec, where it runs here or starts, on these ports."""
+    """The cluster of this spec if it runs on this machine on these ports, or is starting."""
     running = state_file.read(spec.name)
     if running is None or running.is_starting:
         return running
@@ -94,7 +94,7 @@ def _auth(spec: ClusterSpec) -> str:
     check_auth(spec)
     auth = spec.security.auth
     means = [name for name, given in (("API keys", auth.keys_file), ("JWTs", auth.jwt)) if given is not None]
-    return " or ".join(means) if means else "nobody is asked who they are"
+    return " or ".join(means) if means else "clients are not authenticated"
 
 
 def _shared_memory(spec: ClusterSpec) -> str:
@@ -112,20 +112,20 @@ def _run_folder(spec: ClusterSpec) -> str:
 
 
 def _devices(spec: ClusterSpec) -> str:
-    import torch  # noqa: PLC0415 (two seconds, and only this check needs it)
+    import torch  # noqa: PLC0415 (takes two seconds, and only this check needs it)
 
     devices = {model.engine.device for model in spec.models}
     if any(device.startswith("cuda") for device in devices) and not torch.cuda.is_available():
         raise ConfigError(
-            "engine.device: cuda was asked for and torch sees no GPU: install a CUDA build of torch and a driver, "
-            "or use cpu"
+            "engine.device: expected a GPU for cuda, and torch finds none: install a CUDA build of torch and a "
+            "driver, or use cpu"
         )
     return f"torch {torch.__version__}, {', '.join(sorted(devices))}, {os.cpu_count()} CPUs"
 
 
 def _redis(spec: ClusterSpec) -> str:
     if spec.redis.mode == "none":
-        return "none: every router knows only what it has seen itself"
+        return "none: routers do not share their prefix index"
     if spec.redis.mode == "embedded":
         return f"embedded, {embedded_redis.binary().name}"
     return f"answers, version {check_redis(spec.redis.url or '')}"
@@ -133,7 +133,7 @@ def _redis(spec: ClusterSpec) -> str:
 
 def _model(spec: ClusterSpec) -> str:
     models = resolve_models(spec, progress=lambda what: None, fetch=False)
-    from tandem.engine.factory import check_checkpoint  # noqa: PLC0415 - torch, which the other checks do without
+    from tandem.engine.factory import check_checkpoint  # noqa: PLC0415 (imports torch, which the other checks do not need)
 
     for model in models:
         Tokenizer.load(model.folder)
@@ -143,14 +143,14 @@ def _model(spec: ClusterSpec) -> str:
 
 def _memory(spec: ClusterSpec) -> str:
     if (running := _running(spec)) is not None:
-        raise Unchecked(f"not checked: {running.name} runs here and has taken it")
+        raise Unchecked(f"not checked: the running cluster {running.name} uses it")
     try:
         models = resolve_models(spec, progress=lambda what: None, fetch=False)
     except TandemError:
-        raise Unchecked("not checked: it depends on the model") from None
+        raise Unchecked("not checked: the model is missing") from None
     needed, available = check_memory(models) >> 20, f"{available_bytes() >> 20} MiB available"
     if not needed:
-        return f"{available}; weights and KV pools are the devices'"
+        return f"{available}; weights and KV pools are on the devices"
     return f"about {needed} MiB needed for weights, KV pools and processes, {available}"
 
 

@@ -1,4 +1,4 @@
-"""`tandem keys`: makes, lists, rotates and revokes API keys in a keys file. Routers read it when it changes."""
+"""`tandem keys`: creates, lists, rotates and revokes API keys in a keys file. Routers reload it when it changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.config.auth import LimitsSpec
 from tandem.errors import ConfigError
 
 TITLES = ("id", "tenant", "admin", "models", "priorities", "requests/min", "tokens/min", "expires", "note")
-SPARE = ("tokens/min", "requests/min", "priorities", "note", "models")  # where the terminal is narrow
+SPARE = ("tokens/min", "requests/min", "priorities", "note", "models")  # dropped first on a narrow terminal
 FOLDED = ("models", "priorities", "expires", "note")
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
@@ -28,7 +28,7 @@ _DURATION = re.compile(r"(\d{1,6})([smhd])")
 
 @dataclass(frozen=True, slots=True)
 class KeyFlags:
-    """What `tandem keys create` was given."""
+    """The options of `tandem keys create`."""
 
     tenant: str
     note: str
@@ -52,12 +52,12 @@ def run_rotate(path: Path, key_id: str, grace: str, expires_in: str | None) -> i
     made: list[NewKey] = []
 
     def change(keys: KeyList) -> KeyList:
-        made.append(api_keys.rotate(keys.find(key_id), now, duration("--grace", grace), _end(now, expires_in)))
+        made.append(api_keys.rotate(keys.find(key_id), now, duration("--grace", grace), _expiry(now, expires_in)))
         return keys.with_key(made[-1].record)
 
     change_keys(path, change)
     _show(made[-1])
-    print(f"the key before stays good for {grace}", file=sys.stderr)
+    print(f"the previous secret stays valid for {grace}", file=sys.stderr)
     return 0
 
 
@@ -81,7 +81,7 @@ def run_list(path: Path, as_json: bool) -> int:
             ", ".join(each.priorities) if each.priorities is not None else "all",
             str(each.limits.requests_per_minute or ""),
             str(each.limits.tokens_per_minute or ""),
-            " and ".join(_when(secret.expires) for secret in each.secrets),
+            " and ".join(_expiry_text(secret.expires) for secret in each.secrets),
             each.note,
         )
         for each in keys.keys
@@ -105,7 +105,7 @@ def _new_key(flags: KeyFlags) -> NewKey:
         return api_keys.create(
             flags.tenant,
             now,
-            expires=_end(now, flags.expires_in),
+            expires=_expiry(now, flags.expires_in),
             note=flags.note,
             models=tuple(flags.models) or None,
             priorities=tuple(flags.priorities) or None,
@@ -118,18 +118,18 @@ def _new_key(flags: KeyFlags) -> NewKey:
         raise ConfigError(f"{field}: {first['msg']}, got {first['input']!r}", field=field) from None
 
 
-def _end(now: datetime, expires_in: str | None) -> datetime | None:
+def _expiry(now: datetime, expires_in: str | None) -> datetime | None:
     return None if expires_in is None else now + duration("--expires-in", expires_in)
 
 
 def _show(new: NewKey) -> None:
-    """The key alone on stdout, for scripts."""
+    """Prints only the key on stdout, for scripts."""
     record = new.record
-    print(f"key {record.id} of tenant {record.tenant!r}; it is shown only now:", file=sys.stderr)
+    print(f"key {record.id} of tenant {record.tenant!r}; it is shown only once:", file=sys.stderr)
     print(new.text)
 
 
-def _when(expires: datetime | None) -> str:
+def _expiry_text(expires: datetime | None) -> str:
     if expires is None:
         return "never"
     return ("expired " if expires <= datetime.now(UTC) else "") + expires.strftime("%Y-%m-%d %H:%MZ")

@@ -1,4 +1,4 @@
-"""`tandem pull`: fetch a model once, so that starts are fast."""
+"""`tandem pull`: downloads a model once, so that later starts are fast."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tandem.errors import ConfigError
 
 
 def run_pull(model: str) -> int:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a pull that is interrupted removes what it began
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # an interrupted download removes its partial files
     screen = console()
     try:
         folder = pull(model, progress=lambda what: screen.print(f"[dim]{what}[/]"))
     except ConfigError as error:
         if "HF_TOKEN" in error.message and (origin := origin_of("HF_TOKEN")) is not None:
-            error.message += f"; HF_TOKEN is from {origin}"
+            error.message += f"; HF_TOKEN comes from {origin}"
         raise
     config = ModelConfig.load(folder)
     screen.print(f"[green]{model}[/] is in {folder}", soft_wrap=True)
     screen.print(
         f"{config.layers} layers, {config.heads} heads, {config.kv_heads} KV heads, context "
-        f"{config.max_position_tokens}; tensor-parallel widths that fit: {', '.join(map(str, config.fitting_tps()))}"
+        f"{config.max_position_tokens}; possible tensor-parallel widths: {', '.join(map(str, config.fitting_tps()))}"
     )
     return 0

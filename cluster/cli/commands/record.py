@@ -1,4 +1,4 @@
-"""`tandem trace record`: the requests of a running cluster as a trace that simulate, plan and bench read."""
+"""`tandem trace record`: writes the requests of a running cluster to a trace that simulate, plan and bench read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cluster.cli.admin_client import Admin
 from cluster.cli.commands.running import run_interruptible
-from cluster.cli.commands.trace import told
+from cluster.cli.request_trace import trace_error
 from tandem.errors import ConfigError
 from tandem.v1 import cluster_pb2_grpc, trace_pb2
 
@@ -22,19 +22,23 @@ from tandem.v1 import cluster_pb2_grpc, trace_pb2
 @dataclass(slots=True)
 class Recorded:
     requests: int = 0
-    unanswered: int = 0  # refused or ended before their first token: a trace needs an answer's length
+    unanswered: int = 0  # refused, or ended before the first token: a trace needs an output length
     lost: int = 0
 
 
 def run_record(
     target: Admin, output: Path, *, model: str, duration_s: float | None, requests: int, overwrite: bool
 ) -> int:
-    """Until Ctrl-C, `duration_s` or `requests`. 1 when nothing was recorded. Raises ConfigError, and what the
-    controller says."""
+    """Records until Ctrl-C, `duration_s` or `requests`. Returns 1 if nothing was recorded.
+
+    Raises ConfigError, and the controller's error.
+    """
     try:
         file = output.open("w" if overwrite else "x", encoding="utf-8")
     except FileExistsError:
-        raise ConfigError(f"{output}: exists already: give another name, or --overwrite", field="output") from None
+        raise ConfigError(
+            f"{output}: the file exists: choose another name, or pass --overwrite", field="output"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{output}: {error.strerror}", field="output") from None
     with file:
@@ -52,26 +56,26 @@ async def _record(target: Admin, file: TextIO, model: str, duration_s: float | N
             async for each in stub.RecordRequests(trace_pb2.RecordRequestsRequest(model=model)):
                 note(each, seen, file)
                 if shown is not None:
-                    shown.update(f"recording: {seen.requests} requests; Ctrl-C ends it")
+                    shown.update(f"recording: {seen.requests} requests; Ctrl-C to stop")
                 if seen.requests >= requests:
                     break
     except (TimeoutError, asyncio.CancelledError):
-        pass  # that was all that was wanted
+        pass  # the requested end of the recording
     except grpc.aio.AioRpcError as error:
-        raise told(error, target) from None
+        raise trace_error(error, target) from None
     finally:
         if shown is not None:
             shown.stop()
     console.print(f"{file.name}: {seen.requests} requests")
     if seen.unanswered:
-        console.print(f"left out: {seen.unanswered} that ended without an answer (the load was higher than recorded)")
+        console.print(f"left out: {seen.unanswered} that ended without output (the real load was higher)")
     if seen.lost:
-        console.print(f"missing: {seen.lost} that came faster than they could be taken")
+        console.print(f"missing: {seen.lost} that arrived faster than they could be recorded")
     return 0 if seen.requests else 1
 
 
 def note(logged: trace_pb2.LoggedRequest, seen: Recorded, file: TextIO) -> None:
-    """One line of the form that planner.traces.jsonl reads."""
+    """Writes one line in the format of planner.traces.jsonl."""
     seen.lost += logged.lost
     if not logged.output_tokens:
         seen.unanswered += 1

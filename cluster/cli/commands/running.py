@@ -1,4 +1,4 @@
-"""A whole cluster as an async context: what `up` and `demo` share."""
+"""A running cluster as an async context manager, for `up` and `demo`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from cluster.backends.processes import Backend
-from cluster.backends.ray_env import prepare_own_ray
+from cluster.backends.protocol import Backend
+from cluster.backends.ray_env import prepare_local_ray
 from cluster.backends.subprocess_backend import SubprocessBackend
 from cluster.cli import state_file
 from cluster.cli.run_dirs import ray_base, run_base
@@ -28,8 +28,8 @@ def make_backend(cluster: ResolvedCluster, log_dir: Path) -> Backend:
     if control.backend == "subprocess":
         return SubprocessBackend(log_dir)
     if control.ray_address is None:
-        prepare_own_ray(cluster.spec.security.tls)
-    from cluster.backends.ray_backend import (  # noqa: PLC0415 (Ray takes most of a second, and is not always wanted)
+        prepare_local_ray(cluster.spec.security.tls)
+    from cluster.backends.ray_backend import (  # noqa: PLC0415 (importing Ray takes almost a second)
         RayBackend,
     )
 
@@ -46,8 +46,8 @@ def make_backend(cluster: ResolvedCluster, log_dir: Path) -> Backend:
 async def running_cluster(
     spec: ClusterSpec, progress: Progress, source: SpecSource | None = None
 ) -> AsyncIterator[Controller]:
-    """Yields when everything is ready; ends everything on the way out, also when it never became ready. `source`: where
-    `spec` comes from, for changes of it."""
+    """Yields once everything is ready, and stops everything on exit, even if the start failed. `source`: the origin of
+    `spec`, for `tandem apply`."""
     state_file.refuse_second(spec.name)
     with state_file.written(state_file.starting(spec.name)):
         cluster = with_free_ports(await asyncio.to_thread(resolve, spec, progress))
@@ -86,8 +86,8 @@ async def _running(cluster: ResolvedCluster, progress: Progress, source: SpecSou
 
 
 def run_interruptible(main: Coroutine[Any, Any, int]) -> int:
-    """Runs `main` to its exit code. The first SIGINT or SIGTERM cancels it, so that it ends cleanly and counts as
-    success; a second one ends this process on the spot, and its children die with it."""
+    """Runs `main` and returns its exit code. The first SIGINT or SIGTERM cancels it, for a clean end with code 0; the
+    second ends this process immediately, and its children die with it."""
 
     async def run() -> int:
         task = asyncio.ensure_future(main)

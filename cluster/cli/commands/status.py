@@ -1,4 +1,4 @@
-"""`tandem status`: what the controller knows of every worker, for people and for programs."""
+"""`tandem status`: the state of every worker, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -31,9 +31,16 @@ COLUMNS = (
     "worker", "role", "state", "health", "epoch", "restarts", "tp", "free", "cached", "leased", "in use", "total",
     "running",
 )  # fmt: skip
-SPARE = ("tp", "total", "running", "free", "cached", "epoch")  # on a narrow terminal; --json has them all
+SPARE = (
+    "tp",
+    "total",
+    "running",
+    "free",
+    "cached",
+    "epoch",
+)  # dropped first on a narrow terminal; --json has all columns
 
-Health = Mapping[tuple[str, int], str]  # by worker and epoch, the worst that a router gives it
+Health = Mapping[tuple[str, int], str]  # by worker and epoch: the worst state that any router reports
 
 
 def run_status(as_json: bool, address: str | None, cluster: str | None, tls: Path | None = None) -> int:
@@ -50,7 +57,7 @@ async def _fetch_both(admin: Admin) -> tuple[cluster_pb2.ClusterStatus, Health]:
 
 
 async def fetch(admin: Admin) -> cluster_pb2.ClusterStatus:
-    """Raises UnavailableError when no controller answers there."""
+    """Raises UnavailableError if no controller answers."""
     async with admin.channel() as channel:
         stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
         try:
@@ -64,7 +71,7 @@ async def fetch(admin: Admin) -> cluster_pb2.ClusterStatus:
 
 
 async def fetch_health(admin: Admin) -> Health:
-    """Empty when no router answers."""
+    """Empty if no router answers."""
     async with admin.channel() as channel:
         stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
         try:
@@ -76,7 +83,7 @@ async def fetch_health(admin: Admin) -> Health:
 
 
 def _readable(snapshot: bytes) -> Snapshot | None:
-    """None for that of a router of another version."""
+    """None if the router has another version."""
     try:
         return parse_snapshot(snapshot)
     except UnavailableError:
@@ -230,7 +237,7 @@ def _show_autoscaler(autoscaler: cluster_pb2.Autoscaler, console: Console) -> No
 
 
 def _measured(link: worker_pb2.LinkState) -> str:
-    """What the sending end knows of the link's quality; empty on the other."""
+    """Latency and bandwidth of the link, which only the sending end measures; empty on the other end."""
     known = []
     if link.HasField("latency_s"):
         known.append(f"{1e6 * link.latency_s:,.0f} µs")

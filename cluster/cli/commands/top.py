@@ -1,4 +1,4 @@
-"""`tandem top`: the cluster, live in the terminal; one frame where there is no terminal."""
+"""`tandem top`: a live view of the cluster in the terminal; without a terminal, one frame."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ONCE_ROWS = 60
 
 
 def run_top(once: bool, interval_s: float, address: str | None, cluster: str | None, tls: Path | None = None) -> int:
-    """Raises UnavailableError when no controller answers."""
+    """Raises UnavailableError if no controller answers."""
     target = find_admin(address, cluster, tls)
     if once or not sys.stdout.isatty():
         return asyncio.run(_print_once(target))

@@ -1,10 +1,9 @@
-"""`tandem trace`: where the time of one request went, as a Gantt chart; or the latest requests."""
+"""`tandem trace`: shows the stages of one request as a Gantt chart, or lists the latest requests."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +11,11 @@ import grpc.aio
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from cluster.cli.admin_client import Admin, find_admin, tls_hint
-from cluster.cli.console import UNLIMITED, console
-from tandem.errors import TandemError, UnavailableError
-from tandem.rpc.grpc_errors import error_from_rpc
-from tandem.text.words import plural, size
+from cluster.cli.admin_client import Admin, find_admin
+from cluster.cli.console import console
+from cluster.cli.request_trace import TIMEOUT_S, fetch, show, trace_error
 from tandem.v1 import cluster_pb2_grpc, trace_pb2
-
-TIMEOUT_S = 10.0
-MIN_BAR = 16
-FILE_WIDTH = 100  # of a chart where no terminal says how wide it may be
-# What is left of the line for the bar, after the columns before it.
-_BESIDE_BAR = 36
-_STYLES = {
-    "queue": "dim",
-    "reserve": "cyan",
-    "dispatch": "dim",
-    "prefill": "blue",
-    "connect": "cyan",
-    "pieces": "magenta",
-    "verify": "yellow",
-    "first_token": "bold green",
-    "join": "yellow",
-    "decode": "green",
-}
 
 
 def run_trace(
@@ -48,7 +26,7 @@ def run_trace(
     cluster: str | None,
     tls: Path | None = None,
 ) -> int:
-    """Raises the router's error when it does not know the request."""
+    """Raises NotFound if no router has the request."""
     target = find_admin(address, cluster, tls)
     screen = console()
     if request_id is None:
@@ -66,38 +44,18 @@ def run_trace(
     return 0
 
 
-async def fetch(admin: Admin, request_id: str) -> trace_pb2.RequestTrace:
-    async with admin.channel() as channel:
-        stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
-        try:
-            return await stub.GetTrace(trace_pb2.GetTraceRequest(request_id=request_id), timeout=TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise told(error, admin) from None
-
-
 async def fetch_latest(admin: Admin, limit: int) -> list[trace_pb2.RequestTrace]:
     async with admin.channel() as channel:
         stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
         try:
             answer = await stub.ListTraces(trace_pb2.ListTracesRequest(limit=limit), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            raise told(error, admin) from None
+            raise trace_error(error, admin) from None
     return list(answer.traces)
 
 
-def told(error: grpc.aio.AioRpcError, admin: Admin) -> TandemError:
-    told = error_from_rpc(error)
-    if type(told) is not UnavailableError or told.message.startswith("the router"):
-        return told
-    return UnavailableError(
-        f"--address: no controller answers at {admin.address} ({error.code().name}): is `tandem up` running"
-        f"{tls_hint(admin)}?",
-        field="--address",
-    )
-
-
 def to_json(trace: trace_pb2.RequestTrace) -> dict[str, Any]:
-    """The message with its own field names; numbers are numbers, what was not measured is absent."""
+    """The message with its protobuf field names. Numbers stay numbers; unmeasured fields are absent."""
     found: dict[str, Any] = MessageToDict(
         trace, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -107,9 +65,6 @@ def to_json(trace: trace_pb2.RequestTrace) -> dict[str, Any]:
                 if name in holder:
                     holder[name] = int(holder[name])
     return found
-
-
-# --- the latest ------------------------------------------------------------------------------------------------
 
 
 def show_list(traces: list[trace_pb2.RequestTrace], console: Console) -> None:
@@ -133,92 +88,3 @@ def show_list(traces: list[trace_pb2.RequestTrace], console: Console) -> None:
             f"{last.bytes / 1e6:.2f}" if last.bytes else "–",
         )
     console.print(table)
-
-
-# --- one -------------------------------------------------------------------------------------------------------
-
-
-def show(trace: trace_pb2.RequestTrace, console: Console) -> None:
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(trace.received_unix_s))
-    end = f"{trace.state} ({trace.error})" if trace.error else trace.state
-    console.print(f"{trace.request_id}  {trace.model}  {at}  {end}", markup=False)
-    console.print(
-        f"{trace.prompt_tokens} prompt tokens ({trace.cached_tokens_prefill} cached on prefill, "
-        f"{trace.cached_tokens_decode} on decode), {trace.completion_tokens} answered, {_ms(trace.total_s)}"
-    )
-    width = console.width if console.width < UNLIMITED else FILE_WIDTH
-    if not trace.attempts:
-        console.print("no worker ever saw it")
-    for number, attempt in enumerate(trace.attempts, 1):
-        console.print()
-        way = (
-            f"{attempt.prefill_worker} → {attempt.decode_worker}"
-            if attempt.prefill_worker
-            else (f"{attempt.decode_worker}, without a handoff")
-        )
-        console.print(f"attempt {number}: {way}" if len(trace.attempts) > 1 else way, markup=False)
-        console.print(gantt(attempt, max(MIN_BAR, width - _BESIDE_BAR)))
-        for line in _totals(attempt):
-            console.print(line, markup=False)
-
-
-def _totals(attempt: trace_pb2.Attempt) -> list[str]:
-    lines = []
-    if attempt.bytes:
-        how = f"{plural(attempt.pieces, 'piece')}, {plural(attempt.blocks, 'block')}"
-        lines.append(f"moved: {size(attempt.bytes)} in {how}")
-    elif attempt.HasField("received"):
-        lines.append("moved: nothing, the decode worker had every block")
-    if attempt.HasField("overlap_share"):
-        share = 100 * attempt.overlap_share
-        lines.append(f"overlap: {share:.0f} % of the bytes were there when the last layer was computed")
-    if attempt.HasField("exposed_s"):
-        lines.append(f"from there to the decode batch: {_ms(attempt.exposed_s)} (the first token is sampled meanwhile)")
-    if attempt.error:
-        lines.append(f"failed: {attempt.error}{f' ({attempt.cause})' if attempt.cause else ''}: {attempt.message}")
-    return lines
-
-
-def gantt(attempt: trace_pb2.Attempt, width: int) -> Table:
-    """One row for each span. The axis covers what lies between queue and decode; these two are cut where they leave
-    it, and a ◂ or ▸ says so."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("stage", no_wrap=True)
-    table.add_column("from ms", justify="right", no_wrap=True)
-    table.add_column("took ms", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True, min_width=width)
-    start_s, end_s = _axis(attempt)
-    for span in attempt.spans:
-        table.add_row(
-            span.stage.replace("_", " "),
-            f"{1000 * span.start_s:.1f}",
-            f"{1000 * (span.end_s - span.start_s):.2f}",
-            _bar(span, start_s, end_s, width),
-        )
-    return table
-
-
-def _axis(attempt: trace_pb2.Attempt) -> tuple[float, float]:
-    """Start and end in seconds, not empty."""
-    inner = [span for span in attempt.spans if span.stage not in ("queue", "decode")] or list(attempt.spans)
-    start_s = min((span.start_s for span in inner), default=0.0)
-    end_s = max((span.end_s for span in inner), default=0.0)
-    margin_s = max(1e-6, 0.05 * (end_s - start_s))
-    return max(0.0, start_s - margin_s), end_s + margin_s
-
-
-def _bar(span: trace_pb2.Span, start_s: float, end_s: float, width: int) -> Text:
-    def column(at_s: float) -> int:
-        return min(width - 1, max(0, int((at_s - start_s) / (end_s - start_s) * width)))
-
-    first, last = column(span.start_s), column(span.end_s)
-    bar = "█" * (last - first) + ("◆" if span.stage == "first_token" else "█")
-    if span.start_s < start_s:
-        bar = "◂" + bar[1:]
-    if span.end_s > end_s:
-        bar = bar[:-1] + "▸"
-    return Text(" " * first + bar, style=_STYLES.get(span.stage, ""))
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:,.1f} ms"

@@ -1,4 +1,4 @@
-"""`tandem up`: start a cluster, say when it is ready and where, stay until it is told to end."""
+"""`tandem up`: starts a cluster, prints its addresses when it is ready, and runs it until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class UpFlags:
-    """The command line, in the order of its options. None: not given."""
+    """The options, in the order of the command line. None: not given."""
 
     config: Path | None
     model: str | None
@@ -44,8 +44,8 @@ class UpFlags:
         spec = load_spec(self.config, given)
         if self.dry_run and not spec.autoscaler.enabled:
             raise ConfigError(
-                "--dry-run: expected with --autoscale (or autoscaler.enabled): it is the autoscaler that then changes "
-                "nothing; the cluster is started all the same",
+                "--dry-run: expected together with --autoscale (or autoscaler.enabled): it makes the autoscaler change "
+                "nothing; the cluster itself starts",
                 field="--dry-run",
             )
         return SpecSource(spec, given)
@@ -73,7 +73,7 @@ class UpFlags:
 
 
 def _tls_fields(folder: Path | None) -> dict[str, str]:
-    """The files of a folder of `tandem certs`, inside and at the edge."""
+    """The files of a `tandem certs` folder, for security.tls and router.tls."""
     if folder is None:
         return {}
     edge = {"cert": f"{folder.absolute()}/edge.pem", "key": f"{folder.absolute()}/edge.key"}
@@ -84,7 +84,7 @@ def _tls_fields(folder: Path | None) -> dict[str, str]:
 
 
 def run_up(flags: UpFlags) -> int:
-    check_requirements()  # first: without its Secrets the spec itself may be wrong
+    check_requirements()  # first: the spec may depend on the Secrets
     return run_interruptible(_up(flags.source()))
 
 
@@ -93,8 +93,8 @@ async def _up(source: SpecSource) -> int:
     screen = console()
     started_s = time.monotonic()
 
-    def progress(what: str) -> None:
-        screen.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  {what}")
+    def progress(text: str) -> None:
+        screen.print(f"[dim]{time.monotonic() - started_s:5.1f} s[/]  {text}")
 
     async with running_cluster(spec, progress, source) as controller:
         models = ", ".join(
@@ -104,13 +104,13 @@ async def _up(source: SpecSource) -> int:
         )
         screen.print(f"[green]ready[/] in {time.monotonic() - started_s:.1f} s: {models}")
         scheme = "http" if spec.router.tls is None else "https"
-        for router in controller.routers:
+        for router in controller.routers.slots:
             screen.print(f"  OpenAI API  {scheme}://{router.http_address}/v1")
             screen.print(f"  gRPC        {router.grpc_address}")
         screen.print(f"  admin       {controller.admin_address}   (tandem status)")
         screen.print(f"  logs        {controller.log_dir}", markup=False, soft_wrap=True)
-        screen.print("Ctrl-C ends the cluster.")
-        controller.announce = progress
+        screen.print("Press Ctrl-C to stop the cluster.")
+        controller.workers.announce = progress
         try:
             await controller.stop_requested.wait()
         finally:

@@ -1,1 +1,1 @@
-"""Open-loop load on a live cluster, from the traces that the simulator plays."""
+"""The load generator: plays the simulator's traces against a live server, open loop."""

@@ -1,4 +1,4 @@
-"""What the player asks of a server, whatever it speaks."""
+"""The interface between the player and a server, for every API."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-Heard = Callable[[int], None]  # so many tokens have just come
+OnTokens = Callable[[int], None]  # called with the number of tokens that just arrived
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """`prompt` is token ids or a text. `priority` empty: the server's default class."""
+class LoadRequest:
+    """`prompt`: token ids or text. `priority`: a priority class; empty means the server's default."""
 
     prompt: Sequence[int] | str
     output_tokens: int
@@ -19,8 +19,8 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What the server said at the end. None: it does not say."""
+class LoadResponse:
+    """What the server reported at the end. None: not reported."""
 
     output_tokens: int
     prompt_tokens: int | None = None
@@ -30,11 +30,11 @@ class Answer:
     kv_bytes_moved: int | None = None
 
 
-class Client(Protocol):
-    """One for a run; `send` may run many times at once."""
+class LoadClient(Protocol):
+    """One client per run; `send` calls may overlap."""
 
-    async def send(self, ask: Ask, heard: Heard) -> Answer:
-        """One request to its end. Raises TandemError: the server's refusal, or what became of the connection."""
+    async def send(self, request: LoadRequest, on_tokens: OnTokens) -> LoadResponse:
+        """Sends one request and reads its whole response. Raises TandemError: a refusal, or a lost connection."""
         ...
 
     async def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as a load generator needs it: one request at a time on a kept connection, its answer pushed as it comes."""
+"""HTTP/1.1 for the load generator: one request at a time on a kept-alive connection; the body arrives in callbacks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import httptools
 
 from tandem.errors import UnavailableError
 
-MAX_BODY_BYTES = 64 << 20  # of one answer; more is no answer to our requests
+MAX_BODY_BYTES = 64 << 20  # of one response; none of these requests has a larger one
 
 
 class HttpConnection(asyncio.Protocol):
-    """`reusable`: the last answer is whole and the server keeps the connection."""
+    """`reusable`: the last response is complete and the server keeps the connection alive."""
 
     def __init__(self) -> None:
         self.reusable = False
-        self.heard_anything = False
+        self.received_any = False
         self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[int] | None = None
         self._body: Callable[[bytes], None] = _ignore
@@ -26,11 +26,11 @@ class HttpConnection(asyncio.Protocol):
         self._received = 0
 
     def send(self, raw: bytes, on_body: Callable[[bytes], None]) -> asyncio.Future[int]:
-        """The future gives the status when the answer is whole; raises UnavailableError when it never will be."""
+        """The future yields the status once the response is complete, or raises UnavailableError."""
         self._done = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
         self._body, self._received = on_body, 0
-        self.reusable = self.heard_anything = False
+        self.reusable = self.received_any = False
         if self._transport is None or self._transport.is_closing():
             self._fail("the server closed the connection")
         else:
@@ -49,19 +49,19 @@ class HttpConnection(asyncio.Protocol):
     # --- asyncio.Protocol ------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
 
     def data_received(self, data: bytes) -> None:
-        self.heard_anything = True
+        self.received_any = True
         self._received += len(data)
         if self._received > MAX_BODY_BYTES:
-            self._fail(f"the answer is longer than {MAX_BODY_BYTES} bytes")
+            self._fail(f"expected a response of at most {MAX_BODY_BYTES} bytes, got more")
             self.close()
             return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(f"expected HTTP/1.1, got something else: {error}")
+            self._fail(f"expected an HTTP/1.1 response: {error}")
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -84,4 +84,4 @@ class HttpConnection(asyncio.Protocol):
 
 
 def _ignore(data: bytes) -> None:
-    """Before the first request nobody listens."""
+    """Discards data that arrives before the first request."""

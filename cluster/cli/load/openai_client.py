@@ -1,4 +1,4 @@
-"""Any server with OpenAI's API: streamed completions (token ids) or chat completions (text)."""
+"""A load client for any OpenAI-compatible server: streamed completions (token ids) or chat completions (text)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import SplitResult
 
 import msgspec
 
-from cluster.cli.load.client import Answer, Ask, Heard
+from cluster.cli.load.client import LoadRequest, LoadResponse, OnTokens
 from cluster.cli.load.http_connection import HttpConnection
 from router.terms import PRIORITY
 from tandem.errors import (
@@ -22,7 +22,7 @@ from tandem.errors import (
     error_from_code,
 )
 
-_SHOWN_CHARS = 300  # of a server's error
+MAX_ERROR_CHARS = 300  # of a server's error in ours
 _BY_STATUS = {
     400: ErrorCode.INVALID_ARGUMENT,
     401: ErrorCode.UNAUTHENTICATED,
@@ -46,7 +46,7 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         if self.delta is not None:
             return self.delta.content or self.delta.reasoning_content or ""
         return self.text or ""
@@ -72,8 +72,8 @@ _EVENTS = msgspec.json.Decoder(_Event)
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """`chat`: /chat/completions with text; else /completions. `url` as in http://127.0.0.1:8000/v1."""
+class OpenAiEndpoint:
+    """`url`: for example http://127.0.0.1:8000/v1. `chat`: use /chat/completions instead of /completions."""
 
     url: SplitResult
     model: str
@@ -92,40 +92,40 @@ class Endpoint:
 
 
 class OpenAiClient:
-    """Connections are opened as they are needed, and kept."""
+    """Opens connections on demand and keeps them alive."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        """Raises ConfigError when the endpoint's CA file cannot be read."""
+    def __init__(self, endpoint: OpenAiEndpoint) -> None:
+        """Raises ConfigError if the endpoint's CA file cannot be read."""
         self._endpoint = endpoint
         self._tls = _tls(endpoint)
         self._idle: list[HttpConnection] = []
 
-    async def send(self, ask: Ask, heard: Heard) -> Answer:
-        raw = self._request(ask)
+    async def send(self, request: LoadRequest, on_tokens: OnTokens) -> LoadResponse:
+        raw = self._request(request)
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable:
-                reader = _Reader(connection, heard)
+                reader = _Reader(connection, on_tokens)
                 try:
                     return await self._exchange(connection, raw, reader)
                 except UnavailableError:
-                    if connection.heard_anything:
+                    if connection.received_any:
                         raise
-                    # An idle connection that the server had just given up: the request was not taken.
+                    # The server had closed the idle connection, so it has not accepted the request: try again.
         connection = await self._connect()
-        return await self._exchange(connection, raw, _Reader(connection, heard))
+        return await self._exchange(connection, raw, _Reader(connection, on_tokens))
 
-    async def _exchange(self, connection: HttpConnection, raw: bytes, reader: _Reader) -> Answer:
+    async def _exchange(self, connection: HttpConnection, raw: bytes, reader: _Reader) -> LoadResponse:
         try:
             status = await connection.send(raw, reader.feed)
         finally:
             if connection.reusable:
                 self._idle.append(connection)
             else:
-                connection.close()  # also when we were cancelled: the server learns of it
+                connection.close()  # if cancelled too, so that the server stops generating
         if status != 200:
             raise _refusal(status, bytes(reader.rest))
-        return reader.answer()
+        return reader.response()
 
     async def _connect(self) -> HttpConnection:
         host, port = self._endpoint.address
@@ -133,14 +133,14 @@ class OpenAiClient:
         try:
             _, connection = await loop.create_connection(HttpConnection, host, port, ssl=self._tls)
         except OSError as error:
-            raise UnavailableError(f"nobody answers at {host}:{port}: {error}") from None
+            raise UnavailableError(f"cannot connect to {host}:{port}: {error}") from None
         return connection
 
-    def _request(self, ask: Ask) -> bytes:
+    def _request(self, request: LoadRequest) -> bytes:
         endpoint = self._endpoint
         body: dict[str, object] = {
             "model": endpoint.model,
-            "max_tokens": ask.output_tokens,
+            "max_tokens": request.output_tokens,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -148,22 +148,22 @@ class OpenAiClient:
         if endpoint.ignore_eos:
             body["ignore_eos"] = True
         if endpoint.chat:
-            body["messages"] = [{"role": "user", "content": ask.prompt}]
+            body["messages"] = [{"role": "user", "content": request.prompt}]
         else:
-            body["prompt"] = ask.prompt
-        sent = msgspec.json.encode(body)
+            body["prompt"] = request.prompt
+        encoded = msgspec.json.encode(body)
         head = [
             f"POST {endpoint.path} HTTP/1.1",
             f"host: {endpoint.url.netloc.rpartition('@')[2]}",
             "content-type: application/json",
             "accept: text/event-stream",
-            f"content-length: {len(sent)}",
+            f"content-length: {len(encoded)}",
         ]
         if endpoint.api_key is not None:
             head.append(f"authorization: Bearer {endpoint.api_key}")
-        if ask.priority:
-            head.append(f"{PRIORITY}: {ask.priority}")
-        return "\r\n".join([*head, "", ""]).encode() + sent
+        if request.priority:
+            head.append(f"{PRIORITY}: {request.priority}")
+        return "\r\n".join([*head, "", ""]).encode() + encoded
 
     async def close(self) -> None:
         for connection in self._idle:
@@ -171,11 +171,11 @@ class OpenAiClient:
 
 
 class _Reader:
-    """Server-sent events as they come; whatever else came is in `rest`."""
+    """Parses server-sent events as they arrive. `rest`: bytes that are not a complete line, or the body of an error."""
 
-    def __init__(self, connection: HttpConnection, heard: Heard) -> None:
+    def __init__(self, connection: HttpConnection, on_tokens: OnTokens) -> None:
         self.rest = bytearray()
-        self._connection, self._heard = connection, heard
+        self._connection, self._on_tokens = connection, on_tokens
         self._events_with_text = 0
         self._usage = _Usage()
         self._error: bytes | None = None
@@ -184,35 +184,35 @@ class _Reader:
         self.rest += data
         if self._connection.status != 200:
             return
-        came = 0
+        new_events = 0
         *lines, self.rest = self.rest.split(b"\n")
         for line in lines:
-            if line.startswith(b"data:") and (said := line[5:].strip()) != b"[DONE]":
-                came += self._event(bytes(said))
-        if came:
-            self._events_with_text += came
-            self._heard(came)
+            if line.startswith(b"data:") and (data_field := line[5:].strip()) != b"[DONE]":
+                new_events += self._event(bytes(data_field))
+        if new_events:
+            self._events_with_text += new_events
+            self._on_tokens(new_events)
 
-    def _event(self, said: bytes) -> bool:
-        """Whether a token is in it."""
+    def _event(self, data: bytes) -> bool:
+        """Whether the event contains a token."""
         try:
-            event = _EVENTS.decode(said)
+            event = _EVENTS.decode(data)
         except msgspec.MsgspecError:
-            self._error = said
+            self._error = data
             return False
         if event.error is not None:
             self._error = bytes(event.error)
         self._usage = event.usage or self._usage
-        return any(choice.said for choice in event.choices)
+        return any(choice.output for choice in event.choices)
 
-    def answer(self) -> Answer:
-        """Raises InternalError when an event was an error, or none of OpenAI's."""
+    def response(self) -> LoadResponse:
+        """Raises InternalError if an event was an error, or not in OpenAI's format."""
         if self._error is not None:
-            said = self._error[:_SHOWN_CHARS].decode(errors="replace")
-            raise InternalError(f"an event of the stream is an error, or none of OpenAI's: {said}")
+            shown = self._error[:MAX_ERROR_CHARS].decode(errors="replace")
+            raise InternalError(f"expected an OpenAI event in the stream, got an error or another format: {shown}")
         usage = self._usage
         details = usage.prompt_tokens_details
-        return Answer(
+        return LoadResponse(
             output_tokens=usage.completion_tokens or self._events_with_text,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=None if details is None else details.cached_tokens,
@@ -220,13 +220,13 @@ class _Reader:
 
 
 def _refusal(status: int, body: bytes) -> TandemError:
-    said = f"HTTP {status}: {body[:_SHOWN_CHARS].decode(errors='replace').strip()}"
+    message = f"HTTP {status}: {body[:MAX_ERROR_CHARS].decode(errors='replace').strip()}"
     if status == 429:
-        return OverloadedError(said)
-    return error_from_code(_BY_STATUS.get(status, ErrorCode.INTERNAL), said)
+        return OverloadedError(message)
+    return error_from_code(_BY_STATUS.get(status, ErrorCode.INTERNAL), message)
 
 
-def _tls(endpoint: Endpoint) -> ssl.SSLContext | None:
+def _tls(endpoint: OpenAiEndpoint) -> ssl.SSLContext | None:
     if endpoint.url.scheme != "https":
         return None
     try:

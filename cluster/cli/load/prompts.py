@@ -1,5 +1,5 @@
-"""Prompts for a trace that has lengths and block ids only: equal ids give equal tokens, so what the trace says is
-shared is shared on the server too, and nothing else is."""
+"""Prompts for a trace, which has only lengths and block ids. Equal ids give equal tokens, so requests share exactly the
+prefixes that the trace says they share."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.errors import ConfigError
 
-FIRST_ORDINARY_TOKEN = 256  # below are special tokens and single bytes in most vocabularies
+FIRST_ORDINARY_TOKEN = 256  # in most vocabularies, lower ids are special tokens and single bytes
 _KEPT_BLOCKS = 4096
 _SHARED, _OWN = 0, 1
-# Each of them one token, with the space before it, in the usual vocabularies.
+# In the usual vocabularies, each word with its leading space is one token.
 _WORDS = (
     "the of and to in is that for it as was with be by on not he his but at are this have from or had an they "
     "which one you were all her she there would their we him been has when who will no more if out so what up "
@@ -29,10 +29,10 @@ WORDS = _WORDS.split()
 
 
 class Prompts:
-    """`salt`: other salts give other prompts, so that no cache of an earlier run helps. `vocab_tokens` None: texts of
-    about as many tokens, for servers that take no token ids."""
+    """`salt`: a new salt gives new prompts, so that caches of an earlier run have no effect. `vocab_tokens` None: makes
+    texts of about as many tokens, for servers that accept no token ids."""
 
-    def __init__(self, trace: Trace, salt: int, vocab_tokens: int | None) -> None:
+    def __init__(self, trace: TrafficTrace, salt: int, vocab_tokens: int | None) -> None:
         if vocab_tokens is not None and vocab_tokens < 2:
             raise ConfigError(f"--vocab: expected at least 2 tokens, got {vocab_tokens}", field="--vocab")
         self._trace, self._salt = trace, salt
@@ -40,19 +40,19 @@ class Prompts:
         self._block: Callable[[int], NDArray[np.int64]] = lru_cache(_KEPT_BLOCKS)(self._draw_block)
 
     def of(self, index: int) -> list[int] | str:
-        """Request `index`'s prompt."""
+        """The prompt of request `index`."""
         length = int(self._trace.prompt_tokens[index])
         prefixes = self._trace.prefixes
         blocks = [] if prefixes is None else [self._block(each) for each in prefixes.of(index).tolist()]
         shared = sum(len(each) for each in blocks)
         own = self._draw(_OWN, index, max(0, length - shared))
-        return self._said(np.concatenate([*blocks, own])[:length])
+        return self._encode(np.concatenate([*blocks, own])[:length])
 
-    def other(self, number: int, length: int) -> list[int] | str:
-        """A prompt of no request, to warm up with."""
-        return self._said(self._draw(_OWN, len(self._trace) + number, length))
+    def warm_up(self, number: int, length: int) -> list[int] | str:
+        """A prompt that no request has, for warming up."""
+        return self._encode(self._draw(_OWN, len(self._trace) + number, length))
 
-    def _said(self, drawn: NDArray[np.int64]) -> list[int] | str:
+    def _encode(self, drawn: NDArray[np.int64]) -> list[int] | str:
         return drawn.tolist() if self._vocab_tokens is not None else " ".join(WORDS[each] for each in drawn.tolist())
 
     def _draw_block(self, block: int) -> NDArray[np.int64]:

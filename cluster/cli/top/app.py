@@ -1,4 +1,4 @@
-"""The terminal application of `tandem top`. The modules frame, tables and overview work out what it shows."""
+"""The terminal application of `tandem top`. The modules frame, tables and overview compute what it shows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Source(TraceSource, Protocol):
 
 
 class Page(Generic[Item]):
-    """One table: its columns, and how it is filtered and ordered now."""
+    """One table with its columns and its current order."""
 
     def __init__(self, name: str, columns: Sequence[Column[Item]]) -> None:
         self.name = name
@@ -41,15 +41,15 @@ class Page(Generic[Item]):
         self.items: Sequence[Item] = ()
         self.table: DataTable[Text] = DataTable(id=name, cursor_type="row", zebra_stripes=True)
 
-    def show(self, wanted: str) -> None:
-        """Keeps the cursor on its row and the view where it is."""
+    def show(self, filter_text: str) -> None:
+        """Redraws the table; cursor and scroll position stay."""
         table = self.table
         row, scroll_x, scroll_y = table.cursor_row, table.scroll_x, table.scroll_y
         table.clear(columns=True)
         for number, column in enumerate(self.columns):
             arrow = "" if number != self.order.column else " ▼" if self.order.descending else " ▲"
             table.add_column(Text(column.title + arrow, justify=column.justify))
-        for item in arranged(self.items, self.columns, wanted, self.order):
+        for item in arranged(self.items, self.columns, filter_text, self.order):
             table.add_row(*(_cell(column, item) for column in self.columns))
         if table.row_count:
             table.move_cursor(row=min(row, table.row_count - 1), animate=False, scroll=False)
@@ -63,11 +63,11 @@ def _cell(column: Column[Item], item: Item) -> Text:
 
 
 class TopApp(App[None]):
-    """Args: `first` is shown at once; then one frame from `source` each `interval_s`."""
+    """Shows `first` immediately, then a new frame from `source` every `interval_s`."""
 
     TITLE = "tandem top"
     ENABLE_COMMAND_PALETTE = False
-    AUTO_FOCUS = ""  # not the filter, which would swallow the keys
+    AUTO_FOCUS = ""  # a focused filter would receive the key presses
     CSS = """
     #status { height: 1; padding: 0 1; background: $panel; }
     #filter { display: none; height: 1; border: none; padding: 0 1; }
@@ -92,10 +92,10 @@ class TopApp(App[None]):
         self.frame = first
         self._source = source
         self._interval_s = max(MIN_INTERVAL_S, interval_s)
-        self._trouble = ""
-        # Held here, not looked up: a lookup sees only the screen on top.
+        self._error = ""
+        # Kept as attributes: a query finds only widgets of the top screen.
         self._status = Static(id="status")
-        self._filter = Input(placeholder="words that a row must have; Esc clears", id="filter", compact=True)
+        self._filter = Input(placeholder="words that rows must contain; Esc clears", id="filter", compact=True)
         self._overview = Static(id="overview")
         self._tabs = TabbedContent(initial="overview-page")
         self._pages: dict[str, Page[Any]] = {
@@ -134,9 +134,9 @@ class TopApp(App[None]):
     async def _fetch(self) -> None:
         try:
             self.frame = await self._source.frame()
-            self._trouble = ""
+            self._error = ""
         except TandemError as error:
-            self._trouble = error.message
+            self._error = error.message
         if not self.paused:
             self._draw()
 
@@ -155,24 +155,24 @@ class TopApp(App[None]):
 
     def _draw_status(self) -> None:
         text = Text(no_wrap=True, overflow="ellipsis")
-        if self._trouble:
-            text.append(f"disconnected: {self._trouble}", "bold red")
+        if self._error:
+            text.append(f"disconnected: {self._error}", "bold red")
         elif self.paused:
             text.append("paused", "bold yellow")
         else:
             text.append("live", "bold green")
         text.append(f"   {self._source.address}", "dim")
-        if wanted := self._filter.value:
-            text.append(f"   filter: {wanted}", "yellow")
+        if filter_text := self._filter.value:
+            text.append(f"   filter: {filter_text}", "yellow")
         if (page := self._page) is not None and page.order.column is not None:
-            text.append(f"   by {page.columns[page.order.column].title}", "dim")
+            text.append(f"   sorted by {page.columns[page.order.column].title}", "dim")
         self._status.update(text)
 
     # ---- pages
 
     @property
     def _page(self) -> Page[Any] | None:
-        """None: the overview."""
+        """The current table page; None for the overview."""
         return self._pages.get(self._tabs.active.removesuffix("-page"))
 
     @on(TabbedContent.TabActivated)
@@ -191,7 +191,7 @@ class TopApp(App[None]):
             page.table.focus()
 
     @on(DataTable.RowSelected, "#requests")
-    def _request_picked(self, event: DataTable.RowSelected) -> None:
+    def _request_selected(self, event: DataTable.RowSelected) -> None:
         row = self._pages["requests"].table.get_row_at(event.cursor_row)
         self.push_screen(RequestScreen(self._source, str(row[0])))
 

@@ -1,4 +1,4 @@
-"""One picture of the cluster for `tandem top`: the controller's status and every router's snapshot, joined. Pure."""
+"""One frame of `tandem top`: the controller's status joined with the snapshots of all routers. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from router.dashboard.snapshot import VERSION, EventRow, FlowRow, QueueRow, Requ
 from tandem.errors import UnavailableError
 from tandem.v1 import cluster_pb2
 
-_HEALTH = ("healthy", "probation", "suspect", "ejected")  # the last is the worst
-_ENDS = frozenset({"finished", "rejected", "cancelled", "failed"})
+_HEALTH = ("healthy", "probation", "suspect", "ejected")  # from best to worst
+_END_STATES = frozenset({"finished", "rejected", "cancelled", "failed"})
 
 
 class _Head(msgspec.Struct):
@@ -23,7 +23,7 @@ class _Head(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class RouterRow:
-    """`view` None: it did not answer."""
+    """`view`: the router's snapshot; None if it did not answer."""
 
     router_id: str
     state: str
@@ -45,26 +45,28 @@ class Frame:
 
 
 def parse_snapshot(raw: bytes) -> Snapshot:
-    """Raises UnavailableError when a router of another version sent it."""
+    """Raises UnavailableError if a router of another version sent it."""
     try:
         found = msgspec.json.decode(raw, type=_Head).version
         if found == VERSION:
             return msgspec.json.decode(raw, type=Snapshot)
     except msgspec.DecodeError as error:
-        raise UnavailableError(f"a router's snapshot cannot be read ({error}): is it of another version?") from None
-    raise UnavailableError(f"a router sent version {found} of the snapshot, this command knows {VERSION}: update it")
+        raise UnavailableError(
+            f"cannot read a router's snapshot ({error}): does the router have another version?"
+        ) from None
+    raise UnavailableError(f"expected version {VERSION} of a router's snapshot, got {found}: update this command")
 
 
 def build(status: cluster_pb2.ClusterStatus, views: Sequence[Snapshot]) -> Frame:
-    """What routers see is added up, but for latencies, which stay each router's own. One that sent no snapshot is shown
-    as the controller sees it."""
+    """Adds up the routers' figures, except latencies, which stay per router. A router without a snapshot is shown as
+    the controller reports it."""
     by_id = {view.router_id: view for view in views}
     routers = [
         RouterRow(each.router_id, each.state, each.restarts, by_id.get(each.router_id)) for each in status.routers
     ]
     workers = with_all_workers(worst_of_each(views), status)
     requests = [request for view in views for request in view.requests]
-    requests.sort(key=lambda request: (request.state in _ENDS, -request.received_unix_s))
+    requests.sort(key=lambda request: (request.state in _END_STATES, -request.received_unix_s))
     return Frame(
         cluster=status.cluster,
         version=status.version,
@@ -79,17 +81,17 @@ def build(status: cluster_pb2.ClusterStatus, views: Sequence[Snapshot]) -> Frame
 
 
 def worst_of_each(views: Iterable[Snapshot]) -> list[WorkerRow]:
-    """Each life once, with the worst health that a router gave it."""
+    """Each epoch of each worker once, with the worst health that any router reports."""
     found: dict[tuple[str, str], WorkerRow] = {}
     for worker in (worker for view in views for worker in view.workers):
         key = worker.worker_id, worker.epoch
         known = found.get(key)
-        if known is None or _badness(worker) > _badness(known):
+        if known is None or _health_rank(worker) > _health_rank(known):
             found[key] = worker
     return list(found.values())
 
 
-def _badness(worker: WorkerRow) -> int:
+def _health_rank(worker: WorkerRow) -> int:
     return _HEALTH.index(worker.health) if worker.health in _HEALTH else -1
 
 

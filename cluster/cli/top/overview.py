@@ -1,4 +1,4 @@
-"""The first page of `tandem top`, which is also what `tandem top --once` prints. Drawn for a width and a height."""
+"""The first page of `tandem top`, drawn for a width and a height. `tandem top --once` prints it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ STYLES = {
     "cancelled": "dim", "ejected": "red", "failed": "red", "unreachable": "red", "link_lost": "red", "down": "red",
     "refused": "red", "leaving": "yellow",
 }  # fmt: skip
-NARROW = 100  # columns; below, the bars are short
+NARROW = 100  # columns; narrower terminals get shorter bars
 _WORKERS = ("worker", "role", "state", "health", "running", "waiting", "reserved", "pace")
-# What may be missing where there is no room, the first to go first.
+# Columns that a narrow terminal drops, in this order.
 _SPARE_ROUTERS = ("TTFT, 5 min", "ITL p50/p99", "tok/s", "TTFT p50/p99", "req/s", "running")
 _SPARE_WORKERS = ("reserved", "pace", "health", "waiting", "KV blocks", "running", "role")
 _SPARE_FLOWS = (
@@ -37,7 +37,7 @@ def style_of(state: str) -> str:
 
 
 def overview(frame: Frame, width: int, height: int) -> RenderableType:
-    """What does not fit is cut from the end: routers, queues and workers come first."""
+    """Cuts what does not fit from the end; routers, queues and workers come first."""
     left = height - 4 - len(frame.routers) - len(frame.queues)
     workers = frame.workers[: max(3, left - 4)]
     left -= len(workers) + 2
@@ -69,7 +69,7 @@ def headline(frame: Frame) -> Text:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """The last `width` values, the highest as a full block; a space where there is none."""
+    """The last `width` values, scaled so that the highest is a full block; None is a space."""
     shown = list(values)[-width:]
     top = max((value for value in shown if value is not None), default=0.0)
     return "".join(
@@ -78,16 +78,16 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 
 
 def block_bar(worker: WorkerRow, width: int) -> Text:
-    """In use, leased, cached, free."""
+    """A bar of the blocks in use, leased, cached and free, in this order."""
     blocks = worker.blocks
     if not blocks.total:
         return Text("–", style="dim")
     bar, drawn = Text(), 0
     parts = ((blocks.in_use, "█", "green"), (blocks.leased, "█", "magenta"), (blocks.cached, "▒", "blue"))
-    upto = 0
+    cumulative = 0
     for count, sign, style in parts:
-        upto += count
-        cells = round(upto / blocks.total * width) - drawn
+        cumulative += count
+        cells = round(cumulative / blocks.total * width) - drawn
         bar.append(sign * cells, style)
         drawn += cells
     bar.append("·" * (width - drawn), "dim")

@@ -1,4 +1,4 @@
-"""One request's timeline, over the tables of `tandem top`."""
+"""The screen of `tandem top` with one request's timeline."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Footer, Static
 
-from cluster.cli.commands.trace import show
+from cluster.cli.request_trace import show
 from tandem.errors import NotFound, TandemError
 from tandem.v1 import trace_pb2
 
-AGAIN_S = 1.0
+POLL_S = 1.0
 _MARGIN = 8
 
 
 class TraceSource(Protocol):
     async def trace(self, request_id: str) -> trace_pb2.RequestTrace:
-        """Raises NotFound while it has not ended, TandemError."""
+        """Raises NotFound until the request has ended, and TandemError."""
         ...
 
 
 class RequestScreen(ModalScreen[None]):
-    """A request that is still on its way is asked for again until it has ended."""
+    """Polls until the request has ended, then shows its timeline."""
 
     CSS = """
     RequestScreen { align: center middle; }
@@ -45,14 +45,14 @@ class RequestScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="panel") as panel:
             panel.border_title = self._request_id
-            yield Static("looking it up…", id="timeline")
+            yield Static("loading…", id="timeline")
         yield Footer()
 
     def on_mount(self) -> None:
-        self._look()
+        self._load()
 
     @work(exclusive=True)
-    async def _look(self) -> None:
+    async def _load(self) -> None:
         text: RenderableType
         try:
             trace = await self._source.trace(self._request_id)
@@ -60,8 +60,10 @@ class RequestScreen(ModalScreen[None]):
             show(trace, console)
             text = Text.from_ansi(console.export_text(styles=True))
         except NotFound:
-            text = Text("on its way, or no longer kept: its timeline comes when it has ended", style="yellow")
-            self.set_timer(AGAIN_S, self._look)
+            text = Text(
+                "still running, or no longer kept: the timeline appears when the request has ended", style="yellow"
+            )
+            self.set_timer(POLL_S, self._load)
         except TandemError as error:
             text = Text(error.message, style="red")
         self.query_one("#timeline", Static).update(text)

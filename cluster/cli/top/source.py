@@ -1,4 +1,4 @@
-"""Where `tandem top` gets its frames from: the controller, which asks the routers."""
+"""Fetches the frames of `tandem top` from the controller, which queries the routers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Self
 import grpc.aio
 
 from cluster.cli.admin_client import Admin, tls_hint
-from cluster.cli.commands.trace import fetch
+from cluster.cli.request_trace import fetch
 from cluster.cli.top.frame import Frame, build, parse_snapshot
 from tandem.errors import UnavailableError
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2
@@ -18,7 +18,7 @@ TIMEOUT_S = 10.0
 
 
 class FrameSource:
-    """An async context manager that holds one channel."""
+    """Holds one channel; use it as an async context manager."""
 
     def __init__(self, admin: Admin) -> None:
         self.admin = admin
@@ -34,7 +34,7 @@ class FrameSource:
         await self._channel.close()
 
     async def frame(self) -> Frame:
-        """Raises UnavailableError when no controller answers, or a router's answer cannot be read."""
+        """Raises UnavailableError if no controller answers, or a router's snapshot cannot be read."""
         stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(self._channel)
         try:
             status, snapshots = await asyncio.gather(
@@ -49,11 +49,11 @@ class FrameSource:
         return build(status, [parse_snapshot(each.json) for each in snapshots.snapshots])
 
     async def trace(self, request_id: str) -> trace_pb2.RequestTrace:
-        """Raises NotFound while it has not ended, and as `frame`."""
+        """Raises NotFound until the request has ended, and UnavailableError like `frame`."""
         return await fetch(self.admin, request_id)
 
     async def _snapshots(self, stub: cluster_pb2_grpc.ClusterAsyncStub) -> cluster_pb2.ListSnapshotsResponse:
-        """Empty when no router answers the controller: workers start before routers are ready."""
+        """Empty if no router answers the controller, as during a start."""
         try:
             return await stub.ListSnapshots(cluster_pb2.ListSnapshotsRequest(), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError:

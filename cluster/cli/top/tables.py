@@ -1,4 +1,4 @@
-"""The tables of `tandem top`: columns, filter and order. Pure; router.dashboard.snapshot has the items."""
+"""The tables of `tandem top`: columns, filter and order. The items are those of router.dashboard.snapshot. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Key = str | float
 
 @dataclass(frozen=True, slots=True)
 class Column(Generic[Item]):
-    """`order`: by what the column is sorted; None sorts last."""
+    """`order`: the sort key; None sorts last."""
 
     title: str
     text: Callable[[Item], str]
@@ -26,13 +26,13 @@ class Column(Generic[Item]):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """`column` None: as they come."""
+    """`column` None: unsorted."""
 
     column: int | None = None
     descending: bool = True
 
     def next(self, columns: int) -> Order:
-        """By the next column; after the last as they come."""
+        """Sorts by the next column; after the last, unsorted."""
         following = 0 if self.column is None else self.column + 1
         return Order(following if following < columns else None, self.descending)
 
@@ -40,9 +40,9 @@ class Order:
         return Order(self.column, not self.descending)
 
 
-def arranged(items: Sequence[Item], columns: Sequence[Column[Item]], wanted: str, order: Order) -> list[Item]:
-    """Those in whose row every word of `wanted` is found, in order."""
-    words = wanted.lower().split()
+def arranged(items: Sequence[Item], columns: Sequence[Column[Item]], filter_text: str, order: Order) -> list[Item]:
+    """The items whose row contains every word of `filter_text`, sorted by `order`."""
+    words = filter_text.lower().split()
     rows = [(item, " ".join(column.text(item) for column in columns).lower()) for item in items] if words else []
     found = [item for item, text in rows if all(word in text for word in words)] if words else list(items)
     if order.column is None:
@@ -53,7 +53,7 @@ def arranged(items: Sequence[Item], columns: Sequence[Column[Item]], wanted: str
     return [*known, *(item for item in found if key(item) is None)]
 
 
-# --- how figures are written ------------------------------------------------------------------------------------
+# --- formats of figures -----------------------------------------------------------------------------------------
 
 
 def seconds(value: float | None) -> str:
@@ -83,8 +83,8 @@ def share(part: float, whole: float) -> str:
 def path_of(request: RequestRow) -> str:
     if not request.decode_worker:
         return "–"
-    way = f"{request.prefill_worker} → {request.decode_worker}" if request.prefill_worker else request.decode_worker
-    return f"{way} ({request.attempts} tries)" if request.attempts > 1 else way
+    path = f"{request.prefill_worker} → {request.decode_worker}" if request.prefill_worker else request.decode_worker
+    return f"{path} ({request.attempts} attempts)" if request.attempts > 1 else path
 
 
 def clock(unix_s: float) -> str:
@@ -161,7 +161,7 @@ REQUESTS: tuple[Column[RequestRow], ...] = (
 
 EVENTS: tuple[Column[EventRow], ...] = (
     Column("at", lambda event: clock(event.last_unix_s), lambda event: event.last_unix_s),
-    _text("what", lambda event: event.kind.replace("_", " ")),
-    _text("who", lambda event: event.subject),
+    _text("event", lambda event: event.kind.replace("_", " ")),
+    _text("subject", lambda event: event.subject),
     _text("", lambda event: f"{event.text}{f' ×{event.times}' if event.times > 1 else ''}"),
 )

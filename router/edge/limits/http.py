@@ -10,8 +10,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.edge.sse import SCOPE_KEY
-
+SCOPE_KEY = "tandem.connection"  # of the ChunkedBody in the scope of a request
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 128
 SPARE_FILES = 256  # for everything except clients

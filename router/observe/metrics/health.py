@@ -10,9 +10,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from router.observe.metrics.instruments import Counter
-from router.probes.canary import CanaryResult
 from router.workers.health import EjectReason, HealthBoard, HealthState
 from tandem.config.spec import Role
+
+
+class CanaryResult(StrEnum):
+    """A metric label."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    REFUSED = "refused"  # no room: says nothing about the worker
 
 
 class CanaryPurpose(StrEnum):

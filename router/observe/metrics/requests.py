@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.causes import HandoffCause, HandoffFault
 from router.observe.metrics.admission import CoreCollector
 from router.observe.metrics.index import IndexCollector
 from router.observe.metrics.instruments import Counter, Gauge, Histogram

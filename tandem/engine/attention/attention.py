@@ -1,8 +1,8 @@
-"""Paged attention for one step, over the pool in its own layout.
+"""Paged attention for one step on the pool, with torch.
 
-The pool is seen as rows: one row per (block, layer, K or V, head) holds `block_tokens` × `head_dim` values. Row numbers
-are made once per step for layer 0; a layer adds its offset. Queries of one KV head's group are passed as further query
-rows, so grouped-query attention needs no copies of K and V. Layers with a window read only the blocks it reaches into.
+The pool is viewed as rows: one row per (block, layer, K or V, head) of `block_tokens` × `head_dim` values. Row numbers
+are computed once per step for layer 0; a layer adds its offset. Queries that share a KV head become further query rows,
+so grouped-query attention copies no K and V. Layers with a window read only the blocks inside it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.engine.cells import loaded, movable, stored
+from tandem.engine.cells import indexable, loaded, stored
 from tandem.engine.step import SequenceStep
 from tandem.kvcache.layout import KvPoolLayout
-from tandem.model.decoder import AttentionTerms
+from tandem.model.decoder import AttentionParams
 from tandem.model.fp8 import FP8
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Requests attended to in one call: all single queries together, a prompt's chunk alone.
+    """Requests attended to in one call: all single queries together, or one prompt chunk.
 
-    rows_k, rows_v: [requests * kv_heads * blocks] of layer 0; tokens: [requests, queries] places in the flat batch;
-    mask: [requests, 1, group * queries, blocks * block_tokens], added to scores: 0 where a query may look, else -inf.
+    rows_k, rows_v: [requests * kv_heads * blocks] of layer 0. tokens: [requests, queries] indices in the flat batch.
+    mask: [requests, 1, group * queries, blocks * block_tokens], added to scores: 0 where a query may attend, else -inf.
     """
 
     tokens: Tensor
@@ -36,17 +36,17 @@ class _Group:
 
 
 class StepAttention:
-    """`Attend` for one step: writes the step's K and V into the pool, then attends."""
+    """`Attend` for one step: writes the step's K and V to the pool, then attends."""
 
     def __init__(
-        self, pool: Tensor, layout: KvPoolLayout, sequences: list[SequenceStep], terms: AttentionTerms
+        self, pool: Tensor, layout: KvPoolLayout, sequences: list[SequenceStep], terms: AttentionParams
     ) -> None:
         self._layout = layout
         self._terms = terms
         self._device, self._dtype = pool.device, pool.dtype
         self._per_kv = terms.heads // layout.kv_heads
-        self._rows = movable(pool).view(-1, layout.block_tokens, layout.head_dim)
-        self._cells = movable(pool).view(-1, layout.head_dim)
+        self._rows = indexable(pool).view(-1, layout.block_tokens, layout.head_dim)
+        self._cells = indexable(pool).view(-1, layout.head_dim)
         self._layer_rows = 2 * layout.kv_heads
         self._write_k, self._write_v = self._write_cells(sequences)
         self._groups = {window: self._group(sequences, window) for window in set(terms.windows)}
@@ -96,11 +96,11 @@ class StepAttention:
         )
         queries = torch.tensor([[s.start] for s in sequences]) + torch.arange(tokens.shape[1])
         keys = torch.tensor([[start * size] for start in first]) + torch.arange(width * size)
-        back = queries[:, :, None] - keys[:, None, :]  # how far each query looks back to each key
+        back = queries[:, :, None] - keys[:, None, :]  # distance from each query back to each key
         hidden = back < 0 if window is None else (back < 0) | (back >= window)
         dtype = torch.float32 if self._dtype == FP8 else self._dtype
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-        # The queries of a group see the same; one query needs no copy of its row for that.
+        # All queries of a group share the mask. A single query needs no copy of its row.
         mask = mask.expand(-1, self._per_kv, -1) if tokens.shape[1] == 1 else mask.repeat(1, self._per_kv, 1)
         return _Group(tokens.to(self._device), rows_k, rows_v, mask[:, None].to(self._device), width)
 
@@ -134,7 +134,7 @@ class StepAttention:
         return back.reshape(requests * queries, layout.kv_heads * per_kv, layout.head_dim)
 
     def _scored(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """Softmax attention; with a cap written out, for which there is no kernel."""
+        """Softmax attention; explicit if scores are capped, which torch's kernels do not support."""
         terms = self._terms
         if terms.softcap is None:
             return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=terms.scale)

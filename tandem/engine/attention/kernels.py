@@ -1,4 +1,4 @@
-"""Whose kernels a rank computes with: the native ones where they are wanted, able and right, else torch's."""
+"""Chooses a rank's kernels: native ones if configured, supported and correct, else torch's."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import logging
 import torch
 
 from tandem.config.spec import EngineSpec
-from tandem.engine.attention.native_attention import knows
+from tandem.engine.attention.native_attention import supports
 from tandem.engine.kv_pool import DTYPES
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.device_matrices import QuantiseRows, checked_rows, quantised_rows
+from tandem.model.kernel_check import checked_kernels
 from tandem.model.matrices import MatrixMaker, Weights
 from tandem.model.ops import is_native
-from tandem.native.check import checked_kernels
 from tandem.native.library import Kernels
 
-# A ring adds each element's parts in an order that hangs on the batch; the sum of two has but one.
+# A ring's order of additions depends on the batch; a sum of two has only one order.
 _MOST_INVARIANT_RANKS = 2
 
 logger = logging.getLogger(__name__)
 
 
 def choose_kernels(spec: EngineSpec, layout: KvPoolLayout, tp: int) -> Kernels | None:
-    """None: torch's own.
+    """The native kernels, or None for torch's own.
 
-    Raises ConfigError naming the field where the configuration needs native kernels and there can be none.
+    Raises ConfigError naming the field if the configuration needs native kernels and they are not available.
     """
     _check_weights(spec)
     needed_by = _needed_by(spec)
@@ -40,7 +40,7 @@ def choose_kernels(spec: EngineSpec, layout: KvPoolLayout, tp: int) -> Kernels |
         if needed_by:
             raise _unsupported(needed_by, "device cpu and dtype float32", f"{spec.device} and {spec.dtype}")
         return None
-    if not knows(layout):
+    if not supports(layout):
         if needed_by:
             raise _unsupported(needed_by, "a model whose head_dim is a multiple of 8", "another")
         return None
@@ -49,12 +49,12 @@ def choose_kernels(spec: EngineSpec, layout: KvPoolLayout, tp: int) -> Kernels |
     except ConfigError as error:
         if needed_by:
             raise ConfigError(f"{needed_by}: {error}", field=needed_by) from error
-        logger.warning("torch computes alone, more slowly: %s", error)
+        logger.warning("using torch's slower kernels: %s", error)
         return None
 
 
 def choose_matrices(spec: EngineSpec, kernels: Kernels | None) -> MatrixMaker:
-    """Raises ConfigError where a GPU cannot multiply the weights that are asked for."""
+    """Raises ConfigError if a GPU cannot multiply the configured weights."""
     weights, device = Weights(spec.weights), torch.device(spec.device)
     quantise: QuantiseRows = quantised_rows
     if device.type == "cuda" and weights.row_dtype is not None:
@@ -73,7 +73,7 @@ def _check_weights(spec: EngineSpec) -> None:
 
 
 def _needed_by(spec: EngineSpec) -> str | None:
-    """The field that asks for what only native kernels can do."""
+    """The field that requires native kernels, if any."""
     if spec.weights != "dense" and spec.device == "cpu":
         return "engine.weights"
     if spec.kv_dtype == "int8":
@@ -84,4 +84,4 @@ def _needed_by(spec: EngineSpec) -> str | None:
 
 
 def _unsupported(field: str, expected: str, got: str) -> ConfigError:
-    return ConfigError(f"{field}: expected {expected} with it, got {got}", field=field)
+    return ConfigError(f"{field}: requires {expected}, got {got}", field=field)

@@ -1,6 +1,6 @@
-"""Paged attention by the native kernels: keys and values are read where they lie, never gathered.
+"""Paged attention by the native kernels, which read keys and values in place.
 
-Each token's result is one computation over its own request's keys, so it is the same in any batch and any chunk.
+Each token's result depends only on its own request's keys, so it is the same in any batch and any chunk.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from tandem.engine.step import SequenceStep
 from tandem.kvcache.layout import KvPoolLayout, cell_width
-from tandem.model.decoder import AttentionTerms
+from tandem.model.decoder import AttentionParams
 from tandem.native.library import CELL_KINDS, LANES, Cells, Kernels
 
 
-def knows(layout: KvPoolLayout) -> bool:
-    """Whether the kernels can attend over pools of this layout."""
+def supports(layout: KvPoolLayout) -> bool:
+    """Whether the kernels support pools of this layout."""
     head_dim = layout.head_dim - cell_width(0, layout.dtype)
     return layout.dtype in CELL_KINDS and head_dim % LANES == 0 and layout.block_tokens % LANES == 0
 
 
 class NativeStepAttention:
-    """`Attend` for one step over a pool in host memory that `knows`."""
+    """`Attend` for one step over a supported pool in host memory."""
 
     def __init__(
         self,
@@ -30,12 +30,12 @@ class NativeStepAttention:
         pool: Tensor,
         layout: KvPoolLayout,
         sequences: list[SequenceStep],
-        terms: AttentionTerms,
+        terms: AttentionParams,
     ) -> None:
         self._kernels = kernels
         self._layout = layout
         self._terms = terms
-        self._pool = pool  # kept: the kernels know its address alone
+        self._pool = pool  # keeps it alive: the kernels only have its address
         counts = np.array([len(sequence.token_ids) for sequence in sequences])
         starts = np.array([sequence.start for sequence in sequences])
         ends = np.cumsum(counts)

@@ -1,4 +1,4 @@
-"""What a paged kernel must compute, and whether one does: no result is better than a wrong one."""
+"""Checks a paged kernel against a reference on this machine, because a wrong result is worse than none."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from torch import Tensor
 from tandem.engine.attention.varlen_attention import PagedKernel
 from tandem.engine.kv_pool import DTYPES
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
-from tandem.model.decoder import AttentionTerms
-from tandem.model.fp8 import FP8, narrowed
+from tandem.model.decoder import AttentionParams
+from tandem.model.fp8 import FP8, to_fp8
 
-# (queries, keys) of each sequence: steps that decode, few and many, with keys for every split; and chunks among them.
+# (queries, keys) of each sequence: decode steps with few and many sequences and keys for every split, and chunks.
 _BATCHES: Final = ([(1, 1500)], [(1, 1 + 75 * n) for n in range(12)], [(1, 9), (70, 70), (40, 150), (1, 1), (129, 200)])
 _TOLERANCE: Final = 0.05  # of a head's answer; rounding in half precision makes less than half of it
 
 
-def fault(
-    kernel: PagedKernel, layout: KvPoolLayout, terms: AttentionTerms, dtype: torch.dtype, device: torch.device
+def kernel_error(
+    kernel: PagedKernel, layout: KvPoolLayout, terms: AttentionParams, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """What is wrong with `kernel` for queries of `dtype` over pools of this layout, which are fp8 or of the same dtype;
-    None when all is well."""
+    """The error of `kernel` for queries of `dtype` over pools of this layout, which are fp8 or of the same dtype; None
+    if it is correct."""
     try:
         differences = [
             _difference(kernel, layout, terms.heads, window, batch, dtype, device)
             for window in {None, *terms.windows}
             for batch in _BATCHES
         ]
-    except Exception as error:  # no compiler, no room for its tiles, an old driver: it cannot be had here
+    except Exception as error:  # not available: no compiler, too little memory, or an old driver
         return f"{type(error).__name__}: {error}"
-    worst = float(torch.stack(differences).max())  # which is NaN where one is
-    return None if worst < _TOLERANCE else f"its answers differ from the right ones by {worst:.3g} of their size"
+    worst = float(torch.stack(differences).max())  # NaN if any is
+    return None if worst < _TOLERANCE else f"its results differ from the reference by {worst:.3g} of their norm"
 
 
 def _difference(
@@ -44,13 +44,13 @@ def _difference(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Of a token's head the largest, beside the size of what is right there."""
+    """The largest relative difference of a token's head."""
     generator = torch.Generator(device).manual_seed(0)
     width = max(blocks_for(keys, layout.block_tokens) for _, keys in batch)
     shape = (len(batch) * width, 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
     pool = torch.randn(shape, generator=generator, device=device, dtype=dtype)
     if DTYPES[layout.dtype] == FP8:
-        pool = narrowed(pool)
+        pool = to_fp8(pool)
     tables = torch.randperm(shape[0], generator=generator, device=device, dtype=torch.int32).view(len(batch), width)
     counts = [queries for queries, _ in batch]
     query = torch.randn(sum(counts), heads, layout.head_dim, generator=generator, device=device, dtype=dtype)
@@ -85,8 +85,8 @@ def plain_attention(
     seqused_k: Tensor,
     block_table: Tensor,
 ) -> Tensor:
-    """A `PagedKernel` for any device, in fp32 over copies of all blocks of all tokens. What it does never hangs on what
-    a tensor holds, so it can be recorded."""
+    """A `PagedKernel` for any device, in fp32 over copies of all blocks of all tokens. Its operations do not depend on
+    tensor values, so it can be recorded."""
     left, right = window_size
     assert right == 0
     assert {each.dtype for each in (block_table, seqused_k, cu_seq_q)} == {torch.int32}

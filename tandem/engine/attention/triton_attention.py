@@ -1,8 +1,8 @@
-"""A paged kernel in Triton, which torch brings along for GPUs: any size of KV block, and long sequences are split.
+"""A paged attention kernel in Triton, for any KV block size, which splits long sequences.
 
-One program takes a tile of queries of one sequence for one KV head, whose query heads are further rows of it, and goes
-over the keys with an online softmax (Dao 2023, arXiv:2307.08691). With one query to a sequence that makes too few
-programs: then several share a sequence's keys, and a second kernel joins what they made.
+One program processes a tile of queries of one sequence and one KV head, whose query heads are further rows, and
+iterates over the keys with an online softmax (Dao 2023, arXiv:2307.08691). With one query per sequence there would be
+too few programs. Then several share a sequence's keys, and a second kernel combines their results.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 _LEAST_ROWS = 16  # of a matrix product
-_WIDE = 128  # from there on a head's tiles are halved, to fit beside each other
+_WIDE = 128  # wider heads use half-size tiles, to fit in shared memory
 _MOST_SPLITS = 32
 _LOG2_E = 1.4426950408889634
 
 
 class TritonAttention:
-    """A `PagedKernel` for keys and values of equal strides, also fp8. Args: `processors` of the GPU, to keep busy."""
+    """A `PagedKernel` for keys and values of equal strides, including fp8. Args: `processors` of the GPU, to keep
+    busy."""
 
     def __init__(self, processors: int) -> None:
         self._processors = processors
@@ -70,12 +71,12 @@ class TritonAttention:
         return out
 
     def _splits(self, programs: int, most_tiles: int) -> int:
-        """Enough for two programs on each processor, of which none has no keys of the longest sequence there may be."""
+        """Enough splits for two programs per processor, but not more than the longest sequence has tiles."""
         wanted = min(2 * self._processors // programs, most_tiles, _MOST_SPLITS)
         return 1 << max(0, wanted.bit_length() - 1)
 
 
-# Not for numbers that change with every step: a kernel would be compiled for 1, for multiples of 16 and for the rest.
+# Excluded are numbers that change with every step: Triton would compile variants for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["sequences", "tokens", "table_stride"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     query, keys, values, out, parts, edges, starts, lengths, tables,
@@ -85,7 +86,7 @@ def _attend(  # type: ignore[no-untyped-def]
     dims_padded: tl.constexpr, page: tl.constexpr, rows: tl.constexpr, tile: tl.constexpr, splits: tl.constexpr,
     one_query: tl.constexpr,
 ):  # fmt: skip
-    """`heads`: query heads of a KV head, `group` the power of two they fill; `scale` is of powers of two."""
+    """`heads` are the query heads of a KV head, `group` is the next power of two. `scale` includes log2(e)."""
     kv_head, split = tl.program_id(1), tl.program_id(2)
     per_tile: tl.constexpr = rows // group
     sequence, local = tl.program_id(0), 0
@@ -114,7 +115,7 @@ def _attend(  # type: ignore[no-untyped-def]
     q_at = query + token * query_stride + own_head * head_stride
     q = tl.load(q_at[:, None] + dim[None, :], mask=known[:, None] & (dim < dims)[None, :], other=0.0)
 
-    # Keys that some query of the tile sees, and this split's part of them.
+    # Keys visible to any query of the tile, and this split's part of them.
     lowest = 0
     if left >= 0:
         lowest = tl.maximum(length - queries + first - left, 0)
@@ -143,7 +144,7 @@ def _attend(  # type: ignore[no-untyped-def]
             seen = seen & (back <= left)
         scores = tl.where(seen, scores, float("-inf"))
         better = tl.maximum(best, tl.max(scores, 1))
-        held = tl.where(better == float("-inf"), 0.0, better)  # a row that has seen no key yet
+        held = tl.where(better == float("-inf"), 0.0, better)  # a row without visible keys so far
         weights = tl.exp2(scores - held[:, None])
         kept = tl.exp2(best - held)
         total = total * kept + tl.sum(weights, 1)
@@ -167,13 +168,13 @@ def _join(  # type: ignore[no-untyped-def]
     out, parts, edges, tokens,
     all_heads: tl.constexpr, dims: tl.constexpr, dims_padded: tl.constexpr, splits: tl.constexpr,
 ):  # fmt: skip
-    """parts [tokens, heads, splits, dims], not yet divided; edges [2, tokens, heads, splits]: largest scores, sums."""
+    """parts [tokens, heads, splits, dims], not divided yet; edges [2, tokens, heads, splits]: largest scores, sums."""
     place = tl.program_id(0).to(tl.int64) * all_heads + tl.program_id(1)
     split, dim = tl.arange(0, splits), tl.arange(0, dims_padded)
     part = place * splits + split
     best = tl.load(edges + part)
     total = tl.load(edges + tokens.to(tl.int64) * all_heads * splits + part)
-    weights = tl.exp2(best - tl.max(best, 0))  # 0 of a split without keys
+    weights = tl.exp2(best - tl.max(best, 0))  # 0 for a split without keys
     summed = tl.load(parts + part[:, None] * dims + dim[None, :], mask=(dim < dims)[None, :], other=0.0)
     answer = tl.sum(summed * weights[:, None], 0) / tl.sum(total * weights, 0)
     tl.store(out + place * dims + dim, answer.to(out.dtype.element_ty), mask=dim < dims)

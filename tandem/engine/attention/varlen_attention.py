@@ -1,4 +1,4 @@
-"""Paged attention by a kernel that reads keys and values where they lie in the pool, by block tables.
+"""Paged attention by a kernel that reads keys and values in place through block tables.
 
 The kernel is a parameter with the signature of `torch.nn.attention.varlen.varlen_attn`; `paged_kernels.py` chooses it.
 """
@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.engine.cells import movable, stored
+from tandem.engine.cells import indexable, stored
 from tandem.engine.step import SequenceStep
-from tandem.model.decoder import AttentionTerms
+from tandem.model.decoder import AttentionParams
 
 
 class PagedKernel(Protocol):
@@ -36,22 +36,24 @@ class PagedKernel(Protocol):
         block_table: Tensor,
     ) -> Tensor:
         """query [tokens, heads, head_dim]; key, value [pages, page tokens, kv_heads, head_dim], strided, of the same
-        dtype or fp8; the rest as in `PagedBatch`. A sequence's last query stands at its last key, and sees
-        `window_size[0]` keys before its own, all of them where that is -1, and none behind. Returns the shape of
-        `query`."""
+        dtype or fp8. Other arguments are as in `PagedBatch`.
+
+        A sequence's last query is at its last key. A query sees `window_size[0]` keys before its own, or all if -1, and
+        none after. Returns the shape of `query`.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """Where a step's tokens are and what they see, on the pool's device.
+    """The positions of a step's tokens and what they attend to, on the pool's device.
 
     Args:
         tables: [sequences, any width] int32, the blocks of each sequence.
-        lengths: [sequences] int32, tokens it has in the cache, this step's included.
-        starts: [sequences + 1] int32, its first token in the step's flat row; the last is their number.
+        lengths: [sequences] int32, tokens in the cache, including this step's.
+        starts: [sequences + 1] int32, index of each first token in the flat batch; the last is the batch size.
         blocks, offsets: [tokens] int64, the cell of each token.
-        most_queries, most_keys: of one sequence; limits that a kernel plans by.
+        most_queries, most_keys: upper bounds per sequence, for the kernel's launch.
     """
 
     tables: Tensor
@@ -86,7 +88,7 @@ class PagedBatch:
 class VarlenAttention:
     """`Attend` for one step: writes the step's K and V into the pool, then attends."""
 
-    def __init__(self, kernel: PagedKernel, pool: Tensor, batch: PagedBatch, terms: AttentionTerms) -> None:
+    def __init__(self, kernel: PagedKernel, pool: Tensor, batch: PagedBatch, terms: AttentionParams) -> None:
         self._kernel = kernel
         self._pool = pool
         self._batch = batch
@@ -96,8 +98,8 @@ class VarlenAttention:
         """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
         batch, window = self._batch, self._terms.windows[layer]
         keys, values = self._pool[:, layer, 0], self._pool[:, layer, 1]  # [blocks, kv_heads, block_tokens, head_dim]
-        movable(keys)[batch.blocks, :, batch.offsets] = stored(k, keys.dtype)
-        movable(values)[batch.blocks, :, batch.offsets] = stored(v, values.dtype)
+        indexable(keys)[batch.blocks, :, batch.offsets] = stored(k, keys.dtype)
+        indexable(values)[batch.blocks, :, batch.offsets] = stored(v, values.dtype)
         attended = self._kernel(
             q,
             keys.transpose(1, 2),
@@ -107,7 +109,7 @@ class VarlenAttention:
             batch.most_queries,
             batch.most_keys,
             scale=self._terms.scale,
-            window_size=(-1 if window is None else window - 1, 0),  # ours counts the token itself
+            window_size=(-1 if window is None else window - 1, 0),  # our window includes the token itself
             enable_gqa=True,
             seqused_k=batch.lengths,
             block_table=batch.tables,
@@ -116,6 +118,6 @@ class VarlenAttention:
 
 
 def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """A copy that a GPU takes over in its own time: from pinned memory, which torch keeps until it was read."""
+    """Copies to the device; on a GPU asynchronously from pinned memory, which torch keeps until it was read."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,4 +1,4 @@
-"""How each architecture's layers are read from a checkpoint; `tandem/checkpoint/model_families.py` reads its config."""
+"""How to read each architecture's layers from a checkpoint. `tandem/checkpoint/model_families.py` reads its config."""
 
 from __future__ import annotations
 

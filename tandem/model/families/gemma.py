@@ -1,6 +1,6 @@
 """Gemma 2 and 3, text (Gemma Team 2024, arXiv:2408.00118; 2025, arXiv:2503.19786): four norms in each layer.
 
-Caps of scores and logits, windows in most layers, and two ropes (Gemma 3) are traits of the config.
+Score and logit caps, windows in most layers and two ropes (Gemma 3) are traits of the config.
 """
 
 from __future__ import annotations

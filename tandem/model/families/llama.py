@@ -1,5 +1,5 @@
-"""Llama 2 and 3 and SmolLM2 (Touvron et al. 2023, arXiv:2307.09288), and those that build their layers alike: Mistral,
-Qwen2 and Qwen3. What tells them apart (windows, biases, norms of queries and keys) are traits of their config."""
+"""Llama 2 and 3 and SmolLM2 (Touvron et al. 2023, arXiv:2307.09288), and families with the same layers: Mistral, Qwen2
+and Qwen3. Their differences (windows, biases, norms of queries and keys) are traits of the config."""
 
 from __future__ import annotations
 

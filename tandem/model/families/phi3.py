@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (Abdin et al. 2024, arXiv:2404.14219): Llama's layers, projections stored as one tensor each."""
+"""Phi-3 and Phi-4 (Abdin et al. 2024, arXiv:2404.14219): Llama's layers, with fused projections."""
 
 from __future__ import annotations
 

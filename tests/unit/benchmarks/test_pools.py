@@ -10,9 +10,19 @@ import pytest
 
 from benchmarks import prediction
 from benchmarks.live_cluster import spec_of
-from benchmarks.pool_changes import OVERLOADED, Sizes, capacity, shifting
-from benchmarks.prediction import GRID, Cells, answered_per_s, at_once, at_share, errors, objectives, setup_for, traces
-from benchmarks.prediction import Sizes as PredictionSizes
+from benchmarks.pool_changes import OVERLOADED, PoolChangeSizes, capacity, shifting
+from benchmarks.prediction import (
+    GRID,
+    CellJournal,
+    PredictionSizes,
+    answered_per_s,
+    at_once,
+    at_share,
+    errors,
+    objectives,
+    setup_for,
+    traces,
+)
 from planner.devices import find_device
 from planner.hardware import Hardware
 from planner.models import find_model
@@ -61,14 +71,14 @@ def test_the_profile_has_steps_as_large_as_the_runs_make_them() -> None:
 def test_cells_are_measured_once_for_one_profile_and_size(tmp_path: Path) -> None:
     cost, results, sizes = tmp_path / "cost.json", tmp_path / "cells.jsonl", PredictionSizes()
     cost.write_text("{}")
-    Cells(results, cost, sizes).add("0:1_chat", {"capacity": [1.0, 2.0], "runs": {}})
-    found = Cells(results, cost, sizes).find("0:1_chat")
+    CellJournal(results, cost, sizes).add("0:1_chat", {"capacity": [1.0, 2.0], "runs": {}})
+    found = CellJournal(results, cost, sizes).find("0:1_chat")
     assert found is not None
     assert found["capacity"] == [1.0, 2.0]
-    assert Cells(results, cost, sizes).find("0:1_bursts") is None
-    assert Cells(results, cost, replace(sizes, seconds=1.0)).find("0:1_chat") is None
+    assert CellJournal(results, cost, sizes).find("0:1_bursts") is None
+    assert CellJournal(results, cost, replace(sizes, seconds=1.0)).find("0:1_chat") is None
     cost.write_text('{"another": "profile"}')
-    assert Cells(results, cost, sizes).find("0:1_chat") is None
+    assert CellJournal(results, cost, sizes).find("0:1_chat") is None
 
 
 def test_errors_are_those_of_capacity_and_of_each_share_and_the_worst_of_all_comes_last(hardware: Hardware) -> None:
@@ -92,7 +102,7 @@ def test_errors_are_those_of_capacity_and_of_each_share_and_the_worst_of_all_com
 
 
 def test_the_shifting_workload_has_long_prompts_then_long_answers_then_both(hardware: Hardware) -> None:
-    trace = shifting(hardware, Sizes(phase_s=4.0, draws=16))
+    trace = shifting(hardware, PoolChangeSizes(phase_s=4.0, draws=16))
     phases = [trace.between(start_s, start_s + 4.0) for start_s in (0.0, 4.0, 8.0)]
     prompts = [float(each.prompt_tokens.mean()) for each in phases]
     answers = [float(each.output_tokens.mean()) for each in phases]

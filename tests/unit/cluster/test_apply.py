@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import yaml
 
-from cluster.control.apply import Apply
+from cluster.control.apply import SpecApplier
 from cluster.spec.changes import SpecSource
 from cluster.spec.loader import spec_of_text
+from tandem.config.spec import ClusterSpec
 from tandem.errors import InsufficientMemory
 
 
@@ -20,21 +18,28 @@ def two_models(decode: int) -> str:
     return yaml.safe_dump({"models": models})
 
 
-class LiveRatio:
-    """Has room for no more of the second model."""
+class FullPools:
+    """No device has room for more workers of the second model."""
 
-    async def scale(self, model: str, prefill: int, decode: int) -> None:
-        if model == "two":
+    async def scale(self, model_name: str, prefill: int | None, decode: int | None) -> tuple[str, ...]:
+        if model_name == "two":
             raise InsufficientMemory("two: expected 2 free devices, got 1")
+        return ()
 
-    def sizes(self, model: str) -> tuple[int, int]:
+    def sizes(self, model_name: str) -> tuple[int, int]:
         return 1, 1
 
 
-async def test_what_was_set_before_a_model_that_cannot_be_so_is_said() -> None:
-    controller: Any = SimpleNamespace(live_ratio=LiveRatio())
-    apply = Apply(controller, SpecSource(spec_of_text(two_models(1), below={}, flags={}), {}))
+class NoAutoscaling:
+    async def configure(self, spec: ClusterSpec) -> None:
+        raise AssertionError("the autoscaler did not change")
+
+
+async def test_an_error_lists_the_changes_made_before_it() -> None:
+    applier = SpecApplier(
+        FullPools(), NoAutoscaling(), SpecSource(spec_of_text(two_models(1), fallbacks={}, flags={}), {})
+    )
     with pytest.raises(InsufficientMemory) as caught:
-        await apply.apply(two_models(2), dry_run=False)
+        await applier.apply(two_models(2), dry_run=False)
     said = "two: expected 2 free devices, got 1 (set before that: one: 1 prefill and 2 decode workers)"
     assert caught.value.message == str(caught.value) == said

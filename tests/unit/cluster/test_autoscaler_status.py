@@ -77,7 +77,7 @@ def test_the_dashboard_shows_decisions_as_events() -> None:
 def test_it_is_asked_for_on_the_command_line() -> None:
     spec = up(autoscale=True, dry_run=True).source().spec
     assert (spec.autoscaler.enabled, spec.autoscaler.dry_run) == (True, True)
-    with pytest.raises(ConfigError, match=r"--dry-run: expected with --autoscale"):
+    with pytest.raises(ConfigError, match=r"--dry-run: expected together with --autoscale"):
         up(dry_run=True).source()
 
 

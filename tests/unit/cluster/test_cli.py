@@ -17,7 +17,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from cluster.cli.certificates import create
+from cluster.certificates import create
 from cluster.cli.main import app
 from cluster.cli.state_file import this_process, written
 from tandem.testing.models import write_tiny_llama
@@ -88,7 +88,7 @@ def test_what_grpc_notes_of_strangers_stays_off_the_terminal(tmp_path: Path) -> 
 import pathlib, socket, sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from cluster import cli
+from cluster.cli import main as cli
 sys.argv = ["tandem", "version"]
 with suppress(SystemExit):
     cli.main()
@@ -142,8 +142,10 @@ def test_doctor_knows_the_ports_and_the_memory_of_the_cluster_that_runs_here(
             done = tandem(tmp_path, "doctor", "--config", str(config))
         alone = tandem(tmp_path, "doctor", "--config", str(config))
     assert done.returncode == 0, done.stdout
-    assert f"✓ ports: {http}, {grpc} and {admin} are those of mine, which runs here (pid {os.getpid()})" in done.stdout
-    assert "– memory: not checked: mine runs here" in done.stdout
+    assert (
+        f"✓ ports: {http}, {grpc} and {admin} are in use by the running cluster mine (pid {os.getpid()})" in done.stdout
+    )
+    assert "– memory: not checked: the running cluster mine uses it" in done.stdout
     assert f"{http} is in use" in alone.stdout
 
 

@@ -1,4 +1,4 @@
-"""A whole small cluster under the subprocess backend: lives, epochs, refusals, and an end that leaves nothing."""
+"""A small cluster under the subprocess backend: epochs, refused registrations, and a close that leaves nothing."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ async def kill(slot: WorkerSlot, name: str) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-async def test_a_killed_rank_is_a_new_epoch_and_disturbs_nobody_else(controller: Controller) -> None:
-    decode, prefill = controller.slots["decode-0"], controller.slots["prefill-0"]
+async def test_a_killed_rank_starts_a_new_epoch_and_leaves_other_workers_alone(controller: Controller) -> None:
+    decode, prefill = controller.workers.slots["decode-0"], controller.workers.slots["prefill-0"]
     before, other = decode.epoch, prefill.epoch
     await kill(decode, "rank-0")
     async with asyncio.timeout(60):
@@ -62,17 +62,19 @@ async def test_a_killed_rank_is_a_new_epoch_and_disturbs_nobody_else(controller:
         await controller.wait_ready(lambda what: None)
     assert decode.restarts == 1
     assert (prefill.epoch, prefill.restarts) == (other, 0)
-    registered = controller.directory.get("decode-0")
+    registered = controller.workers.directory.get("decode-0")
     assert registered is not None
     assert registered.epoch == decode.epoch
-    places = {place.worker_id: (place.ranks, place.restarts) for place in controller.directory.snapshot().places}
+    places = {
+        place.worker_id: (place.ranks, place.restarts) for place in controller.workers.directory.snapshot().places
+    }
     assert places == {"decode-0": (1, 1), "prefill-0": (1, 0)}
 
 
-async def test_registrations_of_strangers_and_of_old_lives_are_refused(controller: Controller) -> None:
+async def test_registrations_of_unknown_workers_and_old_epochs_are_refused(controller: Controller) -> None:
     async with grpc.aio.insecure_channel(controller.admin_address) as channel:
         stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
-        for worker_id, epoch in (("nobody", 1), ("decode-0", controller.slots["decode-0"].epoch + 1)):
+        for worker_id, epoch in (("nobody", 1), ("decode-0", controller.workers.slots["decode-0"].epoch + 1)):
             info = cluster_pb2.WorkerInfo(worker_id=worker_id, epoch=epoch)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stub.Register(cluster_pb2.RegisterRequest(worker=info))
@@ -83,7 +85,7 @@ async def test_registrations_of_strangers_and_of_old_lives_are_refused(controlle
 
 
 async def test_a_worker_whose_cache_cannot_be_exchanged_is_refused_with_the_reason(controller: Controller) -> None:
-    slot = controller.slots["decode-0"]
+    slot = controller.workers.slots["decode-0"]
     info = cluster_pb2.WorkerInfo()
     assert slot.info is not None
     info.CopyFrom(slot.info)
@@ -98,7 +100,7 @@ async def test_a_worker_whose_cache_cannot_be_exchanged_is_refused_with_the_reas
     assert slot.state is WorkerState.FAILED
 
 
-async def test_a_worker_that_never_starts_is_given_up_with_its_last_words(
+async def test_a_worker_that_never_starts_is_given_up_with_its_last_log_line(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("f")

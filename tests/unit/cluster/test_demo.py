@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from cluster.cli.commands.demo import Asked, moved
+from cluster.cli.commands.demo import DemoRequest, moved
 from tandem.v1 import inference_pb2
 
 
-def asked(moved_bytes: int, cached_tokens: int) -> Asked:
+def asked(moved_bytes: int, cached_tokens: int) -> DemoRequest:
     timeline = inference_pb2.Timeline(kv_bytes_moved=moved_bytes)
     usage = inference_pb2.Usage(prompt_tokens=36, cached_tokens=cached_tokens)
-    return Asked("?", finished=inference_pb2.Finished(timeline=timeline, usage=usage))
+    return DemoRequest("?", finished=inference_pb2.Finished(timeline=timeline, usage=usage))
 
 
 def test_the_bytes_of_both_times_are_told() -> None:
     assert moved(asked(1_658_880, 0), asked(230_400, 32)) == (
-        "1,620 KiB of KV cache moved for the question the first time and 225 KiB the second, when 32 of its 36 prompt "
-        "tokens were cached"
+        "KV cache moved for the first question: 1,620 KiB the first time, 225 KiB the second time, when 32 of its 36 "
+        "prompt tokens were cached"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import certificates
+from cluster import certificates
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from cluster.cli.load.client import Answer, Ask, Heard
-from cluster.cli.load.openai_client import Endpoint, OpenAiClient
-from cluster.cli.load.player import Limits, LoadResult, Player
+from cluster.cli.load.client import LoadRequest, LoadResponse, OnTokens
+from cluster.cli.load.openai_client import OpenAiClient, OpenAiEndpoint
+from cluster.cli.load.player import LoadLimits, LoadResult, Player
 from cluster.cli.load.prompts import Prompts
 from planner.simulator.setup import Slo
-from planner.traces.trace import Prefixes, Trace
+from planner.traces.trace import PrefixBlocks, TrafficTrace
 from tandem.errors import (
     ErrorCode,
     InputError,
@@ -29,9 +29,9 @@ from tandem.errors import (
 )
 
 
-def trace_of(arrivals: list[float], output: int = 3, prompt: int = 40) -> Trace:
+def trace_of(arrivals: list[float], output: int = 3, prompt: int = 40) -> TrafficTrace:
     count = len(arrivals)
-    return Trace("hand", np.array(arrivals), np.full(count, prompt), np.full(count, output))
+    return TrafficTrace("hand", np.array(arrivals), np.full(count, prompt), np.full(count, output))
 
 
 @dataclass
@@ -39,24 +39,27 @@ class FakeServer:
     """Answers a token each `token_s`, one request at a time, as a server without batching would."""
 
     token_s: float = 0.01
-    refuses: Callable[[Ask], bool] = lambda ask: False
-    asked: list[Ask] = field(default_factory=list)
+    refuses: Callable[[LoadRequest], bool] = lambda ask: False
+    asked: list[LoadRequest] = field(default_factory=list)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def send(self, ask: Ask, heard: Heard) -> Answer:
-        self.asked.append(ask)
-        if self.refuses(ask):
+    async def send(self, request: LoadRequest, on_tokens: OnTokens) -> LoadResponse:
+        self.asked.append(request)
+        if self.refuses(request):
             raise OverloadedError("no room")
         async with self.lock:
-            for _ in range(ask.output_tokens):
+            for _ in range(request.output_tokens):
                 await asyncio.sleep(self.token_s)
-                heard(1)
-        return Answer(ask.output_tokens, len(ask.prompt))
+                on_tokens(1)
+        return LoadResponse(request.output_tokens, len(request.prompt))
 
     async def close(self) -> None: ...
 
 
-async def play(trace: Trace, server: FakeServer, limits: Limits = Limits(), slo: Slo = Slo()) -> LoadResult:  # noqa: B008 (both are frozen)
+async def play(
+    trace: TrafficTrace, server: FakeServer, limits: LoadLimits | None = None, slo: Slo | None = None
+) -> LoadResult:
+    limits, slo = limits or LoadLimits(), slo or Slo()
     return await Player(trace, Prompts(trace, 1, 1000), server, slo, limits).play("fake")
 
 
@@ -69,7 +72,7 @@ class TestPlayer:
         assert result.ttft_s.p99 > 0.33  # three others before it, 0.1 s each
 
     async def test_waiting_for_a_connection_is_latency_and_is_said(self) -> None:
-        one_by_one = Limits(connections=1)
+        one_by_one = LoadLimits(connections=1)
         result = await play(trace_of([0.0, 0.0, 0.0], output=2), FakeServer(token_s=0.05), one_by_one)
         assert result.send_lag_s.p99 is not None
         assert result.send_lag_s.p99 > 0.15
@@ -85,7 +88,7 @@ class TestPlayer:
         assert result.attainment.joint == 0.5
 
     async def test_an_answer_that_takes_too_long_fails(self) -> None:
-        result = await play(trace_of([0.0], output=1), FakeServer(token_s=5.0), Limits(timeout_s=0.1))
+        result = await play(trace_of([0.0], output=1), FakeServer(token_s=5.0), LoadLimits(timeout_s=0.1))
         assert result.failed == 1
         assert result.refusals == {ErrorCode.DEADLINE_EXCEEDED.value: 1}
 
@@ -105,12 +108,12 @@ class TestPlayer:
 
 
 class TestPrompts:
-    trace = Trace(
+    trace = TrafficTrace(
         "shared",
         np.array([0.0, 1.0, 2.0]),
         np.array([40, 50, 20]),
         np.array([1, 1, 1]),
-        Prefixes(16, np.array([7, 8, 7, 9, 7, 8]), np.array([2, 4, 6])),
+        PrefixBlocks(16, np.array([7, 8, 7, 9, 7, 8]), np.array([2, 4, 6])),
     )
 
     @pytest.mark.parametrize("vocab", [1000, None])
@@ -136,7 +139,7 @@ Serve = Callable[[bytes, asyncio.StreamWriter], None]
 
 
 @asynccontextmanager
-async def http_server(serve: Serve, *, keep: bool = True) -> AsyncIterator[Endpoint]:
+async def http_server(serve: Serve, *, keep: bool = True) -> AsyncIterator[OpenAiEndpoint]:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
@@ -152,7 +155,7 @@ async def http_server(serve: Serve, *, keep: bool = True) -> AsyncIterator[Endpo
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     try:
-        yield Endpoint(urlsplit(f"http://127.0.0.1:{port}/v1"), "m", chat=False, api_key="key")
+        yield OpenAiEndpoint(urlsplit(f"http://127.0.0.1:{port}/v1"), "m", chat=False, api_key="key")
     finally:
         server.close()
 
@@ -189,9 +192,9 @@ class TestOpenAiClient:
             client = OpenAiClient(endpoint)
             heard: list[int] = []
             for _ in range(2):
-                answer = await client.send(Ask([1, 2, 3], 2, "batch"), heard.append)
+                answer = await client.send(LoadRequest([1, 2, 3], 2, "batch"), heard.append)
             await client.close()
-        assert answer == Answer(2, 5, 4)
+        assert answer == LoadResponse(2, 5, 4)
         assert sum(heard) == 4
         assert len(connections) == 1
         body = json.loads(seen[0].split(b"\r\n\r\n")[1])
@@ -217,17 +220,17 @@ class TestOpenAiClient:
         async with http_server(lambda request, writer: writer.write(reply), keep=False) as endpoint:
             client = OpenAiClient(endpoint)
             with pytest.raises(error):
-                await client.send(Ask("text", 2), lambda tokens: None)
+                await client.send(LoadRequest("text", 2), lambda tokens: None)
             await client.close()
 
     async def test_a_kept_connection_that_the_server_gave_up_costs_no_request(self) -> None:
         async with http_server(lambda request, writer: writer.write(answer_of(*WHOLE)), keep=False) as endpoint:
             client = OpenAiClient(endpoint)
             for _ in range(3):
-                assert (await client.send(Ask([1], 2), lambda tokens: None)).output_tokens == 2
+                assert (await client.send(LoadRequest([1], 2), lambda tokens: None)).output_tokens == 2
             await client.close()
 
     async def test_nobody_there_is_said(self) -> None:
-        endpoint = Endpoint(urlsplit("http://127.0.0.1:1/v1"), "m", chat=True)
-        with pytest.raises(UnavailableError, match="nobody answers"):
-            await OpenAiClient(endpoint).send(Ask("hello", 1), lambda tokens: None)
+        endpoint = OpenAiEndpoint(urlsplit("http://127.0.0.1:1/v1"), "m", chat=True)
+        with pytest.raises(UnavailableError, match="cannot connect to"):
+            await OpenAiClient(endpoint).send(LoadRequest("hello", 1), lambda tokens: None)

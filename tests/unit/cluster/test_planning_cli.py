@@ -9,7 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from cluster.cli.commands.planning import parse_arrivals
+from cluster.cli.commands.planning.inputs import parse_arrivals
 from cluster.cli.main import app
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError, InputError, TandemError

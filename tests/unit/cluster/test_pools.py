@@ -4,58 +4,60 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.cli.commands.live_ratio import change_words
-from cluster.control.pools import ChangeRole, Leave, Member, Start, plan_change, ratio_split
+from cluster.cli.commands.scaling import change_text
+from cluster.control.pools import ChangeRole, PoolMember, RemoveWorker, StartWorker, plan_change, ratio_split
 from tandem.config.spec import Role
 from tandem.errors import ConfigError
 
 P, D = Role.PREFILL, Role.DECODE
 
 
-def members(prefill: int, decode: int) -> list[Member]:
-    return [Member(f"prefill-{n}", P) for n in range(prefill)] + [Member(f"decode-{n}", D) for n in range(decode)]
+def members(prefill: int, decode: int) -> list[PoolMember]:
+    return [PoolMember(f"prefill-{n}", P) for n in range(prefill)] + [
+        PoolMember(f"decode-{n}", D) for n in range(decode)
+    ]
 
 
 def test_roles_change_first_then_workers_start_and_at_last_they_leave() -> None:
-    assert plan_change(members(1, 3), 3, 1, same_width=True, name_of="") == (
+    assert plan_change(members(1, 3), 3, 1, same_width=True, name_prefix="") == (
         ChangeRole("decode-2", P),
         ChangeRole("decode-1", P),
     )
-    assert plan_change(members(1, 1), 2, 2, same_width=True, name_of="m-") == (
-        Start(P, "m-prefill-0"),
-        Start(D, "m-decode-0"),
+    assert plan_change(members(1, 1), 2, 2, same_width=True, name_prefix="m-") == (
+        StartWorker(P, "m-prefill-0"),
+        StartWorker(D, "m-decode-0"),
     )
-    assert plan_change(members(2, 1), 1, 1, same_width=True, name_of="") == (Leave("prefill-1"),)
+    assert plan_change(members(2, 1), 1, 1, same_width=True, name_prefix="") == (RemoveWorker("prefill-1"),)
 
 
 def test_workers_of_another_width_do_not_change_their_role() -> None:
-    assert plan_change(members(1, 2), 2, 1, same_width=False, name_of="") == (
-        Start(P, "prefill-1"),
-        Leave("decode-1"),
+    assert plan_change(members(1, 2), 2, 1, same_width=False, name_prefix="") == (
+        StartWorker(P, "prefill-1"),
+        RemoveWorker("decode-1"),
     )
 
 
 def test_the_least_busy_goes_first() -> None:
-    busy = [Member("prefill-0", P), Member("decode-0", D, 1), Member("decode-1", D, 5)]
-    assert plan_change(busy, 1, 1, same_width=True, name_of="") == (Leave("decode-0"),)
+    busy = [PoolMember("prefill-0", P), PoolMember("decode-0", D, 1), PoolMember("decode-1", D, 5)]
+    assert plan_change(busy, 1, 1, same_width=True, name_prefix="") == (RemoveWorker("decode-0"),)
 
 
 def test_a_name_that_a_worker_of_the_other_role_kept_is_not_given_again() -> None:
-    changed = [Member("decode-1", P), Member("decode-0", D)]
-    assert plan_change(changed, 1, 2, same_width=True, name_of="") == (Start(D, "decode-2"),)
+    changed = [PoolMember("decode-1", P), PoolMember("decode-0", D)]
+    assert plan_change(changed, 1, 2, same_width=True, name_prefix="") == (StartWorker(D, "decode-2"),)
 
 
 @given(st.integers(0, 6), st.integers(1, 6), st.integers(0, 6), st.integers(1, 6), st.booleans())
 def test_what_is_planned_leads_to_what_was_asked(p: int, d: int, to_p: int, to_d: int, same_width: bool) -> None:
     roles = {member.worker_id: member.role for member in members(p, d)}
-    for action in plan_change(members(p, d), to_p, to_d, same_width=same_width, name_of=""):
+    for action in plan_change(members(p, d), to_p, to_d, same_width=same_width, name_prefix=""):
         match action:
             case ChangeRole(worker_id, role):
                 roles[worker_id] = role
-            case Start(role, worker_id):
+            case StartWorker(role, worker_id):
                 assert worker_id not in roles
                 roles[worker_id] = role
-            case Leave(worker_id):
+            case RemoveWorker(worker_id):
                 del roles[worker_id]
         assert D in roles.values()
     assert sorted(roles.values()) == sorted([P] * to_p + [D] * to_d)
@@ -73,17 +75,17 @@ def test_a_ratio_becomes_whole_workers(ratio: tuple[int, int], workers: int, spl
     ("asked", "workers", "text"),
     [
         ((4, 2), 3, "3 workers: 1:2 becomes 2:1"),
-        ((5, 1), 3, "3 workers: 1:2 becomes 2:1, the nearest that 3 workers can be to 5:1"),
+        ((5, 1), 3, "3 workers: 1:2 becomes 2:1, the nearest to 5:1 that 3 workers allow"),
         ((0, 1), 3, "3 workers: 1:2 becomes 0:3"),
     ],
 )
 def test_a_ratio_that_is_not_possible_is_said_to_be_so(asked: tuple[int, int], workers: int, text: str) -> None:
-    assert change_words(asked, ratio_split(*asked, workers), "1:2") == text
+    assert change_text(asked, ratio_split(*asked, workers), "1:2") == text
 
 
 def test_what_cannot_be_is_refused_with_what_is_expected() -> None:
     with pytest.raises(ConfigError, match="decode: expected 1 to"):
-        plan_change(members(1, 1), 1, 0, same_width=True, name_of="")
+        plan_change(members(1, 1), 1, 0, same_width=True, name_prefix="")
     with pytest.raises(ConfigError, match="ratio: 1:1 needs at least 2 workers, there are 1"):
         ratio_split(1, 1, 1)
     with pytest.raises(ConfigError, match="ratio: expected P:D"):

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cluster.cli.commands.planning import HardwareFlags, load_hardware
-from cluster.cli.commands.profile import run_profile
+from cluster.cli.commands.planning.inputs import HardwareFlags, load_hardware
+from cluster.cli.commands.planning.profile import run_profile
 from cluster.cli.main import app
 from cluster.profiling.profiler import Grid
 from planner.fitted import read_host, read_measured
@@ -44,12 +44,12 @@ def test_steps_are_measured_and_simulated_with(model: Path, tmp_path: Path) -> N
     assert host.contention < 10
     shared = CliRunner().invoke(app, ["simulate", *traffic, *hardware, "--one-host"])
     assert shared.exit_code == 0, shared.output
-    assert f"room for {host.cores} ranks at a time" in shared.stdout
+    assert f"{host.cores} ranks run in parallel" in shared.stdout
 
 
 def test_one_host_needs_what_was_measured_of_it(model: Path, tmp_path: Path) -> None:
     (tmp_path / "cost.json").write_text('{"widths": []}')
-    with pytest.raises(ConfigError, match=r"cost.json: expected what `tandem profile --device cpu` measures"):
+    with pytest.raises(ConfigError, match=r"cost.json: expected a `host` entry"):
         load_hardware(HardwareFlags(str(model), "cpu", str(tmp_path / "cost.json"), one_host=True))
     with pytest.raises(ConfigError, match="--one-host: expected --cost"):
         load_hardware(HardwareFlags(str(model), "cpu", one_host=True))
@@ -69,7 +69,7 @@ def test_a_host_without_memory_for_neighbours_keeps_what_was_measured(
     cost = tmp_path / "cost.json"
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(1 << 20)))
     assert run_profile(None, str(model), "cpu", cost, GRID) == 0
-    assert "left out how" in capsys.readouterr().err
+    assert "contention not measured" in capsys.readouterr().err
     assert read_measured(cost)
-    with pytest.raises(ConfigError, match="found nothing"):
+    with pytest.raises(ConfigError, match="found none"):
         read_host(cost)

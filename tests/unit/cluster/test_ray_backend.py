@@ -17,10 +17,10 @@ SCRIPT = textwrap.dedent(
     """
     import asyncio, os, pathlib, signal, sys
     import psutil
-    from cluster.ray_env import prepare_own_ray
-    prepare_own_ray(None)
-    from cluster.processes import MemberStart, ProcessSpec, Resources
-    from cluster.ray_backend import RayBackend, ray
+    from cluster.backends.ray_env import prepare_local_ray
+    prepare_local_ray(None)
+    from cluster.backends.protocol import MemberStart, ProcessSpec, Resources
+    from cluster.backends.ray_backend import RayBackend, ray
 
     def gone(pid):
         return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from cluster.backends.ray_env import prepare_own_ray
+from cluster.backends.ray_env import prepare_local_ray
 from tandem.config.spec import TlsSpec
 
 FILES = TlsSpec(cert="/c/{role}.pem", key="/c/{role}.key", ca="/c/ca.pem")
@@ -20,18 +20,18 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_it_listens_on_loopback_and_wants_a_token_that_is_new_each_time(environ: dict[str, str]) -> None:
-    prepare_own_ray(None)
+    prepare_local_ray(None)
     first = environ["RAY_AUTH_TOKEN"]
     assert (environ["RAY_AUTH_MODE"], len(first)) == ("token", 64)
     assert environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
     assert "RAY_USE_TLS" not in environ
     del environ["RAY_AUTH_MODE"]
-    prepare_own_ray(None)
+    prepare_local_ray(None)
     assert environ["RAY_AUTH_TOKEN"] != first
 
 
 def test_with_security_tls_it_shows_the_controllers_certificate(environ: dict[str, str]) -> None:
-    prepare_own_ray(FILES)
+    prepare_local_ray(FILES)
     assert {name: value for name, value in environ.items() if "TLS" in name} == {
         "RAY_USE_TLS": "1",
         "RAY_TLS_SERVER_CERT": "/c/controller.pem",
@@ -43,7 +43,7 @@ def test_with_security_tls_it_shows_the_controllers_certificate(environ: dict[st
 def test_the_users_own_choices_stand(environ: dict[str, str]) -> None:
     chosen = {"RAY_AUTH_MODE": "k8s", "RAY_USE_TLS": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     environ |= chosen
-    prepare_own_ray(FILES)
+    prepare_local_ray(FILES)
     assert {name: environ[name] for name in chosen} == chosen
     assert "RAY_AUTH_TOKEN" not in environ
     assert "RAY_TLS_SERVER_CERT" not in environ

@@ -58,7 +58,7 @@ def test_a_list_that_is_none_is_refused_in_one_line(tmp_path: Path, text: str | 
     with pytest.raises(ConfigError) as raised:
         check_requirements({"TANDEM_REQUIREMENTS": str(path)})
     said = f"TANDEM_REQUIREMENTS: expected the chart's list of requirements in {path}: {reason}; `helm upgrade`"
-    assert raised.value.message == f"{said} writes it anew"
+    assert raised.value.message == f"{said} writes it again"
 
 
 @pytest.mark.parametrize("token", [None, "not-good-enough"])
@@ -67,7 +67,7 @@ def test_a_pull_that_the_hub_refuses_names_the_secret_of_its_token(tmp_path: Pat
     done = tandem(tmp_path, environ, "pull", "org/gated")
     assert done.returncode == 2
     missing = ", which is missing" if token is None else ""
-    assert done.stderr.endswith(f"; HF_TOKEN is from models.hubTokenSecret (Secret hub with token{missing})\n")
+    assert done.stderr.endswith(f"; HF_TOKEN comes from models.hubTokenSecret (Secret hub with token{missing})\n")
 
 
 @pytest.mark.parametrize("command", ["up", "doctor"])

@@ -38,14 +38,14 @@ def test_the_folder_is_the_users_alone(runtime: Path) -> None:
 def test_a_folder_that_others_may_enter_is_refused(runtime: Path) -> None:
     (runtime / "tandem").mkdir()
     (runtime / "tandem").chmod(0o755)
-    with pytest.raises(ConfigError, match="only you can enter"):
+    with pytest.raises(ConfigError, match="only you can access"):
         private_base()
 
 
 def test_a_link_to_somewhere_else_is_refused(runtime: Path) -> None:
     (runtime / "elsewhere").mkdir(mode=0o700)
     (runtime / "tandem").symlink_to(runtime / "elsewhere")
-    with pytest.raises(ConfigError, match="only you can enter"):
+    with pytest.raises(ConfigError, match="only you can access"):
         private_base()
 
 

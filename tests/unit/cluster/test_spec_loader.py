@@ -66,14 +66,14 @@ def test_every_mistake_has_a_line_and_none_is_counted_twice(tmp_path: Path) -> N
     with pytest.raises(ConfigError) as refused:
         load_spec(write(tmp_path, text), environ={})
     assert sorted(refused.value.message.splitlines()) == [
-        "models.0.prefil: expected a known field (docs/configuration.md lists them); is it prefill?",
+        "models.0.prefil: expected a known field (docs/configuration.md lists them); did you mean prefill?",
         "router.grpc_port: expected less than or equal to 65535, got 99999",
-        "router.http_prt: expected a known field (docs/configuration.md lists them); is it http_port?",
+        "router.http_prt: expected a known field (docs/configuration.md lists them); did you mean http_port?",
     ]
 
 
 def test_values_of_the_chart_are_known_by_their_shape(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="values of the Helm chart: expected a file of what is below `cluster`"):
+    with pytest.raises(ConfigError, match="got values of the Helm chart: use the part below `cluster`"):
         load_spec(write(tmp_path, "cluster: {name: x}\nnode: {gpus: 8}"), environ={})
 
 

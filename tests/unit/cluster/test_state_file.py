@@ -43,7 +43,10 @@ def test_a_cluster_that_starts_is_told_apart_from_none() -> None:
 
 
 def test_a_name_that_no_cluster_has_is_answered_with_those_there_are() -> None:
-    with state_file.written(mine("newcomer")), pytest.raises(ConfigError, match="'nope' runs here; running: newcomer"):
+    with (
+        state_file.written(mine("newcomer")),
+        pytest.raises(ConfigError, match="expected a running cluster, got 'nope'; running: newcomer"),
+    ):
         state_file.find("nope")
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from cluster.cli.admin_client import Admin
 from cluster.cli.commands.status import fetch_health, show, to_json
-from cluster.control.admin_service import without_ended_links
+from cluster.control.status_report import drop_stale_links
 from tandem.errors import UnavailableError
 from tandem.rpc.grpc_errors import abort
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, trace_pb2, worker_pb2
@@ -80,7 +80,7 @@ def test_links_that_are_down_inside_a_pool_or_to_a_worker_that_left_are_not_show
         cluster_pb2.WorkerStatus(info=cluster_pb2.WorkerInfo(worker_id="d", role=roles.ROLE_DECODE)),
     ]
     workers[1].live.links[0].state = "ready"  # a request moves between two of one pool just now
-    without_ended_links(workers)
+    drop_stale_links(workers)
     left = [[link.peer_worker for link in each.live.links] for each in workers]
     assert left == [["c"], ["a", "c"], ["a"], []]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.backends.processes import MemberStart, ProcessSpec
+from cluster.backends.protocol import MemberStart, ProcessSpec
 from cluster.backends.supervisor import Supervisor
-from tandem.telemetry.log_format import LogFormat
+from tandem.config.log_format import LogFormat
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
 
@@ -42,7 +42,7 @@ async def test_a_killed_process_is_restarted_in_place(tmp_path: Path) -> None:
     await supervisor.stop()
 
 
-async def test_any_other_end_is_the_members_and_carries_its_last_words(tmp_path: Path) -> None:
+async def test_any_other_end_is_the_members_and_carries_its_last_log_line(tmp_path: Path) -> None:
     supervisor = Supervisor("m", tmp_path / "logs")
     dying = (sys.executable, "-c", "import sys; print('no room at all', file=sys.stderr); sys.exit(3)")
     await supervisor.start(member(tmp_path, ProcessSpec(name="rank", argv=dying)))
@@ -58,7 +58,7 @@ async def test_a_line_that_is_not_why_it_ended_is_not_told_as_the_reason(
     tmp_path: Path, log_format: LogFormat, level: str, is_told: bool
 ) -> None:
     script = (
-        "import logging, os; from tandem.telemetry.log_format import LogFormat; "
+        "import logging, os; from tandem.config.log_format import LogFormat; "
         "from tandem.telemetry.logs import setup_logging; "
         f"setup_logging(process='rank-0', log_format=LogFormat({log_format.value!r})); "
         f"logging.{level}('ready: 65536 KV blocks'); os.kill(os.getpid(), 9)"
@@ -109,8 +109,8 @@ def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     script = textwrap.dedent(
         f"""
         import asyncio, pathlib, sys
-        from cluster.processes import MemberStart, ProcessSpec
-        from cluster.supervisor import Supervisor
+        from cluster.backends.protocol import MemberStart, ProcessSpec
+        from cluster.backends.supervisor import Supervisor
 
         async def main():
             supervisor = Supervisor("m", pathlib.Path({str(tmp_path / "logs")!r}))

@@ -286,7 +286,7 @@ class TestApp:
             await pilot.press("4")
             await until(pilot, lambda: app.query_one("#requests", DataTable).has_focus)
             await pilot.press("enter")
-            await until(pilot, lambda: "on its way" in timeline(app))
+            await until(pilot, lambda: "still running" in timeline(app))
             spans = [trace_pb2.Span(stage="prefill", start_s=0.01, end_s=0.2)]
             attempt = trace_pb2.Attempt(prefill_worker="prefill-0", decode_worker="decode-0", spans=spans)
             found = trace_pb2.RequestTrace(request_id=request(3).request_id, state="finished", attempts=[attempt])

@@ -11,7 +11,8 @@ from google.protobuf.json_format import ParseDict
 from rich.console import Console
 
 from cluster.cli.commands.status import show as show_status
-from cluster.cli.commands.trace import gantt, show, show_list, to_json
+from cluster.cli.commands.trace import show_list, to_json
+from cluster.cli.request_trace import gantt, show
 from tandem.v1 import cluster_pb2, trace_pb2, worker_pb2
 
 SPANS = [
@@ -102,7 +103,7 @@ def test_failed_attempts_say_their_cause() -> None:
 
 
 def test_a_request_that_no_worker_saw_is_shown_too() -> None:
-    assert "no worker ever saw it" in "\n".join(drawn(fixed(attempts=[], state="cancelled")))
+    assert "no worker received it" in "\n".join(drawn(fixed(attempts=[], state="cancelled")))
 
 
 def test_json_is_the_message_with_numbers_and_reads_back() -> None:

@@ -1,4 +1,4 @@
-"""One worker's lives: when it is started again, when it is given up, and whose registration counts."""
+"""One worker's epochs: when it restarts, when it is given up, and which epoch may register."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.backends.processes import MemberStart, RunningProcess
-from cluster.control.worker_slot import FAILED_STARTS, LifeSettings, WorkerSlot, WorkerState
+from cluster.backends.protocol import MemberStart, RunningProcess
+from cluster.control.worker_slot import FAILED_STARTS, EpochSettings, WorkerSlot, WorkerState
 from cluster.spec.resolve import ResolvedModel, resolve_models
 from tandem.config.launch import WorkerLaunch
 from tandem.config.spec import ClusterSpec, Role
@@ -66,37 +66,37 @@ def model(tmp_path: Path) -> ResolvedModel:
 async def running(
     model: ResolvedModel, tmp_path: Path, members: list[ScriptedMember]
 ) -> AsyncIterator[tuple[WorkerSlot, list[WorkerState]]]:
-    """The slot, and every state it told of."""
-    told: list[WorkerState] = []
-    settings = LifeSettings(ClusterSpec(models=(model.spec,)), "127.0.0.1:1", None, tmp_path / "run")
-    slot = WorkerSlot("decode-0", Role.DECODE, model, members, settings, lambda slot: told.append(slot.state))
+    """The slot, and every state it reported."""
+    reported: list[WorkerState] = []
+    settings = EpochSettings(ClusterSpec(models=(model.spec,)), "127.0.0.1:1", None, tmp_path / "run")
+    slot = WorkerSlot("decode-0", Role.DECODE, model, members, settings, lambda slot: reported.append(slot.state))
     task = asyncio.create_task(slot.run())
     try:
-        yield slot, told
+        yield slot, reported
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_each_life_has_an_epoch_and_a_run_folder_of_its_own(model: ResolvedModel, tmp_path: Path) -> None:
+async def test_each_restart_has_a_new_epoch_and_run_folder(model: ResolvedModel, tmp_path: Path) -> None:
     members = [ScriptedMember(), ScriptedMember()]
-    async with running(model, tmp_path, members) as (slot, told):
+    async with running(model, tmp_path, members) as (slot, reported):
         await until(lambda: len(members[1].starts) == 1)
         slot.registered(cluster_pb2.WorkerInfo(worker_id="decode-0", epoch=slot.epoch))
         members[1].end("rank-1 was killed")
         await until(lambda: len(members[0].starts) == 2)
         assert members[0].stops == members[1].stops == 1
-        assert told == [WorkerState.READY, WorkerState.RESTARTING]
+        assert reported == [WorkerState.READY, WorkerState.RESTARTING]
         assert (slot.restarts, slot.reason) == (1, "rank-1 was killed")
-        lives = [WorkerLaunch.model_validate_json(start.files["launch.json"]) for start in members[0].starts]
-        assert lives[1].epoch == slot.epoch
-        assert lives[0].epoch != lives[1].epoch
-        assert lives[0].run_dir != lives[1].run_dir
+        launches = [WorkerLaunch.model_validate_json(start.files["launch.json"]) for start in members[0].starts]
+        assert launches[1].epoch == slot.epoch
+        assert launches[0].epoch != launches[1].epoch
+        assert launches[0].run_dir != launches[1].run_dir
         names = [[process.name for process in member.starts[1].processes] for member in members]
         assert names == [["agent-0", "rank-0", "service"], ["agent-1", "rank-1"]]
 
 
-async def test_a_life_that_has_ended_registers_no_more(model: ResolvedModel, tmp_path: Path) -> None:
+async def test_an_ended_epoch_cannot_register(model: ResolvedModel, tmp_path: Path) -> None:
     member = ScriptedMember()
     async with running(model, tmp_path, [member]) as (slot, _):
         await until(lambda: len(member.starts) == 1)
@@ -113,7 +113,7 @@ async def test_a_worker_that_never_became_ready_is_given_up_with_its_reason(
     model: ResolvedModel, tmp_path: Path
 ) -> None:
     member = ScriptedMember()
-    async with running(model, tmp_path, [member]) as (slot, told):
+    async with running(model, tmp_path, [member]) as (slot, reported):
         for number in range(1, FAILED_STARTS + 1):
             await until(lambda number=number: len(member.starts) == number)
             await asyncio.sleep(0)
@@ -121,7 +121,7 @@ async def test_a_worker_that_never_became_ready_is_given_up_with_its_reason(
             await until(lambda number=number: slot.restarts == number)
         await until(lambda: slot.is_given_up)
         assert slot.reason == "rank-0 ended with exit code 2: no room"
-        assert told[-1] is WorkerState.FAILED
+        assert reported[-1] is WorkerState.FAILED
         assert not slot.accepts(slot.epoch)
     assert len(member.starts) == FAILED_STARTS
 

@@ -12,13 +12,13 @@ import pytest
 import yaml
 from rich.console import Console
 
-from cluster.cli.commands.plan import show
+from cluster.cli.commands.planning.plan import show
 from planner.devices import find_device
 from planner.hardware import Hardware
 from planner.models import find_model
 from planner.search.halving import Effort
-from planner.search.layout import Layout
-from planner.search.plan import Goal, Means, Plan, make_plan
+from planner.search.layout import ClusterLayout
+from planner.search.plan import Goal, Plan, SearchOptions, make_plan
 from planner.search.values import Machines, checked_source, describe_machines, helm_values
 from planner.simulator.setup import Slo
 from planner.traces.arrivals import Gamma
@@ -26,12 +26,12 @@ from planner.traces.synthetic import LengthSpec, synthetic_trace
 from tandem.errors import InputError
 
 
-def planned(layout: Layout, model: str, device: str, element_bytes: float = 2.0) -> tuple[Plan, Hardware]:
+def planned(layout: ClusterLayout, model: str, device: str, element_bytes: float = 2.0) -> tuple[Plan, Hardware]:
     """A plan that came to `layout`."""
     hardware = Hardware(find_model(model, element_bytes=element_bytes), find_device(device))
     traffic = synthetic_trace(60, Gamma(0.1), LengthSpec(50, 0.1, 100), LengthSpec(5, 0.1, 10), seed=1)
     goal = Goal(Slo(ttft_s=100.0), max_devices=max(hardware.widths()[0], 1), step_tokens=(2048,))
-    plan = make_plan(traffic, hardware, goal, Means(effort=Effort(requests=50, per_price=1, finalists=1)))
+    plan = make_plan(traffic, hardware, goal, SearchOptions(effort=Effort(requests=50, per_price=1, finalists=1)))
     assert plan.chosen is not None
     return replace(plan, chosen=replace(plan.chosen, job=replace(plan.chosen.job, layout=layout))), hardware
 
@@ -39,13 +39,13 @@ def planned(layout: Layout, model: str, device: str, element_bytes: float = 2.0)
 @pytest.mark.parametrize(
     ("layout", "model", "device", "source", "pods"),
     [
-        (Layout(2, 4, 1, 4, 2048), "llama-3-70b", "h100", "/models/llama-3-70b", 2),
-        (Layout(1, 1, 2, 1, 2048), "llama-3-8b", "h100", "meta-llama/Meta-Llama-3-8B-Instruct", 1),
-        (Layout(0, 1, 1, 1, 2048), "smollm2-135m", "cpu", "smollm2-135m", 1),
+        (ClusterLayout(2, 4, 1, 4, 2048), "llama-3-70b", "h100", "/models/llama-3-70b", 2),
+        (ClusterLayout(1, 1, 2, 1, 2048), "llama-3-8b", "h100", "meta-llama/Meta-Llama-3-8B-Instruct", 1),
+        (ClusterLayout(0, 1, 1, 1, 2048), "smollm2-135m", "cpu", "smollm2-135m", 1),
     ],
 )
 def test_planned_values_render_as_they_are(
-    layout: Layout, model: str, device: str, source: str, pods: int, render: Callable[..., Any], tmp_path: Path
+    layout: ClusterLayout, model: str, device: str, source: str, pods: int, render: Callable[..., Any], tmp_path: Path
 ) -> None:
     plan, hardware = planned(layout, model, device)
     path = tmp_path / "plan.yaml"
@@ -64,19 +64,19 @@ def test_planned_values_render_as_they_are(
 
 @pytest.mark.parametrize(("device", "weights"), [("h100", "fp8"), ("cpu", "int8")])
 def test_a_plan_of_one_byte_an_element_is_served_in_as_many(device: str, weights: str) -> None:
-    plan, hardware = planned(Layout(1, 1, 1, 1, 2048), "llama-3-8b", device, element_bytes=1.0)
+    plan, hardware = planned(ClusterLayout(1, 1, 1, 1, 2048), "llama-3-8b", device, element_bytes=1.0)
     text = helm_values(plan, hardware, "meta-llama/Meta-Llama-3-8B-Instruct")
     engine = yaml.safe_load(text)["cluster"]["models"][0]["engine"]
     assert (engine["weights"], engine["kv_dtype"]) == (weights, "fp8")
     assert "# Each pod pulls 16 GB" in text, "the checkpoint is no smaller"
-    wider = yaml.safe_load(helm_values(*planned(Layout(1, 1, 1, 1, 2048), "llama-3-8b", "h100"), "/models/m"))
+    wider = yaml.safe_load(helm_values(*planned(ClusterLayout(1, 1, 1, 1, 2048), "llama-3-8b", "h100"), "/models/m"))
     assert not {"weights", "kv_dtype"} & wider["cluster"]["models"][0]["engine"].keys()
 
 
 def test_weights_from_a_hub_find_room_and_a_token_for_them(render: Callable[..., Any], tmp_path: Path) -> None:
-    plan, hardware = planned(Layout(2, 4, 1, 4, 2048), "llama-3-70b", "h100")
+    plan, hardware = planned(ClusterLayout(2, 4, 1, 4, 2048), "llama-3-70b", "h100")
     text = helm_values(plan, hardware, "meta-llama/Meta-Llama-3-70B-Instruct")
-    assert "# Wants a Secret: kubectl create secret generic tandem-hub-token --from-literal=token=..." in text
+    assert "# Needs a Secret: kubectl create secret generic tandem-hub-token --from-literal=token=..." in text
     assert "# Each pod pulls 141 GB" in text
     path = tmp_path / "plan.yaml"
     path.write_text(text)
@@ -93,7 +93,7 @@ def test_weights_from_a_hub_find_room_and_a_token_for_them(render: Callable[...,
 
 @pytest.mark.parametrize("source", ["/models/llama-3-8b", "smollm2-135m"])
 def test_a_model_that_no_hub_brings_wants_no_token(source: str) -> None:
-    plan, hardware = planned(Layout(1, 1, 2, 1, 2048), "llama-3-8b", "h100")
+    plan, hardware = planned(ClusterLayout(1, 1, 2, 1, 2048), "llama-3-8b", "h100")
     text = helm_values(plan, hardware, source)
     assert "models" not in yaml.safe_load(text)
     assert ("--set models.existingClaim" in text) == source.startswith("/")
@@ -102,33 +102,35 @@ def test_a_model_that_no_hub_brings_wants_no_token(source: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "devices_per_node", "machines"),
     [
-        (Layout(1, 1, 2, 1, 2048), 8, Machines(1, 3)),
-        (Layout(0, 1, 1, 8, 2048), 8, Machines(1, 8)),
-        (Layout(2, 4, 1, 4, 2048), 8, Machines(2, 8)),
-        (Layout(8, 1, 1, 8, 2048), 8, Machines(2, 8)),
-        (Layout(3, 3, 2, 3, 2048), 8, Machines(3, 8)),  # two of three ranks to a machine
-        (Layout(2, 6, 2, 2, 2048), 8, Machines(2, 8)),
+        (ClusterLayout(1, 1, 2, 1, 2048), 8, Machines(1, 3)),
+        (ClusterLayout(0, 1, 1, 8, 2048), 8, Machines(1, 8)),
+        (ClusterLayout(2, 4, 1, 4, 2048), 8, Machines(2, 8)),
+        (ClusterLayout(8, 1, 1, 8, 2048), 8, Machines(2, 8)),
+        (ClusterLayout(3, 3, 2, 3, 2048), 8, Machines(3, 8)),  # two of three ranks to a machine
+        (ClusterLayout(2, 6, 2, 2, 2048), 8, Machines(2, 8)),
     ],
 )
-def test_as_few_whole_machines_as_hold_every_worker(layout: Layout, devices_per_node: int, machines: Machines) -> None:
+def test_as_few_whole_machines_as_hold_every_worker(
+    layout: ClusterLayout, devices_per_node: int, machines: Machines
+) -> None:
     device = find_device("h100").model_copy(update={"devices_per_node": devices_per_node})
     assert Machines.of(layout, device) == machines
 
 
 def test_what_is_deployed_beyond_the_plan_is_said_with_its_price() -> None:
-    plan, hardware = planned(Layout(2, 4, 1, 4, 2048), "llama-3-70b", "h100")
+    plan, hardware = planned(ClusterLayout(2, 4, 1, 4, 2048), "llama-3-70b", "h100")
     said = "deployed on 2 machines of 8: 16 devices, $48.00 per hour, 4 of them without a worker"
     assert describe_machines(plan, hardware.device) == said
     assert f"# It is {said}.\n" in helm_values(plan, hardware, "/models/llama-3-70b")
     screen = Console(file=io.StringIO(), width=120)
     show(plan, "roofline", said, screen)
     assert said in screen.file.getvalue()
-    whole, hardware = planned(Layout(2, 4, 2, 4, 2048), "llama-3-70b", "h100")
+    whole, hardware = planned(ClusterLayout(2, 4, 2, 4, 2048), "llama-3-70b", "h100")
     assert describe_machines(whole, hardware.device) is None
 
 
 def test_the_name_of_a_shape_is_no_checkpoint() -> None:
-    with pytest.raises(InputError, match=r"--source: expected with --values the checkpoint .* 'llama-3-70b' is only"):
+    with pytest.raises(InputError, match=r"--source: expected the checkpoint to serve, .* 'llama-3-70b' is only"):
         checked_source(None, "llama-3-70b")
     assert checked_source(None, "smollm2-135m") == "smollm2-135m"
     with pytest.raises(InputError, match="below /models"):

@@ -18,8 +18,9 @@ from tandem.checkpoint.model_config import ModelConfig
 from tandem.config.spec import EngineSpec
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
-from tandem.engine.decode_graphs import Again, batch_sizes
+from tandem.engine.decode_graphs import batch_sizes
 from tandem.engine.factory import Rank, build_rank
+from tandem.engine.graph_recorder import EagerRecorder
 from tandem.engine.output import best_of, best_of_any, launched
 from tandem.engine.step import SequenceStep
 from tandem.request import SamplingParams
@@ -95,7 +96,9 @@ def test_blocks_read_in_place_are_answered_from_as_gathered_ones(family_dir: Pat
         pytest.skip("no paged kernel caps scores")
     gathered = single_rank(family_dir, tmp_path / "g", kernels="torch", max_step_tokens=48)
     in_place = single_rank(family_dir, tmp_path / "p", paged=PagedPath(plain_attention, None), max_step_tokens=48)
-    recorded = single_rank(family_dir, tmp_path / "r", paged=PagedPath(plain_attention, Again()), max_step_tokens=48)
+    recorded = single_rank(
+        family_dir, tmp_path / "r", paged=PagedPath(plain_attention, EagerRecorder()), max_step_tokens=48
+    )
     expected = answers(gathered, mixed(5, 320))
     assert answers(in_place, mixed(5, 320)) == expected
     assert answers(recorded, mixed(5, 320)) == expected
@@ -139,7 +142,7 @@ def test_replayed_steps_survive_preemption(model_dir: Path, tmp_path: Path) -> N
 
 
 def test_empty_slots_write_to_the_spare_block_alone(model_dir: Path, tmp_path: Path) -> None:
-    rank = single_rank(model_dir, tmp_path / "r", paged=PagedPath(plain_attention, Again()), kv_blocks=16)
+    rank = single_rank(model_dir, tmp_path / "r", paged=PagedPath(plain_attention, EagerRecorder()), kv_blocks=16)
     rank.pool.tensor.fill_(7.0)
     answers(rank, {str(n): (random_prompt(20, VOCAB, n), GREEDY) for n in range(3)})
     touched = [block for block in range(16) if not (rank.pool.tensor[block] == 7.0).all()]
@@ -159,17 +162,17 @@ def test_batch_sizes_reach_the_most_there_can_be_and_waste_little() -> None:
 FOLLOW = """
 import sys
 from pathlib import Path
-from tandem.config import EngineSpec
-from tandem.engine.decode_graphs import Again
+from tandem.config.spec import EngineSpec
+from tandem.engine.graph_recorder import EagerRecorder
 from tandem.engine.factory import build_rank
-from tandem.engine.paged_check import plain_attention
-from tandem.engine.paged_kernels import PagedPath
-from tandem.engine.testing import NoExport
+from tandem.engine.attention.paged_check import plain_attention
+from tandem.engine.attention.paged_kernels import PagedPath
+from tandem.testing.engine import NoExport
 
 model_dir, rendezvous, spec = sys.argv[1:]
 build_rank(
     Path(model_dir), EngineSpec.model_validate_json(spec), rank=1, size=2, rendezvous_file=Path(rendezvous),
-    exporter=NoExport(), paged=PagedPath(plain_attention, Again()),
+    exporter=NoExport(), paged=PagedPath(plain_attention, EagerRecorder()),
 ).follow()
 """
 
@@ -183,7 +186,7 @@ def test_two_ranks_replay_together(tmp_path: Path) -> None:
     try:
         leader = build_rank(
             model_dir, spec, rank=0, size=2, rendezvous_file=rendezvous, exporter=NoExport(),
-            paged=PagedPath(plain_attention, Again()),
+            paged=PagedPath(plain_attention, EagerRecorder()),
         )  # fmt: skip
         together = answers(leader, mixed(5), late=2)
         leader.engine.close()

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.engine.api import ExportRange
 from tandem.engine.factory import Rank
-from tandem.engine.runner import layers_told
+from tandem.engine.runner import layers_to_report
 from tandem.errors import ContextExceeded, InputError, KvExhausted
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.request import FinishReason, SamplingParams
@@ -230,7 +230,7 @@ def test_exported_blocks_decode_to_the_same_tokens_elsewhere(
 def test_layers_are_told_of_once_enough_was_written_and_at_the_end(
     make: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, told_bytes: int, told: list[int]
 ) -> None:
-    monkeypatch.setattr("tandem.engine.runner.TOLD_BYTES", told_bytes)
+    monkeypatch.setattr("tandem.engine.runner.REPORT_BYTES", told_bytes)
     exporter = CopyExporter()
     sender = make(exporter=exporter)
     driver = EngineDriver(sender.engine)
@@ -253,8 +253,8 @@ def test_the_more_blocks_the_more_often_layers_are_told_of(layers: int, blocks: 
     layout = KvPoolLayout(128, layers, 4, 16, 512, "float32")  # a quarter of a MiB for a block and layer
     export = ExportRange("r", 0, tuple(range(blocks)), 16, in_cache=False, is_last=True)
     cached = replace(export, block_ids=tuple(range(100, 120)), in_cache=True)
-    assert layers_told([cached, export], layout) == told
-    assert layers_told([cached], layout) == set()
+    assert layers_to_report([cached, export], layout) == told
+    assert layers_to_report([cached], layout) == set()
 
 
 def test_an_exported_answer_that_ends_at_its_first_token_says_so(make: Callable[..., Rank], reference: Any) -> None:

@@ -17,8 +17,8 @@ from tandem.engine.attention.varlen_attention import PagedBatch, VarlenAttention
 from tandem.engine.kv_pool import DTYPES, pool_layout
 from tandem.engine.step import SequenceStep
 from tandem.kvcache.layout import KvPoolLayout
-from tandem.model.decoder import Attend, AttentionTerms
-from tandem.model.fp8 import FP8, narrowed
+from tandem.model.decoder import Attend, AttentionParams
+from tandem.model.fp8 import FP8, to_fp8
 from tandem.native.library import Kernels
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank
@@ -39,7 +39,7 @@ def through_kernels(x: Tensor) -> tuple[Tensor, Tensor]:
     sequences = [
         SequenceStep(token_ids=[0], start=0, blocks=[block], samples=True) for block in range(layout.num_blocks)
     ]
-    attend = NativeStepAttention(Kernels(1), pool, layout, sequences, AttentionTerms(1, 1.0, None, (None,)))
+    attend = NativeStepAttention(Kernels(1), pool, layout, sequences, AttentionParams(1, 1.0, None, (None,)))
     rows = torch.zeros(layout.num_blocks, SIZE, DIM)
     rows.view(-1, DIM)[:tokens] = x
     seen = []
@@ -68,8 +68,8 @@ def test_numbers_are_rounded_as_torch_rounds_and_stop_at_the_largest() -> None:
     x = torch.cat((any_bits, usual, halves, up, down, torch.tensor(edges), -torch.tensor(edges)))
     x = torch.cat((x, torch.zeros(-len(x) % DIM)))
     codes, _ = through_kernels(x.view(-1, DIM))
-    assert torch.equal(codes.flatten(), narrowed(x).view(torch.uint8))
-    assert narrowed(torch.tensor([-1e30, torch.inf])).float().tolist() == [-448.0, 448.0]
+    assert torch.equal(codes.flatten(), to_fp8(x).view(torch.uint8))
+    assert to_fp8(torch.tensor([-1e30, torch.inf])).float().tolist() == [-448.0, 448.0]
 
 
 @pytest.mark.parametrize(("window", "loud"), [(None, 1.0), (50, 1.0), (7, 300.0)])

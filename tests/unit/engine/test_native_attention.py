@@ -11,7 +11,7 @@ from tandem.engine.attention.native_attention import NativeStepAttention
 from tandem.engine.kv_pool import DTYPES
 from tandem.engine.step import SequenceStep
 from tandem.kvcache.layout import KvPoolLayout, cell_width
-from tandem.model.decoder import AttentionTerms
+from tandem.model.decoder import AttentionParams
 from tandem.native.library import Kernels
 
 # (tokens in the cache, tokens in the step): a chunk behind a cached prefix, decodes, a new prompt, the start of a tile
@@ -31,7 +31,7 @@ class Attended:
         needed = [-(-(start + count) // size) for start, count in REQUESTS]
         width = self.dim + cell_width(0, dtype)
         self.layout = KvPoolLayout(sum(needed) + 3, 2, kv_heads, size, width, dtype)
-        self.terms = AttentionTerms(heads, self.dim**-0.5, softcap, (window,) * 2)
+        self.terms = AttentionParams(heads, self.dim**-0.5, softcap, (window,) * 2)
         self.draw = torch.Generator().manual_seed(3)
         blocks = torch.randperm(self.layout.num_blocks, generator=self.draw).tolist()
         self.tables = [[blocks.pop() for _ in range(count)] for count in needed]

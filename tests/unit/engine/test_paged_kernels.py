@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from tandem.engine.attention.paged_check import fault, plain_attention
-from tandem.engine.attention.paged_kernels import choose_paged_path, refusal
+from tandem.engine.attention.paged_check import kernel_error, plain_attention
+from tandem.engine.attention.paged_kernels import choose_paged_path, unsupported_reason
 from tandem.engine.factory import Rank
 from tandem.kvcache.layout import KvPoolLayout
-from tandem.model.decoder import AttentionTerms, Decoder
+from tandem.model.decoder import AttentionParams, Decoder
 from tandem.testing.engine import single_rank
 from tests.conftest import write_family
 
 CPU = torch.device("cpu")
 LAYOUT = KvPoolLayout(num_blocks=8, layers=1, kv_heads=2, block_tokens=16, head_dim=16, dtype="bfloat16")
 FP8_LAYOUT = replace(LAYOUT, dtype="float8_e4m3")
-TERMS = AttentionTerms(heads=6, scale=0.25, softcap=None, windows=(None, 24))
+TERMS = AttentionParams(heads=6, scale=0.25, softcap=None, windows=(None, 24))
 
 
 def test_the_plain_way_is_right_by_definition_and_wrong_ones_are_found() -> None:
@@ -42,11 +42,11 @@ def test_the_plain_way_is_right_by_definition_and_wrong_ones_are_found() -> None
     def cannot(*args: Any, **options: Any) -> Tensor:
         raise RuntimeError("out of shared memory")
 
-    assert fault(plain_attention, LAYOUT, TERMS, torch.float32, CPU) is None
-    assert fault(plain_attention, FP8_LAYOUT, TERMS, torch.bfloat16, CPU) is None
-    assert "differ" in str(fault(forgets_the_window, LAYOUT, TERMS, torch.float32, CPU))
-    assert "differ" in str(fault(leaves_a_row_out, LAYOUT, TERMS, torch.float32, CPU))
-    assert fault(cannot, LAYOUT, TERMS, torch.float32, CPU) == "RuntimeError: out of shared memory"
+    assert kernel_error(plain_attention, LAYOUT, TERMS, torch.float32, CPU) is None
+    assert kernel_error(plain_attention, FP8_LAYOUT, TERMS, torch.bfloat16, CPU) is None
+    assert "differ" in str(kernel_error(forgets_the_window, LAYOUT, TERMS, torch.float32, CPU))
+    assert "differ" in str(kernel_error(leaves_a_row_out, LAYOUT, TERMS, torch.float32, CPU))
+    assert kernel_error(cannot, LAYOUT, TERMS, torch.float32, CPU) == "RuntimeError: out of shared memory"
 
 
 def test_kernels_are_called_as_torchs_own_is() -> None:
@@ -64,13 +64,13 @@ INTERPRETED = """
 import sys
 from dataclasses import replace
 import torch
-from tandem.engine.paged_check import fault
-from tandem.engine.triton_attention import TritonAttention
+from tandem.engine.attention.paged_check import kernel_error
+from tandem.engine.attention.triton_attention import TritonAttention
 from tests.unit.engine.test_paged_kernels import CPU, LAYOUT, TERMS
 
 processors, page, kv_heads, heads, head_dim = map(int, sys.argv[2:])
 layout = replace(LAYOUT, block_tokens=page, kv_heads=kv_heads, head_dim=head_dim, dtype=sys.argv[1])
-print(fault(TritonAttention(processors), layout, replace(TERMS, heads=heads), torch.float32, CPU))
+print(kernel_error(TritonAttention(processors), layout, replace(TERMS, heads=heads), torch.float32, CPU))
 """
 
 
@@ -103,10 +103,10 @@ def model_of(rank: Rank) -> Decoder:
 def test_models_no_paged_kernel_takes_are_refused_with_the_reason(tmp_path: Path) -> None:
     capped = model_of(single_rank(write_family(tmp_path / "gemma2", "gemma2"), tmp_path / "c"))
     plain = model_of(single_rank(write_family(tmp_path / "mistral", "mistral"), tmp_path / "p"))
-    assert refusal(plain, LAYOUT, torch.bfloat16) is None
-    assert refusal(plain, FP8_LAYOUT, torch.float16) is None
-    assert refusal(capped, LAYOUT, torch.bfloat16) == "the model caps its scores"
-    assert "float32" in str(refusal(plain, replace(LAYOUT, dtype="float32"), torch.float32))
-    assert "int8" in str(refusal(plain, replace(LAYOUT, dtype="int8"), torch.bfloat16))
-    assert "20 dimensions" in str(refusal(plain, replace(LAYOUT, head_dim=20), torch.bfloat16))
+    assert unsupported_reason(plain, LAYOUT, torch.bfloat16) is None
+    assert unsupported_reason(plain, FP8_LAYOUT, torch.float16) is None
+    assert unsupported_reason(capped, LAYOUT, torch.bfloat16) == "the model caps its scores"
+    assert "float32" in str(unsupported_reason(plain, replace(LAYOUT, dtype="float32"), torch.float32))
+    assert "int8" in str(unsupported_reason(plain, replace(LAYOUT, dtype="int8"), torch.bfloat16))
+    assert "20 dimensions" in str(unsupported_reason(plain, replace(LAYOUT, head_dim=20), torch.bfloat16))
     assert choose_paged_path(plain, LAYOUT, torch.bfloat16, CPU) is None

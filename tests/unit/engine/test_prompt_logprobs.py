@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.engine.factory import Rank
-from tandem.engine.scores import ROWS
+from tandem.engine.prompt_logprobs import ROWS
 from tandem.request import FinishReason, SamplingParams
 from tandem.testing.engine import EngineDriver, make_request
 from tandem.testing.models import random_prompt

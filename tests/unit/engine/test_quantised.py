@@ -25,10 +25,10 @@ from tandem.engine.factory import Rank
 from tandem.engine.step import SequenceStep
 from tandem.errors import ConfigError
 from tandem.kvcache.layout import KvPoolLayout
+from tandem.model.kernel_check import checked_kernels
 from tandem.model.matrices import MatrixMaker, Weights, quantised_int4, quantised_int8
 from tandem.model.parallel import TensorParallel
 from tandem.model.weights import load_model
-from tandem.native.check import checked_kernels
 from tandem.native.library import GROUP
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, make_request, single_rank
@@ -226,7 +226,7 @@ def widened_int4(weight: Tensor) -> Tensor:
 
 def test_ranks_that_cut_through_groups_of_int4_weights_are_refused(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "m", intermediate=96)
-    with pytest.raises(ConfigError, match=r"tp 2 cuts the 96 of .*down_proj") as refused:
+    with pytest.raises(ConfigError, match=r"tp 2 splits the 96 of .*down_proj") as refused:
         logits(folder, TensorParallel(0, 2), Weights.INT4)
     assert refused.value.field == "engine.weights"
 

@@ -13,8 +13,8 @@ import pytest
 
 from tandem.engine.attention.paged_check import plain_attention
 from tandem.engine.attention.paged_kernels import PagedPath
-from tandem.engine.decode_graphs import Again
 from tandem.engine.engine import Engine
+from tandem.engine.graph_recorder import EagerRecorder
 from tandem.engine.output import Launched, StepOutput
 from tandem.engine.step import StepInput
 from tandem.errors import InternalError
@@ -54,7 +54,7 @@ def watched(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return wait(launched)
 
     def make(**options: Any) -> Watched:
-        rank = single_rank(model_dir, tmp_path / "ahead", paged=PagedPath(plain_attention, Again()), **options)
+        rank = single_rank(model_dir, tmp_path / "ahead", paged=PagedPath(plain_attention, EagerRecorder()), **options)
         engine = rank.engine
 
         def checked_release(pool: BlockPool, blocks: list[int], *more: Any) -> None:
@@ -65,7 +65,7 @@ def watched(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(BlockPool, "release", checked_release)
         found = Watched(engine)
-        engine._tell_followers = found.told.append
+        engine._send_to_followers = found.told.append
         return found
 
     monkeypatch.setattr(Launched, "wait", note_wait)

@@ -34,9 +34,9 @@ SEEDED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=8)
 FOLLOW = """
 import sys
 from pathlib import Path
-from tandem.config import EngineSpec
+from tandem.config.spec import EngineSpec
 from tandem.engine.factory import build_rank
-from tandem.engine.testing import NoExport
+from tandem.testing.engine import NoExport
 
 model_dir, rendezvous, rank, size, spec = sys.argv[1:]
 build_rank(
@@ -150,10 +150,10 @@ def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
         def come_late() -> None:
             time.sleep(0.2)
             said.append("late")
-            follower.meet()
+            follower.barrier()
 
         late = pool.submit(come_late)
-        leader.meet()
+        leader.barrier()
         assert said == ["late"]
         late.result()
 
@@ -183,7 +183,7 @@ def test_a_follower_gives_up_a_leader_that_falls_silent(tmp_path: Path) -> None:
 def test_only_the_leader_has_an_engine_and_only_followers_follow(tmp_path: Path) -> None:
     model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB)
     rank = build_rank(model_dir, SPEC, rank=0, size=1, rendezvous_file=tmp_path / "r", exporter=NoExport())
-    with pytest.raises(ConfigError, match="nobody to follow"):
+    with pytest.raises(ConfigError, match="no leader to follow"):
         rank.follow()
 
 

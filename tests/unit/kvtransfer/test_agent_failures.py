@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvtransfer.agent.control import (
+from kvtransfer.control import (
     Attached,
     CloseReceive,
     CloseSend,
@@ -55,8 +55,8 @@ async def pair(
     receiver = make_worker("decode-0", **(decode or {}))
     await sender.attach()
     await receiver.attach()
-    sender.meet(receiver)
-    receiver.meet(sender)
+    sender.set_peers_of(receiver)
+    receiver.set_peers_of(sender)
     if link:
         await sender.linked()
     return sender, receiver
@@ -188,9 +188,9 @@ async def test_a_ticket_of_another_life_is_stale(make_worker: MakeWorker) -> Non
 async def test_a_restarted_peer_on_the_same_path_is_not_taken_for_the_old_one(make_worker: MakeWorker) -> None:
     prefill, decode = await pair(make_worker, link=False)
     old = SetPeers(tuple(msgspec.structs.replace(peer, epoch=5) for peer in decode.peers()))
-    prefill.ranks[0].tell(old)
+    prefill.ranks[0].send_as_leader(old)
     report = await prefill.ranks[0].expect(LinkReport, state="refused", peer_epoch=5)
-    assert "meant for" in report.reason
+    assert "is for" in report.reason
 
 
 async def test_closing_a_receive_stops_every_write(make_worker: MakeWorker) -> None:
@@ -198,7 +198,7 @@ async def test_closing_a_receive_stops_every_write(make_worker: MakeWorker) -> N
     handoff = started(prefill, decode)
     await asyncio.sleep(0.2)  # a slow write is under way
     rank = decode.ranks[0]
-    rank.tell(CloseReceive(handoff.ticket_id))
+    rank.send_as_leader(CloseReceive(handoff.ticket_id))
     await rank.expect(ReceiveClosed, ticket_id=handoff.ticket_id)
     rank.pool.blocks[...] = 0xEE
     handoff.compute(3, handoff.kv.blocks)
@@ -213,7 +213,7 @@ async def test_closing_a_send_waits_for_the_receiver(make_worker: MakeWorker) ->
     handoff = started(prefill, decode)
     await asyncio.sleep(0.2)  # the receiver is reading our blocks
     began_s = asyncio.get_running_loop().time()
-    prefill.ranks[0].tell(CloseSend(handoff.ticket_id))
+    prefill.ranks[0].send_as_leader(CloseSend(handoff.ticket_id))
     await prefill.ranks[0].expect(SendClosed, ticket_id=handoff.ticket_id)
     assert asyncio.get_running_loop().time() - began_s > 0.2
     failed = await decode.ranks[0].expect(ReceiveFailed, ticket_id=handoff.ticket_id)
@@ -224,7 +224,7 @@ async def test_one_failing_rank_ends_the_ticket_on_the_others(make_worker: MakeW
     prefill, decode = await pair(make_worker, prefill={"tp": 2})
     handoff = started(prefill, decode)
     await asyncio.sleep(0.3)  # both ranks were accepted
-    prefill.ranks[0].tell(CloseSend(handoff.ticket_id))
+    prefill.ranks[0].send_as_leader(CloseSend(handoff.ticket_id))
     await prefill.ranks[0].expect(SendClosed, ticket_id=handoff.ticket_id)
     assert (await decode.ranks[0].expect(ReceiveFailed, ticket_id=handoff.ticket_id)).cause == "cancelled"
     assert (await prefill.ranks[1].expect(SendFailed, ticket_id=handoff.ticket_id)).cause == "cancelled"
@@ -257,21 +257,21 @@ async def test_a_killed_peer_is_noticed_at_once_and_its_next_life_works(
     else:
         sent = await prefill.ranks[0].expect(SendFailed, ticket_id=handoff.ticket_id, timeout_s=QUICK_S)
         assert sent.cause == "peer_lost"
-        prefill.ranks[0].tell(CloseSend(handoff.ticket_id))
+        prefill.ranks[0].send_as_leader(CloseSend(handoff.ticket_id))
         await prefill.ranks[0].expect(SendClosed, ticket_id=handoff.ticket_id, timeout_s=QUICK_S)
     dead.start_agent()
     where = await dead.expect(Attached, timeout_s=10.0)
     assert dead.lost == 1
-    (prefill if victim == "prefill" else decode).where[0] = where
-    prefill.meet(decode)
-    decode.meet(prefill)
+    (prefill if victim == "prefill" else decode).attached[0] = where
+    prefill.set_peers_of(decode)
+    decode.set_peers_of(prefill)
     await assert_works(prefill, decode)
 
 
 async def test_a_peer_that_left_the_directory_ends_its_tickets(make_worker: MakeWorker) -> None:
     prefill, decode = await pair(make_worker)
     handoff = started(prefill, decode)
-    prefill.meet()
+    prefill.set_peers_of()
     failed = await prefill.ranks[0].expect(SendFailed, ticket_id=handoff.ticket_id, timeout_s=QUICK_S)
     assert failed.cause == "peer_lost"
     late = Handoff.make(prefill, decode, tokens=8)
@@ -292,14 +292,14 @@ async def test_a_decode_worker_that_never_appears_is_given_up(make_worker: MakeW
 async def test_a_lease_that_makes_no_sense_fails(make_worker: MakeWorker) -> None:
     decode = make_worker("decode-0")
     await decode.attach()
-    decode.ranks[0].tell(OpenReceive("a" * 32, "prefill-0", 1, 0, (1, 1), 8))
+    decode.ranks[0].send_as_leader(OpenReceive("a" * 32, "prefill-0", 1, 0, (1, 1), 8))
     assert (await decode.ranks[0].expect(ReceiveFailed)).cause == "protocol"
 
 
 async def test_noise_on_every_listener_changes_nothing(make_worker: MakeWorker) -> None:
     prefill, decode = await pair(make_worker)
     generator = np.random.default_rng(1)
-    host, port = decode.where[0].tcp_address.rsplit(":", 1)
+    host, port = decode.attached[0].tcp_address.rsplit(":", 1)
     rank = decode.ranks[0]
     for family, address in (
         (socket.AF_UNIX, str(rank.socket_path)),
@@ -321,7 +321,7 @@ async def test_noise_on_every_listener_changes_nothing(make_worker: MakeWorker) 
 async def test_the_agent_dies_with_its_rank(make_worker: MakeWorker) -> None:
     decode = make_worker("decode-0")
     await decode.attach()
-    decode.ranks[0].hang_up()
+    decode.ranks[0].disconnect()
     assert await asyncio.to_thread(decode.ranks[0].process.wait, 5.0) == 0
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtransfer.agent.control import Census, CloseReceive, LinkReport, ReceiveClosed, Received, Sent, TakeCensus
-from kvtransfer.session.versions import PROTOCOL_VERSION
+from kvtransfer.control import Census, CloseReceive, LinkReport, ReceiveClosed, Received, Sent, TakeCensus
 from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from kvtransfer.versions import PROTOCOL_VERSION
 
 MakeWorker = Callable[..., FakeWorker]
 
@@ -25,8 +25,8 @@ async def pair(
     decode = make_worker("decode-0", model, tp=decode_tp, **options)
     await prefill.attach()
     await decode.attach()
-    prefill.meet(decode)
-    decode.meet(prefill)
+    prefill.set_peers_of(decode)
+    decode.set_peers_of(prefill)
     return prefill, decode
 
 
@@ -136,7 +136,7 @@ async def test_a_link_is_made_when_a_ticket_asks_for_it(make_worker: MakeWorker)
     handoff.open_receive()
     handoff.open_send()
     handoff.compute(0, handoff.kv.blocks)
-    prefill.meet(decode)  # the directory is late
+    prefill.set_peers_of(decode)  # the directory is late
     await complete(handoff)
 
 
@@ -145,10 +145,10 @@ async def test_a_link_that_a_change_of_pools_ends_is_closed_and_not_down(make_wo
     prefill, decode = await pair(make_worker)
     await prefill.linked()
     prefill.connects = False
-    prefill.meet(*([] if leaves else [decode]))
+    prefill.set_peers_of(*([] if leaves else [decode]))
     rank = prefill.ranks[0]
     await rank.expect(LinkReport, state="closed")
-    rank.tell(TakeCensus())
+    rank.send_as_leader(TakeCensus())
     await rank.expect(Census, links_out=0)
     later = [message.state for message in rank.messages if isinstance(message, LinkReport)]
     assert "down" not in later
@@ -188,7 +188,7 @@ async def test_many_tickets_share_a_link(make_worker: MakeWorker) -> None:
 
 async def test_closing_what_is_over_is_answered(make_worker: MakeWorker) -> None:
     _, decode = await pair(make_worker)
-    decode.ranks[0].tell(CloseReceive("0" * 32))
+    decode.ranks[0].send_as_leader(CloseReceive("0" * 32))
     await decode.ranks[0].expect(ReceiveClosed, ticket_id="0" * 32)
 
 
@@ -209,8 +209,8 @@ async def test_a_worker_of_the_version_before_still_exchanges_blocks(
     decode = make_worker("decode-0", protocol=speaks["decode"], transport=transport)
     await prefill.attach()
     await decode.attach()
-    prefill.meet(decode)
-    decode.meet(prefill)
+    prefill.set_peers_of(decode)
+    decode.set_peers_of(prefill)
     handoff = Handoff.make(prefill, decode, tokens=27)
     handoff.open_receive()
     handoff.open_send()

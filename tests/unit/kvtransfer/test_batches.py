@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.pool.pool import PoolMap, Span
+from kvtransfer.pool.pool import PoolMap, PoolSpan
 from kvtransfer.transports.batches import BATCH_BYTES, batches, make_scratch
 from tandem.kvcache.layout import KvPoolLayout
 
@@ -20,16 +20,16 @@ def filled(layout: KvPoolLayout, seed: int) -> PoolMap:
     return pool
 
 
-def size_of(pool: PoolMap, span: Span) -> int:
+def size_of(pool: PoolMap, span: PoolSpan) -> int:
     return sum(part.size for part in pool.slices(span))
 
 
 @st.composite
-def spans(draw: st.DrawFn, layout: KvPoolLayout) -> Span:
+def spans(draw: st.DrawFn, layout: KvPoolLayout) -> PoolSpan:
     ids = draw(st.lists(st.integers(0, layout.num_blocks - 1), min_size=1, unique=True))
     layer = draw(st.integers(0, layout.layers - 1))
     head = draw(st.integers(0, layout.kv_heads - 1))
-    return Span(
+    return PoolSpan(
         tuple(sorted(ids) if draw(st.booleans()) else ids),
         draw(st.integers(1, layout.block_tokens)),
         layer,
@@ -78,6 +78,6 @@ def test_long_runs_are_used_where_they_lie() -> None:
     pool = filled(LAYOUTS[1], 1)
     begin = pool.blocks.ctypes.data
     end = begin + pool.blocks.nbytes
-    for batch in batches(pool, Span((0, 1, 2, 7), 16, 0, 3, 0, 8), make_scratch()):
+    for batch in batches(pool, PoolSpan((0, 1, 2, 7), 16, 0, 3, 0, 8), make_scratch()):
         for view in batch.views:
             assert begin <= np.frombuffer(view, np.uint8).ctypes.data < end

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.agent.control import TlsFiles
-from kvtransfer.link.data_socket import DataDoor, connect_data
-from kvtransfer.link.sockets import join_address
-from kvtransfer.session.causes import HandoffFault
+from kvtransfer.causes import HandoffFault
+from kvtransfer.connection.data_socket import DataListener, connect_data
+from kvtransfer.connection.sockets import join_address
+from kvtransfer.control import TlsFiles
 from tandem.rpc.tls import TlsContexts, load_tls
 
 Authority = Callable[[str], Any]
@@ -28,7 +28,7 @@ def contexts_for(way: str, authority: Authority) -> TlsContexts | None:
 @pytest.mark.parametrize("way", WAYS)
 async def test_who_shows_another_token_never_gets_in(authority: Authority, way: str) -> None:
     tls = contexts_for(way, authority)
-    door = DataDoor("127.0.0.1", tls)
+    door = DataListener("127.0.0.1", tls)
     address = join_address("127.0.0.1", door.port)
     admitting = asyncio.create_task(door.admit(IDLE_S))
     impostor = await connect_data(address, bytes(32), tls, IDLE_S)
@@ -49,7 +49,7 @@ async def test_who_shows_another_token_never_gets_in(authority: Authority, way: 
 @pytest.mark.parametrize("way", WAYS)
 async def test_closing_wakes_a_thread_that_waits(authority: Authority, way: str) -> None:
     tls = contexts_for(way, authority)
-    door = DataDoor("127.0.0.1", tls)
+    door = DataListener("127.0.0.1", tls)
     admitting = asyncio.create_task(door.admit(30.0))
     friend = await connect_data(join_address("127.0.0.1", door.port), door.token, tls, 30.0)
     receiver = await admitting
@@ -65,15 +65,15 @@ async def test_closing_wakes_a_thread_that_waits(authority: Authority, way: str)
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_peer_that_stops_in_the_middle_is_given_up_by_both_sides(authority: Authority, way: str) -> None:
     tls = contexts_for(way, authority)
-    door = DataDoor("127.0.0.1", tls)
+    door = DataListener("127.0.0.1", tls)
     admitting = asyncio.create_task(door.admit(0.2))
     friend = await connect_data(join_address("127.0.0.1", door.port), door.token, tls, 0.2)
     receiver = await admitting
     await asyncio.to_thread(friend.send, [memoryview(bytes(4))])
     try:
-        with pytest.raises(HandoffFault, match=r"moved no byte for 0\.2 s"):
+        with pytest.raises(HandoffFault, match=r"no byte moved for 0\.2 s"):
             await asyncio.to_thread(receiver.receive, [memoryview(bytearray(10))])
-        with pytest.raises(HandoffFault, match=r"moved no byte for 0\.2 s"):  # nobody reads: the buffers fill
+        with pytest.raises(HandoffFault, match=r"no byte moved for 0\.2 s"):  # nobody reads: the buffers fill
             await asyncio.to_thread(friend.send, [memoryview(bytes(64 << 20))])
     finally:
         receiver.close()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.agent.control import LinkReport, Received, ReceiveFailed, SendFailed, Sent
-from kvtransfer.session.causes import HandoffCause
+from kvtransfer.causes import HandoffCause
+from kvtransfer.control import LinkReport, Received, ReceiveFailed, SendFailed, Sent
 from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
 from tandem.testing.models import FaultSettings
 
@@ -31,8 +31,8 @@ async def pair(
     receiver = make_worker("decode-0", tp=tp[1], device=devices[1], **options, **(decode or {}))
     await sender.attach()
     await receiver.attach()
-    sender.meet(receiver)
-    receiver.meet(sender)
+    sender.set_peers_of(receiver)
+    receiver.set_peers_of(sender)
     return sender, receiver
 
 

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.agent.control import HOST_DEVICE, IPC_HANDLE_BYTES, DeviceMemory
+from kvtransfer.causes import HandoffFault
+from kvtransfer.control import HOST_DEVICE, IPC_HANDLE_BYTES, DeviceMemory
 from kvtransfer.pool.device_digest import DigestKeys
 from kvtransfer.pool.device_pool import MAX_RUN_COPIES, DevicePool
-from kvtransfer.pool.pool import Bytes, PoolMap, Span
+from kvtransfer.pool.pool import Bytes, PoolMap, PoolSpan
 from kvtransfer.pool.pools import open_pool
-from kvtransfer.session.causes import HandoffFault
 from kvtransfer.testing.pool import make_pool
 from tandem.kvcache.layout import KvPoolLayout
 
@@ -36,12 +36,12 @@ def pool_of(seed: int, layout: KvPoolLayout = LAYOUT) -> tuple[DevicePool, PoolM
 
 
 @st.composite
-def spans(draw: st.DrawFn) -> Span:
+def spans(draw: st.DrawFn) -> PoolSpan:
     layer, head = draw(st.integers(0, LAYOUT.layers - 1)), draw(st.integers(0, LAYOUT.kv_heads - 1))
     ids = draw(st.lists(st.integers(0, LAYOUT.num_blocks - 1), min_size=1, unique=True))
     if draw(st.booleans()):
         ids.sort()
-    return Span(
+    return PoolSpan(
         tuple(ids),
         draw(st.integers(1, LAYOUT.block_tokens)),
         layer,
@@ -51,13 +51,13 @@ def spans(draw: st.DrawFn) -> Span:
     )
 
 
-def elsewhere(span: Span, seed: int) -> Span:
+def elsewhere(span: PoolSpan, seed: int) -> PoolSpan:
     """A span of the same shape."""
     ids = np.random.default_rng(seed).permutation(LAYOUT.num_blocks)[: len(span.block_ids)]
     return replace(span, block_ids=tuple(ids.tolist()), head_start=LAYOUT.kv_heads - span.head_count)
 
 
-def by_definition(pool: PoolMap, span: Span) -> int:
+def by_definition(pool: PoolMap, span: PoolSpan) -> int:
     """Row by row, in Python's own integers."""
     streams = [np.random.Philox(key=np.array([KEY, number], np.uint64)) for number in range(2)]
     word_keys, row_keys = ([int(k) | 1 for k in stream.random_raw(4096)] for stream in streams)
@@ -65,23 +65,23 @@ def by_definition(pool: PoolMap, span: Span) -> int:
     for row in _rows(pool, span):
         words = np.frombuffer(row.tobytes(), np.int32).tolist()
         rows.append(sum(word * key for word, key in zip(words, word_keys, strict=False)) % 2**64)
-    halves = np.array(rows, np.uint64).view(np.int32).tolist()
-    return sum(half * key for half, key in zip(halves, row_keys, strict=False)) % 2**64
+    entries = np.array(rows, np.uint64).view(np.int32).tolist()
+    return sum(entry * key for entry, key in zip(entries, row_keys, strict=False)) % 2**64
 
 
-def _rows(pool: PoolMap, span: Span) -> Iterator[Bytes]:
+def _rows(pool: PoolMap, span: PoolSpan) -> Iterator[Bytes]:
     for index, block in enumerate(span.block_ids):
         is_last = index == len(span.block_ids) - 1
         valid = span.last_block_tokens if is_last else LAYOUT.block_tokens
         for layer in range(span.layer_start, span.layer_start + span.layer_count):
-            for half in range(2):
+            for entry in range(2):
                 for head in range(span.head_start, span.head_start + span.head_count):
-                    yield pool.blocks[block, layer, half, head, :valid]
+                    yield pool.blocks[block, layer, entry, head, :valid]
 
 
 @settings(deadline=None)
 @given(spans(), st.integers(0, 9))
-def test_copies_are_those_of_host_memory_and_their_digest_is_that_of_the_source(read: Span, seed: int) -> None:
+def test_copies_are_those_of_host_memory_and_their_digest_is_that_of_the_source(read: PoolSpan, seed: int) -> None:
     (source, source_bytes), (target, target_bytes), (_, expected) = (pool_of(each) for each in (1, 2, 2))
     write = elsewhere(read, seed)
     digest = target.copy_from(source, read, write, KEYS)
@@ -92,7 +92,7 @@ def test_copies_are_those_of_host_memory_and_their_digest_is_that_of_the_source(
 
 @settings(deadline=None)
 @given(spans())
-def test_a_span_goes_over_host_memory_and_back_and_nothing_else_does(span: Span) -> None:
+def test_a_span_goes_over_host_memory_and_back_and_nothing_else_does(span: PoolSpan) -> None:
     (source, source_bytes), (target, target_bytes), (_, expected) = (pool_of(each) for each in (1, 2, 2))
     size = sum(part.size for part in source_bytes.slices(span))
     with source.on_host(span, write=False) as (host, inner):
@@ -106,7 +106,7 @@ def test_a_span_goes_over_host_memory_and_back_and_nothing_else_does(span: Span)
 
 def test_a_write_over_host_memory_that_fails_changes_nothing() -> None:
     (target, target_bytes), (_, expected) = pool_of(2), pool_of(2)
-    span = Span((1, 2), 4, 0, 3, 0, 4)
+    span = PoolSpan((1, 2), 4, 0, 3, 0, 4)
 
     def fail() -> None:
         with target.on_host(span, write=True) as (host, _):
@@ -120,7 +120,7 @@ def test_a_write_over_host_memory_that_fails_changes_nothing() -> None:
 
 @settings(deadline=None, max_examples=300)
 @given(spans(), st.data())
-def test_every_flipped_bit_changes_the_digest(span: Span, data: st.DataObject) -> None:
+def test_every_flipped_bit_changes_the_digest(span: PoolSpan, data: st.DataObject) -> None:
     pool, seen = pool_of(3)
     before = pool.digest(span, KEYS)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -133,7 +133,7 @@ def test_every_flipped_bit_changes_the_digest(span: Span, data: st.DataObject) -
 
 @settings(deadline=None, max_examples=200)
 @given(spans(), st.data())
-def test_swapped_words_rows_and_blocks_change_the_digest(span: Span, data: st.DataObject) -> None:
+def test_swapped_words_rows_and_blocks_change_the_digest(span: PoolSpan, data: st.DataObject) -> None:
     pool, seen = pool_of(4)
     seen.blocks[...] = np.random.default_rng(5).choice([0, 0x80], seen.blocks.shape)  # sums alone would not notice
     before = pool.digest(span, KEYS)
@@ -162,7 +162,7 @@ def test_sign_bits_of_two_words_do_not_cancel(key: int, other: int) -> None:
 
 @settings(deadline=None)
 @given(spans())
-def test_fewer_tokens_layers_or_blocks_have_another_digest(span: Span) -> None:
+def test_fewer_tokens_layers_or_blocks_have_another_digest(span: PoolSpan) -> None:
     pool, _ = pool_of(6)
     full = pool.digest(span, KEYS)
     shorter = [
@@ -186,7 +186,7 @@ def test_the_streams_grow_with_the_piece_and_stay_the_same() -> None:
 
 def test_scattered_blocks_and_runs_of_blocks_have_the_same_digest() -> None:
     (source, _), (target, _) = pool_of(1), pool_of(2)
-    scattered = Span(SPREAD, 3, 1, 2, 1, 2)
+    scattered = PoolSpan(SPREAD, 3, 1, 2, 1, 2)
     together = replace(scattered, block_ids=tuple(range(4, 4 + len(SPREAD))))
     assert target.copy_from(source, scattered, together, KEYS) == source.digest(scattered, KEYS)
     assert target.digest(together, KEYS) == source.digest(scattered, KEYS)

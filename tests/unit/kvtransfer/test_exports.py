@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvtransfer.agent.control import Range
+from kvtransfer.control import Range
 from kvtransfer.session.exports import Exports, Ready
 
 

@@ -15,7 +15,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvtransfer.agent.control import (
+from kvtransfer.connection.handshake import Hello, Refused, Welcome
+from kvtransfer.connection.sockets import split_address
+from kvtransfer.control import (
     CloseReceive,
     CloseSend,
     Lead,
@@ -25,14 +27,13 @@ from kvtransfer.agent.control import (
     SendFailed,
     Sent,
 )
-from kvtransfer.link.handshake import Hello, Refused, Welcome
 from kvtransfer.link.in_link import PLACES_AHEAD
-from kvtransfer.link.sockets import split_address
-from kvtransfer.session.piece import HEADER_BYTES, FrameType, Header, Piece, payload_bytes
+from kvtransfer.pool.pool import payload_bytes
+from kvtransfer.session.piece import HEADER_BYTES, FrameType, Header, Piece
 from kvtransfer.session.reshard import reshard_plan
-from kvtransfer.session.versions import PROTOCOL_VERSION
 from kvtransfer.testing.handoff import FakeModel, FakeRank, FakeWorker, Handoff
 from kvtransfer.testing.pool import make_pool
+from kvtransfer.versions import PROTOCOL_VERSION
 from tandem.rpc.channel import encode
 
 Soak = Callable[[int, int], int]
@@ -95,8 +96,8 @@ async def pair(make_worker: MakeWorker, model: FakeModel | None = None) -> tuple
     decode = make_worker("decode-0", model, ttl_s=3.0)
     await prefill.attach()
     await decode.attach()
-    prefill.meet(decode)
-    decode.meet(prefill)
+    prefill.set_peers_of(decode)
+    decode.set_peers_of(prefill)
     await prefill.linked()
     return prefill, decode
 
@@ -162,7 +163,7 @@ async def test_mutated_first_messages_on_every_port_change_nothing(
         (str(rank.socket_path), encode(rank.attach_message())),
         (str(rank.socket_path), encode(Lead())),
         (str(rank.link_path), encode(make_hello(prefill, decode, "mapped"))),
-        (split_address(decode.where[0].tcp_address), encode(make_hello(prefill, decode, "mapped"))),
+        (split_address(decode.attached[0].tcp_address), encode(make_hello(prefill, decode, "mapped"))),
     ]
     with survives(rank):
         for number in range(count):

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvtransfer.agent.control import LinkReport, Received, Sent
-from kvtransfer.session.versions import PROTOCOL_VERSION
+from kvtransfer.control import LinkReport, Received, Sent
 from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from kvtransfer.versions import PROTOCOL_VERSION
 
 MakeWorker = Callable[..., FakeWorker]
 MODEL = FakeModel(head_dim=64)
@@ -30,11 +30,11 @@ def arrived(handoff: Handoff) -> np.ndarray:
     return handoff.decode.ranks[0].pool.blocks[list(handoff.target_ids)].view(np.float32)
 
 
-async def meet(prefill: FakeWorker, decode: FakeWorker) -> None:
+async def set_peers_of(prefill: FakeWorker, decode: FakeWorker) -> None:
     await prefill.attach()
     await decode.attach()
-    prefill.meet(decode)
-    decode.meet(prefill)
+    prefill.set_peers_of(decode)
+    decode.set_peers_of(prefill)
 
 
 async def hand_off(prefill: FakeWorker, decode: FakeWorker) -> Handoff:
@@ -55,7 +55,7 @@ async def hand_off(prefill: FakeWorker, decode: FakeWorker) -> Handoff:
 async def test_numbers_arrive_nearly_as_they_were(make_worker: MakeWorker, transport: str, prefill_tp: int) -> None:
     prefill = make_worker("prefill-0", MODEL, tp=prefill_tp, connects=True, transport=transport, int8=True)
     decode = make_worker("decode-0", MODEL, transport=transport, int8=True)
-    await meet(prefill, decode)
+    await set_peers_of(prefill, decode)
     handoff = await hand_off(prefill, decode)
     error = np.abs(arrived(handoff) - floats(handoff))
     assert 0 < error.max() <= np.abs(floats(handoff)).max() / 127
@@ -68,7 +68,7 @@ async def test_numbers_arrive_nearly_as_they_were(make_worker: MakeWorker, trans
 async def test_shared_memory_carries_the_pool_as_it_is(make_worker: MakeWorker) -> None:
     prefill = make_worker("prefill-0", MODEL, connects=True, int8=True)
     decode = make_worker("decode-0", MODEL, int8=True)
-    await meet(prefill, decode)
+    await set_peers_of(prefill, decode)
     handoff = await hand_off(prefill, decode)
     assert np.array_equal(arrived(handoff), floats(handoff))
 
@@ -76,7 +76,7 @@ async def test_shared_memory_carries_the_pool_as_it_is(make_worker: MakeWorker) 
 async def test_a_worker_of_the_version_before_gets_the_pool_as_it_is(make_worker: MakeWorker) -> None:
     prefill = make_worker("prefill-0", MODEL, connects=True, transport="tcp", int8=True)
     decode = make_worker("decode-0", MODEL, transport="tcp", protocol=PROTOCOL_VERSION - 1)
-    await meet(prefill, decode)
+    await set_peers_of(prefill, decode)
     handoff = await hand_off(prefill, decode)
     assert np.array_equal(arrived(handoff), floats(handoff))
 
@@ -84,6 +84,6 @@ async def test_a_worker_of_the_version_before_gets_the_pool_as_it_is(make_worker
 async def test_int8_that_only_one_side_wants_is_refused(make_worker: MakeWorker) -> None:
     prefill = make_worker("prefill-0", MODEL, connects=True, transport="tcp", int8=True)
     decode = make_worker("decode-0", MODEL, transport="tcp")
-    await meet(prefill, decode)
+    await set_peers_of(prefill, decode)
     report = await prefill.ranks[0].expect(LinkReport, state="refused")
     assert "transfer.wire_dtype" in report.reason

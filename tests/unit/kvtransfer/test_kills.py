@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from kvtransfer.agent.agent import HUNG_EXIT_CODE
-from kvtransfer.agent.control import CloseReceive, LinkReport, ReceiveClosed, SendFailed, SetPeers
+from kvtransfer.control import CloseReceive, LinkReport, ReceiveClosed, SendFailed, SetPeers
 from kvtransfer.testing.cluster import FakeCluster
 from kvtransfer.testing.handoff import FakeWorker, Handoff
-from kvtransfer.testing.member import Half, Member
+from kvtransfer.testing.leader import FakeLeader, LeaderTicket
 from tandem.testing.models import FaultSettings
 
 Soak = Callable[[int, int], int]
@@ -74,7 +74,7 @@ class Load:
                 await asyncio.sleep(0.01)
 
 
-async def start(cluster: FakeCluster, *names: str, **options: Any) -> list[Member]:
+async def start(cluster: FakeCluster, *names: str, **options: Any) -> list[FakeLeader]:
     return [await cluster.start(name, **{**OPTIONS[name], **options}) for name in names]
 
 
@@ -88,11 +88,11 @@ async def test_agents_killed_at_random_cost_only_retries(cluster: FakeCluster, s
         for _ in range(soak(50, 3)):
             await load.progress(3, within_s=20.0)
             await asyncio.sleep(choose.uniform(0.0, 0.02))
-            affected = [half for member in members for half in open_with(member, cluster.members[victim])]
+            affected = [entry for member in members for entry in open_with(member, cluster.members[victim])]
             cluster.kill_agent(victim)
             killed_s = now_s()
             async with asyncio.timeout(DETECTED_S):
-                while not all(half.is_over for half in affected):
+                while not all(entry.is_over for entry in affected):
                     await asyncio.sleep(0.005)
             if victim == "prefill-0":
                 await other.progress(1, within_s=DETECTED_S)  # a survivor that shares no link with the dead
@@ -116,13 +116,13 @@ async def test_a_worker_that_dies_and_comes_back_disturbs_no_survivor(
         for _ in range(soak(50, 3)):
             await load.progress(3, within_s=20.0)
             await asyncio.sleep(choose.uniform(0.0, 0.02))
-            affected = list(survivor.halves.values())
+            affected = list(survivor.entries.values())
             dead = cluster.members[victim]
             dead.die()
             async with asyncio.timeout(DETECTED_S):
                 for rank in dead.worker.ranks:
                     assert await asyncio.to_thread(rank.process.wait) == 0
-                while not all(half.is_over for half in affected):
+                while not all(entry.is_over for entry in affected):
                     await asyncio.sleep(0.005)
             await cluster.start(victim, **OPTIONS[victim])
     assert survivor.worker.ranks[0].process.pid == pid
@@ -136,31 +136,31 @@ async def test_nothing_of_an_old_epoch_is_accepted(make_worker: MakeWorker, soak
     await prefill.attach()
     await old.attach()
     sender = prefill.ranks[0]
-    for life in range(soak(20, 3)):
+    for worker_epoch in range(soak(20, 3)):
         before = old.peers()
         old.stop()
         new = make_worker("decode-0")
         await new.attach()
-        sender.tell(SetPeers((*before, *new.peers())))
-        new.meet(prefill)
+        sender.send_as_leader(SetPeers((*before, *new.peers())))
+        new.set_peers_of(prefill)
         report = await sender.expect(LinkReport, state="refused", peer_epoch=old.epoch)
-        assert "meant for" in report.reason
+        assert "is for" in report.reason
 
-        stale = Handoff.make(prefill, old, 27, seed=3 * life)
+        stale = Handoff.make(prefill, old, 27, seed=3 * worker_epoch)
         stale.open_send()
         assert (await sender.expect(SendFailed, ticket_id=stale.ticket_id)).cause == "transport"
-        prefill.meet(new)
-        stale = Handoff.make(prefill, old, 27, seed=3 * life + 1)
+        prefill.set_peers_of(new)
+        stale = Handoff.make(prefill, old, 27, seed=3 * worker_epoch + 1)
         stale.open_send()
         assert (await sender.expect(SendFailed, ticket_id=stale.ticket_id)).cause == "stale_epoch"
 
-        forged = Handoff.make(prefill, new, 27, seed=3 * life + 2)
+        forged = Handoff.make(prefill, new, 27, seed=3 * worker_epoch + 2)
         forged.open_receive()
         forged.open_send(key=old.key)  # the new epoch's name, the old one's signature
         forged.compute(0, forged.kv.blocks)
         assert (await sender.expect(SendFailed, ticket_id=forged.ticket_id)).cause == "refused_ticket"
         assert not new.ranks[0].pool.blocks.any()
-        new.ranks[0].tell(CloseReceive(forged.ticket_id))
+        new.ranks[0].send_as_leader(CloseReceive(forged.ticket_id))
         await new.ranks[0].expect(ReceiveClosed, ticket_id=forged.ticket_id)
         old = new
 
@@ -184,7 +184,7 @@ async def test_a_stopped_agent_holds_nobody_up_and_writes_nothing_late(
         os.kill(stopped.pid, signal.SIGSTOP)
         try:
             async with asyncio.timeout(MOVES_ON_S):
-                while not all(half.is_over for half in affected):
+                while not all(entry.is_over for entry in affected):
                     await asyncio.sleep(0.01)
             await asyncio.sleep(soak(27, 0))  # its blocks are free, with the pattern that is checked at the end
         finally:
@@ -219,15 +219,15 @@ async def test_a_hung_operation_costs_its_handoff_and_its_agent_is_replaced(
     await cluster.check_conservation()
 
 
-def open_with(member: Member, victim: Member) -> list[Half]:
+def open_with(member: FakeLeader, victim: FakeLeader) -> list[LeaderTicket]:
     """Tickets that are open between the two."""
     if member is victim:
-        return list(member.halves.values())
-    return [half for ticket_id, half in member.halves.items() if ticket_id in victim.halves]
+        return list(member.entries.values())
+    return [entry for ticket_id, entry in member.entries.items() if ticket_id in victim.entries]
 
 
-def busy(member: Member) -> list[Half]:
-    return [half for half in member.halves.values() if not half.is_complete]
+def busy(member: FakeLeader) -> list[LeaderTicket]:
+    return [entry for entry in member.entries.values() if not entry.is_complete]
 
 
 def now_s() -> float:

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from kvtransfer.link.liveness import BEAT_S, STALL_S, LinkWatch
-from kvtransfer.session.causes import DeviceLost, HandoffCause, HandoffFault
+from kvtransfer.causes import DeviceLost, HandoffCause, HandoffFault
+from kvtransfer.link.liveness import HEARTBEAT_S, STALL_S, LinkWatch
 from kvtransfer.transports.protocol import HANG_GRACE_S, LinkThread
 from tandem.testing.models import FakeClock
 
@@ -19,33 +19,33 @@ class Watched:
         self.moving = False
         self.watch = LinkWatch(lambda: self.moving, self.clock)
 
-    def pass_time(self, seconds: float, *, beats: bool) -> None:
-        for _ in range(round(seconds / BEAT_S)):
-            self.clock.advance(BEAT_S)
-            if beats:
+    def pass_time(self, seconds: float, *, has_heartbeats: bool) -> None:
+        for _ in range(round(seconds / HEARTBEAT_S)):
+            self.clock.advance(HEARTBEAT_S)
+            if has_heartbeats:
                 self.watch.heard()
-            self.watch.check(BEAT_S)
+            self.watch.check(HEARTBEAT_S)
 
 
 def test_an_idle_link_whose_peer_beats_lives_for_ever() -> None:
-    Watched().pass_time(100 * STALL_S, beats=True)
+    Watched().pass_time(100 * STALL_S, has_heartbeats=True)
 
 
 def test_a_silent_peer_ends_the_link() -> None:
-    with pytest.raises(HandoffFault, match="no sign of life") as raised:
-        Watched().pass_time(STALL_S + BEAT_S, beats=False)
+    with pytest.raises(HandoffFault, match="no heartbeat") as raised:
+        Watched().pass_time(STALL_S + HEARTBEAT_S, has_heartbeats=False)
     assert raised.value.cause is HandoffCause.PEER_LOST
 
 
 def test_a_peer_that_beats_and_moves_no_piece_ends_the_link() -> None:
     watched = Watched()
-    watched.pass_time(10 * STALL_S, beats=True)
+    watched.pass_time(10 * STALL_S, has_heartbeats=True)
     watched.moving = True
     watched.watch.moved()
-    watched.pass_time(STALL_S, beats=True)
+    watched.pass_time(STALL_S, has_heartbeats=True)
     watched.watch.moved()
     with pytest.raises(HandoffFault, match="no piece moved"):
-        watched.pass_time(STALL_S + BEAT_S, beats=True)
+        watched.pass_time(STALL_S + HEARTBEAT_S, has_heartbeats=True)
 
 
 def test_the_time_in_which_we_were_stopped_is_not_the_peers_silence() -> None:
@@ -53,7 +53,7 @@ def test_the_time_in_which_we_were_stopped_is_not_the_peers_silence() -> None:
     watched.clock.advance(30.0)
     watched.watch.check(30.0)
     with pytest.raises(HandoffFault):
-        watched.pass_time(STALL_S + BEAT_S, beats=False)
+        watched.pass_time(STALL_S + HEARTBEAT_S, has_heartbeats=False)
 
 
 async def test_a_lost_device_is_reported_as_a_thread_that_hangs_is() -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.agent.control import LinkReport, Received, Sent
-from kvtransfer.pool.pool import PoolMap, Span
+from kvtransfer.control import LinkReport, Received, Sent
+from kvtransfer.pool.pool import PoolMap, PoolSpan
 from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
 from kvtransfer.transports.factory import check_available
 from kvtransfer.transports.nixl import runs_of
@@ -27,7 +27,7 @@ LAYOUT = KvPoolLayout(7, 3, 4, 4, 8, "float32")
 def test_runs_are_the_span_in_canonical_order(data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, LAYOUT.num_blocks - 1), min_size=1, unique=True))
     layer, head = data.draw(st.integers(0, LAYOUT.layers - 1)), data.draw(st.integers(0, LAYOUT.kv_heads - 1))
-    span = Span(
+    span = PoolSpan(
         tuple(ids),
         data.draw(st.integers(1, LAYOUT.block_tokens)),
         layer,
@@ -52,8 +52,8 @@ async def test_blocks_arrive_where_the_library_is_and_a_refusal_names_it_where_n
     decode = make_worker("decode-0", model, tp=decode_tp, transport="nixl", ttl_s=60.0)
     await prefill.attach()
     await decode.attach()
-    prefill.meet(decode)
-    decode.meet(prefill)
+    prefill.set_peers_of(decode)
+    decode.set_peers_of(prefill)
     if importlib.util.find_spec("nixl") is None:
         refused = await prefill.ranks[0].expect(LinkReport, state="refused")
         assert "pip install 'tandem-serve[nixl]'" in refused.reason

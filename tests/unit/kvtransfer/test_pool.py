@@ -9,10 +9,10 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvtransfer.causes import HandoffFault
 from kvtransfer.pool import digest
 from kvtransfer.pool.digest import STREAM_BYTES, copy_and_digest, digest_of, digest_of_bytes, start_digest
-from kvtransfer.pool.pool import PoolMap, Span
-from kvtransfer.session.causes import HandoffFault
+from kvtransfer.pool.pool import PoolMap, PoolSpan
 from kvtransfer.testing.pool import make_pool
 from tandem.kvcache.layout import KvPoolLayout
 
@@ -38,12 +38,12 @@ def pool_of(layout: KvPoolLayout, seed: int) -> PoolMap:
 
 
 @st.composite
-def spans(draw: st.DrawFn, layout: KvPoolLayout) -> Span:
+def spans(draw: st.DrawFn, layout: KvPoolLayout) -> PoolSpan:
     ids = draw(st.lists(st.integers(0, layout.num_blocks - 1), min_size=1, unique=True))
     if draw(st.booleans()):
         ids.sort()
     layer, head = draw(st.integers(0, layout.layers - 1)), draw(st.integers(0, layout.kv_heads - 1))
-    return Span(
+    return PoolSpan(
         tuple(ids),
         draw(st.integers(1, layout.block_tokens)),
         layer,
@@ -53,16 +53,16 @@ def spans(draw: st.DrawFn, layout: KvPoolLayout) -> Span:
     )
 
 
-def canonical(pool: PoolMap, span: Span) -> bytes:
+def canonical(pool: PoolMap, span: PoolSpan) -> bytes:
     """Straight from the definition: block, layer, K/V, head, valid tokens."""
     out = b""
     for index, block in enumerate(span.block_ids):
         last = index == len(span.block_ids) - 1
         valid = span.last_block_tokens if last else pool.layout.block_tokens
         for layer in range(span.layer_start, span.layer_start + span.layer_count):
-            for half in range(2):
+            for entry in range(2):
                 for head in range(span.head_start, span.head_start + span.head_count):
-                    out += pool.blocks[block, layer, half, head, :valid].tobytes()
+                    out += pool.blocks[block, layer, entry, head, :valid].tobytes()
     return out
 
 
@@ -117,7 +117,7 @@ def test_a_span_can_be_read_and_written_any_number_of_bytes_at_a_time(data: st.D
 
 
 @given(spans(LAYOUT))
-def test_copies_touch_the_span_and_nothing_else(read: Span) -> None:
+def test_copies_touch_the_span_and_nothing_else(read: PoolSpan) -> None:
     source, target, staged, cleared = (pool_of(LAYOUT, seed) for seed in (1, 2, 2, 2))
     ids = np.random.default_rng(len(read.block_ids)).permutation(LAYOUT.num_blocks)[: len(read.block_ids)]
     head_start = LAYOUT.kv_heads - read.head_count
@@ -142,7 +142,7 @@ def test_copies_larger_than_one_stretch_are_whole(
 ) -> None:
     source, target = pool_of(HUGE, 1), pool_of(HUGE, 2)
     assert HUGE.block_bytes * 2 > STREAM_BYTES > HUGE.block_bytes
-    span = Span(ids, 5, *layers, *heads)
+    span = PoolSpan(ids, 5, *layers, *heads)
     expected = canonical(source, span)
     assert copy_and_digest(target, source, span, span) == xxhash.xxh3_64_intdigest(expected)
     assert canonical(target, span) == expected
@@ -151,15 +151,15 @@ def test_copies_larger_than_one_stretch_are_whole(
 @pytest.mark.parametrize(
     "span",
     [
-        Span((12,), 4, 0, 1, 0, 1),
-        Span((-1,), 4, 0, 1, 0, 1),
-        Span((), 4, 0, 1, 0, 1),
-        Span((0,), 5, 0, 1, 0, 1),
-        Span((0,), 4, 2, 2, 0, 1),
-        Span((0,), 4, 0, 1, 3, 2),
+        PoolSpan((12,), 4, 0, 1, 0, 1),
+        PoolSpan((-1,), 4, 0, 1, 0, 1),
+        PoolSpan((), 4, 0, 1, 0, 1),
+        PoolSpan((0,), 5, 0, 1, 0, 1),
+        PoolSpan((0,), 4, 2, 2, 0, 1),
+        PoolSpan((0,), 4, 0, 1, 3, 2),
     ],
 )
-def test_a_span_outside_the_pool_is_refused(span: Span) -> None:
+def test_a_span_outside_the_pool_is_refused(span: PoolSpan) -> None:
     with pytest.raises(HandoffFault):
         pool_of(LAYOUT, 0).check(span)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.link.handshake import Shape
+from kvtransfer.connection.handshake import Shape
 from kvtransfer.session.reshard import check_compatible, heads_of_rank, reshard_plan
 from tandem.errors import IncompatiblePools
 

@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.agent.control import OpenReceive, ReceiveClosed, Received, ReceiveFailed, SendClosed, SendFailed, Sent
-from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.causes import HandoffCause, HandoffFault
+from kvtransfer.control import OpenReceive, ReceiveClosed, Received, ReceiveFailed, SendClosed, SendFailed, Sent
 from kvtransfer.session.exports import Ready
 from kvtransfer.session.piece import MAX_MAPPED_PIECE_BYTES, MAX_PIECE_BYTES, Piece
 from kvtransfer.session.receive import (
     Acknowledge,
-    OwnRank,
     ReceiveAction,
     ReceiveSession,
     ReceiveState,
+    ReceivingRank,
     Refuse,
     ReportReceive,
 )
 from kvtransfer.session.reshard import reshard_plan
-from kvtransfer.session.send import Abort, Finish, Open, Push, Report, SendAction, SendSession, SendState
+from kvtransfer.session.send import Abort, Finish, Open, Push, ReportSend, SendAction, SendSession, SendState
 from kvtransfer.session.ticket import Ticket
 from tandem.kvcache.layout import KvPoolLayout, blocks_for
 
@@ -54,8 +54,8 @@ def make_sender(ticket: Ticket, rank: int = 0, tp: int = 1, decode_tp: int = 1) 
 def make_receiver(ticket: Ticket, rank: int = 0, tp: int = 1, clock: HandClock | None = None) -> ReceiveSession:
     ids = tuple(range(10, 10 + ticket.block_count))
     lease = OpenReceive(ticket.ticket_id, "prefill-0", 1, ticket.first_block, ids, ticket.prompt_tokens)
-    own = OwnRank(rank, tp, HEADS)
-    return ReceiveSession(lease, own, layout(tp), clock or HandClock(), ttl_s=10.0, digests=True)
+    local = ReceivingRank(rank, tp, HEADS)
+    return ReceiveSession(lease, local, layout(tp), clock or HandClock(), ttl_s=10.0, digests=True)
 
 
 def ready(first: int, count: int, tokens: int, layer: int = 0, layers: int = LAYERS) -> Ready:
@@ -74,7 +74,7 @@ class Wire:
 
     def do_send(self, rank: int, actions: list[SendAction]) -> None:
         for action in actions:
-            if isinstance(action, Report):
+            if isinstance(action, ReportSend):
                 self.reports.append(action.message)
             else:
                 self.links.setdefault((rank, action.decode_rank), []).append(action)
@@ -271,7 +271,7 @@ def test_a_piece_that_is_there_already_is_a_protocol_fault() -> None:
     _, receiver, pieces = opened()
     receiver.begin_piece(0, pieces[0])
     receiver.end_piece(0, pieces[0], 5, 0.0)
-    with pytest.raises(HandoffFault, match="already there"):
+    with pytest.raises(HandoffFault, match="that have arrived"):
         receiver.begin_piece(0, replace(pieces[0], seq=1))
 
 
@@ -335,7 +335,7 @@ def test_a_late_or_foreign_link_is_refused() -> None:
 
 def test_a_rank_without_links_has_nothing_to_send() -> None:
     sender = SendSession(make_ticket(13), (), layout(1), HandClock())
-    assert sender.start() == [Report(Sent("ab" * 16, 0, 0))]
+    assert sender.start() == [ReportSend(Sent("ab" * 16, 0, 0))]
 
 
 def test_half_a_block_in_mid_prompt_waits_until_it_is_full() -> None:
@@ -361,24 +361,24 @@ def test_blocks_that_are_computed_again_are_not_sent_again() -> None:
 def test_an_unknown_acknowledgement_fails_the_send() -> None:
     sender, _, _ = opened()
     actions = sender.acknowledged(0, 99)
-    assert isinstance(actions[-1], Report)
+    assert isinstance(actions[-1], ReportSend)
     assert isinstance(actions[-1].message, SendFailed)
 
 
 def test_a_send_closes_when_the_receiver_answers_dies_or_stays_silent() -> None:
     answered, _, _ = opened()
     assert answered.close() == [Abort(0)]
-    assert answered.aborted(0) == [Report(SendClosed("ab" * 16))]
+    assert answered.aborted(0) == [ReportSend(SendClosed("ab" * 16))]
     died, _, _ = opened()
     died.close()
-    assert died.link_down(0, HandoffCause.PEER_LOST, "gone", final=False) == [Report(SendClosed("ab" * 16))]
+    assert died.link_down(0, HandoffCause.PEER_LOST, "gone", final=False) == [ReportSend(SendClosed("ab" * 16))]
     clock = HandClock()
     silent = SendSession(make_ticket(13), reshard_plan(1, 1, HEADS), layout(1), clock)
     silent.link_ready(0)
     silent.close()
     assert silent.tick() == []
     clock.time_s += 11.0
-    assert silent.tick() == [Report(SendClosed("ab" * 16))]
+    assert silent.tick() == [ReportSend(SendClosed("ab" * 16))]
 
 
 def test_a_link_that_never_carried_the_ticket_may_come_back() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvtransfer.agent.control import OpenReceive, Received, Sent
+from kvtransfer.control import OpenReceive, Received, Sent
 from kvtransfer.session.exports import Ready
 from kvtransfer.session.piece import Piece
-from kvtransfer.session.receive import OwnRank, ReceiveSession, ReportReceive
+from kvtransfer.session.receive import ReceiveSession, ReceivingRank, ReportReceive
 from kvtransfer.session.reshard import reshard_plan
-from kvtransfer.session.send import Push, Report, SendAction, SendSession
-from kvtransfer.session.stages import ReceiveStages, SendStages, earliest, latest
+from kvtransfer.session.send import Push, ReportSend, SendAction, SendSession
 from kvtransfer.session.ticket import Ticket
+from kvtransfer.stages import ReceiveStages, SendStages, earliest, latest
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.testing.models import FakeClock
 
@@ -49,7 +49,7 @@ def test_the_sender_notes_each_stage_when_it_happens() -> None:
     (last,) = pieces_of(session.ready(block(1)))
     clock.advance(1)  # 56
     *_, report = session.acknowledged(0, last.seq)
-    assert isinstance(report, Report)
+    assert isinstance(report, ReportSend)
     assert report.message == Sent(TICKET.ticket_id, first.payload_bytes + last.payload_bytes, 2, SendStages(
         opened_at_s=50, computing_at_s=51, linked_at_s=52, first_piece_at_s=53, last_layer_at_s=55, last_ack_at_s=56,
         hidden_bytes=first.payload_bytes,
@@ -85,7 +85,7 @@ def test_pieces_that_wait_for_a_link_leave_when_it_accepts_and_the_last_link_cou
 def test_the_receiver_notes_each_stage_when_it_happens() -> None:
     clock = FakeClock(50.0)
     lease = OpenReceive(TICKET.ticket_id, "prefill-0", 1, 0, (7, 9), 8)
-    session = ReceiveSession(lease, OwnRank(0, 1, 4), LAYOUT, clock, ttl_s=10.0, digests=True)
+    session = ReceiveSession(lease, ReceivingRank(0, 1, 4), LAYOUT, clock, ttl_s=10.0, digests=True)
     clock.advance(1)  # 51
     session.open_link(TICKET, 0, 1)
     sender = sending(FakeClock())

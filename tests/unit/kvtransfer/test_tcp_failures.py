@@ -15,7 +15,11 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.agent.control import (
+from kvtransfer.connection.data_socket import DataSocket, connect_data
+from kvtransfer.connection.handshake import Hello, Welcome, receive_answer
+from kvtransfer.connection.sockets import connect_tcp, join_address, send_first, split_address
+from kvtransfer.connection.stream import FrameStream
+from kvtransfer.control import (
     CloseReceive,
     CloseSend,
     LinkReport,
@@ -28,15 +32,12 @@ from kvtransfer.agent.control import (
     Sent,
     TlsFiles,
 )
-from kvtransfer.link.data_socket import DataSocket, connect_data
-from kvtransfer.link.handshake import Hello, Welcome, receive_answer
-from kvtransfer.link.sockets import connect_tcp, join_address, send_first, split_address
-from kvtransfer.link.stream import FrameStream
 from kvtransfer.pool.digest import digest_of_bytes
-from kvtransfer.session.piece import FrameType, Header, Piece, payload_bytes
+from kvtransfer.pool.pool import payload_bytes
+from kvtransfer.session.piece import FrameType, Header, Piece
 from kvtransfer.session.ticket import Ticket
-from kvtransfer.session.versions import PROTOCOL_VERSION
 from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
+from kvtransfer.versions import PROTOCOL_VERSION
 from tandem.rpc.channel import encode
 
 MakeWorker = Callable[..., FakeWorker]
@@ -64,7 +65,7 @@ class HandSender:
 
     async def shake_hands(self) -> Welcome:
         decode, model = self.decode, self.decode.model
-        raw = await connect_tcp(decode.where[0].tcp_address)
+        raw = await connect_tcp(decode.attached[0].tcp_address)
         layout = decode.ranks[0].attach_message().layout
         hello = Hello(
             PROTOCOL_VERSION, "tcp", self.worker_id, self.epoch, 0, 1, decode.worker_id, decode.epoch, 0,
@@ -77,7 +78,7 @@ class HandSender:
 
     @property
     def data_address(self) -> str:
-        return join_address(split_address(self.decode.where[0].tcp_address)[0], self.welcome.data_port or 0)
+        return join_address(split_address(self.decode.attached[0].tcp_address)[0], self.welcome.data_port or 0)
 
     async def connect_data(self) -> None:
         self.data = await connect_data(self.data_address, self.welcome.data_token, None, 5.0)
@@ -93,7 +94,7 @@ class HandSender:
             async with asyncio.timeout(QUICK_S):
                 frame = await self.stream.receive()
             assert frame is not None
-            if frame[0].type is not FrameType.BEAT:
+            if frame[0].type is not FrameType.HEARTBEAT:
                 return frame[0]
 
     async def open(self, blocks: int) -> str:
@@ -104,7 +105,7 @@ class HandSender:
             0, blocks, tokens, 30.0,
         )  # fmt: skip
         lease = OpenReceive(ticket.ticket_id, self.worker_id, self.epoch, 0, tuple(range(blocks)), tokens)
-        decode.ranks[0].tell(lease)
+        decode.ranks[0].send_as_leader(lease)
         self.stream.send(Header(FrameType.OPEN, ticket.ticket_id), ticket.sign(decode.key))
         assert (await self.answer()).type is FrameType.ACCEPT
         return ticket.ticket_id
@@ -147,8 +148,8 @@ async def pair(
     receiver = make_worker("decode-0", model, **{"transport": "tcp", **(decode or {})})
     await sender.attach()
     await receiver.attach()
-    sender.meet(receiver)
-    receiver.meet(sender)
+    sender.set_peers_of(receiver)
+    receiver.set_peers_of(sender)
     return sender, receiver
 
 
@@ -204,7 +205,7 @@ async def test_a_refused_piece_leaves_the_link_in_step(make_worker: MakeWorker) 
     await sender.connect_data()
     wrong, right = await sender.open(2), await sender.open(4)
     rank = sender.decode.ranks[0]
-    rank.tell(CloseReceive(wrong))
+    rank.send_as_leader(CloseReceive(wrong))
     await rank.expect(ReceiveClosed, ticket_id=wrong)
     await sender.answer()  # it was told
     for _ in range(3):
@@ -252,7 +253,7 @@ async def test_a_sender_that_hangs_in_mid_piece_is_given_up(make_worker: MakeWor
     sender.announce(ticket_id, piece)
     sender.data.send([memoryview(bytes(piece.payload_bytes // 2))])
     rank = sender.decode.ranks[0]
-    rank.tell(CloseReceive(ticket_id))
+    rank.send_as_leader(CloseReceive(ticket_id))
     await rank.expect(ReceiveClosed, ticket_id=ticket_id, timeout_s=IDLE_S + QUICK_S)
     written = rank.pool.blocks.copy()
     try:
@@ -286,7 +287,7 @@ async def test_an_agent_killed_in_a_transfer_is_noticed_at_once(
     failed = await alive.ranks[0].expect(kind, ticket_id=handoff.ticket_id, timeout_s=QUICK_S)
     assert failed.cause == "peer_lost"
     if victim == "decode":
-        prefill.ranks[0].tell(CloseSend(handoff.ticket_id))
+        prefill.ranks[0].send_as_leader(CloseSend(handoff.ticket_id))
         await prefill.ranks[0].expect(SendClosed, ticket_id=handoff.ticket_id, timeout_s=QUICK_S)
 
 
@@ -355,7 +356,7 @@ async def test_a_client_without_our_certificate_is_not_answered(
         context.load_cert_chain(theirs["cert"], theirs["key"])
 
     def knock() -> bytes:
-        raw = socket.create_connection(split_address(decode.where[0].tcp_address), timeout=QUICK_S)
+        raw = socket.create_connection(split_address(decode.attached[0].tcp_address), timeout=QUICK_S)
         with context.wrap_socket(raw) as wrapped:
             wrapped.sendall(encode(Welcome("", 0, 0, True)))
             return wrapped.recv(1)
@@ -373,8 +374,8 @@ async def test_an_agent_with_tls_answers_nobody_in_plain(make_worker: MakeWorker
     assert report.reason
     trusted = make_worker("prefill-1", connects=True, transport="tcp", tls=files)
     await trusted.attach()
-    trusted.meet(decode)
-    decode.meet(prefill, trusted)
+    trusted.set_peers_of(decode)
+    decode.set_peers_of(prefill, trusted)
     await trusted.linked()
     await assert_works(trusted, decode)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.agent.control import LinkReport, Received, Sent, TlsFiles
+from kvtransfer.control import LinkReport, Received, Sent, TlsFiles
 from kvtransfer.testing.handoff import FakeModel, FakeWorker, Handoff
 
 MakeWorker = Callable[..., FakeWorker]
@@ -34,8 +34,8 @@ async def pair(
     decode = make_worker("decode-0", model, tp=decode_tp, **options)
     await prefill.attach()
     await decode.attach()
-    prefill.meet(decode)
-    decode.meet(prefill)
+    prefill.set_peers_of(decode)
+    decode.set_peers_of(prefill)
     return prefill, decode
 
 

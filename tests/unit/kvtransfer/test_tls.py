@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from cluster.certificates import create
 from cluster.cli.admin_client import folder_spec
-from cluster.cli.certificates import create
-from kvtransfer.agent.control import TlsFiles
-from kvtransfer.link.tls import TlsConnection
+from kvtransfer.connection.tls import TlsConnection
+from kvtransfer.control import TlsFiles
 from kvtransfer.testing.handoff import FakeWorker
 from tandem.rpc.identity import Identity
 from tandem.rpc.tls import RenewedTls, load_tls
@@ -68,8 +68,8 @@ async def test_a_running_worker_meets_new_peers_with_its_new_certificate(
     put(theirs.issue("worker"), tmp_path / "tls")
     prefill = make_worker("prefill-0", transport="tcp", connects=True, tls=TlsFiles(**theirs.issue("other")))
     await prefill.attach()
-    prefill.meet(decode)
-    decode.meet(prefill)
+    prefill.set_peers_of(decode)
+    decode.set_peers_of(prefill)
     await prefill.linked()
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError
-from tandem.model.device_matrices import LARGEST, fault, quantised_rows
+from tandem.model.device_matrices import LARGEST, product_error, quantised_rows
 from tandem.model.matrices import Dense, MatrixMaker, Weights
 
 CPU = torch.device("cpu")
@@ -91,18 +91,19 @@ def test_wrong_and_unable_ones_are_found() -> None:
         raise RuntimeError("no kernel")
 
     for dtype in LARGEST:
-        assert fault(quantised_rows, dtype, CPU, torch.bfloat16) is None
-        assert "differ" in str(fault(too_loud, dtype, CPU, torch.bfloat16))
-        assert fault(unable, dtype, CPU, torch.bfloat16) == "RuntimeError: no kernel"
+        assert product_error(quantised_rows, dtype, CPU, torch.bfloat16) is None
+        assert "differ" in str(product_error(too_loud, dtype, CPU, torch.bfloat16))
+        assert product_error(unable, dtype, CPU, torch.bfloat16) == "RuntimeError: no kernel"
 
 
 INTERPRETED = """
 import torch
-from tandem.model.device_matrices import fault
+from tandem.model.device_matrices import product_error
 from tandem.model.fp8 import FP8
 from tandem.model.triton_ops import quantised_rows
 
-print(*(fault(quantised_rows, torch.int8, torch.device("cpu"), each) for each in (torch.float32, torch.bfloat16)))
+cpu = torch.device("cpu")
+print(*(product_error(quantised_rows, torch.int8, cpu, each) for each in (torch.float32, torch.bfloat16)))
 codes = torch.arange(127, dtype=torch.uint8).view(FP8)
 values, scales = quantised_rows(torch.stack((codes.float(), -2 * codes.float())), FP8)
 print(torch.equal(values.float(), torch.stack((codes.float(), -codes.float()))), scales.flatten().tolist())

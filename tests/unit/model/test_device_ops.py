@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.model.device_ops import choose_ops, fault
+from tandem.model.device_ops import choose_ops, ops_error
 from tandem.model.ops import TORCH_OPS, TorchOps
 
 CPU = torch.device("cpu")
@@ -28,19 +28,19 @@ class Unable(TorchOps):
 
 
 def test_wrong_and_unable_ones_are_found() -> None:
-    assert fault(TORCH_OPS, CPU, torch.float32) is None
-    assert fault(TORCH_OPS, CPU, torch.bfloat16) is None
-    assert "differ" in str(fault(Careless(), CPU, torch.float32))
-    assert fault(Unable(), CPU, torch.float32) == "RuntimeError: no C compiler"
+    assert ops_error(TORCH_OPS, CPU, torch.float32) is None
+    assert ops_error(TORCH_OPS, CPU, torch.bfloat16) is None
+    assert "differ" in str(ops_error(Careless(), CPU, torch.float32))
+    assert ops_error(Unable(), CPU, torch.float32) == "RuntimeError: no C compiler"
     assert choose_ops(None, CPU, torch.float32) is TORCH_OPS
 
 
 INTERPRETED = """
 import torch
-from tandem.model.device_ops import fault
+from tandem.model.device_ops import ops_error
 from tandem.model.triton_ops import TritonOps
 
-print(*(fault(TritonOps(), torch.device("cpu"), dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)))
+print(*(ops_error(TritonOps(), torch.device("cpu"), dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)))
 """
 
 

@@ -87,7 +87,7 @@ def test_a_measured_profile_is_followed_where_batches_bend_it(tmp_path: Path) ->
 def test_a_bent_fit_too_never_says_that_more_work_costs_less(tmp_path: Path) -> None:
     took = {1: 0.302, 4: 0.2, 16: 0.195, 64: 0.6}  # measured beside other work
     decodes = [DecodePoint(batch, 64 * batch, seconds) for batch, seconds in took.items()]
-    model = fit(measured()[0], decodes, LINK, "test", bent=True)
+    model = fit(measured()[0], decodes, LINK, "test", piecewise=True)
     steps = [model.decode_step_s(batch, 64 * batch) for batch in range(1, 100)]
     assert steps == sorted(steps)
 

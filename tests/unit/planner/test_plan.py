@@ -20,16 +20,16 @@ from planner.models import find_model
 from planner.search.analytic import Analysis, Limit
 from planner.search.evaluate import Evaluation, Evaluator, Job
 from planner.search.halving import RUNGS, Effort, halve, select
-from planner.search.layout import Layout, layouts
-from planner.search.plan import Goal, Means, Plan, make_plan
+from planner.search.layout import ClusterLayout, layouts
+from planner.search.plan import Goal, Plan, SearchOptions, make_plan
 from planner.search.report import html_report
+from planner.search.simulation_pool import Journal, SimulationPool
 from planner.search.traffic import TrafficShape, busiest
 from planner.search.values import helm_values
-from planner.search.workforce import Journal, Workforce
 from planner.simulator.setup import Slo
 from planner.traces.arrivals import Gamma
 from planner.traces.synthetic import LengthSpec, synthetic_trace
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.config.spec import ClusterSpec
 from tandem.errors import ConfigError, InputError
 
@@ -44,13 +44,13 @@ def hardware() -> Hardware:
 
 
 @cache
-def traffic(rate: float = 12.0) -> Trace:
+def traffic(rate: float = 12.0) -> TrafficTrace:
     return synthetic_trace(200, Gamma(rate), LengthSpec(1200, 0.8, 8000), LengthSpec(60, 0.5, 300), seed=2)
 
 
 @cache
 def plan() -> Plan:
-    return make_plan(traffic(), hardware(), GOAL, Means(effort=EFFORT))
+    return make_plan(traffic(), hardware(), GOAL, SearchOptions(effort=EFFORT))
 
 
 class TestSearch:
@@ -87,8 +87,10 @@ class TestSearch:
 
     def test_the_best_of_each_kind_is_compared_to_the_end_at_every_price(self) -> None:
         """Where all finalists of a price would be of one kind, nothing could be said about the other."""
-        ranked = [(0.1 * number, Layout(0, 1, 2, 1, tokens)) for number, tokens in enumerate((512, 1024, 2048, 4096))]
-        ranked.append((0.9, Layout(1, 1, 1, 1, 2048)))
+        ranked = [
+            (0.1 * number, ClusterLayout(0, 1, 2, 1, tokens)) for number, tokens in enumerate((512, 1024, 2048, 4096))
+        ]
+        ranked.append((0.9, ClusterLayout(1, 1, 1, 1, 2048)))
         chosen = select(ranked, per_price=2)
         assert [each.is_aggregated for each in chosen] == [True, True, False]
         evaluator = Evaluator(busiest(traffic(4.0), 100), hardware(), GOAL.slo)
@@ -102,10 +104,10 @@ class TestSearch:
 
     def test_dearer_layouts_are_looked_at_again_when_what_seemed_to_do_does_not(self) -> None:
         """A first round's few requests may say that little is enough."""
-        few, many = Layout(0, 1, 1, 1, 2048), Layout(0, 1, 2, 1, 2048)
+        few, many = ClusterLayout(0, 1, 1, 1, 2048), ClusterLayout(0, 1, 2, 1, 2048)
         evaluator = Evaluator(busiest(traffic(4.0), 100), hardware(), GOAL.slo)
         real = evaluator.evaluate(Job(many, 100))
-        rounds: list[list[Layout]] = []
+        rounds: list[list[ClusterLayout]] = []
 
         def run(jobs: Sequence[Job]) -> list[Evaluation]:
             rounds.append([each.layout for each in jobs])
@@ -122,7 +124,7 @@ class TestSearch:
         lost = {each.name: each for each in plan().variants}["one decode worker lost"]
         assert (lost.evaluation is None) == (chosen.layout.decode_workers == 1)
         assert "one decode worker lost" in html_report(plan(), "roofline")
-        small = make_plan(traffic(3.0), hardware(), GOAL, Means(effort=EFFORT))
+        small = make_plan(traffic(3.0), hardware(), GOAL, SearchOptions(effort=EFFORT))
         assert small.chosen is not None
         assert small.chosen.layout.decode_workers == 1
         lost = {each.name: each for each in small.variants}["one decode worker lost"]
@@ -137,7 +139,7 @@ class TestSearch:
 class TestUnsatisfiable:
     def test_an_objective_beyond_the_hardware_names_the_limit_and_the_excess(self) -> None:
         goal = Goal(Slo(ttft_s=0.01, tpot_s=0.02), max_devices=4, step_tokens=(2048,))
-        found = make_plan(traffic(), hardware(), goal, Means(effort=EFFORT))
+        found = make_plan(traffic(), hardware(), goal, SearchOptions(effort=EFFORT))
         assert found.chosen is None
         assert found.miss is not None
         assert found.miss.limit == Limit.PREFILL_TIME
@@ -146,7 +148,7 @@ class TestUnsatisfiable:
 
     def test_an_objective_missed_in_queues_names_what_the_closest_layout_does(self) -> None:
         goal = Goal(Slo(ttft_s=0.12), 0.99, 2, (2048,))
-        found = make_plan(traffic(20.0), hardware(), goal, Means(effort=EFFORT))
+        found = make_plan(traffic(20.0), hardware(), goal, SearchOptions(effort=EFFORT))
         assert found.chosen is None
         assert found.miss is not None
         assert found.miss.limit in ("ttft", *Limit)
@@ -155,7 +157,7 @@ class TestUnsatisfiable:
     def test_a_model_that_does_not_fit_says_so(self) -> None:
         goal = Goal(GOAL.slo, max_devices=1)
         with pytest.raises(ConfigError, match="does not fit on 1 x h100"):
-            make_plan(traffic(), Hardware(find_model("llama-3-70b"), find_device("h100")), goal, Means())
+            make_plan(traffic(), Hardware(find_model("llama-3-70b"), find_device("h100")), goal, SearchOptions())
 
     @pytest.mark.parametrize(
         "build", [lambda: Goal(Slo()), lambda: Goal(GOAL.slo, 1.0), lambda: Goal(GOAL.slo, 0.9, 0)]
@@ -175,19 +177,19 @@ class TestBounds:
         hopeless = [each for each in layouts([1], 2, (512,)) if not self.analysis().bounds(each).possible]
         slow = Analysis(TrafficShape.of(traffic(200.0)), hardware(), GOAL.slo, 0.9, 128)
         assert all(evaluator.evaluate(Job(each, 100)).joint < 0.9 for each in hopeless)
-        assert slow.bounds(Layout(1, 1, 1, 1, 2048)).worst[0] is Limit.PREFILL_LOAD
+        assert slow.bounds(ClusterLayout(1, 1, 1, 1, 2048)).worst[0] is Limit.PREFILL_LOAD
 
     def test_workers_of_both_roles_share_one_size_of_pool(self) -> None:
         """The spec gives all ranks the same: a narrow prefill worker leaves a wide decode worker little."""
         big = Hardware(find_model("llama-3-70b"), find_device("h100"))
-        setup = Evaluator(traffic(), big, GOAL.slo).setup(Layout(1, 2, 1, 8, 2048))
+        setup = Evaluator(traffic(), big, GOAL.slo).setup(ClusterLayout(1, 2, 1, 8, 2048))
         assert setup.prefill is not None
         assert setup.decode.kv_tokens == pytest.approx(4 * setup.prefill.kv_tokens, rel=0.01)
 
 
-class TestWorkforce:
+class TestSimulationPool:
     def jobs(self) -> list[Job]:
-        return [Job(Layout(0, 1, count, 1, 2048), 60) for count in (1, 2, 3)]
+        return [Job(ClusterLayout(0, 1, count, 1, 2048), 60) for count in (1, 2, 3)]
 
     def evaluator(self) -> Evaluator:
         return Evaluator(busiest(traffic(), 100), hardware(), GOAL.slo)
@@ -195,14 +197,14 @@ class TestWorkforce:
     def test_two_processes_find_what_one_does(self) -> None:
         results = []
         for processes in (1, 2):
-            with Workforce(self.evaluator(), processes, Journal(None, self.evaluator())) as workforce:
-                results.append(workforce.run(self.jobs(), lambda found: None))
+            with SimulationPool(self.evaluator(), processes, Journal(None, self.evaluator())) as pool:
+                results.append(pool.run(self.jobs(), lambda found: None))
         assert results[0] == results[1]
 
     def test_an_interrupted_search_goes_on_where_it_was(self, tmp_path: Path) -> None:
         path = tmp_path / "state.jsonl"
-        with Workforce(self.evaluator(), 1, Journal(path, self.evaluator())) as workforce:
-            first = workforce.run(self.jobs()[:2], lambda found: None)
+        with SimulationPool(self.evaluator(), 1, Journal(path, self.evaluator())) as pool:
+            first = pool.run(self.jobs()[:2], lambda found: None)
         with path.open("a") as file:
             file.write('{"about": "cut sho')
         journal = Journal(path, self.evaluator())
@@ -210,8 +212,8 @@ class TestWorkforce:
 
     def test_results_of_other_traffic_are_not_taken(self, tmp_path: Path) -> None:
         path = tmp_path / "state.jsonl"
-        with Workforce(self.evaluator(), 1, Journal(path, self.evaluator())) as workforce:
-            workforce.run(self.jobs()[:1], lambda found: None)
+        with SimulationPool(self.evaluator(), 1, Journal(path, self.evaluator())) as pool:
+            pool.run(self.jobs()[:1], lambda found: None)
         other = Evaluator(busiest(traffic(13.0), 100), hardware(), GOAL.slo)
         assert Journal(path, other).find(self.jobs()[0]) is None
 
@@ -240,8 +242,8 @@ class TestWhatIsWritten:
 
     def test_without_a_plan_there_are_no_values(self) -> None:
         goal = Goal(Slo(ttft_s=0.01), max_devices=2)
-        nothing = make_plan(traffic(), hardware(), goal, Means(effort=EFFORT))
-        with pytest.raises(InputError, match="nothing to deploy"):
+        nothing = make_plan(traffic(), hardware(), goal, SearchOptions(effort=EFFORT))
+        with pytest.raises(InputError, match="expected a plan to deploy"):
             helm_values(nothing, hardware(), "m")
 
     def test_the_report_needs_no_network_and_names_what_it_shows(self) -> None:

@@ -8,7 +8,7 @@ from planner.cost import DeviceShape, LinkShape, ModelShape, RooflineCostModel
 from planner.simulator.result import SimResult
 from planner.simulator.setup import PoolSetup, Setup, Slo
 from planner.simulator.simulate import simulate
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.config.autoscaler import AutoscalerSpec
 from tandem.config.spec import ClassSpec, RouterSpec
 
@@ -22,7 +22,7 @@ COST = RooflineCostModel(
 )
 
 
-def shifting(seed: int) -> Trace:
+def shifting(seed: int) -> TrafficTrace:
     """Long prompts, then long answers, then long prompts again."""
     random = np.random.default_rng(seed)
     parts = []
@@ -31,7 +31,7 @@ def shifting(seed: int) -> Trace:
         at_s = np.sort(random.uniform(phase * PHASE_S, (phase + 1) * PHASE_S, count))
         parts.append((at_s, random.poisson(prompt, count), 1 + random.poisson(output, count)))
     arrival_s, prompts, outputs = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return Trace("shifting", arrival_s - arrival_s[0], prompts, outputs)
+    return TrafficTrace("shifting", arrival_s - arrival_s[0], prompts, outputs)
 
 
 def run(prefill: int, decode: int, *, autoscale: bool = False, seed: int = 1) -> SimResult:

@@ -20,7 +20,7 @@ from planner.simulator.simulate import simulate
 from planner.traces.arrivals import Gamma
 from planner.traces.hits import infinite_cache_hits
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.config.spec import ClassSpec, Disaggregation, PolicyName, RouterSpec
 from tandem.errors import ConfigError
 from tandem.kvcache.blockhash import HashKey
@@ -58,12 +58,12 @@ def setup_of(prefill: int, decode: int, **changes: object) -> Setup:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def one(prompt: int, output: int, *more: tuple[float, int, int]) -> Trace:
+def one(prompt: int, output: int, *more: tuple[float, int, int]) -> TrafficTrace:
     rows = np.array([(0.0, prompt, output), *more])
-    return Trace("hand", rows[:, 0], rows[:, 1].astype(np.int64), rows[:, 2].astype(np.int64))
+    return TrafficTrace("hand", rows[:, 0], rows[:, 1].astype(np.int64), rows[:, 2].astype(np.int64))
 
 
-def traffic(count: int = 200, rate: float = 8.0) -> Trace:
+def traffic(count: int = 200, rate: float = 8.0) -> TrafficTrace:
     shared = SharedPrefixes(count=5, tokens=640, share=0.7)
     lengths = LengthSpec(300, 0.8, 3000), LengthSpec(40, 0.7, 400)
     return synthetic_trace(count, Gamma(rate, 1.5), *lengths, prefixes=shared, seed=3)

@@ -13,7 +13,7 @@ from planner.traces.hits import infinite_cache_hits
 from planner.traces.jsonl import write_request_log
 from planner.traces.read import read_trace
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
-from planner.traces.trace import Trace
+from planner.traces.trace import TrafficTrace
 from tandem.errors import InputError
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -35,7 +35,7 @@ def written(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def same(one: Trace, other: Trace) -> bool:
+def same(one: TrafficTrace, other: TrafficTrace) -> bool:
     return all(
         np.allclose(getattr(one, name), getattr(other, name))
         for name in ("arrival_s", "prompt_tokens", "output_tokens")
@@ -99,7 +99,7 @@ LOG_ROW = {"arrival_s": 1, "prompt_tokens": 5, "output_tokens": 2}
     ("name", "text", "field", "said"),
     [
         ("m.jsonl", lines(MOONCAKE[1], MOONCAKE[0]), "arrival", "line 2"),
-        ("m.jsonl", lines(MOONCAKE[0]) + "\n" + lines(MOONCAKE[1]), "row", "line 2.*no holes"),
+        ("m.jsonl", lines(MOONCAKE[0]) + "\n" + lines(MOONCAKE[1]), "row", "line 2.*an empty line"),
         ("m.jsonl", lines(MOONCAKE[0] | {"input_length": -3}), "prompt tokens", "line 1.*-3"),
         ("m.jsonl", lines(MOONCAKE[0] | {"colour": 1}), "colour", "only the columns"),
         ("m.jsonl", lines(MOONCAKE[0], {"timestamp": 5, "hash_ids": []}), "input_length", "line 2"),
@@ -221,7 +221,7 @@ def test_a_stretch_keeps_its_prefixes_and_begins_at_0(tmp_path: Path) -> None:
     assert stretch.arrival_s.tolist() == pytest.approx([0.0, 0.2])
     assert stretch.prefixes is not None
     assert stretch.prefixes.of(1).tolist() == [4, 1]
-    with pytest.raises(InputError, match="there are none"):
+    with pytest.raises(InputError, match="expected at least one request in the selected part"):
         trace.between(2.0, 3.0)
 
 

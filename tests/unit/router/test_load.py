@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.commands.bench import BenchFlags, bench_against, find_target
-from cluster.cli.commands.compare import read_result
-from cluster.cli.commands.planning import TrafficFlags, load_traffic
+from cluster.cli.commands.planning.bench import BenchFlags, bench_against, find_target
+from cluster.cli.commands.planning.compare import read_result
+from cluster.cli.commands.planning.inputs import TrafficFlags, load_traffic
 from planner.compare import compared, doubts
 from planner.simulator.setup import Slo
 from tandem.errors import ConfigError, InputError, ModelNotFound, TandemError

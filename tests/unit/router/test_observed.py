@@ -11,11 +11,11 @@ from router.observe.slo import SloOutcome, slo_outcome
 from router.requests.output import Final, Timeline, Usage
 from router.testing.stub_worker import until
 from router.workers.meter_history import MeterHistory
+from tandem.config.log_format import LogFormat
 from tandem.config.observability import CostSpec, MetricsSpec, ObservabilitySpec
 from tandem.config.spec import ClassSpec, Disaggregation, RouterSpec
 from tandem.errors import ErrorCode
 from tandem.request import FinishReason, RequestState
-from tandem.telemetry.log_format import LogFormat
 from tandem.telemetry.logs import JsonFormatter, TextFormatter, setup_logging
 from tandem.testing.models import FakeClock
 from tandem.v1 import cluster_pb2, worker_pb2

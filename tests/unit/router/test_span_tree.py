@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.causes import HandoffCause, HandoffFault
 from router.observe.span_tree import CHAIN, span_tree
 from router.observe.trace import Trace
 from router.requests.output import Usage

@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import pytest
 
+from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.format import AnswerFormat, ChatFormat, TextEventTemplate
-from router.edge.sse import LOAD_INTERVAL_S, PAUSE_S, SCOPE_KEY, SseResponse, WriteBatcher
+from router.edge.sse import LOAD_INTERVAL_S, PAUSE_S, SseResponse, WriteBatcher
 from router.requests.answers import Answers, Arrival, Submitted
 from router.requests.output import Final, OutToken, Piece, ResponseStream, Usage
 from tandem.errors import WorkerLost

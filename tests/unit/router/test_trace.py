@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.causes import HandoffCause, HandoffFault
 from router.observe.trace import Stage, Trace, TraceStore
 from router.requests.output import Usage
 from router.workers.clock_offset import DRIFT, ClockOffset

@@ -181,7 +181,7 @@ def test_what_can_never_fit_is_refused_at_once(make_world: MakeWorld) -> None:
     with pytest.raises(ContextExceeded, match="1000"):
         world.add("r", prompt(1000))
     world.add("r", prompt(4))
-    with pytest.raises(InputError, match="new one"):
+    with pytest.raises(InputError, match="unused id"):
         world.add("r", prompt(4))
 
 
@@ -260,7 +260,7 @@ def test_the_first_token_sampled_elsewhere_counts(make_world: MakeWorld) -> None
     world.run()
     assert len(world.answers["r"]) == 2
     single = world.reserve("single", prompt(5), max_tokens=1)
-    with pytest.raises(InputError, match="first token"):
+    with pytest.raises(InputError, match="more than one token"):
         world.fill(single)
     assert world.cancel("single")
     assert world.at_rest()

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem.errors import ContextExceeded, KvExhausted
-from tandem.scheduler.sequence import Sequence, Stage
+from tandem.scheduler.sequence import Sequence, SequenceStage
 
 BLOCK = 4
 
@@ -46,9 +46,9 @@ class Story:
                 name = sorted(self.alive)[index % len(self.alive)]
                 assert self.world.cancel(name)
                 self.forget(name)
-            case ("join", index) if reserved := self.at(Stage.RESERVED):
+            case ("join", index) if reserved := self.at(SequenceStage.RESERVED):
                 self.world.fill(reserved[index % len(reserved)])
-            case ("release", index) if exported := self.at(Stage.EXPORTED):
+            case ("release", index) if exported := self.at(SequenceStage.EXPORTED):
                 self.release(exported[index % len(exported)])
 
     def start(self, kind: str, prompt: list[int], number: int) -> None:
@@ -67,7 +67,7 @@ class Story:
         except (KvExhausted, ContextExceeded):
             pass  # no room: the pool must be as before, which conservation checks
 
-    def at(self, stage: Stage) -> list[Sequence]:
+    def at(self, stage: SequenceStage) -> list[Sequence]:
         return [self.alive[name] for name in sorted(self.alive) if self.alive[name].stage is stage]
 
     def step(self) -> None:
@@ -95,9 +95,9 @@ class Story:
     def finish(self) -> None:
         """Everyone's turn comes: handoffs end, and all that remains runs to its end in a bounded number of steps."""
         for _ in range(3000):
-            for sequence in self.at(Stage.RESERVED):
+            for sequence in self.at(SequenceStage.RESERVED):
                 self.world.fill(sequence)
-            for sequence in self.at(Stage.EXPORTED):
+            for sequence in self.at(SequenceStage.EXPORTED):
                 self.release(sequence)
             if not self.alive:
                 break

@@ -9,13 +9,13 @@ import pytest
 from tandem.errors import CheckpointError, ConfigError, InputError
 from tandem.testing.models import FakeClock, write_tiny_llama
 from tandem.text.chat_template import ChatTemplate
-from tandem.text.jinja_limits import Limits
+from tandem.text.jinja_limits import TemplateLimits
 
 HELLO = [{"role": "user", "content": "Hello"}]
-SMALL = Limits(template_chars=10_000, text_chars=1_000, iterations=1_000)
+SMALL = TemplateLimits(template_chars=10_000, text_chars=1_000, iterations=1_000)
 
 
-def render(source: str, limits: Limits = SMALL) -> str:
+def render(source: str, limits: TemplateLimits = SMALL) -> str:
     return ChatTemplate(source, limits=limits, clock=FakeClock()).render(HELLO)
 
 
@@ -153,7 +153,7 @@ def test_a_template_stops_at_its_deadline() -> None:
             return float(self.looks)
 
     endless = "{% for i in range(1000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
-    template = ChatTemplate(endless, limits=Limits(iterations=10**9), clock=Running())
+    template = ChatTemplate(endless, limits=TemplateLimits(iterations=10**9), clock=Running())
     with pytest.raises(InputError, match="seconds"):
         template.render(HELLO)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.testing.models import Fault, FaultKind, FaultPlan, FaultSettings
+from tandem.testing.models import FaultPlan, FaultSettings, OperationFault, OperationFaultKind
 
 
-def run(settings: FaultSettings, points: list[str]) -> list[Fault | None]:
+def run(settings: FaultSettings, points: list[str]) -> list[OperationFault | None]:
     plan = FaultPlan(settings)
     return [plan.next(point) for point in points]
 
@@ -34,8 +34,11 @@ def test_first_and_limit_bound_what_breaks() -> None:
 
 def test_an_operation_breaks_only_in_ways_that_make_sense_there() -> None:
     plan = FaultPlan(FaultSettings(every=1, kinds=("flip", "hang")))
-    assert plan.next("there", (FaultKind.DROP, FaultKind.DELAY)) is None
-    assert all((fault := plan.next("there", (FaultKind.HANG,))) and fault.kind is FaultKind.HANG for _ in range(20))
+    assert plan.next("there", (OperationFaultKind.DROP, OperationFaultKind.DELAY)) is None
+    assert all(
+        (fault := plan.next("there", (OperationFaultKind.HANG,))) and fault.kind is OperationFaultKind.HANG
+        for _ in range(20)
+    )
 
 
 def test_settings_survive_the_command_line() -> None:

@@ -258,7 +258,7 @@ def test_a_truncated_file_is_refused_with_its_name(kept: float, source: Path, tm
     path = write_gguf(tmp_path / "m.gguf", source)
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * kept)])
-    with pytest.raises(CheckpointError, match=r"m\.gguf: expected a whole GGUF file"):
+    with pytest.raises(CheckpointError, match=r"m\.gguf: expected an intact GGUF file"):
         imported(path)
 
 

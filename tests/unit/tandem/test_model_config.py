@@ -119,7 +119,7 @@ def test_a_config_that_is_no_json_object_is_named(text: str, tmp_path: Path) -> 
 
 
 def test_a_folder_without_a_config_says_so(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json: expected this file in a checkpoint, found none"):
+    with pytest.raises(CheckpointError, match=r"config\.json: expected this file in the checkpoint, found none"):
         ModelConfig.load(tmp_path)
 
 

@@ -42,14 +42,14 @@ def test_a_model_that_is_not_here_says_how_to_get_it(source: str, cache: Path) -
 @pytest.mark.parametrize("source", ["/nowhere/at-all", "./at-all", "../at-all", "~/at-all-of-tandem"])
 def test_a_path_that_leads_nowhere_is_told_as_such_and_never_looked_up(source: str, cache: Path) -> None:
     for get in (resolve, pull):
-        with pytest.raises(ConfigError, match="there is no such folder") as error:
+        with pytest.raises(ConfigError, match="not found; expected a checkpoint folder") as error:
             get(source)
         assert "tandem pull" not in error.value.message
 
 
 def test_a_folder_is_not_pulled(cache: Path, tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "model")
-    with pytest.raises(ConfigError, match=f"is here already: `tandem up --model {folder}`"):
+    with pytest.raises(ConfigError, match=f"is a local path: run `tandem up --model {folder}`"):
         pull(str(folder))
 
 

@@ -2,14 +2,13 @@
 
 import pytest
 
-from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.causes import HandoffCause, HandoffFault
 from tandem.engine.api import BlockCounts, EngineLoad, StepResult, TokenOut
 from tandem.errors import InputError, KvExhausted, RequestCancelled
 from tandem.request import FinishReason, RequestState
 from tandem.testing.models import FakeClock
 from tandem.v1 import inference_pb2, worker_pb2
-from worker.requests import Outbox, RequestBook
-from worker.steps import report_step
+from worker.requests import Outbox, RequestBook, report_step
 
 LOAD = EngineLoad(0, 0, 0, BlockCounts(8, 0, 0, 0, 8))
 
@@ -112,7 +111,7 @@ def test_a_router_is_told_which_of_its_frames_the_report_knows_of(book: RequestB
     assert {frame.frames_seen for _, frame in sent.frames} == {0}
     sent.frames.clear()
     for _ in range(3):
-        book.outbox.saw_frame(1)
+        book.outbox.count_frame(1)
     flush(book)  # the load is what it was; that it is so after three frames more is news
     assert [(session, frame.frames_seen) for session, frame in sent.frames] == [(1, 3)]
     book.outbox.drop(1)

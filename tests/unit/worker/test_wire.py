@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtransfer.session.causes import HandoffCause, HandoffFault
+from kvtransfer.causes import HandoffCause, HandoffFault
 from tandem.engine.api import TokenLogprob, TokenOut
 from tandem.errors import ErrorCode, HandoffError, InputError, KvExhausted, error_from_code
 from tandem.request import SamplingParams

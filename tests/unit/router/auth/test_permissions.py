@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from cluster.cli.commands.generation import chat_request, generate
+from cluster.cli.router_client import chat_request, generate
 from router.auth import api_keys
 from router.auth.keys_file import change_keys, read_keys
 from router.auth.principal import AccessLevel

@@ -1,0 +1,1 @@
+"""The planning commands: profile, simulate, plan, bench and compare."""

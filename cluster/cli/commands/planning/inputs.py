@@ -1,0 +1,172 @@
+"""Traffic, model and hardware from the options that the planning commands share."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from planner.cost import CostModel
+from planner.devices import DeviceSpec, find_device
+from planner.fitted import read_distserve, read_host, read_measured, read_splitwise
+from planner.hardware import Hardware
+from planner.models import find_model
+from planner.traces.arrivals import ArrivalProcess, Diurnal, Gamma, Ramp
+from planner.traces.read import read_trace
+from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
+from planner.traces.trace import TrafficTrace
+from tandem.errors import ConfigError
+
+SYNTHETIC = "synthetic"
+_NUMBERS = {"poisson": 1, "gamma": 2, "ramp": 3, "diurnal": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficFlags:
+    """`trace`: a file, a ServeGen folder, or "synthetic". `lengths`: mean tokens PROMPT:OUTPUT, or with :CV:CV."""
+
+    trace: str
+    arrivals: str | None = None
+    lengths: str | None = None
+    prefixes: str | None = None
+    start_s: float = 0.0
+    duration_s: float | None = None
+    requests: int | None = None
+    load: float = 1.0
+    prompts: float = 1.0
+    outputs: float = 1.0
+    seed: int = 0
+    jitter: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareFlags:
+    """`cost`: a table or measured cost model: FILE, FILE:MODEL or FILE:MODEL/HARDWARE. `one_host`: all workers share
+    the cores of the host on which it was measured."""
+
+    model: str
+    device: str
+    cost: str | None = None
+    price: float | None = None
+    element_bytes: float | None = None  # None: the device's default
+    one_host: bool = False
+
+
+def load_traffic(flags: TrafficFlags) -> TrafficTrace:
+    """Raises InputError, ConfigError."""
+    process = None if flags.arrivals is None else parse_arrivals(flags.arrivals)
+    if flags.trace == SYNTHETIC:
+        trace = _synthetic(flags, process)
+    else:
+        trace = read_trace(Path(flags.trace), arrivals=process, seed=flags.seed, jitter=flags.jitter)
+    if flags.start_s or flags.duration_s is not None:
+        end_s = math.inf if flags.duration_s is None else flags.start_s + flags.duration_s
+        trace = trace.between(flags.start_s, end_s)
+    if flags.requests is not None:
+        trace = trace.head(flags.requests)
+    if not (flags.load > 0 and flags.prompts > 0 and flags.outputs > 0):
+        raise ConfigError("--load, --prompts, --outputs: expected factors above 0", field="--load")
+    if (flags.prompts, flags.outputs) != (1.0, 1.0):
+        trace = trace.with_lengths(flags.prompts, flags.outputs)
+    return trace.at_rate(flags.load)
+
+
+def parse_arrivals(text: str) -> ArrivalProcess:
+    """poisson:RATE, gamma:RATE:CV, ramp:FROM:TO:SECONDS, diurnal:RATE:SWING:PERIOD_S. Raises ConfigError."""
+    kind, *rest = text.split(":")
+    try:
+        values = [float(each) for each in rest]
+    except ValueError:
+        values = []
+    if _NUMBERS.get(kind) != len(values):
+        raise ConfigError(
+            "--arrivals: expected poisson:RATE, gamma:RATE:CV, ramp:FROM:TO:SECONDS or diurnal:RATE:SWING:PERIOD_S, "
+            f"got {text[:60]!r}",
+            field="--arrivals",
+        )
+    match kind:
+        case "ramp":
+            return Ramp(*values)
+        case "diurnal":
+            return Diurnal(*values)
+        case _:
+            return Gamma(*values)
+
+
+def _synthetic(flags: TrafficFlags, process: ArrivalProcess | None) -> TrafficTrace:
+    if process is None or flags.lengths is None:
+        raise ConfigError("synthetic: expected --arrivals and --lengths with a synthetic trace", field="--lengths")
+    lengths = _floats("--lengths", flags.lengths, "PROMPT:OUTPUT or PROMPT:OUTPUT:PROMPT_CV:OUTPUT_CV", (2, 4))
+    prompt_cv, output_cv = lengths[2:] or (0.0, 0.0)
+    shared = None
+    if flags.prefixes is not None:
+        count, tokens, share = _floats("--prefixes", flags.prefixes, "COUNT:TOKENS:SHARE", (3,))
+        shared = SharedPrefixes(int(count), int(tokens), share)
+    return synthetic_trace(
+        flags.requests or 1000,
+        process,
+        LengthSpec(lengths[0], prompt_cv),
+        LengthSpec(lengths[1], output_cv),
+        prefixes=shared,
+        seed=flags.seed,
+    )
+
+
+def _floats(option: str, text: str, expected: str, counts: tuple[int, ...]) -> list[float]:
+    try:
+        values = [float(each) for each in text.split(":")]
+    except ValueError:
+        values = []
+    if len(values) not in counts:
+        raise ConfigError(f"{option}: expected {expected}, got {text[:60]!r}", field=option)
+    return values
+
+
+def load_hardware(flags: HardwareFlags) -> Hardware:
+    """Raises ConfigError."""
+    device = find_device(flags.device)
+    if flags.price is not None:
+        if not flags.price >= 0:
+            raise ConfigError(f"--price: expected at least 0, got {flags.price:g}", field="--price")
+        device = device.model_copy(update={"price_per_hour": flags.price})
+    element_bytes = device.element_bytes if flags.element_bytes is None else flags.element_bytes
+    hardware = Hardware(find_model(flags.model, element_bytes=element_bytes), device)
+    if flags.cost is None:
+        if flags.one_host:
+            raise ConfigError("--one-host: expected --cost with a file of `tandem profile`", field="--one-host")
+        return hardware
+    host = read_host(Path(flags.cost)) if flags.one_host else None
+    return replace(hardware, measured=_costs(flags.cost, device), host=host)
+
+
+def _costs(text: str, device: DeviceSpec) -> dict[int, CostModel]:
+    """Reads the cost file; its content decides its format."""
+    name, _, what = text.partition(":")
+    path = Path(name)
+    if path.suffix == ".csv":
+        model, _, hardware = what.partition("/")
+        return read_splitwise(path, model, hardware, device.link.shape)
+    try:
+        is_measured = "widths" in json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--cost: {name}: {error.strerror}", field="--cost") from None
+    except ValueError:
+        raise ConfigError(f"--cost: {name}: expected a CSV table or JSON", field="--cost") from None
+    return read_measured(path) if is_measured else read_distserve(path, what, device.link.shape)
+
+
+def describe_cost(hardware: Hardware, tp: int) -> str:
+    """The source of the step times and their error."""
+    if not hardware.measured:
+        device = hardware.device
+        return f"roofline of {device.name} (MFU {device.mfu:g}, MBU {device.mbu:g}; not fitted to measurements)"
+    error = hardware.cost(tp).fit_error
+    known = "fit error not published" if error is None else f"mean fit error {error:.1%}"
+    host = hardware.host
+    shared = (
+        ""
+        if host is None
+        else f"; {host.cores} ranks run in parallel, then with steps {host.contention:g} times as long"
+    )
+    return f"measured at TP {tp}: {known}{shared}"

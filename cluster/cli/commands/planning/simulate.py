@@ -1,0 +1,144 @@
+"""`tandem simulate`: runs a trace through a simulated cluster and prints what happens."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags, describe_cost, load_hardware, load_traffic
+from cluster.cli.console import console
+from cluster.spec.loader import load_spec
+from planner.hardware import setup_of_spec
+from planner.simulator.outcome import LatencyPercentiles, Outcome
+from planner.simulator.result import SimResult
+from planner.simulator.setup import Fault, Setup, Slo
+from planner.simulator.simulate import simulate
+from planner.traces.trace import TrafficTrace
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateFlags:
+    traffic: TrafficFlags
+    hardware: HardwareFlags
+    slo: Slo
+    config: Path | None = None
+    prefill: int | None = None
+    decode: int | None = None
+    prefill_tp: int | None = None
+    decode_tp: int | None = None
+    faults: tuple[str, ...] = ()
+    json: bool = False
+    autoscale: bool = False
+
+
+def run_simulate(flags: SimulateFlags) -> int:
+    """Raises InputError, ConfigError."""
+    changes = {
+        "models.0.prefill.workers": flags.prefill,
+        "models.0.decode.workers": flags.decode,
+        "models.0.prefill.tp": flags.prefill_tp,
+        "models.0.decode.tp": flags.decode_tp,
+        "autoscaler.enabled": True if flags.autoscale else None,
+    }
+    spec = load_spec(flags.config, changes)
+    hardware = load_hardware(replace(flags.hardware, model=flags.hardware.model or spec.models[0].source))
+    trace = load_traffic(flags.traffic)
+    trace_block = None if trace.prefixes is None else trace.prefixes.block_tokens
+    mean_tokens = float(trace.prompt_tokens.mean())
+    setup = setup_of_spec(spec, hardware, mean_prompt_tokens=mean_tokens, trace_block=trace_block)
+    setup = replace(setup, faults=tuple(Fault.parse(each) for each in flags.faults))
+    cost = describe_cost(hardware, setup.decode.tp)
+    result = _run(trace, setup, flags)
+    if flags.json:
+        print(json.dumps({"cost_model": cost, **result.to_json()}, indent=2, allow_nan=False))
+    else:
+        show(result, setup, cost, console())
+    return 0
+
+
+def _run(trace: TrafficTrace, setup: Setup, flags: SimulateFlags) -> SimResult:
+    if flags.json or not sys.stderr.isatty():
+        return simulate(trace, setup, flags.slo)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("simulating", total=len(trace))
+        return simulate(trace, setup, flags.slo, progress=lambda done: progress.update(task, completed=done))
+
+
+def show(result: SimResult, setup: Setup, cost: str, console: Console) -> None:
+    shape = " + ".join(f"{pool.workers} {role.value} x TP {pool.tp}" for role, pool in setup.pools())
+    console.print(f"[bold]{result.trace}[/]: {result.requests} requests over {result.span_s:.0f} s on {shape}")
+    console.print(f"step times: {cost}", style="dim")
+    for note in result.notes:
+        console.print(f"note: {note}", style="dim")
+    console.print(latencies(result))
+    console.print(_pools(result))
+    for line in _lines(result):
+        console.print(line)
+
+
+def latencies(result: Outcome) -> Table:
+    table = Table("", "p50", "p90", "p95", "p99")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows: list[tuple[str, LatencyPercentiles]] = [
+        ("TTFT", result.ttft_s), ("TPOT", result.tpot_s), ("ITL", result.itl_s), ("end to end", result.e2e_s),
+        ("in the queue", result.queue_s),
+    ]  # fmt: skip
+    for name, found in rows:
+        table.add_row(name, *(seconds(each) for each in (found.p50, found.p90, found.p95, found.p99)))
+    return table
+
+
+def _pools(result: SimResult) -> Table:
+    table = Table("pool", "workers", "busy", "busiest", "link sends", "link receives", "KV sent")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, use in result.pools.items():
+        shares = (f"{each:.0%}" for each in (use.busy, use.busiest, use.sent, use.received))
+        table.add_row(name, str(use.workers), *shares, f"{use.bytes_sent / 1e9:.1f} GB")
+    return table
+
+
+def _lines(result: SimResult) -> list[str]:
+    moved = f"{result.migrated} requests moved to another worker after a fault; {result.local_prefills} local prefills"
+    lines = [*outcome_lines(result), moved]
+    if result.role_changes:
+        changes = ", ".join(f"{at_s:.0f} s {prefill}P:{decode}D" for at_s, prefill, decode in result.role_changes[:8])
+        more = f" and {len(result.role_changes) - 8} more" if len(result.role_changes) > 8 else ""
+        lines.append(f"roles changed {len(result.role_changes)} times: {changes}{more}")
+    return lines
+
+
+def outcome_lines(result: Outcome) -> list[str]:
+    handoffs = "" if result.handoffs is None else f"; {result.handoffs} handoffs"
+    lines = [
+        f"finished {result.finished}, rejected {result.rejected}, failed {result.failed}{handoffs}",
+        f"{result.requests_per_s:.2f} requests/s, {result.prompt_tokens_per_s:.0f} prompt and "
+        f"{result.output_tokens_per_s:.0f} output tokens/s",
+    ]
+    if result.hit_rate is not None:
+        possible = f"(an infinite cache: {result.possible_hit_rate:.1%})"
+        lines.append(f"prefix cache: {result.hit_rate:.1%} of prompt tokens hit {possible}")
+    if result.refusals:
+        lines.append("refused: " + ", ".join(f"{count} {code}" for code, count in sorted(result.refusals.items())))
+    if result.goodput_per_s is not None:
+        found = result.attainment
+        shares = (("TTFT", found.ttft), ("TPOT", found.tpot), ("both", found.joint))
+        met = ", ".join(f"{name} {share:.1%}" for name, share in shares if share is not None)
+        lines.append(f"objectives met: {met}; goodput {result.goodput_per_s:.2f} requests/s")
+    return lines
+
+
+def seconds(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "–"
+    if value < 1:
+        return f"{value * 1000:.1f} ms"
+    return f"{value:.2f} s"

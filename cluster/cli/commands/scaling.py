@@ -1,0 +1,122 @@
+"""Commands that change a running cluster: `tandem scale`, `ratio`, `drain`, `restart` and `apply`."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc.aio
+from rich.console import Console
+
+from cluster.cli.admin_client import Admin, tls_hint
+from cluster.cli.commands.status import ROLES, fetch
+from cluster.control.pools import check_targets, ratio_split
+from tandem.config.spec import Role
+from tandem.errors import ConfigError, UnavailableError
+from tandem.rpc.grpc_errors import error_from_rpc
+from tandem.v1 import cluster_pb2, cluster_pb2_grpc
+
+
+def run_scale(prefill: int | None, decode: int | None, model: str | None, admin: Admin) -> int:
+    if prefill is None and decode is None:
+        raise ConfigError("--prefill, --decode: expected at least one of them", field="--prefill")
+    check_targets(prefill or 0, 1 if decode is None else decode)
+    request = cluster_pb2.ScaleRequest(model=model or "", prefill=prefill, decode=decode)
+    return asyncio.run(_scale(admin, request))
+
+
+def run_ratio(ratio: str, model: str | None, admin: Admin) -> int:
+    if (parts := re.fullmatch(r"(\d{1,4}):(\d{1,4})", ratio)) is None:
+        raise ConfigError(f"RATIO: expected prefill:decode, for example 2:1, got {ratio!r}", field="ratio")
+    return asyncio.run(_ratio(admin, int(parts[1]), int(parts[2]), model or ""))
+
+
+def run_restart(model: str | None, wait: bool, admin: Admin) -> int:
+    return asyncio.run(_restart(admin, model, wait))
+
+
+def run_drain(worker: str, restart: bool, wait: bool, admin: Admin) -> int:
+    request = cluster_pb2.DrainWorkerRequest(worker_id=worker, restart=restart, wait_for_ends=wait)
+    return asyncio.run(_drain(admin, request))
+
+
+def run_apply(file: Path, dry_run: bool, admin: Admin) -> int:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"FILE: {file}: {error.strerror}", field="FILE") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"FILE: {file}: expected YAML in UTF-8", field="FILE") from None
+    return asyncio.run(_apply(admin, cluster_pb2.ApplyRequest(spec=text, dry_run=dry_run)))
+
+
+async def _scale(admin: Admin, request: cluster_pb2.ScaleRequest) -> int:
+    async with controller_at(admin) as stub:
+        answer = await stub.Scale(request)
+    for action in answer.actions or ["nothing to do: the pools already have these sizes"]:
+        print(action)
+    return 0
+
+
+async def _ratio(admin: Admin, prefill: int, decode: int, model: str) -> int:
+    workers = [worker.info for worker in (await fetch(admin)).workers if model in ("", worker.info.model)]
+    split = ratio_split(prefill, decode, len(workers))
+    roles = [ROLES[info.role] for info in workers]
+    now = f"{roles.count(Role.PREFILL.value)}:{roles.count(Role.DECODE.value)}"
+    print(change_text((prefill, decode), split, now))
+    return await _scale(admin, cluster_pb2.ScaleRequest(model=model, prefill=split[0], decode=split[1]))
+
+
+def change_text(asked: tuple[int, int], split: tuple[int, int], now: str) -> str:
+    """Describes the change. `split`: the nearest possible split to the ratio that was `asked` for."""
+    workers = sum(split)
+    text = f"{workers} workers: {now} becomes {split[0]}:{split[1]}"
+    if asked[0] * split[1] == asked[1] * split[0]:
+        return text
+    return f"{text}, the nearest to {asked[0]}:{asked[1]} that {workers} workers allow"
+
+
+async def _drain(admin: Admin, request: cluster_pb2.DrainWorkerRequest) -> int:
+    with Console(stderr=True).status(f"draining {request.worker_id}"):
+        async with controller_at(admin) as stub:
+            await stub.DrainWorker(request)
+    print(f"{request.worker_id} {'is ready again' if request.restart else 'left the cluster'}")
+    return 0
+
+
+async def _restart(admin: Admin, model: str | None, wait: bool) -> int:
+    """Restarts one worker at a time, while the others serve. Stops at the first worker that does not restart."""
+    workers = [each.info for each in (await fetch(admin)).workers]
+    if model is not None and model not in (known := {info.model for info in workers}):
+        raise ConfigError(f"--model: expected one of {', '.join(sorted(known))}, got {model!r}", field="--model")
+    for info in sorted(workers, key=lambda info: (info.model, info.role, info.worker_id)):
+        if model in (None, info.model):
+            request = cluster_pb2.DrainWorkerRequest(worker_id=info.worker_id, restart=True, wait_for_ends=wait)
+            await _drain(admin, request)
+    return 0
+
+
+async def _apply(admin: Admin, request: cluster_pb2.ApplyRequest) -> int:
+    async with controller_at(admin) as stub:
+        answer = await stub.Apply(request)
+    for change in answer.changes or ["nothing to do: the cluster already matches the spec"]:
+        print(change)
+    return 0
+
+
+@asynccontextmanager
+async def controller_at(admin: Admin) -> AsyncIterator[cluster_pb2_grpc.ClusterAsyncStub]:
+    """Raises the controller's error, or UnavailableError if it does not answer."""
+    async with admin.channel() as channel:
+        try:
+            yield cluster_pb2_grpc.ClusterStub(channel)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata():
+                raise UnavailableError(
+                    f"--address: no controller answers at {admin.address}: is `tandem up` running{tls_hint(admin)}?",
+                    field="--address",
+                ) from None
+            raise error_from_rpc(error) from None

@@ -1,0 +1,289 @@
+"""Options of `tandem profile`, `simulate`, `plan`, `bench` and `compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.cli.options.shared import ClusterName, Config, Json, Model
+
+# ruff: noqa: PLC0415 (as in cluster.cli.main)
+
+Traffic = Annotated[
+    str, typer.Argument(help="Trace file, folder of ServeGen clients, or `synthetic`; see docs/planning.md.")
+]
+Arrivals = Annotated[
+    str | None,
+    typer.Option(
+        help="Arrivals, for a trace without them: poisson:RATE, gamma:RATE:CV, ramp:FROM:TO:SECONDS or "
+        "diurnal:RATE:SWING:PERIOD_S. Default: those of the trace."
+    ),
+]
+Lengths = Annotated[
+    str | None, typer.Option(help="Mean tokens of a synthetic trace: PROMPT:OUTPUT or PROMPT:OUTPUT:CV:CV.")
+]
+Prefixes = Annotated[
+    str | None, typer.Option(help="Shared prefixes of a synthetic trace: COUNT:TOKENS:SHARE. Default: none.")
+]
+Start = Annotated[float, typer.Option("--start", help="Skip requests that arrive before this second.", min=0)]
+Duration = Annotated[float | None, typer.Option("--duration", help="Seconds of the trace to use. Default: all.", min=0)]
+Requests = Annotated[
+    int | None,
+    typer.Option("--requests", "--limit", help="Maximum number of requests. Default: all; 1000 if synthetic.", min=1),
+]
+Load = Annotated[float, typer.Option("--load", "--time-scale", help="Factor on the arrival rate.")]
+Prompts = Annotated[float, typer.Option(help="Factor on prompt lengths.")]
+Outputs = Annotated[float, typer.Option(help="Factor on output lengths.")]
+Seed = Annotated[int, typer.Option(help="Seed of all random draws.")]
+Jitter = Annotated[bool, typer.Option(help="Spread arrivals that the source rounded to seconds over the second.")]
+ModelName = Annotated[
+    str | None,
+    typer.Option("--model", help="llama-3-70b, ..., or a checkpoint folder. Default: the spec's first model."),
+]
+Device = Annotated[str, typer.Option(help="a100, h100, h200, b200, cpu, or a YAML file with a device.")]
+Cost = Annotated[
+    str | None,
+    typer.Option(
+        help="Step times: FILE.json of `tandem profile`, or a table FILE:MODEL or FILE:MODEL/HARDWARE. "
+        "Default: computed from the device."
+    ),
+]
+ElementBytes = Annotated[
+    float | None,
+    typer.Option(help="Bytes per element of weights and KV: 1 for fp8, 2 for bf16, 4 for fp32. Default: the device's."),
+]
+Ttft = Annotated[
+    float | None, typer.Option("--ttft", help="Objective for the time to first token, in seconds. Default: none.")
+]
+Tpot = Annotated[
+    float | None, typer.Option("--tpot", help="Objective for the time per output token, in seconds. Default: none.")
+]
+
+
+def simulate(
+    trace: Traffic,
+    config: Config = None,
+    model: ModelName = None,
+    device: Device = "cpu",
+    cost: Cost = None,
+    element_bytes: ElementBytes = None,
+    one_host: Annotated[
+        bool, typer.Option("--one-host", help="All workers share the cores of the host on which --cost was measured.")
+    ] = False,
+    prefill: Annotated[
+        int | None, typer.Option(help="Prefill workers; 0 turns disaggregation off. Default: the spec's, else 1.")
+    ] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers. Default: the spec's, else 1.")] = None,
+    prefill_tp: Annotated[
+        int | None, typer.Option(help="Tensor-parallel ranks of each prefill worker. Default: the spec's, else 1.")
+    ] = None,
+    decode_tp: Annotated[
+        int | None, typer.Option(help="Tensor-parallel ranks of each decode worker. Default: the spec's, else 1.")
+    ] = None,
+    ttft: Ttft = None,
+    tpot: Tpot = None,
+    arrivals: Arrivals = None,
+    lengths: Lengths = None,
+    prefixes: Prefixes = None,
+    start: Start = 0.0,
+    duration: Duration = None,
+    requests: Requests = None,
+    load: Load = 1.0,
+    prompts: Prompts = 1.0,
+    outputs: Outputs = 1.0,
+    seed: Seed = 0,
+    jitter: Jitter = True,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Fault at START+SECONDS, repeatable: worker:decode-0@30+10, redis@30+20, or a slower link, "
+            "link:prefill-0@30+20*8. Default: none."
+        ),
+    ] = None,
+    json: Json = False,
+    autoscale: Annotated[
+        bool, typer.Option("--autoscale", help="Turn the autoscaler on: roles follow the load.")
+    ] = False,
+) -> None:
+    """Run a trace through a simulated cluster. Shows latencies, objectives met, and use of workers and links."""
+    from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags
+    from cluster.cli.commands.planning.simulate import SimulateFlags, run_simulate
+    from planner.simulator.setup import Slo
+
+    traffic = TrafficFlags(
+        trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter
+    )
+    hardware = HardwareFlags(model or "", device, cost, None, element_bytes, one_host)
+    flags = SimulateFlags(
+        traffic,
+        hardware,
+        Slo(ttft, tpot),
+        config,
+        prefill,
+        decode,
+        prefill_tp,
+        decode_tp,
+        tuple(fault or ()),
+        json,
+        autoscale,
+    )
+    raise typer.Exit(run_simulate(flags))
+
+
+def plan(
+    trace: Traffic,
+    model: Annotated[str, typer.Option("--model", help="llama-3-70b, ..., or a checkpoint folder.")],
+    device: Device = "h100",
+    devices: Annotated[int, typer.Option(help="Maximum number of devices.", min=1, max=1024)] = 16,
+    ttft: Ttft = None,
+    tpot: Tpot = None,
+    attainment: Annotated[float, typer.Option(help="Share of requests that must meet the objectives.")] = 0.95,
+    price: Annotated[float | None, typer.Option(help="Dollars per device and hour. Default: the device's.")] = None,
+    cost: Cost = None,
+    element_bytes: ElementBytes = None,
+    step_tokens: Annotated[
+        list[int] | None, typer.Option(help="Step token budget to try, repeatable. Default: 2048 and 8192.", min=16)
+    ] = None,
+    running: Annotated[int, typer.Option(help="Maximum number of running requests per worker.", min=1, max=4096)] = 256,
+    source: Annotated[
+        str | None, typer.Option(help="Model in the values file: ORG/NAME or a folder. Default: --model.")
+    ] = None,
+    simulated: Annotated[
+        int, typer.Option(help="Requests simulated in the last round, from the busiest part of the trace.", min=50)
+    ] = 1000,
+    jobs: Annotated[int | None, typer.Option(help="Parallel processes. Default: one per core.", min=1)] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="File to keep results in: an interrupted search continues from it. Default: none."),
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="HTML report with charts to write. Default: none.")] = None,
+    values: Annotated[Path | None, typer.Option(help="Values file for the Helm chart to write. Default: none.")] = None,
+    arrivals: Arrivals = None,
+    lengths: Lengths = None,
+    prefixes: Prefixes = None,
+    start: Start = 0.0,
+    duration: Duration = None,
+    requests: Requests = None,
+    load: Load = 1.0,
+    prompts: Prompts = 1.0,
+    outputs: Outputs = 1.0,
+    seed: Seed = 0,
+    jitter: Jitter = True,
+    json: Json = False,
+) -> None:
+    """Find the cheapest cluster that serves a traffic within the objectives --ttft, --tpot, or both."""
+    from cluster.cli.commands.planning.inputs import HardwareFlags, TrafficFlags
+    from cluster.cli.commands.planning.plan import PlanFlags, run_plan
+    from planner.search.plan import Goal
+    from planner.simulator.setup import Slo
+
+    traffic = TrafficFlags(
+        trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter
+    )
+    hardware = HardwareFlags(model, device, cost, price, element_bytes)
+    goal = Goal(Slo(ttft, tpot), attainment, devices, tuple(step_tokens or (2048, 8192)), running)
+    raise typer.Exit(run_plan(PlanFlags(traffic, hardware, goal, source, simulated, jobs, state, report, values, json)))
+
+
+def profile(
+    output: Annotated[Path, typer.Argument(help="Cost model to write (JSON), for --cost of simulate and plan.")],
+    config: Config = None,
+    model: Model = None,
+    device: Annotated[
+        str, typer.Option(help="Device whose links the model assumes: a100, ..., cpu, or a YAML file.")
+    ] = "cpu",
+) -> None:
+    """Measure the engine's steps on this hardware, for `tandem simulate --cost` and `tandem plan --cost`."""
+    from cluster.cli.commands.planning.profile import run_profile
+
+    raise typer.Exit(run_profile(config, model, device, output))
+
+
+def bench(
+    trace: Traffic,
+    api: Annotated[str, typer.Option(help="tandem (gRPC), completions (token ids) or chat (text).")] = "tandem",
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="grpc://HOST:PORT, or http://HOST:PORT/v1 of an OpenAI API. Default: a cluster on this machine."
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option("--model", help="Served name of the model. Default with --api tandem: the only one.")
+    ] = "",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="TANDEM_API_KEY", help="API key, if the server requires one. Default: none.")
+    ] = None,
+    ca: Annotated[
+        Path | None, typer.Option(help="PEM file with the CA of the server's certificate. Default: the system's.")
+    ] = None,
+    cluster: ClusterName = None,
+    ttft: Ttft = None,
+    tpot: Tpot = None,
+    arrivals: Arrivals = None,
+    lengths: Lengths = None,
+    prefixes: Prefixes = None,
+    start: Start = 0.0,
+    duration: Duration = None,
+    requests: Requests = None,
+    load: Load = 1.0,
+    prompts: Prompts = 1.0,
+    outputs: Outputs = 1.0,
+    seed: Seed = 0,
+    jitter: Jitter = True,
+    connections: Annotated[int, typer.Option(help="Maximum number of concurrent requests.", min=1, max=65536)] = 1024,
+    timeout: Annotated[float, typer.Option(help="Seconds until a request is cancelled.", min=0.1, max=86400)] = 600.0,
+    warm_up: Annotated[int, typer.Option(help="Warm-up requests, which are not measured.", min=0, max=1000)] = 2,
+    ignore_eos: Annotated[bool, typer.Option(help="Force outputs of exactly the trace's lengths.")] = True,
+    vocab: Annotated[
+        int | None,
+        typer.Option(
+            help="Draw prompt token ids below this. Default: the server's vocabulary; with --api completions: 32000."
+        ),
+    ] = None,
+    prompt_seed: Annotated[
+        int | None, typer.Option(help="Seed of the prompts, to repeat a run. Default: random.", min=0)
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="File to write the JSON to, for `tandem compare`. Default: none.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Play a trace against a cluster or any OpenAI endpoint, and measure the figures that `simulate` predicts."""
+    from cluster.cli.commands.planning.bench import BenchFlags, run_bench
+    from cluster.cli.commands.planning.inputs import TrafficFlags
+    from cluster.cli.load.player import LoadLimits
+    from planner.simulator.setup import Slo
+
+    traffic = TrafficFlags(
+        trace, arrivals, lengths, prefixes, start, duration, requests, load, prompts, outputs, seed, jitter
+    )
+    flags = BenchFlags(
+        traffic, Slo(ttft, tpot), api, url, cluster, model, api_key, ca, LoadLimits(connections, timeout), warm_up,
+        ignore_eos, vocab, prompt_seed, output, json,
+    )  # fmt: skip
+    raise typer.Exit(run_bench(flags))
+
+
+Result = Annotated[Path, typer.Argument(help="Output of `simulate --json` or `bench --json`.")]
+
+
+def compare(
+    a: Result,
+    b: Result,
+    json: Json = False,
+) -> None:
+    """Compare two results: prediction and measurement, two ratios, or Tandem and another server."""
+    from cluster.cli.commands.planning.compare import run_compare
+
+    raise typer.Exit(run_compare(a, b, json))
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(profile)
+    app.command()(simulate)
+    app.command()(plan)
+    app.command()(bench)
+    app.command()(compare)

@@ -1,0 +1,117 @@
+"""The answer to `tandem status`: every worker, router and process of the cluster, as a protobuf message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.control.autoscaling import Autoscaling
+from cluster.control.redis import Redis
+from cluster.control.router_slot import RouterState
+from cluster.control.routers import Routers
+from cluster.control.worker_slot import ROLES, WorkerSlot, WorkerState
+from cluster.control.workers import Workers
+from tandem.config.spec import ClusterSpec
+from tandem.v1 import cluster_pb2
+from tandem.version import tandem_version
+
+
+class StatusReport:
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        backend_name: str,
+        log_dir: Path,
+        *,
+        workers: Workers,
+        routers: Routers,
+        redis: Redis,
+        autoscaling: Autoscaling,
+    ) -> None:
+        self._spec = spec
+        self._backend_name = backend_name
+        self._log_dir = log_dir
+        self._workers = workers
+        self._routers = routers
+        self._redis = redis
+        self._autoscaling = autoscaling
+
+    async def build(self) -> cluster_pb2.ClusterStatus:
+        slots = sorted(self._workers.slots.values(), key=lambda slot: slot.worker_id)
+        workers, routers, router_processes, redis_processes, redis = await asyncio.gather(
+            asyncio.gather(*(self._worker(slot) for slot in slots)),
+            self._routers.status(),
+            self._routers.processes(),
+            self._redis.processes(),
+            self._redis.state(),
+        )
+        drop_stale_links(workers)
+        return cluster_pb2.ClusterStatus(
+            cluster=self._spec.name,
+            version=tandem_version(),
+            backend=self._backend_name,
+            http_address=self._routers.http_address,
+            grpc_address=self._routers.grpc_address,
+            http_scheme="http" if self._spec.router.tls is None else "https",
+            log_dir=str(self._log_dir),
+            redis=redis,
+            workers=workers,
+            processes=[
+                cluster_pb2.Process(name=process.name, pid=process.pid)
+                for process in (*redis_processes, *router_processes)
+            ],
+            router_ready=bool(routers) and all(router.state is RouterState.READY for router in routers),
+            autoscaler=self._autoscaling.status(),
+            routers=[
+                cluster_pb2.RouterStatus(
+                    router_id=router.name,
+                    state=router.state.value,
+                    restarts=router.restarts,
+                    http_address=router.http_address,
+                    grpc_address=router.grpc_address,
+                )
+                for router in routers
+            ],
+        )
+
+    async def _worker(self, slot: WorkerSlot) -> cluster_pb2.WorkerStatus:
+        info = cluster_pb2.WorkerInfo()
+        if slot.info is not None:
+            info.CopyFrom(slot.info)
+        info.worker_id, info.epoch, info.role = slot.worker_id, slot.epoch, ROLES[slot.role]
+        info.model = slot.model.spec.served_name
+        info.layout.tp = slot.pool.tp
+        live, processes = await asyncio.gather(self._workers.state(slot), slot.processes())
+        del info.processes[:]
+        for process in processes:
+            info.processes.add(name=process.name, pid=process.pid)
+        unreachable = slot.state is WorkerState.READY and live is None
+        status = cluster_pb2.WorkerStatus(
+            info=info,
+            state=_shown_state(slot, unreachable=unreachable),
+            reason=slot.reason,
+            restarts=slot.restarts,
+        )
+        if live is not None:
+            status.live.CopyFrom(live)
+        return status
+
+
+def drop_stale_links(workers: Sequence[cluster_pb2.WorkerStatus]) -> None:
+    """Removes links that are down for good: the peer left the cluster, or a role change put both ends in one pool."""
+    pools = {each.info.worker_id: (each.info.model, each.info.role) for each in workers}
+    for worker in workers:
+        links = worker.live.links if worker.HasField("live") else []
+        pool = pools[worker.info.worker_id]
+        wanted = [link for link in links if link.state != "down" or pools.get(link.peer_worker, pool) != pool]
+        if len(wanted) < len(links):
+            del worker.live.links[:]
+            worker.live.links.extend(wanted)
+
+
+def _shown_state(slot: WorkerSlot, *, unreachable: bool) -> str:
+    if unreachable:
+        return "unreachable"
+    draining = slot.state is WorkerState.READY and slot.drain != cluster_pb2.DRAIN_NONE
+    return "draining" if draining else slot.state.value

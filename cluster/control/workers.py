@@ -1,0 +1,210 @@
+"""The workers of a running cluster: their slots, the directory that others follow, and every change of either."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import grpc.aio
+
+from cluster.backends.protocol import Backend, Resources
+from cluster.control.directory import Directory
+from cluster.control.tasks import raise_failure, run_together
+from cluster.control.worker_slot import ROLES, EpochSettings, WorkerSlot, WorkerState
+from cluster.spec.resolve import ResolvedCluster, ResolvedModel, check_memory_for
+from tandem.config.spec import Role
+from tandem.errors import ConfigError, TandemError
+from tandem.rpc.grpc_errors import error_from_rpc
+from tandem.rpc.grpc_tls import ChannelCache, ClusterTls
+from tandem.rpc.identity import Identity
+from tandem.v1 import cluster_pb2, worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+SHARED_CPUS = 8  # ranks that share one CPU in a local Ray cluster; in another, each rank reserves its own threads
+STATE_TIMEOUT_S = 2.0
+
+
+class Workers:
+    """Adds, removes and watches workers. `start` comes first: until then there are none.
+
+    `announce` receives one sentence for each change that a user may want to see.
+    """
+
+    def __init__(self, cluster: ResolvedCluster, backend: Backend, tls: ClusterTls | None) -> None:
+        self.slots: dict[str, WorkerSlot] = {}
+        self.directory = Directory()
+        self.announce: Callable[[str], None] = lambda text: None
+        self._spec = cluster.spec
+        self._models = cluster.models
+        self._backend = backend
+        self._settings: EpochSettings | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._channels = ChannelCache(tls, Identity.WORKER)
+
+    @property
+    def models(self) -> tuple[ResolvedModel, ...]:
+        return self._models
+
+    def model(self, name: str) -> ResolvedModel:
+        """The model with this served name; an empty name means the only one. Raises ConfigError."""
+        models = {model.spec.served_name: model for model in self._models}
+        if not name and len(models) == 1:
+            return next(iter(models.values()))
+        if name not in models:
+            raise ConfigError(f"model: expected one of {', '.join(models)}, got {name!r}", field="model")
+        return models[name]
+
+    def slots_of(self, model: ResolvedModel) -> list[WorkerSlot]:
+        """The model's workers, without those that were given up."""
+        return [slot for slot in self.slots.values() if slot.model is model and not slot.is_given_up]
+
+    def name_prefix(self, model: ResolvedModel) -> str:
+        """What precedes the role and number in a worker id: empty if the cluster has one model."""
+        return f"{model.spec.served_name.replace('/', '-')}-" if len(self._models) > 1 else ""
+
+    # --- start and stop ----------------------------------------------------------------------------------------
+
+    async def start(self, settings: EpochSettings) -> None:
+        """Starts every worker of the spec. Raises ConfigError if one has no room."""
+        self._settings = settings
+        starts = []
+        for model in self._models:
+            prefix = self.name_prefix(model)
+            for role, pool in ((Role.PREFILL, model.spec.prefill), (Role.DECODE, model.spec.decode)):
+                names = [f"{prefix}{role.value}-{number}" for number in range(pool.workers)]
+                starts += [self.add(name, role, model) for name in names]
+        await run_together(*starts)
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._channels.close()
+
+    async def pending(self) -> str:
+        """Names the workers or links that are not ready yet; empty if all are.
+
+        Raises TandemError for what can never become ready, and any exception that ended a worker's task.
+        """
+        for slot in self.slots.values():
+            if slot.state is WorkerState.FAILED:
+                raise ConfigError(f"{slot.worker_id} cannot start: {slot.reason}")
+        raise_failure(self._tasks.values())
+        starting = [slot.worker_id for slot in self.slots.values() if slot.state is not WorkerState.READY]
+        if starting:
+            return f"workers {', '.join(starting)}"
+        return await self._pending_links()
+
+    async def _pending_links(self) -> str:
+        for slot in self.slots.values():
+            if slot.role is not Role.PREFILL:
+                continue
+            state = await self.state(slot)
+            links = state.links if state is not None else []
+            refused = [link for link in links if link.state == "refused"]
+            if refused:
+                raise ConfigError(f"{slot.worker_id} cannot reach {refused[0].peer_worker}: {refused[0].reason}")
+            ready = {link.peer_worker for link in links if link.state == "ready"}
+            peers = {s.worker_id for s in self.slots.values() if s.role is Role.DECODE and s.model is slot.model}
+            if peers - ready or any(link.state != "ready" for link in links):
+                return f"links from {slot.worker_id}"
+        return ""
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    async def add(self, worker_id: str, role: Role, model: ResolvedModel) -> WorkerSlot:
+        """Places the worker and starts its first epoch. Raises ConfigError if no host has room for it."""
+        if self._settings is None:
+            raise ConfigError(f"{worker_id}: expected a started cluster: a worker can be added only after the start")
+        pool = model.spec.prefill if role is Role.PREFILL else model.spec.decode
+        resources = _rank_resources(model, own_ray=self._spec.control.ray_address is None)
+        members = await self._backend.place(worker_id, [resources] * pool.tp)
+        slot = WorkerSlot(worker_id, role, model, members, self._settings, self._slot_changed)
+        self.slots[worker_id] = slot
+        self.directory.put_place(_place(slot))
+        self._tasks[worker_id] = asyncio.create_task(slot.run())
+        return slot
+
+    def change_role(self, worker_id: str, role: Role) -> None:
+        """Changes the role in the directory, which routers and workers follow. Processes keep running."""
+        slot = self.slots[worker_id]
+        slot.role = role
+        self.directory.put_place(_place(slot))
+        self.directory.change(worker_id, role=ROLES[role])
+        self.announce(f"{worker_id} is a {role.value} worker now")
+
+    def set_drain(self, slot: WorkerSlot, drain: cluster_pb2.Drain.ValueType) -> None:
+        slot.drain = drain
+        self.directory.change(slot.worker_id, drain=drain)
+
+    async def remove(self, worker_id: str) -> None:
+        """Stops the worker's processes and releases its place."""
+        self.directory.remove(worker_id)
+        self.directory.remove_place(worker_id)
+        del self.slots[worker_id]
+        task = self._tasks.pop(worker_id)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await self._backend.release(worker_id)
+        await self._channels.forget(worker_id)
+        self.announce(f"{worker_id} left the cluster")
+
+    def register(self, info: cluster_pb2.WorkerInfo) -> None:
+        """Makes a started worker ready. Raises TandemError if the epoch is not the one the controller started, or the
+        worker is incompatible with the others."""
+        slot = self.slots.get(info.worker_id)
+        if slot is None or not slot.accepts(info.epoch):
+            raise ConfigError(
+                f"worker_id: {info.worker_id} in epoch {info.epoch} is not a worker of this cluster", field="worker_id"
+            )
+        info.role, info.drain = ROLES[slot.role], slot.drain  # both may have changed since the epoch started
+        try:
+            self.directory.put(info)
+        except TandemError as error:
+            slot.refuse(error.message)
+            raise
+        slot.registered(info)
+
+    def _slot_changed(self, slot: WorkerSlot) -> None:
+        if slot.state is WorkerState.READY:
+            self.announce(f"{slot.worker_id} is ready{' again' if slot.restarts else ''}")
+        else:
+            self.directory.remove(slot.worker_id)
+        self.directory.put_place(_place(slot))
+
+    # --- state -------------------------------------------------------------------------------------------------
+
+    async def state(self, slot: WorkerSlot) -> worker_pb2.WorkerState | None:
+        """The state that the worker reports; None if it does not answer."""
+        if slot.info is None:
+            return None
+        channel = await self._channels.get(slot.worker_id, slot.info.address)
+        stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
+        try:
+            return await stub.GetState(worker_pb2.GetStateRequest(), timeout=STATE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.info("%s does not answer: %s", slot.worker_id, error_from_rpc(error).message)
+            return None
+
+    def check_room(self, model: ResolvedModel, roles: Sequence[Role]) -> None:
+        """Raises ConfigError or InsufficientMemory if the devices cannot hold these additional workers."""
+        if model.spec.engine.device == "cpu" and self._spec.control.ray_address is None:
+            check_memory_for(model, roles)
+
+
+def _place(slot: WorkerSlot) -> cluster_pb2.WorkerPlace:
+    return cluster_pb2.WorkerPlace(
+        worker_id=slot.worker_id,
+        model=slot.model.spec.served_name,
+        role=ROLES[slot.role],
+        ranks=slot.pool.tp,
+        restarts=slot.restarts,
+    )
+
+
+def _rank_resources(model: ResolvedModel, *, own_ray: bool) -> Resources:
+    engine = model.spec.engine
+    cpus = engine.threads_per_rank / (SHARED_CPUS if own_ray else 1)
+    return Resources(cpus=cpus, gpus=1.0 if engine.device.startswith("cuda") else 0.0)

@@ -1,0 +1,48 @@
+"""Subscribes all observers of requests to the core's facts, in the order in which they read each other's notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.dashboard.feed import Feed
+from router.observe.demand import DemandMeter
+from router.observe.export import TraceExport
+from router.observe.metrics.requests import RouterMetrics
+from router.observe.paces import Paces
+from router.observe.request_log import RequestLog
+from router.observe.request_tap import RequestTap
+from router.observe.trace import Traces
+from router.probes.health_facts import HealthFacts
+from router.requests.core import RequestCore
+from router.requests.facts import Facts
+from router.workers.fleet import Fleet
+from tandem.config.spec import ClassSpec
+
+
+class Observers:
+    """All that subscribes to facts about requests; nothing below knows of it."""
+
+    def __init__(
+        self,
+        facts: Facts,
+        core: RequestCore,
+        fleet: Fleet,
+        metrics: RouterMetrics,
+        feed: Feed,
+        classes: Sequence[ClassSpec],
+        export: TraceExport | None,
+    ) -> None:
+        self.traces = Traces(fleet)
+        self.tap = RequestTap(self.traces)
+        self.demand = DemandMeter(classes)
+        self.traces.subscribe(facts)
+        RequestLog(self.traces).subscribe(facts)
+        Paces(fleet).subscribe(facts)
+        HealthFacts(fleet, core.placer).subscribe(facts)
+        self.demand.subscribe(facts)
+        metrics.subscribe(facts, self.traces)
+        feed.subscribe(facts)
+        self.tap.subscribe(facts)
+        if export is not None:
+            export.subscribe(facts, self.traces)
+        self.traces.subscribe_last(facts)

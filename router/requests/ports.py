@@ -1,0 +1,46 @@
+"""What a run needs of others, as protocols: the request it serves, and what turns its tokens into text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from router.requests.output import Piece
+from tandem.kvcache.blockhash import BlockHash
+from tandem.request import SamplingParams
+
+
+class Request(Protocol):
+    """What the core reads of a valid request. `prompt` is read only if its logprobs were asked for."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def prompt(self) -> Sequence[int]: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def block_hashes(self) -> Sequence[BlockHash]: ...
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def session(self) -> bytes | None: ...
+
+
+class Assembler(Protocol):
+    """Tokens to pieces of text."""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string is complete."""
+        ...
+
+    def push(self, token: Any) -> Piece: ...
+
+    def flush(self) -> Piece | None:
+        """The text held back, at an end that is no stop string."""
+        ...

@@ -1,0 +1,161 @@
+"""The workers of a cluster without processes: placing, registration, role changes, removal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from cluster.backends.protocol import MemberHandle, MemberStart, Resources, RunningProcess
+from cluster.control.worker_slot import EpochSettings, WorkerState
+from cluster.control.workers import Workers
+from cluster.spec.resolve import ResolvedCluster, resolve_models
+from tandem.config.spec import ClusterSpec, Role
+from tandem.errors import ConfigError, IncompatiblePools
+from tandem.testing.models import write_tiny_llama
+from tandem.v1 import cluster_pb2
+
+
+class IdleMember:
+    """Starts nothing and never ends."""
+
+    def __init__(self) -> None:
+        self.starts = 0
+        self.stops = 0
+
+    async def start(self, start: MemberStart) -> None:
+        self.starts += 1
+
+    async def wait_end(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def processes(self) -> tuple[RunningProcess, ...]:
+        return ()
+
+    async def stop(self) -> None:
+        self.stops += 1
+
+
+@dataclass
+class FakeBackend:
+    name: str = "fake"
+    placed: dict[str, list[IdleMember]] = field(default_factory=dict)
+    released: list[str] = field(default_factory=list)
+    full: bool = False
+
+    async def open(self) -> None: ...
+
+    async def place(self, group: str, members: Sequence[Resources]) -> list[MemberHandle]:
+        if self.full:
+            raise ConfigError(f"{group}: no room")
+        self.placed[group] = [IdleMember() for _ in members]
+        return list(self.placed[group])
+
+    async def place_local(self, name: str) -> MemberHandle:
+        return IdleMember()
+
+    async def release(self, group: str) -> None:
+        self.released.append(group)
+
+    async def draining(self) -> frozenset[str]:
+        return frozenset()
+
+    def reschedule(self, group: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend()
+
+
+@pytest.fixture
+async def workers(backend: FakeBackend, tmp_path: Path) -> AsyncIterator[Workers]:
+    source = str(write_tiny_llama(tmp_path / "tiny"))
+    spec = ClusterSpec.model_validate({"models": [{"source": source, "decode": {"workers": 2}}]})
+    cluster = ResolvedCluster(spec, resolve_models(spec, lambda what: None, fetch=False))
+    workers = Workers(cluster, backend, None)
+    await workers.start(EpochSettings(spec, "127.0.0.1:1", None, tmp_path / "run"))
+    yield workers
+    await workers.close()
+
+
+def info(workers: Workers, worker_id: str, dtype: str = "float32") -> cluster_pb2.WorkerInfo:
+    slot = workers.slots[worker_id]
+    found = cluster_pb2.WorkerInfo(worker_id=worker_id, epoch=slot.epoch, model=slot.model.spec.served_name)
+    found.layout.tp, found.layout.kv_heads, found.layout.dtype = 1, 2, dtype
+    return found
+
+
+async def test_every_worker_of_the_spec_is_placed_and_none_is_ready_yet(workers: Workers, backend: FakeBackend) -> None:
+    assert set(backend.placed) == {"prefill-0", "decode-0", "decode-1"}
+    directory = workers.directory.snapshot()
+    assert {place.worker_id for place in directory.places} == set(backend.placed)
+    assert not directory.workers
+    assert await workers.pending() == "workers prefill-0, decode-0, decode-1"
+
+
+async def test_a_registered_worker_is_ready_and_announced(workers: Workers) -> None:
+    announced: list[str] = []
+    workers.announce = announced.append
+    workers.register(info(workers, "decode-1"))
+    assert workers.slots["decode-1"].state is WorkerState.READY
+    assert workers.directory.get("decode-1") is not None
+    assert announced == ["decode-1 is ready"]
+    assert await workers.pending() == "workers prefill-0, decode-0"
+
+
+async def test_another_epoch_cannot_register(workers: Workers) -> None:
+    stale = info(workers, "decode-1")
+    stale.epoch += 1
+    with pytest.raises(ConfigError, match="decode-1 in epoch"):
+        workers.register(stale)
+    assert workers.directory.get("decode-1") is None
+
+
+async def test_an_incompatible_worker_is_given_up_with_the_reason(workers: Workers) -> None:
+    workers.register(info(workers, "decode-0"))
+    with pytest.raises(IncompatiblePools):
+        workers.register(info(workers, "decode-1", dtype="bfloat16"))
+    assert workers.slots["decode-1"].is_given_up
+    assert len(workers.slots_of(workers.model(""))) == 2
+    with pytest.raises(ConfigError, match=r"decode-1 cannot start: .*bfloat16"):
+        await workers.pending()
+
+
+async def test_a_role_change_reaches_the_directory_and_stops_nothing(workers: Workers, backend: FakeBackend) -> None:
+    workers.register(info(workers, "decode-1"))
+    epoch = workers.slots["decode-1"].epoch
+    workers.change_role("decode-1", Role.PREFILL)
+    registered = workers.directory.get("decode-1")
+    assert registered is not None
+    assert registered.role == cluster_pb2.ROLE_PREFILL
+    assert (workers.slots["decode-1"].epoch, backend.placed["decode-1"][0].stops) == (epoch, 0)
+
+
+async def test_a_removed_worker_is_stopped_and_its_place_released(workers: Workers, backend: FakeBackend) -> None:
+    workers.register(info(workers, "decode-1"))
+    await workers.remove("decode-1")
+    assert set(workers.slots) == {"prefill-0", "decode-0"}
+    assert {place.worker_id for place in workers.directory.snapshot().places} == {"prefill-0", "decode-0"}
+    assert workers.directory.get("decode-1") is None
+    assert backend.released == ["decode-1"]
+    assert backend.placed["decode-1"][0].stops > 0
+
+
+async def test_a_worker_without_room_leaves_nothing_behind(workers: Workers, backend: FakeBackend) -> None:
+    backend.full = True
+    with pytest.raises(ConfigError, match="no room"):
+        await workers.add("decode-2", Role.DECODE, workers.model(""))
+    assert "decode-2" not in workers.slots
+    assert len(workers.directory.snapshot().places) == 3
+
+
+async def test_an_unknown_model_is_answered_with_the_served_names(workers: Workers) -> None:
+    with pytest.raises(ConfigError, match=r"model: expected one of tiny, got 'other'"):
+        workers.model("other")

@@ -1,0 +1,112 @@
+"""The roles of a worker: what a role adds to the leader's loop, and which role handles which frame and request.
+
+A worker can play every role at any time. Routers choose the role by what they ask for, so a worker changes its role
+without a pause and keeps weights, KV pool and prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvtransfer.control import FromAgent
+from tandem.engine.api import RequestEnd
+from tandem.errors import InputError, RequestCancelled, TandemError
+from tandem.v1 import worker_pb2
+from worker.requests import RequestBook
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """One epoch of a worker. `ticket_key` signs this epoch's tickets; only the worker's own agents receive it."""
+
+    worker_id: str
+    epoch: int
+    tp: int
+    model_fingerprint: str
+    block_tokens: int
+    ticket_key: bytes = field(repr=False)
+
+
+class RoleHandler(Protocol):
+    """One role in the leader's loop."""
+
+    def on_frame(self, session: int, frame: worker_pb2.RouterFrame) -> None:
+        """Handles one frame from a router. Raises TandemError when the role refuses it."""
+        ...
+
+    def owns(self, engine_id: str) -> bool:
+        """Whether this role handles the request at present."""
+        ...
+
+    def cancel(self, engine_id: str, error: TandemError) -> None:
+        """Ends a request that this role owns."""
+        ...
+
+    def on_agent(self, rank: int, message: FromAgent) -> None: ...
+
+    def on_agent_lost(self, rank: int) -> None:
+        """The transfer agent beside `rank` died. It reads and writes nothing any more."""
+        ...
+
+    def after_step(self, ended: Sequence[RequestEnd]) -> None:
+        """Requests that this role owns left the engine."""
+        ...
+
+    def tick(self) -> None:
+        """Called at least once a second, for deadlines."""
+        ...
+
+
+class RoleSet:
+    """Dispatches frames by their kind, and everything about a request to the role that owns it.
+
+    Args:
+        roles: in the order in which `owns` is called. The last one owns every request that no other role owns.
+        by_frame: the role that handles each kind of router frame.
+    """
+
+    def __init__(
+        self, requests: RequestBook, roles: Sequence[RoleHandler], by_frame: Mapping[str, RoleHandler]
+    ) -> None:
+        self._requests = requests
+        self._roles = tuple(roles)
+        self._by_frame = by_frame
+
+    def on_frame(self, session: int, frame: worker_pb2.RouterFrame) -> None:
+        """Raises TandemError when the frame is refused."""
+        kind = frame.WhichOneof("frame") or ""
+        if kind == "cancel":
+            if engine_id := self._requests.find(session, frame.cancel.request_id):
+                self._owner(engine_id).cancel(engine_id, RequestCancelled("the router cancelled the request"))
+        elif kind in self._by_frame:
+            self._by_frame[kind].on_frame(session, frame)
+        else:
+            raise InputError(f"frame: expected one of cancel, {', '.join(self._by_frame)}, got {kind or 'none'}")
+
+    def on_session_closed(self, session: int) -> None:
+        for engine_id in self._requests.of_session(session):
+            self._owner(engine_id).cancel(engine_id, RequestCancelled("the router's session ended"))
+
+    def on_agent(self, rank: int, message: FromAgent) -> None:
+        for role in self._roles:
+            role.on_agent(rank, message)
+
+    def on_agent_lost(self, rank: int) -> None:
+        for role in self._roles:
+            role.on_agent_lost(rank)
+
+    def after_step(self, ended: Sequence[RequestEnd]) -> None:
+        owners = [self._owner(end.request_id) for end in ended]
+        for role in self._roles:
+            owned = [end for end, owner in zip(ended, owners, strict=True) if owner is role]
+            if owned:
+                role.after_step(owned)
+
+    def tick(self) -> None:
+        for role in self._roles:
+            role.tick()
+
+    def _owner(self, engine_id: str) -> RoleHandler:
+        return next((role for role in self._roles if role.owns(engine_id)), self._roles[-1])
