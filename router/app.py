@@ -17,7 +17,8 @@ from router.dashboard.feed import Feed
 from router.dashboard.source import SnapshotSource
 from router.dashboard.view import RouterView
 from router.edge.grpc import GrpcServer
-from router.edge.http import HttpEdge, HttpServer, bind
+from router.edge.http import HttpEdge
+from router.edge.http_server import HttpServer, bind
 from router.edge.limits.http import connections_for
 from router.edge.tls import EdgeTls
 from router.edge.traces import TracesEdge
@@ -169,7 +170,7 @@ class RouterApp:
         sock = bind(spec.http_host, spec.http_port)
         self.http_port: int = sock.getsockname()[1]
         self._http = HttpServer(
-            HttpEdge(self.service, max_body_bytes=spec.max_body_bytes, more_routes=dashboard),
+            HttpEdge(self.service, max_body_bytes=spec.max_body_bytes, more_routes=dashboard).app(),
             sock,
             max_connections=connections,
             client_timeout_s=spec.client_timeout_s,

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 from router.auth.call import Call
 from router.auth.calls import Calls
+from router.auth.principal import ANONYMOUS
 from router.observe.metrics.requests import RouterMetrics
 from router.probes.readiness import Readiness
 from router.request_ids import new_request_id
 from router.requests.answers import Answers, Submitted
 from router.requests.dispatcher import Dispatcher
 from router.requests.request import Message, RawRequest, ServingModel, ValidRequest
-from router.terms import PRIORITY, RequestTerms, TermsParser
+from router.terms import RequestTerms, TermsParser
 from tandem.errors import InputError, ModelNotFound, RateLimited, TandemError
 
 
@@ -66,15 +67,16 @@ class RouterService:
     def terms(
         self, header: Callable[[str], str | None], remaining_s: float | None = None, call: Call | None = None
     ) -> RequestTerms:
-        """Parses the terms of a request. Call on arrival: deadlines count from here.
+        """Parses the terms of a request, and counts it against its key's limit. Call on arrival: deadlines count from
+        here.
 
-        Raises InputError as TermsParser.parse does, PermissionDenied, RateLimited.
+        Raises as TermsParser.parse does, and RateLimited.
         """
         try:
-            terms = self._terms.parse(header, remaining_s)
-            if call is None:
-                return terms
-            return self.calls.grant(call, terms, self._terms.names, class_is_named=header(PRIORITY) is not None)
+            terms = self._terms.parse(header, remaining_s, call)
+            if call is not None:
+                call.take_request()
+            return terms
         except TandemError as error:
             self.rejected("", error)
             raise
@@ -123,9 +125,9 @@ class RouterService:
             model = self.model(raw.model, call, required=model_required)
             if call is not None:
                 call.request_id = request_id
-                call.asks(model.name)
+                call.name_model(model.name)
             limit = self.dispatcher.fleet.max_model_tokens(model.name)
-            salt = self.calls.cache_salt(terms, raw.cache_salt)
+            salt = self.calls.salts.salt(_authenticated_tenant(terms), raw.cache_salt)
             return model, await model.parse(
                 raw, self.executor, max_model_tokens=limit, request_id=request_id, cache_salt=salt
             )
@@ -138,7 +140,7 @@ class RouterService:
         if terms is None or terms.call is None:
             return
         try:
-            self.calls.check_prompt(terms.call, sum(request.prompt_tokens for request in requests))
+            terms.call.check_prompt(sum(request.prompt_tokens for request in requests))
         except RateLimited as error:
             self.rejected(requests[0].model, error)
             raise
@@ -146,7 +148,7 @@ class RouterService:
     def _count_prompts(self, requests: Sequence[ValidRequest], terms: RequestTerms | None) -> None:
         if terms is not None and terms.call is not None:
             tokens = sum(request.prompt_tokens for request in requests)
-            self.calls.took_prompt(terms.call, requests[0].model, tokens)
+            terms.call.add_prompt(requests[0].model, tokens)
 
     async def tokenize(
         self, model: str, prompt: str | tuple[Message, ...], call: Call | None = None, *, special_tokens: bool = True
@@ -163,7 +165,7 @@ class RouterService:
     def _count_call(self, name: str, call: Call | None) -> ServingModel:
         """The model of a call that submits no request; counts against the caller's request rate."""
         if call is not None:
-            self.calls.take_request(call)
+            call.take_request()
         model = self.model(name, call, required=False)
         if call is not None:
             call.model = model.name
@@ -180,6 +182,13 @@ class RouterService:
     def ready(self) -> bool:
         """Whether at least one model passed a canary and the router is not draining."""
         return not self.dispatcher.draining and any(self.model_ready(name) for name in self.models)
+
+
+def _authenticated_tenant(terms: RequestTerms | None) -> str:
+    """Empty for a tenant that is only claimed: it has no salt, as anyone who claims it could share its blocks."""
+    if terms is None or terms.call is None or terms.call.principal is ANONYMOUS:
+        return ""
+    return terms.tenant
 
 
 def _choice(request: ValidRequest, number: int, request_id: str) -> ValidRequest:

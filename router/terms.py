@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from router.auth.call import Call
+from router.auth.principal import Principal
 from router.request_ids import client_request_id
 from tandem.clock import Clock
 from tandem.config.spec import ClassSpec
-from tandem.errors import InputError
+from tandem.errors import InputError, PermissionDenied
 from tandem.telemetry.trace_context import TraceContext, TraceSampler
 
 PRIORITY = "x-tandem-priority"
@@ -53,15 +54,26 @@ class TermsParser:
         self._clock = clock
         self._sampler = sampler or TraceSampler(None)
 
-    def parse(self, header: Callable[[str], str | None], remaining_s: float | None = None) -> RequestTerms:
+    def parse(
+        self, header: Callable[[str], str | None], remaining_s: float | None = None, call: Call | None = None
+    ) -> RequestTerms:
         """Parses a request's headers.
 
         Args:
             header: gives the value of a header by its lower-case name.
             remaining_s: the deadline of the transport (gRPC), if any.
+            call: limits the terms to those that its key allows.
 
-        Raises InputError naming the header.
+        Raises InputError, PermissionDenied naming the header.
         """
+        terms = self._parse(header, remaining_s)
+        if call is None:
+            return terms
+        call.tenant = _tenant(call.principal, terms)
+        priority = self._priority(call.principal, terms, is_named=header(PRIORITY) is not None)
+        return replace(terms, tenant=call.tenant, priority=priority, call=call)
+
+    def _parse(self, header: Callable[[str], str | None], remaining_s: float | None) -> RequestTerms:
         priority, tenant, timeout = header(PRIORITY), header(TENANT), header(TIMEOUT)
         arrived_s, trace = self._clock.now_s(), self._sampler.context(header)
         client_id = client_request_id(header(REQUEST_ID))
@@ -81,6 +93,24 @@ class TermsParser:
             trace=trace,
             client_id=client_id,
         )
+
+    def _priority(self, principal: Principal, terms: RequestTerms, *, is_named: bool) -> str:
+        """Without a named class, the first one that the key allows."""
+        if principal.priorities is None or terms.priority in principal.priorities:
+            return terms.priority
+        allowed = [each for each in self.names if each in principal.priorities]
+        if is_named or not allowed:
+            known = ", ".join(repr(each) for each in allowed) or "none"
+            raise PermissionDenied(f"{PRIORITY}: the key allows {known}, not {terms.priority!r}", field=PRIORITY)
+        return allowed[0]
+
+
+def _tenant(principal: Principal, terms: RequestTerms) -> str:
+    if terms.tenant and terms.tenant != principal.tenant and not principal.admin:
+        raise PermissionDenied(
+            f"{TENANT}: the tenant is that of the key, {principal.tenant!r}; leave the header out", field=TENANT
+        )
+    return terms.tenant or principal.tenant
 
 
 def _seconds(text: str | None) -> float | None:

@@ -1,56 +1,56 @@
-"""The one table that says what each HTTP route and gRPC method asks of who calls it.
+"""The access that each HTTP route and gRPC method requires.
 
-What is not listed is for admins only; a test demands that everything is listed.
+What is not listed requires an admin key. A test checks that everything is listed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from router.auth.principal import Access
+from router.auth.principal import AccessLevel
 
-HTTP_ACCESS: Mapping[str, Access] = {
-    "/v1/chat/completions": Access.CALLER,
-    "/v1/completions": Access.CALLER,
-    "/v1/responses": Access.CALLER,
-    "/tokenize": Access.CALLER,
-    "/detokenize": Access.CALLER,
-    "/tokenizer_info": Access.CALLER,
-    "/v1/models": Access.CALLER,
-    "/v1/models/{name:path}": Access.CALLER,
-    "/openapi.json": Access.CALLER,
-    "/health": Access.PUBLIC,
-    "/ready": Access.PUBLIC,
-    "/metrics": Access.ADMIN,
-    "/dashboard": Access.PUBLIC,  # the page holds no data
-    "/dashboard/": Access.PUBLIC,
-    "/dashboard/static/{name}": Access.PUBLIC,
-    "/dashboard/api/v1/snapshot": Access.ADMIN,
-    "/dashboard/api/v1/requests/{request_id}": Access.ADMIN,
+HTTP_ACCESS: Mapping[str, AccessLevel] = {
+    "/v1/chat/completions": AccessLevel.CALLER,
+    "/v1/completions": AccessLevel.CALLER,
+    "/v1/responses": AccessLevel.CALLER,
+    "/tokenize": AccessLevel.CALLER,
+    "/detokenize": AccessLevel.CALLER,
+    "/tokenizer_info": AccessLevel.CALLER,
+    "/v1/models": AccessLevel.CALLER,
+    "/v1/models/{name:path}": AccessLevel.CALLER,
+    "/openapi.json": AccessLevel.CALLER,
+    "/health": AccessLevel.PUBLIC,
+    "/ready": AccessLevel.PUBLIC,
+    "/metrics": AccessLevel.ADMIN,
+    "/dashboard": AccessLevel.PUBLIC,  # the page holds no data
+    "/dashboard/": AccessLevel.PUBLIC,
+    "/dashboard/static/{name}": AccessLevel.PUBLIC,
+    "/dashboard/api/v1/snapshot": AccessLevel.ADMIN,
+    "/dashboard/api/v1/requests/{request_id}": AccessLevel.ADMIN,
 }
 
 _INFERENCE = ("Generate", "Tokenize", "ListModels", "GetServerInfo")
 _OIP = (
     "ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer", "ModelStreamInfer",
 )  # fmt: skip
-GRPC_ACCESS: Mapping[str, Access] = {
-    **{f"/tandem.v1.Inference/{name}": Access.CALLER for name in _INFERENCE},
-    **{f"/inference.GRPCInferenceService/{name}": Access.CALLER for name in _OIP},
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Access.CALLER,
-    "/grpc.health.v1.Health/Check": Access.PUBLIC,
-    "/grpc.health.v1.Health/List": Access.PUBLIC,
-    "/grpc.health.v1.Health/Watch": Access.PUBLIC,
-    "/tandem.v1.Traces/GetTrace": Access.CONTROLLER,
-    "/tandem.v1.Traces/ListTraces": Access.CONTROLLER,
-    "/tandem.v1.Traces/GetSnapshot": Access.CONTROLLER,
-    "/tandem.v1.Traces/RecordRequests": Access.CONTROLLER,
-    "/tandem.v1.Traces/GetDemand": Access.CONTROLLER,
+GRPC_ACCESS: Mapping[str, AccessLevel] = {
+    **{f"/tandem.v1.Inference/{name}": AccessLevel.CALLER for name in _INFERENCE},
+    **{f"/inference.GRPCInferenceService/{name}": AccessLevel.CALLER for name in _OIP},
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": AccessLevel.CALLER,
+    "/grpc.health.v1.Health/Check": AccessLevel.PUBLIC,
+    "/grpc.health.v1.Health/List": AccessLevel.PUBLIC,
+    "/grpc.health.v1.Health/Watch": AccessLevel.PUBLIC,
+    "/tandem.v1.Traces/GetTrace": AccessLevel.CONTROLLER,
+    "/tandem.v1.Traces/ListTraces": AccessLevel.CONTROLLER,
+    "/tandem.v1.Traces/GetSnapshot": AccessLevel.CONTROLLER,
+    "/tandem.v1.Traces/RecordRequests": AccessLevel.CONTROLLER,
+    "/tandem.v1.Traces/GetDemand": AccessLevel.CONTROLLER,
 }
 
 
-def http_access(route: str) -> Access:
-    return HTTP_ACCESS.get(route, Access.ADMIN)
+def http_access(route: str) -> AccessLevel:
+    return HTTP_ACCESS.get(route, AccessLevel.ADMIN)
 
 
-def grpc_access(method: str) -> Access:
-    return GRPC_ACCESS.get(method, Access.ADMIN)
+def grpc_access(method: str) -> AccessLevel:
+    return GRPC_ACCESS.get(method, AccessLevel.ADMIN)

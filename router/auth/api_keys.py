@@ -1,7 +1,7 @@
-"""API keys: `tdm_ID_SECRET`. The id is public; of the secret (256 random bits) only the key's SHA-256 is kept. As the
-secret cannot be guessed, a plain hash is as good as a slow one, and costs a request a microsecond.
+"""API keys: `tdm_ID_SECRET`. The id is public. The file holds only the SHA-256 of the key: its secret has 256 random
+bits, so a slow hash would add no protection, and this one costs a request a microsecond.
 
-Pure: what is done with the file is in keys_file.
+Pure: keys_file reads and writes the file.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class KeySecret(Frozen):
 
     @property
     def digest_and_end(self) -> tuple[bytes, float | None]:
-        """The end in Unix seconds."""
+        """The end is in Unix seconds; None: never."""
         return bytes.fromhex(self.sha256), None if self.expires is None else self.expires.timestamp()
 
 
 class KeyRecord(Frozen):
-    """One key as the file keeps it. While it is rotated it has two secrets, the newest first."""
+    """One key in the file. During a rotation it has two secrets, the newest first."""
 
     id: KeyId
     tenant: Annotated[str, Field(pattern=rf"^{TENANT_PATTERN}$")]
@@ -69,7 +69,7 @@ class KeyRecord(Frozen):
 
 
 class KeyList(Frozen):
-    """All of a keys file."""
+    """The content of a keys file."""
 
     keys: tuple[KeyRecord, ...] = ()
 
@@ -83,11 +83,11 @@ class KeyList(Frozen):
         """Raises NotFound."""
         found = next((each for each in self.keys if each.id == key_id), None)
         if found is None:
-            raise NotFound(f"id: there is no key {key_id[:40]!r}; `tandem keys list` shows those there are", field="id")
+            raise NotFound(f"id: there is no key {key_id[:40]!r}; `tandem keys list` shows all keys", field="id")
         return found
 
     def with_key(self, record: KeyRecord) -> KeyList:
-        """Added, or in place of the one of the same id."""
+        """Adds the record, or replaces the one with the same id."""
         kept = tuple(record if each.id == record.id else each for each in self.keys)
         return KeyList(keys=kept if record in kept else (*kept, record))
 
@@ -99,7 +99,7 @@ class KeyList(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class NewKey:
-    """`text` is shown once, to whom the key is for."""
+    """`text` is the key itself, which is shown once."""
 
     record: KeyRecord
     text: str
@@ -127,7 +127,7 @@ def create(
 
 
 def rotate(record: KeyRecord, now: datetime, grace: timedelta, expires: datetime | None) -> NewKey:
-    """A new secret; the newest of those before stays good for `grace`, an older one ends now."""
+    """Adds a secret. The newest one before it stays valid for `grace`; an older one ends now."""
     text, secret = _new_secret(record.id, expires)
     ends = now + grace
     last = record.secrets[0]
@@ -142,7 +142,7 @@ def _new_secret(key_id: str, expires: datetime | None) -> tuple[str, KeySecret]:
 
 
 class KeyTable:
-    """Finds the principal of a key. Args: `keys` are looked up by the id in the key, so one hash decides."""
+    """Finds the principal of a key by the id in it, so that one hash is enough."""
 
     def __init__(self, keys: KeyList) -> None:
         self._known: Mapping[str, tuple[Principal, list[tuple[bytes, float | None]]]] = {
@@ -150,7 +150,7 @@ class KeyTable:
         }
 
     def principal(self, key: str, now_unix_s: float) -> Principal | None:
-        """None: no key, or none that is live."""
+        """None if the key is malformed, unknown, expired or revoked."""
         matched = _KEY.fullmatch(key)
         known = self._known.get(matched[1]) if matched else None
         if known is None:

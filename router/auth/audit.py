@@ -1,6 +1,7 @@
-"""The audit log: one JSON line for each call, written by a thread of its own, so that a slow disk holds up nobody.
+"""The audit log: one JSON line per call, written by its own thread, so that a slow disk delays no request.
 
-Never prompts, answers or keys. The file may be moved away or truncated at any time: the next line goes to a new one.
+It never contains prompts, answers or keys. The file may be moved or truncated at any time: if it was moved, the next
+line goes to a new file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 STDOUT = "stdout"
 MAX_WAITING = 100_000
 _AT_ONCE = 1000
-_GATHER_S = 0.05  # lines of so long go out together: one wake-up for all of them
+_GATHER_S = 0.05  # lines of this time are written together, after one wake-up
 
 
 class AuditLine(msgspec.Struct, frozen=True, omit_defaults=False):
@@ -32,7 +33,7 @@ class AuditLine(msgspec.Struct, frozen=True, omit_defaults=False):
     source: str
     method: str
     model: str
-    outcome: str  # the request's end state; `rejected` before it had one; `ok` where nothing was generated
+    outcome: str  # the end state of the request; `rejected` if it had none; `ok` for calls that generate nothing
     code: str | None
     prompt_tokens: int
     completion_tokens: int
@@ -43,7 +44,7 @@ class AuditLog:
     """Args: `target` is a path, or "stdout"."""
 
     def __init__(self, target: str) -> None:
-        """Raises OSError when the file cannot be opened."""
+        """Raises OSError if the file cannot be opened."""
         self._path = None if target == STDOUT else target
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._dropped = 0
@@ -53,14 +54,14 @@ class AuditLog:
         self._thread.start()
 
     def write(self, line: AuditLine) -> None:
-        """Never waits: beyond MAX_WAITING lines are dropped, and that is logged."""
+        """Never waits. Beyond MAX_WAITING, lines are dropped, and their number is logged."""
         if self._lines.qsize() < MAX_WAITING:
             self._lines.put(msgspec.json.encode(line) + b"\n")
         else:
             self._dropped += 1
 
     def close(self) -> None:
-        """Writes what there is; gives up on a disk that takes longer than a few seconds."""
+        """Writes the waiting lines, but waits at most 3 s for the disk."""
         self._lines.put(None)
         self._thread.join(3.0)  # it is a daemon
 
@@ -77,7 +78,8 @@ class AuditLog:
             os.close(self._file)
 
     def _write(self, data: bytes) -> None:
-        """A half-written line stays; what could not be written is counted, and said when writing works again."""
+        """Counts the lines that it cannot write, and logs their number once writing works again. A line that was
+        written in part stays."""
         try:
             self._follow_rotation()
             while data:
@@ -91,22 +93,22 @@ class AuditLog:
             log.warning("security.auth.audit_log: written again; %d lines were lost", self._lost)
             self._lost = 0
         if self._dropped:
-            log.error("security.auth.audit_log: %d lines were dropped, the disk being too slow", self._dropped)
+            log.error("security.auth.audit_log: %d lines were dropped because the disk is too slow", self._dropped)
             self._dropped = 0
 
     def _follow_rotation(self) -> None:
         if self._path is None:
             return
-        ours = os.fstat(self._file)
+        opened = os.fstat(self._file)
         try:
-            theirs = os.stat(self._path)
-            moved = (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino)
+            named = os.stat(self._path)
+            moved = (opened.st_dev, opened.st_ino) != (named.st_dev, named.st_ino)
         except FileNotFoundError:
             moved = True
         if moved:
-            opened = _open(self._path)
+            file = _open(self._path)
             os.close(self._file)
-            self._file = opened
+            self._file = file
 
 
 def _open(path: str) -> int:

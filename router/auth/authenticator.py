@@ -1,4 +1,4 @@
-"""From the Authorization header to a principal, for every edge."""
+"""Finds the principal of an Authorization header, for every edge."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from collections.abc import Callable
 
 from router.auth.api_keys import KeyTable
 from router.auth.jwt_tokens import MAX_TOKEN_CHARS, JwtVerifier
-from router.auth.principal import Access, Principal
+from router.auth.principal import AccessLevel, Principal
 from tandem.errors import PermissionDenied, Unauthenticated
 
 _MAX_HEADER_CHARS = MAX_TOKEN_CHARS + 16
 
 
 class Authenticator:
-    """Holds what was read last: `keys` and the verifier's keys are replaced while it runs. No I/O."""
+    """Does no I/O: its owner replaces `keys` and the verifier's keys while it runs."""
 
     def __init__(self, jwt: JwtVerifier | None = None, now_unix_s: Callable[[], float] = time.time) -> None:
         self.keys: KeyTable | None = None
         self.jwt = jwt
         self._now_unix_s = now_unix_s
 
-    def identify(self, authorization: str | None, access: Access = Access.CALLER) -> Principal:
-        """Raises Unauthenticated, PermissionDenied; UnknownSigningKey where fresher keys of the issuer might help."""
+    def identify(self, authorization: str | None, access: AccessLevel = AccessLevel.CALLER) -> Principal:
+        """Raises Unauthenticated, PermissionDenied; UnknownSigningKey if newer keys of the issuer might help."""
         principal = self._principal(_credential(authorization, access))
-        if access is not Access.CALLER and not principal.admin:
+        if access is not AccessLevel.CALLER and not principal.admin:
             raise PermissionDenied(f"key {principal.key_id}: expected one with the admin flag here")
         return principal
 
     def _principal(self, credential: str) -> Principal:
         now_unix_s = self._now_unix_s()
-        if self.jwt is not None and "." in credential:  # which no API key has
+        if self.jwt is not None and "." in credential:  # an API key has no dot
             return self.jwt.principal(credential, now_unix_s)
         found = None if self.keys is None else self.keys.principal(credential, now_unix_s)
         if found is None:
@@ -40,9 +40,9 @@ class Authenticator:
         return found
 
 
-def _credential(authorization: str | None, access: Access) -> str:
-    """The key or token. HTTP Basic, its password the key, only for what is read by browsers and scrapers: a browser
-    sends it along unasked, and must not be tricked into generating."""
+def _credential(authorization: str | None, access: AccessLevel) -> str:
+    """The key or token. HTTP Basic, with the key as password, is for admin routes only, which browsers and scrapers
+    read: a browser also attaches it to requests of other sites, which must not generate."""
     if authorization is None:
         raise Unauthenticated("authorization: expected `Bearer` and an API key or token, got nothing")
     if len(authorization) > _MAX_HEADER_CHARS:
@@ -51,7 +51,7 @@ def _credential(authorization: str | None, access: Access) -> str:
     match scheme.lower():
         case "bearer":
             return value.strip()
-        case "basic" if access is Access.ADMIN:
+        case "basic" if access is AccessLevel.ADMIN:
             try:
                 return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
             except (binascii.Error, UnicodeDecodeError):

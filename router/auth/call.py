@@ -1,10 +1,11 @@
-"""One client's call while it is on its way: who asks, and what it came to. It goes with the requests it makes."""
+"""One call of a client: its principal, what it may still use, and its outcome. All its requests refer to it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.auth.principal import ANYBODY, Access, Principal
+from router.auth.principal import ANONYMOUS, AccessLevel, Principal
+from router.auth.rate_limits import RateLimiter
 from tandem.errors import ErrorCode
 from tandem.request import RequestState
 
@@ -13,16 +14,17 @@ MAX_MODEL_CHARS = 128
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """`method` is the route or gRPC method; `source` is where the connection comes from. `request_id`: of what it asked
-    for last; before that, over HTTP the id that its answer shows, over gRPC the client's own, if it sent one."""
+    """`method` is the route or gRPC method, `source` the address of the client. `request_id` is that of the call's last
+    request; before its first request it is the id in the HTTP answer, or over gRPC the id that the client sent."""
 
     method: str
-    access: Access
+    access: AccessLevel
     source: str
     request_id: str
     trace_id: str
     began_s: float
-    principal: Principal = ANYBODY
+    limiter: RateLimiter
+    principal: Principal = ANONYMOUS
     tenant: str = ""
     model: str = ""
     state: RequestState | None = None
@@ -30,12 +32,25 @@ class Call:
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
-    def asks(self, model: str) -> None:
-        """Clients may name models that there are not."""
+    def name_model(self, model: str) -> None:
+        """The model that the client names, which may not exist."""
         self.model = model[:MAX_MODEL_CHARS]
 
+    def take_request(self) -> None:
+        """Counts one request against the limit of the key. Raises RateLimited."""
+        self.limiter.take_request(self.principal)
+
+    def check_prompt(self, tokens: int) -> None:
+        """Raises RateLimited."""
+        self.limiter.check_tokens(self.principal, tokens)
+
+    def add_prompt(self, model: str, tokens: int) -> None:
+        """A prompt was submitted: counts its tokens."""
+        self.model, self.prompt_tokens = model, self.prompt_tokens + tokens
+        self.limiter.spend_tokens(self.principal, tokens)
+
     def ended(self, state: RequestState, code: ErrorCode | None, completion_tokens: int) -> None:
-        """One of its requests has. Of several, the first that did not finish is told of."""
+        """One of its requests ended. The call reports the first request that did not finish, if there is one."""
         self.completion_tokens += completion_tokens
         if self.state in (None, RequestState.FINISHED):
             self.state, self.code = state, code

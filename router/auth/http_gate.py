@@ -1,4 +1,4 @@
-"""The door of the HTTP edge. It stands behind the matching of routes, so no spelling of a path can go past it."""
+"""Authentication on the HTTP edge. It runs after a route has matched, so no spelling of a path can bypass it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.auth.access import http_access
 from router.auth.call import Call
 from router.auth.calls import Calls
-from router.auth.principal import Access
+from router.auth.principal import AccessLevel
 from router.request_ids import trace_id_of
 from tandem.errors import TandemError, Unauthenticated
 
@@ -23,57 +23,57 @@ class HttpGate:
         self._calls = calls
 
     def guard(self, routes: Sequence[BaseRoute]) -> None:
-        """Puts itself before the handler of each. Raises TypeError for what it does not know to guard."""
+        """Wraps the handler of each route. Raises TypeError for a kind of route that it cannot guard."""
         for route in routes:
             if not isinstance(route, Route | Mount):
                 raise TypeError(f"expected a Route or a Mount, got {type(route).__name__}")
             route.app = self._guarded(route.path, route.app)
 
     def _guarded(self, path: str, app: ASGIApp) -> ASGIApp:
-        async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        access = http_access(path)
+        if access is AccessLevel.PUBLIC or not self._calls.is_watching:
+            return app
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            call = scope[CALL] = self._begin(scope, path, access)
             try:
-                await self.begin(scope, path)
+                authorization = _header(scope, b"authorization")
+                await self._calls.authenticate(call, None if authorization is None else authorization.decode("latin-1"))
                 await app(scope, receive, send)
             finally:
-                self.end(scope)
+                self._calls.finish(call)
 
-        return call
+        return guarded
 
-    async def begin(self, scope: Scope, path: str) -> None:
-        """`path` is the route's. Raises Unauthenticated, PermissionDenied, UnavailableError."""
-        access = http_access(path)
-        if access is Access.PUBLIC or not self._calls.is_watching:
-            return
-        given = {name: value for name, value in scope["headers"] if name in (b"authorization", b"traceparent")}
+    def _begin(self, scope: Scope, path: str, access: AccessLevel) -> Call:
         client = scope.get("client")
-        call = scope[CALL] = self._calls.begin(
+        return self._calls.begin(
             f"{scope['method']} {path}",
             access,
             "" if client is None else str(client[0]),
             scope.get("request_id", ""),
-            trace_id_of(given.get(b"traceparent")),
+            trace_id_of(_header(scope, b"traceparent")),
         )
-        authorization = given.get(b"authorization")
-        await self._calls.let_in(call, None if authorization is None else authorization.decode("latin-1"))
 
-    def end(self, scope: Scope) -> None:
-        if (call := scope.get(CALL)) is not None:
-            self._calls.over(call)
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    """If the header is repeated, the last one counts."""
+    return next((value for given, value in reversed(scope["headers"]) if given == name), None)
 
 
 def call_of(scope: Scope) -> Call | None:
-    """None where nobody is asked and nothing is written down."""
+    """None if calls are not watched, and on public routes."""
     found = scope.get(CALL)
     return found if isinstance(found, Call) else None
 
 
 def note_error(scope: Scope, error: TandemError) -> dict[str, str]:
-    """Writes it down; returns the headers that the answer needs (RFC 9110, section 11.6.1)."""
+    """Sets the code of the call; returns the headers that the answer needs (RFC 9110, section 11.6.1)."""
     call = call_of(scope)
     if call is None:
         return {}
     call.code = error.code
     if not isinstance(error, Unauthenticated):
         return {}
-    basic = f", Basic {_REALM}" if call.access is Access.ADMIN else ""
+    basic = f", Basic {_REALM}" if call.access is AccessLevel.ADMIN else ""
     return {"www-authenticate": f"Bearer {_REALM}{basic}"}

@@ -1,4 +1,4 @@
-"""An issuer's public keys (RFC 7517): parsed from a file, or fetched from its URL within limits of time and size."""
+"""An issuer's public keys (RFC 7517): read from a file, or fetched from its URL within limits of time and size."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tandem.errors import ConfigError
 FETCH_TIMEOUT_S = 5.0
 MAX_JWKS_BYTES = 1 << 20
 MAX_KEYS = 256
-# Which algorithms a key of each kind can serve. Symmetric keys ("oct") are none of ours.
-_OF_KIND = {"RSA": ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"), "OKP": ("EdDSA",)}
-_OF_CURVE = {"P-256": ("ES256",), "P-384": ("ES384",), "P-521": ("ES512",)}
+# The public members of a key. An issuer may have published its private key by mistake, which we do not keep.
+_PUBLIC = frozenset({"kty", "crv", "x", "y", "n", "e"})
+_RSA = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512")
 
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """`algorithms`: those that a token signed with it may name."""
+    """`algorithms`: those that a token signed with this key may name."""
 
     public: Any
     algorithms: tuple[str, ...]
@@ -34,10 +34,9 @@ SigningKeys = Mapping[str, SigningKey]
 
 
 def parse_jwks(data: bytes, allowed: tuple[str, ...], source: str) -> SigningKeys:
-    """By key id. What is no public signing key of an allowed algorithm is left out. Raises ConfigError."""
+    """The keys by key id. Skips entries that are not signing keys of an allowed algorithm. Raises ConfigError."""
     try:
-        given = json.loads(data)["keys"]
-        entries = [each for each in given if isinstance(each, dict)]
+        entries = [each for each in json.loads(data)["keys"] if isinstance(each, dict)]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(f"{source}: expected a JSON object with a list `keys`") from None
     if len(entries) > MAX_KEYS:
@@ -51,16 +50,14 @@ def parse_jwks(data: bytes, allowed: tuple[str, ...], source: str) -> SigningKey
 def _signing_key(entry: dict[str, Any], allowed: tuple[str, ...]) -> SigningKey | None:
     if entry.get("use", "sig") != "sig":
         return None
-    able = _OF_CURVE.get(str(entry.get("crv"))) if entry.get("kty") == "EC" else _OF_KIND.get(str(entry.get("kty")))
-    algorithms = tuple(each for each in able or () if each in allowed and entry.get("alg", each) == each)
-    if not algorithms:
+    public = {name: value for name, value in entry.items() if name in _PUBLIC}
+    try:  # `alg` is not passed: key type and curve decide the algorithm. PyJWK does that for OKP with Ed25519 only.
+        key = PyJWK(public, algorithm="EdDSA" if public.get("kty") == "OKP" else None)
+    except (PyJWTError, KeyError, ValueError, TypeError):
         return None
-    # Only the public half, should somebody have published both.
-    public = {name: value for name, value in entry.items() if name in ("kty", "crv", "x", "y", "n", "e")}
-    try:
-        return SigningKey(PyJWK(public, algorithm=algorithms[0]).key, algorithms)
-    except (PyJWTError, ValueError, TypeError):
-        return None
+    usable = _RSA if key.algorithm_name in _RSA else (key.algorithm_name,)
+    algorithms = tuple(each for each in usable if each in allowed and entry.get("alg", each) == each)
+    return SigningKey(key.key, algorithms) if algorithms else None
 
 
 def read_jwks(path: Path, allowed: tuple[str, ...]) -> SigningKeys:
@@ -75,7 +72,7 @@ def read_jwks(path: Path, allowed: tuple[str, ...]) -> SigningKeys:
 
 
 def fetch_jwks(url: str, allowed: tuple[str, ...]) -> SigningKeys:
-    """Blocks for up to several FETCH_TIMEOUT_S. Raises ConfigError."""
+    """Blocks: each step of the connection may take FETCH_TIMEOUT_S. Raises ConfigError."""
     field = "security.auth.jwt.jwks_url"
     opener = urllib.request.build_opener(_NoRedirects)
     request = urllib.request.Request(url, headers={"Accept": "application/json", "User-Agent": "tandem"})
@@ -94,7 +91,7 @@ def _within(data: bytes, field: str) -> bytes:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """The operator named one address; whoever answers there may not name another."""
+    """The operator configured one address; its answer cannot redirect to another."""
 
     def redirect_request(self, *args: object, **kwargs: object) -> None:
         return None

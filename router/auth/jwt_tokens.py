@@ -1,4 +1,4 @@
-"""From a JWT to a principal: signature and claims are checked once, and remembered by the token's hash for its life."""
+"""Finds the principal of a JWT. Signature and claims are verified once, then cached until the token expires."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tandem.errors import Unauthenticated, UnavailableError
 
 MAX_TOKEN_CHARS = 8192
 MAX_NAMES = 1000
-MAX_REMEMBERED = 4096
+MAX_CACHED = 4096
 _SUBJECT = re.compile(r"[\x21-\x7e]{1,200}")
 
 Claims = Mapping[str, Any]
 
 
 class UnknownSigningKey(Unauthenticated):
-    """Signed with a key that we have not (yet)."""
+    """The token is signed with a key that is not loaded (yet)."""
 
 
 class JwtVerifier:
-    """Holds the keys that `set_keys` gave last."""
+    """Uses the keys of the last `set_keys`."""
 
     def __init__(self, spec: JwtSpec) -> None:
         self._spec = spec
@@ -37,12 +37,12 @@ class JwtVerifier:
         self._verified: OrderedDict[bytes, tuple[Principal, float]] = OrderedDict()  # until when, Unix seconds
 
     def set_keys(self, keys: SigningKeys) -> None:
-        """What was signed with keys that are gone is good no longer."""
+        """Empties the cache: a token whose key is gone is no longer valid."""
         self._keys = keys
         self._verified.clear()
 
     def principal(self, token: str, now_unix_s: float) -> Principal:
-        """Raises Unauthenticated saying why; UnknownSigningKey where other keys might help."""
+        """Raises Unauthenticated with the reason; UnknownSigningKey if newer keys might help."""
         if len(token) > MAX_TOKEN_CHARS:
             raise Unauthenticated(f"authorization: expected a token of at most {MAX_TOKEN_CHARS} characters")
         digest = hashlib.sha256(token.encode()).digest()
@@ -54,7 +54,7 @@ class JwtVerifier:
             raise Unauthenticated("authorization: the token has expired")
         principal, until_unix_s = self._verify(token)
         self._verified[digest] = principal, until_unix_s
-        while len(self._verified) > MAX_REMEMBERED:
+        while len(self._verified) > MAX_CACHED:
             self._verified.popitem(last=False)
         return principal
 
@@ -71,7 +71,7 @@ class JwtVerifier:
                 options={"require": ["exp", "iss", "aud", "sub"]},
             )
         except (PyJWTError, ValueError, TypeError, RecursionError) as error:
-            # Its words name the claim or algorithm at fault, never the token's contents.
+            # Only the error's type: its text could repeat parts of the token.
             raise Unauthenticated(f"authorization: the token is not valid: {type(error).__name__}") from None
         return self._principal(claims), float(claims["exp"]) + self._spec.leeway_s
 
@@ -107,7 +107,7 @@ class JwtVerifier:
 
 
 def _names(claims: Claims, claim: str | None) -> frozenset[str] | None:
-    """A claim that is missing gives none."""
+    """A missing claim allows no names; None: the operator configured no such claim."""
     if claim is None:
         return None
     given = claims.get(claim, [])

@@ -1,4 +1,4 @@
-"""The file that API keys are kept in (YAML): read by routers, written by `tandem keys`."""
+"""The YAML file of API keys, which `tandem keys` writes and routers read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HEAD = "# API keys of a Tandem cluster, written by `tandem keys`. Hashes only: 
 
 
 def read_keys(path: Path) -> KeyList:
-    """Raises ConfigError when it is missing, broken, or others may write to it."""
+    """Raises ConfigError if the file is missing or broken, or if other users may write to it."""
     try:
         with path.open("rb") as file:
             _check_mode(path, os.fstat(file.fileno()).st_mode)
@@ -34,15 +34,15 @@ def read_keys(path: Path) -> KeyList:
     try:
         return KeyList.model_validate(yaml.safe_load(data) or {})
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
-        raise _fault(path, "expected YAML") from None  # a parser's own words would repeat what is in the file
+        raise _fault(path, "expected YAML") from None  # a parser's text could repeat secrets of the file
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise _fault(path, f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
+        location = ".".join(str(part) for part in first["loc"])
+        raise _fault(path, f"{location}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 def change_keys(path: Path, change: Callable[[KeyList], KeyList]) -> None:
-    """Replaces the file by what `change` makes of it, while nobody else does. A missing file is an empty one.
+    """Replaces the file by the result of `change`, under a lock. A missing file counts as empty.
 
     Raises ConfigError, and what `change` raises.
     """
@@ -57,7 +57,7 @@ def change_keys(path: Path, change: Callable[[KeyList], KeyList]) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """At once and for good: a reader sees the old file or the new one, also after a loss of power."""
+    """Atomic and durable: a reader sees the old file or the new one, even after a power failure."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
     try:
         with os.fdopen(handle, "wb") as file:

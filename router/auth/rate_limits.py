@@ -1,4 +1,4 @@
-"""How much each key may ask: token buckets of a minute's worth. Each router has its own."""
+"""Rate limits per key: token buckets that hold one minute's worth. Each router has its own."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tandem.clock import Clock
 from tandem.errors import RateLimited
 
 _MINUTE_S = 60.0
-_MANY_BUCKETS = 10_000  # then those that are full again are dropped
+_MAX_BUCKETS = 10_000  # beyond this, full ones are dropped
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Fills up in a minute. `level` below 0 is a debt: an answer's length is known only at its end."""
+    """Fills up within a minute. `level` may fall below 0, as the length of an answer is known only at its end."""
 
     per_minute: float
     level: float
@@ -25,7 +25,7 @@ class Bucket:
         self.at_s = now_s
 
     def wait_s(self, amount: float) -> float:
-        """Until it holds so much (or is full, if it never can hold so much); 0: it does."""
+        """Seconds until it holds `amount`, or is full if `amount` exceeds its size."""
         missing = min(amount, self.per_minute) - self.level
         return max(0.0, missing * _MINUTE_S / self.per_minute)
 
@@ -46,13 +46,13 @@ class RateLimiter:
             bucket.level -= 1
 
     def check_tokens(self, principal: Principal, tokens: int) -> None:
-        """Before a prompt of so many is taken. Raises RateLimited."""
+        """Checks the limit for a prompt of `tokens`, without taking them. Raises RateLimited."""
         limit = principal.limits.tokens_per_minute
         if limit is not None:
             self._check(self._bucket(principal, "tokens", limit), tokens, "tokens")
 
     def spend_tokens(self, principal: Principal, tokens: int) -> None:
-        """Of a prompt that was taken, or of an answer that was given."""
+        """Takes the tokens of a submitted prompt or of an answer."""
         limit = principal.limits.tokens_per_minute
         if limit is not None and tokens:
             self._bucket(principal, "tokens", limit).level -= tokens
@@ -69,16 +69,16 @@ class RateLimiter:
         now_s = self._clock.now_s()
         found = self._buckets.get((principal.key_id, what))
         if found is None:
-            if len(self._buckets) >= _MANY_BUCKETS:
+            if len(self._buckets) >= _MAX_BUCKETS:
                 self._drop_full(now_s)
             found = self._buckets[principal.key_id, what] = Bucket(limit, limit, now_s)
-        elif found.per_minute != limit:  # the keys file says so since a moment ago
+        elif found.per_minute != limit:  # the keys file has changed
             found.per_minute, found.level = limit, min(found.level, limit)
         found.fill(now_s)
         return found
 
     def _drop_full(self, now_s: float) -> None:
-        """They say no more than new ones would."""
+        """A full bucket is the same as a new one."""
         for bucket in self._buckets.values():
             bucket.fill(now_s)
         self._buckets = {key: bucket for key, bucket in self._buckets.items() if bucket.level < bucket.per_minute}

@@ -1,5 +1,6 @@
-"""Keeps an authenticator's keys fresh: files are read again when they change, the issuer's URL is asked now and then,
-and when a token names a key that is new. What cannot be read leaves the old keys in place and is logged."""
+"""Keeps the keys of an authenticator current. A file is read again when it changes. An issuer's URL is fetched
+periodically, and when a token names an unknown key. If reading fails, the old keys stay in place and the fault is
+logged."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 REFETCH_S = 300.0
-RETRY_S = 10.0  # at most so often are keys fetched because somebody's token names one that is unknown
+RETRY_S = 10.0  # the least time between two fetches because of unknown keys or failed fetches
 
 
 class WatchedFile:
-    """Args: `read` takes a file up, and raises ConfigError when it cannot."""
+    """Args: `read` loads the file, and raises ConfigError if it cannot."""
 
     def __init__(self, path: Path, read: Callable[[Path], None]) -> None:
         """Raises ConfigError."""
@@ -35,16 +36,16 @@ class WatchedFile:
         read(path)
 
     def poll(self) -> None:
-        """Reads it if it is another than the last time."""
+        """Reads the file if it has changed."""
         if (identity := self._identity()) == self._seen:
             return
         self._seen = identity
         try:
             self._read(self._path)
         except ConfigError as error:
-            log.error("%s; what was read before stays in force", error.message)
+            log.error("%s; the content loaded before stays in use", error.message)
             return
-        log.info("read again", extra={"file": str(self._path)})
+        log.info("reloaded", extra={"file": str(self._path)})
 
     def _identity(self) -> tuple[int, int, int, int] | None:
         try:
@@ -55,7 +56,7 @@ class WatchedFile:
 
 
 class FetchedKeys:
-    """The signing keys behind a URL."""
+    """The signing keys at a URL."""
 
     def __init__(self, spec: JwtSpec, verifier: JwtVerifier, clock: Clock) -> None:
         self._url = spec.jwks_url or ""
@@ -67,7 +68,7 @@ class FetchedKeys:
         self._current: SigningKeys | None = None
 
     async def refresh(self, min_age_s: float = RETRY_S) -> None:
-        """Fetches them, unless that was tried less than `min_age_s` ago."""
+        """Fetches them, unless the last attempt was less than `min_age_s` ago."""
         asked_s = self._clock.now_s()
         async with self._fetching:
             if self._tried_s is not None and asked_s - self._tried_s < min_age_s:
@@ -75,7 +76,7 @@ class FetchedKeys:
             try:
                 keys = await asyncio.to_thread(fetch_jwks, self._url, self._algorithms)
             except ConfigError as error:
-                log.error("%s; keys fetched before stay in force", error.message)
+                log.error("%s; the keys fetched before stay in use", error.message)
                 return
             finally:
                 self._tried_s = self._clock.now_s()
@@ -91,7 +92,7 @@ class FetchedKeys:
 
 
 class KeySources:
-    """Everything that `auth` names. `start` needs a running event loop."""
+    """The keys file and the JWKS that `auth` names. `start` needs a running event loop."""
 
     def __init__(self, auth: AuthSpec, clock: Clock) -> None:
         """Reads the files. Raises ConfigError."""
@@ -124,8 +125,8 @@ class KeySources:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def freshen(self) -> None:
-        """Somebody's token names a key that we do not have."""
+    async def refresh(self) -> None:
+        """Fetches the issuer's keys, as a token names an unknown one."""
         if self._fetched is not None:
             await self._fetched.refresh()
 

@@ -12,10 +12,8 @@ from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 from router.auth.call import Call
-from router.auth.grpc_gate import GrpcGate, call_of
-from router.edge.call_terms import call_terms
-from router.edge.limits.calls import CallLimit
-from router.edge.limits.grpc import GuardedServer
+from router.auth.grpc_gate import GrpcGate, call_of, header_of
+from router.edge.limits.grpc import CallLimit, GuardedServer
 from router.edge.oip import SERVICE as OIP_SERVICE
 from router.edge.oip import OipEdge
 from router.edge.openai.schema import MAX_MESSAGES
@@ -35,17 +33,17 @@ from tandem.v1.trace_pb2_grpc import add_TracesServicer_to_server
 from tandem.version import tandem_version
 
 SERVICE = "tandem.v1.Inference"
-MAX_GENERATE_CALLS = 256  # beyond this grpc.aio was seen to cancel calls by itself
+MAX_GENERATE_CALLS = 256  # with more, grpc.aio was seen to cancel calls itself
 MAX_CALLS = 512
-MAX_OPEN_CALLS = 8192  # those that are over count until their clients have read the end
+MAX_OPEN_CALLS = 8192  # a finished call counts until its client has read the end
 SHUTDOWN_GRACE_S = 5.0
-MAX_IDLE_MS = 600_000  # a client's channel connects again by itself
+MAX_IDLE_MS = 600_000  # a client's channel reconnects itself
 
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 
 
 class InferenceEdge(InferenceServicer):
-    """What its methods raise, the guard around them tells the client."""
+    """GuardedServer answers the client with the errors that the methods raise."""
 
     def __init__(self, service: RouterService, limit: CallLimit) -> None:
         self._service = service
@@ -53,24 +51,24 @@ class InferenceEdge(InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         with self._limit:
-            terms = call_terms(self._service, context)
+            terms = self._service.terms(header_of(context), context.time_remaining(), call_of(context))
             raw = self._parse(request, terms.call)
             submitted = await self._service.submit(raw, terms, model_required=False)
             stream = submitted.stream
             try:
                 yield _started(submitted)
-                prompt_told = False
+                has_prompt_logprobs = False
                 while pieces := await stream.next():
                     for piece in pieces:
                         response = _chunk(piece)
-                        if not prompt_told:
+                        if not has_prompt_logprobs:
                             response.chunk.prompt_logprobs.extend(stream.prompt_scores)
-                            prompt_told = True
+                            has_prompt_logprobs = True
                         yield response
                 if stream.final is not None:
                     yield pb.GenerateResponse(finished=_finished(stream.final))
             finally:
-                stream.cancel()  # the client's cancellation and deadline end up here
+                stream.cancel()  # also on the client's cancellation and deadline
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         prompt = request.prompt if request.WhichOneof("input") == "prompt" else _messages(request.chat)
@@ -103,7 +101,7 @@ class InferenceEdge(InferenceServicer):
 
     def _parse(self, request: pb.GenerateRequest, call: Call | None) -> RawRequest:
         if call is not None:
-            call.asks(request.model)
+            call.name_model(request.model)
         try:
             self._service.check_tokens(request.model, len(request.token_ids.ids), call)
             check_length("cache_salt", len(request.cache_salt), MAX_CACHE_SALT_CHARS)
@@ -160,7 +158,7 @@ def _started(submitted: Submitted) -> pb.GenerateResponse:
 
 
 def _chunk(piece: Piece) -> pb.GenerateResponse:
-    """Filled in place, which takes a third of the time: there is one for every token."""
+    """Filled in place, which takes a third of the time: there is one per token."""
     response = pb.GenerateResponse()
     chunk = response.chunk
     chunk.text = piece.text
@@ -216,14 +214,14 @@ class GrpcServer:
         tls: EdgeTls | None = None,
         controller_socket: str | None = None,
     ) -> None:
-        """`controller_socket`: a path where the controller is answered without TLS. Raises PortInUse."""
+        """`controller_socket`: path of a socket for the controller, without TLS. Raises PortInUse."""
         calls = service.calls
         self._server = grpc.aio.server(
             interceptors=[GrpcGate(calls)] if calls.is_watching else [],
             options=(
-                ("grpc.so_reuseport", 0),  # a port in use is an error, not a share of the traffic
+                ("grpc.so_reuseport", 0),  # else two servers on one port would share its traffic
                 ("grpc.max_receive_message_length", max_message_bytes),
-                ("grpc.max_concurrent_streams", MAX_CALLS),  # of one connection
+                ("grpc.max_concurrent_streams", MAX_CALLS),  # per connection
                 ("grpc.max_allowed_incoming_connections", max_connections),
                 ("grpc.server_handshake_timeout_ms", round(client_timeout_s * 1000)),
                 ("grpc.max_connection_idle_ms", MAX_IDLE_MS),
@@ -234,14 +232,14 @@ class GrpcServer:
         guarded = cast(grpc.aio.Server, GuardedServer(self._server, MAX_CALLS, client_timeout_s, calls))
         add_InferenceServicer_to_server(InferenceEdge(service, limit), guarded)
         add_GRPCInferenceServiceServicer_to_server(OipEdge(service, limit), guarded)
-        # With calls of their own: probes are answered whatever requests there are.
-        aside = cast(grpc.aio.Server, GuardedServer(self._server, MAX_OPEN_CALLS, client_timeout_s))
-        add_TracesServicer_to_server(traces, aside)
+        # With a limit of their own, so that requests cannot displace probes and the controller.
+        separate = cast(grpc.aio.Server, GuardedServer(self._server, MAX_OPEN_CALLS, client_timeout_s))
+        add_TracesServicer_to_server(traces, separate)
         self._health = health_aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, aside)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, separate)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         names = (SERVICE, OIP_SERVICE, health_name, reflection.SERVICE_NAME)
-        add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), aside)
+        add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), separate)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             if tls is None:
@@ -261,7 +259,7 @@ class GrpcServer:
         await self._server.start()
 
     async def set_ready(self, ready: bool) -> None:
-        """What health checks answer, for the whole server and for each service that generates."""
+        """Sets the health status of the whole server and of each service that generates."""
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", SERVICE, OIP_SERVICE):
             await self._health.set(name, status)

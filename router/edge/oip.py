@@ -1,4 +1,4 @@
-"""The Open Inference Protocol (version 2) on the router's gRPC port, for general inference clients."""
+"""The Open Inference Protocol (version 2) on the router's gRPC port, for clients that are not specific to LLMs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from router.auth.call import Call
-from router.auth.grpc_gate import call_of
-from router.edge.call_terms import call_terms
-from router.edge.limits.calls import CallLimit
-from router.edge.oip_tensors import INPUTS, OUTPUTS, VERSION, Ask, parse_infer, response
+from router.auth.grpc_gate import call_of, header_of
+from router.edge.limits.grpc import CallLimit
+from router.edge.oip_tensors import INPUTS, OUTPUTS, VERSION, InferRequest, parse_infer, response
 from router.edge.openai.format import text_of, tokens_of
 from router.request_ids import new_request_id
 from router.requests.output import Piece
@@ -25,7 +24,7 @@ PLATFORM = "tandem"
 
 
 class OipEdge(GRPCInferenceServiceServicer):
-    """What its methods raise, the guard around them tells the client."""
+    """GuardedServer answers the client with the errors that the methods raise."""
 
     def __init__(self, service: RouterService, limit: CallLimit) -> None:
         self._service = service
@@ -57,16 +56,16 @@ class OipEdge(GRPCInferenceServiceServicer):
 
     async def ModelInfer(self, request: oip.ModelInferRequest, context: Any) -> oip.ModelInferResponse:
         with self._limit:
-            terms = call_terms(self._service, context)
-            ask = self._parse(request, terms.call)
-            parts = [part async for part in self._answer(ask, terms)]
-            return _response(ask, [piece for pieces, _ in parts for piece in pieces], parts[-1][1])
+            terms = self._service.terms(header_of(context), context.time_remaining(), call_of(context))
+            parsed = self._parse(request, terms.call)
+            parts = [part async for part in self._answer(parsed, terms)]
+            return _response(parsed, [piece for pieces, _ in parts for piece in pieces], parts[-1][1])
 
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[oip.ModelInferRequest], context: Any
     ) -> AsyncIterator[oip.ModelStreamInferResponse]:
-        """One request after the other: who wants several answers at once opens several streams. An idle stream takes no
-        other call's place."""
+        """Answers one request after the other; for concurrent requests a client opens several streams. An idle stream
+        does not count as a running call. Each request is authenticated, as a stream may outlast its key."""
         async for request in request_iterator:
             async for reply in self._stream(request, context):
                 yield reply
@@ -76,29 +75,32 @@ class OipEdge(GRPCInferenceServiceServicer):
     ) -> AsyncIterator[oip.ModelStreamInferResponse]:
         try:
             with self._limit:
-                terms = call_terms(self._service, context)
-                ask = self._parse(request, terms.call)
-                async for pieces, reason in self._answer(ask, terms):
-                    reply = _response(ask, pieces, reason)
+                call, header = call_of(context), header_of(context)
+                if call is not None:
+                    self._service.calls.authenticate_again(call, header("authorization"))
+                terms = self._service.terms(header, context.time_remaining(), call)
+                parsed = self._parse(request, call)
+                async for pieces, reason in self._answer(parsed, terms):
+                    reply = _response(parsed, pieces, reason)
                     reply.parameters["triton_final_response"].bool_param = reason is not None
                     yield oip.ModelStreamInferResponse(infer_response=reply)
         except TandemError as error:
             failed = oip.ModelInferResponse(model_name=request.model_name, id=request.id)
             yield oip.ModelStreamInferResponse(error_message=error.message, infer_response=failed)
 
-    async def _answer(self, ask: Ask, terms: RequestTerms) -> AsyncIterator[tuple[list[Piece], str | None]]:
-        """What has come, each time; with the finish reason at the end."""
-        answers = await self._service.submit_all([ask.raw], 1, new_request_id(), terms)
+    async def _answer(self, parsed: InferRequest, terms: RequestTerms) -> AsyncIterator[tuple[list[Piece], str | None]]:
+        """The pieces as they arrive, with the finish reason at the end."""
+        answers = await self._service.submit_all([parsed.raw], 1, new_request_id(), terms)
         try:
             while not answers.ended:
                 for arrival in await answers.next():
                     yield list(arrival.pieces), None if arrival.final is None else arrival.final.reason.value
         finally:
-            answers.cancel()  # the client's cancellation and deadline end up here
+            answers.cancel()  # also on the client's cancellation and deadline
 
-    def _parse(self, request: oip.ModelInferRequest, call: Call | None) -> Ask:
+    def _parse(self, request: oip.ModelInferRequest, call: Call | None) -> InferRequest:
         if call is not None:
-            call.asks(request.model_name)
+            call.name_model(request.model_name)
         try:
             _check_version(request.model_version)
             return parse_infer(request, lambda count: self._service.check_tokens(request.model_name, count, call))
@@ -116,6 +118,6 @@ def _metadata(name: str, datatype: str, shape: Iterable[int]) -> oip.ModelMetada
     return oip.ModelMetadataResponse.TensorMetadata(name=name, datatype=datatype, shape=shape)
 
 
-def _response(ask: Ask, pieces: list[Piece], reason: str | None) -> oip.ModelInferResponse:
+def _response(parsed: InferRequest, pieces: list[Piece], reason: str | None) -> oip.ModelInferResponse:
     token_ids = [token.token_id for token in tokens_of(pieces)]
-    return response(ask, ask.raw.model, text=text_of(pieces), token_ids=token_ids, reason=reason)
+    return response(parsed, parsed.raw.model, text=text_of(pieces), token_ids=token_ids, reason=reason)

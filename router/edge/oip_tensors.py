@@ -1,7 +1,7 @@
-"""Tensors of the Open Inference Protocol to requests and back. Pure.
+"""Converts tensors of the Open Inference Protocol to requests, and answers to tensors. Pure.
 
-In: `text_input` (BYTES [1]) or `input_ids` (INT32, INT64 or UINT32 [n]); sampling by its names in the completions API,
-as request parameters or in the optional `sampling_parameters` (BYTES [1], a JSON object). Out: `text_output`,
+Inputs: `text_input` (BYTES [1]) or `input_ids` (INT32, INT64 or UINT32 [n]). Sampling uses the names of the completions
+API, as request parameters or in the optional `sampling_parameters` (BYTES [1], a JSON object). Outputs: `text_output`,
 `finish_reason` (BYTES [1]) and `output_ids` (INT32 [n]).
 """
 
@@ -24,18 +24,18 @@ from tandem.request import check_length
 VERSION = "1"
 INPUTS = (("text_input", "BYTES", (1,)), ("input_ids", "INT64", (-1,)), ("sampling_parameters", "BYTES", (1,)))
 OUTPUTS = (("text_output", "BYTES", (1,)), ("output_ids", "INT32", (-1,)), ("finish_reason", "BYTES", (1,)))
-# Of the completions API: what shapes an HTTP answer has no meaning here.
-_NOT_HERE = frozenset({"model", "prompt", "stream", "stream_options", "n", "best_of", "echo", "suffix", "logprobs"})
+# Fields of the completions API that shape an HTTP answer, and those that the protocol itself has.
+_HTTP_FIELDS = frozenset({"model", "prompt", "stream", "stream_options", "n", "best_of", "echo", "suffix", "logprobs"})
 _MAX_PARAMETERS = 64
-_OF_THE_PROTOCOL = "triton_"  # how clients ask for what our streams do anyway
+_IGNORED_PREFIX = "triton_"  # parameters by which clients request what our streams always do
 _INTEGERS = {"INT32": "<i4", "INT64": "<i8", "UINT32": "<u4"}
 
 _Tensor = oip.ModelInferRequest.InferInputTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """`wanted`: names of the outputs. `is_raw`: tensors came as raw bytes, and go back so."""
+class InferRequest:
+    """`wanted`: names of the outputs. `is_raw`: the tensors are raw bytes, in the request and so in the answer."""
 
     raw: RawRequest
     id: str
@@ -43,9 +43,9 @@ class Ask:
     is_raw: bool
 
 
-def parse_infer(request: oip.ModelInferRequest, check_tokens: Callable[[int], None]) -> Ask:
-    """`check_tokens` is told how many token ids there are, before they are looked at. Raises InputError,
-    UnsupportedField, and what that raises."""
+def parse_infer(request: oip.ModelInferRequest, check_tokens: Callable[[int], None]) -> InferRequest:
+    """Calls `check_tokens` with the number of token ids before it reads them. Raises InputError, UnsupportedField, and
+    what `check_tokens` raises."""
     check_length("inputs", len(request.inputs), len(INPUTS))
     check_length("outputs", len(request.outputs), len(OUTPUTS))
     check_length("parameters", len(request.parameters), _MAX_PARAMETERS)
@@ -64,8 +64,8 @@ def parse_infer(request: oip.ModelInferRequest, check_tokens: Callable[[int], No
     fields = _parameters(request.parameters)
     if "sampling_parameters" in tensors:
         fields |= _json_object(_text("sampling_parameters", *tensors["sampling_parameters"]))
-    if wrong := next((name for name in fields if name in _NOT_HERE), None):
-        raise unsupported(f"parameters.{wrong}", "it")
+    if wrong := next((name for name in fields if name in _HTTP_FIELDS), None):
+        raise unsupported(f"parameters.{wrong}", "this parameter")
     prompt: str | list[int]
     if ("text_input" in tensors) == ("input_ids" in tensors):
         raise InputError("inputs: expected either text_input or input_ids", field="inputs")
@@ -75,7 +75,7 @@ def parse_infer(request: oip.ModelInferRequest, check_tokens: Callable[[int], No
         prompt = _ids(*tensors["input_ids"], check_tokens)
     parsed = parse_fields(CompletionRequest, fields | {"model": request.model_name, "prompt": prompt})
     [raw] = parsed.parse()
-    return Ask(raw, request.id, _wanted(request), bool(raws))
+    return InferRequest(raw, request.id, _wanted(request), bool(raws))
 
 
 def _wanted(request: oip.ModelInferRequest) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ def _wanted(request: oip.ModelInferRequest) -> tuple[str, ...]:
 def _parameters(given: Mapping[str, oip.InferParameter]) -> dict[str, object]:
     fields: dict[str, object] = {}
     for name, value in given.items():
-        if name.startswith(_OF_THE_PROTOCOL):
+        if name.startswith(_IGNORED_PREFIX):
             continue
         kind = value.WhichOneof("parameter_choice")
         if kind is None:
@@ -107,7 +107,7 @@ def _json_object(text: str) -> dict[str, object]:
 
 
 def _text(name: str, tensor: _Tensor, raw: bytes | None) -> str:
-    """The one element of a BYTES tensor."""
+    """The only element of a BYTES tensor."""
     if tensor.datatype != "BYTES" or len(tensor.shape) > 1 or any(size != 1 for size in tensor.shape):
         shape = list(tensor.shape[:8])
         raise InputError(f"{name}: expected BYTES of shape [1], got {tensor.datatype[:20]} of {shape}", field=name)
@@ -117,7 +117,7 @@ def _text(name: str, tensor: _Tensor, raw: bytes | None) -> str:
     else:
         element = raw[4:] if len(raw) >= 4 and struct.unpack_from("<I", raw)[0] == len(raw) - 4 else None
     if element is None:
-        raise InputError(f"{name}: expected one element with its length before it", field=name)
+        raise InputError(f"{name}: expected one element, after its length in 4 bytes if it is raw", field=name)
     try:
         return element.decode()
     except UnicodeDecodeError as error:
@@ -137,27 +137,29 @@ def _ids(tensor: _Tensor, raw: bytes | None, check_tokens: Callable[[int], None]
     typed = {"INT32": contents.int_contents, "INT64": contents.int64_contents, "UINT32": contents.uint_contents}
     found = len(typed[tensor.datatype]) if raw is None else len(raw) / np.dtype(dtype).itemsize
     if found != count:
-        raise InputError(f"input_ids: expected {count} elements, as its shape says", field="input_ids")
+        raise InputError(
+            f"input_ids: expected {count} elements, according to its shape, got {found:g}", field="input_ids"
+        )
     check_tokens(count)
     return list(typed[tensor.datatype]) if raw is None else np.frombuffer(raw, dtype).tolist()
 
 
 def response(
-    ask: Ask, model: str, *, text: str, token_ids: Sequence[int], reason: str | None
+    parsed: InferRequest, model: str, *, text: str, token_ids: Sequence[int], reason: str | None
 ) -> oip.ModelInferResponse:
-    """`reason` None: more will follow."""
-    reply = oip.ModelInferResponse(model_name=model, model_version=VERSION, id=ask.id)
-    for name in ask.wanted:
+    """`reason` None: more tokens follow."""
+    reply = oip.ModelInferResponse(model_name=model, model_version=VERSION, id=parsed.id)
+    for name in parsed.wanted:
         if name == "output_ids":
             tensor = reply.outputs.add(name=name, datatype="INT32", shape=[len(token_ids)])
-            if ask.is_raw:
+            if parsed.is_raw:
                 reply.raw_output_contents.append(np.asarray(token_ids, "<i4").tobytes())
             else:
                 tensor.contents.int_contents.extend(token_ids)
             continue
         element = (text if name == "text_output" else reason or "").encode()
         tensor = reply.outputs.add(name=name, datatype="BYTES", shape=[1])
-        if ask.is_raw:
+        if parsed.is_raw:
             reply.raw_output_contents.append(struct.pack("<I", len(element)) + element)
         else:
             tensor.contents.bytes_contents.append(element)

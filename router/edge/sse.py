@@ -1,8 +1,8 @@
-"""Server-sent events, from answers straight into their connection.
+"""Server-sent events, written from answers straight to their connection.
 
-A streamed answer writes once for every token, so what a write costs is most of what a request costs. Events go past the
-layers of ASGI's `send`, and are pushed by a callback: no task is woken for a token. What comes for a stream before the
-next of its `Turns` is one write.
+A streamed answer is written once per token, so the cost of a write is most of the cost of a request. Events bypass the
+layers of ASGI's `send`, and a callback pushes them: no task wakes up per token. All that arrives for a stream before
+its next flush by the `WriteBatcher` is one write.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.format import AnswerFormat
 from router.requests.answers import Answers, Arrival
 from tandem.errors import ErrorCode, TandemError
 
-SCOPE_KEY = "tandem.connection"
-LOOK_S = 0.5  # so often it is seen whether the router is busy; shorter spells are no reason to keep tokens back
-BUSY_SHARE = 0.75  # of the time: there is no core left to catch up with
-REST_S = 0.025  # between two turns of a busy router
+LOAD_INTERVAL_S = 0.5  # how often the load is measured; a shorter peak is no reason to delay tokens
+BUSY_SHARE = 0.75  # of the time: beyond this, no core is left to catch up with
+PAUSE_S = 0.025  # between two flushes of a busy router
 
 
 class Connection(Protocol):
-    """The body of the answer that is under way on a client's connection."""
+    """The body of the answer in progress on a client's connection."""
 
     def when_lost(self, call: Callable[[], None] | None) -> None:
-        """Calls it when the client goes away, at once if it has. None: nobody is to be called any more."""
+        """Calls `call` when the connection is lost, at once if it is lost already. None: no call any more."""
         ...
 
     @property
@@ -39,86 +39,86 @@ class Connection(Protocol):
         ...
 
     async def drained(self) -> None:
-        """Also returns when the client is gone."""
+        """Also returns when the connection is lost."""
         ...
 
     def write_chunk(self, data: bytes) -> None:
-        """Never waits; nothing happens when the client is gone. `data` is not empty."""
+        """Never waits. Does nothing if the connection is lost. `data` is not empty."""
         ...
 
 
-class Turns:
-    """When streams write: all that have something, one after the other, at once. A busy router does so less often: what
-    came for a stream meanwhile is one write, so that it falls behind less."""
+class WriteBatcher:
+    """Flushes all streams that have something to write, one after the other. A busy router flushes less often: what
+    arrives for a stream in between is one write, which lets the router catch up."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic, busy_s: Callable[[], float] = time.thread_time):
-        """`busy_s`: seconds for which the event loop's thread has worked."""
+        """`busy_s`: CPU seconds of the event loop's thread."""
         self._now_s = now_s
         self._busy_s = busy_s
-        self._due: list[_Pump] = []
-        self._looked_s, self._had_worked_s = now_s(), busy_s()
+        self._due: list[_StreamWriter] = []
+        self._measured_s, self._busy_then_s = now_s(), busy_s()
         self._is_busy = False
-        self._rests_until_s = 0.0
+        self._paused_until_s = 0.0
 
-    def add(self, pump: _Pump) -> None:
-        """It has something to write."""
+    def add(self, writer: _StreamWriter) -> None:
+        """`writer` has something to write."""
         if not self._due:
             loop = asyncio.get_running_loop()
-            if self._is_busy and (rest_s := self._rests_until_s - self._now_s()) > 0:
-                loop.call_later(rest_s, self._turn)
+            if self._is_busy and (pause_s := self._paused_until_s - self._now_s()) > 0:
+                loop.call_later(pause_s, self._flush)
             else:
-                loop.call_soon(self._turn)
-        self._due.append(pump)
+                loop.call_soon(self._flush)
+        self._due.append(writer)
 
-    def _turn(self) -> None:
+    def _flush(self) -> None:
         due, self._due = self._due, []
-        for pump in due:
-            pump.turn()
+        for writer in due:
+            writer.flush()
         now_s = self._now_s()
-        self._rests_until_s = now_s + REST_S
-        if now_s - self._looked_s >= LOOK_S:
-            worked_s = self._busy_s()
-            self._is_busy = worked_s - self._had_worked_s >= BUSY_SHARE * (now_s - self._looked_s)
-            self._looked_s, self._had_worked_s = now_s, worked_s
+        self._paused_until_s = now_s + PAUSE_S
+        if now_s - self._measured_s >= LOAD_INTERVAL_S:
+            busy_s = self._busy_s()
+            self._is_busy = busy_s - self._busy_then_s >= BUSY_SHARE * (now_s - self._measured_s)
+            self._measured_s, self._busy_then_s = now_s, busy_s
 
 
 class SseResponse(Response):
-    """Its first words are there already, so that what failed before them had its own HTTP status."""
+    """`first` has arrived already, so that a failure before the first token gets its own HTTP status."""
 
-    def __init__(self, answers: Answers, form: AnswerFormat, first: list[Arrival], turns: Turns) -> None:
+    def __init__(self, answers: Answers, form: AnswerFormat, first: list[Arrival], batcher: WriteBatcher) -> None:
         super().__init__(headers={"cache-control": "no-cache"}, media_type="text/event-stream")
         del self.headers["content-length"]
         self._answers = answers
         self._form = form
         self._first = first
-        self._turns = turns
+        self._batcher = batcher
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection = scope[SCOPE_KEY]
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            pump = _Pump(self._answers, self._form, connection, self._turns)
+            writer = _StreamWriter(self._answers, self._form, connection, self._batcher)
             try:
-                pump.start(self._first)
-                await pump.ended
+                writer.start(self._first)
+                await writer.ended
             finally:
-                pump.stop()
+                writer.stop()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._answers.cancel()
-            connection.when_lost(None)  # it may stay open for long, and would keep the answers in memory
+            connection.when_lost(None)  # a connection that stays open would keep the answers in memory
 
 
-class _Pump:
-    """`ended` is set when nothing more will be written."""
+class _StreamWriter:
+    """Writes one streamed answer. `ended` is set when nothing more will be written."""
 
-    def __init__(self, answers: Answers, form: AnswerFormat, connection: Connection, turns: Turns) -> None:
+    def __init__(self, answers: Answers, form: AnswerFormat, connection: Connection, batcher: WriteBatcher) -> None:
         self._answers = answers
         self._form = form
         self._connection = connection
-        self._turns = turns
+        self._batcher = batcher
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._due = False
+        self._is_due = False
         self._draining: asyncio.Task[None] | None = None
 
     def start(self, first: list[Arrival]) -> None:
@@ -131,31 +131,31 @@ class _Pump:
         self._wake()
 
     def stop(self) -> None:
-        self._answers.wake_with(_nobody)
+        self._answers.wake_with(_ignore)
         self.ended.cancel()
         if self._draining is not None:
             self._draining.cancel()
 
     def _wake(self) -> None:
-        if not self._due:
-            self._due = True
-            self._turns.add(self)
+        if not self._is_due:
+            self._is_due = True
+            self._batcher.add(self)
 
-    def turn(self) -> None:
-        """Writes what has come. Never raises: others write in the same turn."""
-        self._due = False
+    def flush(self) -> None:
+        """Writes what has arrived. Never raises, as other streams are written in the same flush."""
+        self._is_due = False
         if self.ended.done():
             return
         if self._connection.write_paused:
             self._wait_for_reader()
             return
         try:
-            self._move()
-        except Exception as error:  # into the request's own task, as if it had been raised there
+            self._write_arrived()
+        except Exception as error:  # the request's own task raises it
             self.ended.set_exception(error)
 
-    def _move(self) -> None:
-        """All that has come, and the end when that has come too: an error is told only after what came before it."""
+    def _write_arrived(self) -> None:
+        """Writes all arrivals, then the end if it has arrived too. An error comes after everything before it."""
         events: list[bytes] = []
         is_last = False
         try:
@@ -178,7 +178,7 @@ class _Pump:
             self._connection.write_chunk(events[0] if len(events) == 1 else b"".join(events))
 
     def _wait_for_reader(self) -> None:
-        """What comes meanwhile stays with the answers, which are bounded."""
+        """Further pieces stay in the answers, which are bounded."""
         if self._draining is None:
             self._draining = asyncio.create_task(self._connection.drained())
             self._draining.add_done_callback(self._drained)
@@ -190,5 +190,5 @@ class _Pump:
             self._wake()
 
 
-def _nobody() -> None:
-    """Wakes nobody."""
+def _ignore() -> None:
+    """Replaces the wake-up of a stopped writer."""

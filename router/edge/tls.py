@@ -1,4 +1,4 @@
-"""TLS at the edge: one certificate for HTTP and gRPC, taken anew when its files are renewed."""
+"""TLS at the edge: one certificate for HTTP and gRPC, reloaded when its files change."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from tandem.rpc.tls import Stamp, check_certificates, read_file, stamp_of, use_k
 log = logging.getLogger(__name__)
 
 FIELD = "router.tls"
-LOOK_S = 1.0
+POLL_S = 1.0
 HANDSHAKE_TIMEOUT_S = 10.0
 
 
 class EdgeTls:
-    """Raises ConfigError when a file cannot be used; names its field. Later, files that do not fit each other leave
-    what there was."""
+    """Raises ConfigError naming the field of a file that cannot be used. After the start, files that do not fit each
+    other leave the certificates in use."""
 
     def __init__(self, spec: EdgeTlsSpec) -> None:
         self._spec = spec
-        self._stamp = self._look()
+        self._stamp = self._current_stamp()
         self.http_context = edge_context(spec)
         self._grpc = self._configuration()
 
     def refresh(self) -> None:
-        """Takes what is new for the next connections. Those that stand are not touched."""
-        stamp = self._look()
+        """Uses changed files for new connections. Open connections are not affected."""
+        stamp = self._current_stamp()
         if stamp == self._stamp:
             return
         try:
-            edge_context(self._spec)  # first: what fails half way would spoil the one in use
+            edge_context(self._spec)  # a trial: a failure half way would spoil the context in use
             renewed = self._configuration()
-            if self._look() != stamp:
-                return  # they are being written
+            if self._current_stamp() != stamp:
+                return  # the files are being written
             _fill(self.http_context, self._spec)
             self._grpc = renewed
-            log.info("new certificates: %s", self._spec.cert)
+            log.info("reloaded certificates: %s", self._spec.cert)
         except ConfigError as error:
-            log.warning("the certificates that were there stay in use: %s", error.message)
+            log.warning("the certificates could not be reloaded, the old ones stay in use: %s", error.message)
         self._stamp = stamp
 
     async def refresh_forever(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             self.refresh()
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
@@ -71,12 +71,12 @@ class EdgeTls:
         clients = None if spec.client_ca is None else read_file(spec.client_ca, f"{FIELD}.client_ca")
         return grpc.ssl_server_certificate_configuration([pair], clients)
 
-    def _look(self) -> Stamp:
+    def _current_stamp(self) -> Stamp:
         return stamp_of(self._spec.cert, self._spec.key, *filter(None, [self._spec.client_ca]))
 
 
 def edge_context(spec: EdgeTlsSpec) -> ssl.SSLContext:
-    """For HTTP. Raises ConfigError."""
+    """The context for HTTP. Raises ConfigError."""
     for name, path in (("cert", spec.cert), ("key", spec.key), ("client_ca", spec.client_ca)):
         if path is not None:
             read_file(path, f"{FIELD}.{name}")

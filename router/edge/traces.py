@@ -1,5 +1,5 @@
-"""The router's traces and snapshots, for its controller only: clients share the port, and the requests of others are
-none of their business."""
+"""The router's traces, snapshots and demand, for its controller only. Clients share the port, so a secret protects the
+requests of others from them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SECRET_KEY = "tandem-controller-secret"
 
 
 class TracesEdge(TracesServicer):
-    """Args: `snapshot` gives the router's own view, `demand` what clients ask of it; `secret` is what the controller
-    gave this router when it started it; None: nobody is answered."""
+    """Args: `snapshot` returns the router's state, `demand` the load that clients offer. `secret` comes from the
+    controller that started this router; None: every call is refused."""
 
     def __init__(
         self,
@@ -72,4 +72,6 @@ class TracesEdge(TracesServicer):
     async def _check(self, context: Any) -> None:
         shown = dict(context.invocation_metadata() or ()).get(SECRET_KEY, "")
         if self._secret is None or not hmac.compare_digest(str(shown).encode(), self._secret.encode()):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "traces are the controller's: use `tandem trace`")
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "traces are for the controller only: use `tandem trace`"
+            )

@@ -1,5 +1,5 @@
-"""Around every method of the services that clients call: messages are decoded within limits, the ids that a client put
-into its metadata are echoed, and what it used is counted."""
+"""Limits of the gRPC edge, around every method: concurrent calls, what a message may hold, and how long a client may
+leave an answer unread. It also echoes the client's ids, and reports the end of a call for the audit log."""
 
 from __future__ import annotations
 
@@ -12,100 +12,113 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from router.auth import grpc_gate
 from router.auth.calls import Calls
-from router.edge.limits.calls import CallLimit
+from router.auth.grpc_gate import call_of
 from router.edge.limits.proto import decoder
 from router.request_ids import echoed, name_call
-from tandem.errors import ErrorCode, RequestCancelled, TandemError
+from tandem.errors import ErrorCode, OverloadedError, RequestCancelled, TandemError
 from tandem.rpc.grpc_errors import abort
 
 Decode = Callable[[bytes], Message]
 Method = Callable[[Any, Any], Any]
-_LAST_WORDS_S = 0.1
+_STATUS_TIMEOUT_S = 0.1
+
+
+class CallLimit:
+    """`with limit:` around a call. Raises OverloadedError if too many calls are running."""
+
+    def __init__(self, max_calls: int) -> None:
+        self._max_calls = max_calls
+        self._calls = 0
+
+    def __enter__(self) -> None:
+        if self._calls >= self._max_calls:
+            text = f"expected at most {self._max_calls} concurrent calls; retry later"
+            raise OverloadedError(text, retry_after_s=1.0)
+        self._calls += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self._calls -= 1
 
 
 class GuardedServer:
-    """Stands before `server` when generated code adds a servicer to it.
+    """Generated code adds a servicer to it in place of `server`; it wraps the methods and passes them on.
 
-    Args: `max_calls` run at a time. The library's own count keeps the place of a call whose client reads nothing.
+    Args: at most `max_calls` run at a time. The library's own limit also counts calls whose clients read nothing.
     """
 
     def __init__(
         self, server: grpc.aio.Server, max_calls: int, client_timeout_s: float, calls: Calls | None = None
     ) -> None:
-        """`calls`: who is told of each; None: nobody."""
+        """`calls`: gets the end of each call that GrpcGate began."""
         self._server = server
         self._limit = CallLimit(max_calls)
         self._calls = calls
         self._client_timeout_s = client_timeout_s
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """The same methods come by the other call."""
+        """Ignored: the same methods come through `add_registered_method_handlers`."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        guarded = {name: self._guarded(f"/{service}/{name}", handler) for name, handler in handlers.items()}
+        guarded = {name: self._guarded(handler) for name, handler in handlers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, guarded),))
 
-    def _guarded(self, name: str, handler: Any) -> Any:
+    def _guarded(self, handler: Any) -> Any:
         """The handler of a method, with one that takes bytes in place of messages."""
         decode = decoder(handler.request_deserializer.__self__)
         serializer = handler.response_serializer
         if handler.unary_unary is not None:
-            call = self._unary(name, handler.unary_unary, decode)
+            call = self._unary(handler.unary_unary, decode)
             return grpc.unary_unary_rpc_method_handler(call, response_serializer=serializer)
         if handler.unary_stream is not None:
-            call = self._unary_stream(name, handler.unary_stream, decode)
+            call = self._unary_stream(handler.unary_stream, decode)
             return grpc.unary_stream_rpc_method_handler(call, response_serializer=serializer)
-        call = self._stream_stream(name, handler.stream_stream, decode)
+        call = self._stream_stream(handler.stream_stream, decode)
         return grpc.stream_stream_rpc_method_handler(call, response_serializer=serializer)
 
-    def _unary(self, name: str, method: Method, decode: Decode) -> Method:
+    def _unary(self, method: Method, decode: Decode) -> Method:
         async def call(data: bytes, context: Any) -> Any:
-            async with self._begun(name, context) as known:
-                return await method(decode(data), known)
+            async with self._limited(context):
+                return await method(decode(data), context)
 
         return call
 
-    def _unary_stream(self, name: str, method: Method, decode: Decode) -> Method:
+    def _unary_stream(self, method: Method, decode: Decode) -> Method:
         async def call(data: bytes, context: Any) -> None:
-            async with self._begun(name, context) as known:
-                responses = method(decode(data), known)
-                if inspect.isawaitable(responses):  # the library's health service writes by itself
+            async with self._limited(context):
+                responses = method(decode(data), context)
+                if inspect.isawaitable(responses):  # the library's health service writes its answers itself
                     await responses
                 else:
                     await _write_all(responses, context, self._client_timeout_s)
 
         return call
 
-    def _stream_stream(self, name: str, method: Method, decode: Decode) -> Method:
+    def _stream_stream(self, method: Method, decode: Decode) -> Method:
         async def call(arriving: AsyncIterator[bytes], context: Any) -> None:
-            async with self._begun(name, context) as known:
+            async with self._limited(context):
                 requests = (decode(data) async for data in arriving)
-                await _write_all(method(requests, known), context, self._client_timeout_s)
+                await _write_all(method(requests, context), context, self._client_timeout_s)
 
         return call
 
     @contextlib.asynccontextmanager
-    async def _begun(self, name: str, context: Any) -> AsyncIterator[Any]:
-        """The context for the method; it knows the call where somebody wants to."""
+    async def _limited(self, context: Any) -> AsyncIterator[None]:
         await _echo(context)
         try:
-            with self._limit, self._call(name, context) as known:
-                yield known
+            with self._limit, self._reported(context):
+                yield
         except TandemError as error:
             await abort(context, error)
 
     @contextlib.contextmanager
-    def _call(self, name: str, context: Any) -> Iterator[Any]:
-        if self._calls is None or not self._calls.is_watching:
-            yield context
+    def _reported(self, context: Any) -> Iterator[None]:
+        call = call_of(context)
+        if call is None or self._calls is None:
+            yield
             return
-        metadata = context.invocation_metadata()
-        call = grpc_gate.begin(self._calls, name, metadata, grpc_gate.source_of(context))
         try:
-            self._calls.identify(call, grpc_gate.value_of(metadata, "authorization"))
-            yield grpc_gate.CallContext(context, call)
+            yield
         except TandemError as error:
             call.code = error.code
             raise
@@ -113,7 +126,7 @@ class GuardedServer:
             call.code = call.code or ErrorCode.CANCELLED
             raise
         finally:
-            self._calls.over(call)
+            self._calls.finish(call)
 
 
 async def _echo(context: Any) -> None:
@@ -125,44 +138,45 @@ async def _echo(context: Any) -> None:
 
 
 async def _write_all(responses: AsyncGenerator[Any, None], context: Any, client_timeout_s: float) -> None:
-    """A client that leaves them unread is cut off: until then a write does not return."""
-    patience = _Patience(client_timeout_s)
+    """Cancels the call if the client leaves the responses unread: until it reads, a write does not return."""
+    watchdog = _WriteWatchdog(client_timeout_s)
+    write = context.write
     try:
         async with contextlib.aclosing(responses):
             async for response in responses:
-                patience.writes += 1
-                await context.write(response)
-                patience.writes += 1
-    except grpc.aio.InternalError as error:  # how the library says that the client is gone, before it cancels the call
+                watchdog.writes += 1
+                await write(response)
+                watchdog.writes += 1
+    except grpc.aio.InternalError as error:  # the library raises it if the client is gone, before it cancels the call
         raise asyncio.CancelledError from error
     except asyncio.CancelledError:
-        if not patience.ended:
+        if not watchdog.expired:
             raise
-        # The status waits behind what is unread, or the library refuses it as one operation too many (an exception of
-        # its own). As cancelled, the call ends without it, and its place is free.
+        # The status waits behind the unread responses, or the library refuses it as one operation too many, with an
+        # exception of its own. Cancellation ends the call without a status and frees its place.
         with contextlib.suppress(Exception):
-            async with asyncio.timeout(_LAST_WORDS_S):
+            async with asyncio.timeout(_STATUS_TIMEOUT_S):
                 await abort(context, RequestCancelled(f"expected the answer to be read within {client_timeout_s:g} s"))
         raise
     finally:
-        patience.close()
+        watchdog.close()
 
 
-class _Patience:
-    """Cancels the current task where one wait of it takes longer than `limit_s`, or twice that."""
+class _WriteWatchdog:
+    """Cancels the current task if one write takes longer than `limit_s`; it notices after at most twice that."""
 
     def __init__(self, limit_s: float) -> None:
-        self.writes = 0  # begun and ended: odd while one is on its way
-        self.ended = False
+        self.writes = 0  # counts each begin and each end of a write: odd while one is in progress
+        self.expired = False
         self._limit_s = limit_s
         self._seen: int | None = None
         self._task = asyncio.current_task()
         self._timer = asyncio.get_running_loop().call_later(limit_s, self._check)
 
     def _check(self) -> None:
-        # The same write as the last time has been waiting for at least the limit.
+        # The same write as at the last check has taken at least the limit.
         if self.writes % 2 and self._seen == self.writes and self._task is not None:
-            self.ended = True
+            self.expired = True
             self._task.cancel()
             return
         self._seen = self.writes

@@ -1,22 +1,21 @@
-"""Bounds on what HTTP clients may hold, and for how long they may keep the router waiting."""
+"""Limits of the HTTP edge: connections, headers, and how long a client may keep the router waiting."""
 
 from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any, cast
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.edge.limits.http_body import Body
-from router.edge.sse import SCOPE_KEY
-
+SCOPE_KEY = "tandem.connection"  # of the ChunkedBody in the scope of a request
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 128
-SPARE_FILES = 256  # for everything but clients
+SPARE_FILES = 256  # for everything except clients
 SWEEP_S = 0.5
-_SWEPT_AT_ONCE = 512  # then requests have their turn
+_SWEEP_BATCH = 512  # connections; then the event loop handles requests
 _CLOSE = b"connection: close\r\ncontent-length: 0\r\n\r\n"
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _CLOSE
 _TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\n" + _CLOSE
@@ -24,28 +23,61 @@ _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSE
 
 
 def connections_for(wanted: int) -> int:
-    """Raises this process's limit of open files as far as it may be, and says for how many of `wanted` connections it
-    is enough, on each of two ports."""
+    """Raises this process's limit of open files to its maximum. Returns how many of the `wanted` connections it allows
+    on each of two ports."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return wanted if hard == resource.RLIM_INFINITY else max(1, min(wanted, (hard - SPARE_FILES) // 2))
 
 
+class ChunkedBody:
+    """The body of the answer in progress on a connection, for router.edge.sse. Chunks go straight to the transport; the
+    head and the end of an answer still go through ASGI's `send`."""
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+        self._write = transport.write
+        self._flow = flow
+        self._on_lost: Callable[[], None] | None = None
+        self._is_lost = False
+
+    def when_lost(self, call: Callable[[], None] | None) -> None:
+        self._on_lost = call
+        if self._is_lost:
+            self.lost()
+
+    def lost(self) -> None:
+        """The connection is closed."""
+        self._is_lost = True
+        if self._on_lost is not None:
+            self._on_lost()
+
+    @property
+    def write_paused(self) -> bool:
+        return self._flow.write_paused and not self._is_lost
+
+    async def drained(self) -> None:
+        await self._flow.drain()
+
+    def write_chunk(self, data: bytes) -> None:
+        if not self._is_lost:
+            self._write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """httptools waits for ever and takes header lines of any length. `overdue` cuts off who keeps us waiting: for the
-    rest of a request, or to take what is sent."""
+    """httptools itself waits without limit and takes header lines of any length. `sweep` closes the connection of a
+    client that keeps the router waiting: for the rest of a request, or to read an answer."""
 
     max_connections = 1 << 16
     client_timeout_s = 30.0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as the base class has it
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the base class
         super().connection_made(transport)
-        self._header_bytes: int | None = None  # so far; None: not in headers
+        self._header_bytes: int | None = None  # received so far; None: not in headers
         self._headers = 0
-        self._asked_since_s: float | None = self.loop.time()  # for the rest of a request; None: it is complete
-        self._body = Body(transport, self.flow)
-        self._unread_since_s: float | None = None  # they leave unread what we sent; None: they do not
+        self._request_began_s: float | None = self.loop.time()  # None: the request is complete
+        self._body = ChunkedBody(transport, self.flow)
+        self._unread_since_s: float | None = None  # the client leaves unread what we sent; None: it reads
         if len(self.connections) > self.max_connections:
             self._refuse(_TOO_MANY)
 
@@ -65,28 +97,28 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._header_bytes = self._headers = 0
-        self._asked_since_s = self.loop.time()
+        self._request_began_s = self.loop.time()
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers += 1
         if self._headers > MAX_HEADERS:
             self._refuse(_TOO_LARGE)
-            raise OverflowError  # ends the parser, which would go on to the request itself
+            raise OverflowError  # stops the parser before it begins the request
         super().on_header(name, value)
 
     def send_400_response(self, msg: str) -> None:
-        if not self.transport.is_closing():  # they were told what is wrong
+        if not self.transport.is_closing():  # else the connection has been refused already
             super().send_400_response(msg)
 
     def on_headers_complete(self) -> None:
         self._header_bytes = None
         super().on_headers_complete()
-        # Not one for each request: that would lead back to its scope, and keep all of the request for the collector.
+        # One body per connection: one per request would refer to the scope, and keep the request until a collection.
         cast(dict[str, object], self.scope)[SCOPE_KEY] = self._body
 
     def on_message_complete(self) -> None:
-        self._asked_since_s = None
+        self._request_began_s = None
         super().on_message_complete()
 
     def pause_writing(self) -> None:
@@ -98,20 +130,20 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def sweep(self, now_s: float) -> None:
-        """Cuts off who has kept us waiting for too long."""
+        """Closes the connection if the client has exceeded `client_timeout_s`."""
         if self.transport.is_closing() and self._unread_since_s is None:
-            self._unread_since_s = now_s  # it stays open until they have read the rest
+            self._unread_since_s = now_s  # the connection stays open until the client has read the rest
         if self._unread_since_s is not None and now_s - self._unread_since_s > self.client_timeout_s:
             self.transport.abort()
-        elif self.transport.is_closing() or self._asked_since_s is None:
+        elif self.transport.is_closing() or self._request_began_s is None:
             pass
         elif self.flow.read_paused:
-            self._asked_since_s = now_s  # it is we who do not read
-        elif now_s - self._asked_since_s > self.client_timeout_s:
-            self._refuse(_TOO_LATE if self._may_speak() else b"")
+            self._request_began_s = now_s  # the router does not read, so the client is not late
+        elif now_s - self._request_began_s > self.client_timeout_s:
+            self._refuse(_TOO_LATE if self._may_answer() else b"")
 
-    def _may_speak(self) -> bool:
-        """No answer is on its way, and the one that is due has not been given."""
+    def _may_answer(self) -> bool:
+        """No answer is in progress, and the one that is due has not begun."""
         if self.cycle is None:
             return True
         return bool(self.cycle.response_complete if self._header_bytes is not None else not self.cycle.response_started)
@@ -134,5 +166,5 @@ async def sweep_forever(connections: Set[Any]) -> None:
         now_s = asyncio.get_running_loop().time()
         for number, each in enumerate(list(connections)):
             each.sweep(now_s)
-            if number % _SWEPT_AT_ONCE == 0:
+            if number % _SWEEP_BATCH == 0:
                 await asyncio.sleep(0)

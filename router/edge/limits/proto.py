@@ -1,4 +1,4 @@
-"""What a protobuf message may hold, found out before it is decoded: two bytes make a submessage of a hundred."""
+"""Limits of a protobuf message, checked before it is decoded: two bytes can become a submessage of 100 bytes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from google.protobuf.message import DecodeError, Message
 
 from tandem.errors import InputError
 
-MAX_FIELDS = 1 << 15  # those of submessages among them
-MAX_PACKED = 1 << 20  # numbers in packed fields: token ids, mostly
-_SMALL_BYTES = 16 << 10  # what this is harmless, whatever it holds
+MAX_FIELDS = 1 << 15  # including those of submessages
+MAX_PACKED = 1 << 20  # numbers in packed fields, mostly token ids
+_SMALL_BYTES = 16 << 10  # a smaller message is harmless whatever its content
 
-_Field = Descriptor | None  # of a length-delimited field: its submessages, or None for packed numbers
+_Field = Descriptor | None  # the submessage of a length-delimited field; None: packed numbers
 Decoded = TypeVar("Decoded", bound=Message)
 
 
@@ -29,7 +29,7 @@ class _Wire(IntEnum):
 
 
 def decoder(kind: type[Decoded]) -> Callable[[bytes], Decoded]:
-    """Decodes within the limits. Raises InputError."""
+    """A function that decodes within the limits. It raises InputError."""
 
     def decode(data: bytes) -> Decoded:
         if len(data) > _SMALL_BYTES:
@@ -43,7 +43,7 @@ def decoder(kind: type[Decoded]) -> Callable[[bytes], Decoded]:
 
 
 class _Walk:
-    """Stops where the decoder would, too: it names that fault better."""
+    """Counts fields and numbers. It leaves a length beyond the end to the decoder, which names that fault better."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -54,7 +54,7 @@ class _Walk:
         while at < end:
             self._fields += 1
             if self._fields > MAX_FIELDS:
-                raise InputError(f"message: expected at most {MAX_FIELDS} fields, those of its parts among them")
+                raise InputError(f"message: expected at most {MAX_FIELDS} fields, including those of submessages")
             tag, at = self._varint(at, end)
             match tag & 7:
                 case _Wire.VARINT:
@@ -76,7 +76,7 @@ class _Walk:
         if field is not None:
             self.message(at, end, field)
             return
-        # The last byte of each number has its high bit clear; those of fixed size count too much, up to eightfold.
+        # The last byte of each varint has its high bit clear. Numbers of fixed size are overcounted up to eightfold.
         self._packed += int(np.count_nonzero(np.frombuffer(self._data, np.uint8, end - at, at) < 0x80))
         if self._packed > MAX_PACKED:
             raise InputError(f"message: expected at most {MAX_PACKED} numbers")
@@ -95,7 +95,7 @@ class _Walk:
 
 @cache
 def _fields(kind: Descriptor) -> dict[int, _Field]:
-    """Of the length-delimited fields those that have parts, by number."""
+    """The length-delimited fields that contain submessages or packed numbers, by field number."""
     return {
         field.number: field.message_type
         for field in kind.fields

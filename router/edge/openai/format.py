@@ -1,4 +1,5 @@
-"""Answers in the OpenAI API's words: whole objects, and the events of a stream (JSON bytes). Pure but for the time."""
+"""Formats of the chat completions and completions APIs: a whole answer as a struct, or the events of a stream as JSON.
+Pure except for the time of creation."""
 
 from __future__ import annotations
 
@@ -7,11 +8,30 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from router.edge.openai.logprobs import CompletionLogprobs, Json, chat_logprobs
+from router.edge.openai.answer_schema import (
+    AnswerStruct,
+    AssistantMessage,
+    CachedTokens,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    ChunkChoice,
+    ChunkDelta,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionUsage,
+    ErrorBody,
+    ErrorDetail,
+)
+from router.edge.openai.logprobs import CompletionLogprobsBuilder, chat_logprobs
 from router.requests.answers import Answers, Arrival
 from router.requests.output import OutToken, Piece, Usage
 from tandem.errors import TandemError
+from tandem.request import FinishReason
 
 
 class AnswerFormat(Protocol):
@@ -24,40 +44,29 @@ class AnswerFormat(Protocol):
     def events(self, arrivals: Sequence[Arrival]) -> list[bytes]: ...
 
     def end(self) -> list[bytes]:
-        """Events after the last answer's end."""
+        """Events after the end of the last answer."""
         ...
 
     def failed(self, error: TandemError) -> list[bytes]:
         """Events instead of all further ones."""
         ...
 
-    def whole(self, arrivals: Sequence[Arrival]) -> Json:
+    def whole(self, arrivals: Sequence[Arrival]) -> AnswerStruct:
         """All answers as one object."""
         ...
 
 
-def error_body(error: TandemError) -> Json:
-    """OpenAI's error object."""
-    return {
-        "error": {
-            "message": error.message,
-            "type": error.wire.openai_type,
-            "param": error.field,
-            "code": error.code.value,
-        }
-    }
+def error_body(error: TandemError) -> ErrorBody:
+    return ErrorBody(ErrorDetail(error.message, error.wire.openai_type, error.field, error.code.value))
 
 
-def usage_json(usage: Usage) -> Json:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
+def completion_usage(usage: Usage) -> CompletionUsage:
+    total_tokens = usage.prompt_tokens + usage.completion_tokens
+    details = CachedTokens(usage.cached_tokens)
+    return CompletionUsage(usage.prompt_tokens, usage.completion_tokens, total_tokens, details)
 
 
-def server_sent(event: Json) -> bytes:
+def server_sent(event: AnswerStruct) -> bytes:
     return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
@@ -66,22 +75,23 @@ _TEXT = "\x00"
 _TEXT_JSON = msgspec.json.encode(_TEXT)
 
 
-class TextEvents:
-    """Events that differ in one text only, which is most of a stream: what is around the text is encoded once."""
+class TextEventTemplate:
+    """Makes events that differ in one text only, which are most of a stream. The JSON around the text is encoded
+    once."""
 
     def __init__(self, make: Callable[[str], bytes]) -> None:
-        """`make` gives the event of a text, which is the last in it that a client can choose."""
+        """`make` gives the event of a text. The text is the last value in the event that a client can choose."""
         self._before, _, self._after = make(_TEXT).rpartition(_TEXT_JSON)
 
-    def of(self, text: str) -> bytes:
+    def fill(self, text: str) -> bytes:
         return self._before + msgspec.json.encode(text) + self._after
 
 
-def _of(index: int, arrivals: Sequence[Arrival]) -> tuple[list[Piece], str | None]:
-    """Everything that came of one answer, and its finish reason."""
-    own = [arrival for arrival in arrivals if arrival.index == index]
-    pieces = [piece for arrival in own for piece in arrival.pieces]
-    return pieces, next((arrival.final.reason.value for arrival in own if arrival.final is not None), None)
+def _choice_of(index: int, arrivals: Sequence[Arrival]) -> tuple[list[Piece], FinishReason | None]:
+    """All pieces of one choice, and its finish reason."""
+    chosen = [arrival for arrival in arrivals if arrival.index == index]
+    pieces = [piece for arrival in chosen for piece in arrival.pieces]
+    return pieces, next((arrival.final.reason for arrival in chosen if arrival.final is not None), None)
 
 
 def tokens_of(pieces: Sequence[Piece]) -> list[OutToken]:
@@ -98,19 +108,16 @@ class ChatFormat:
         self._decoder = answers.model.tokenizer
         self._include_usage = include_usage
         self._logprobs = logprobs
-        self._head: Json = {
-            "id": f"chatcmpl-{answers.request_id}",
-            "created": int(time.time()),
-            "model": answers.model.name,
-        }
+        self._id = f"chatcmpl-{answers.request_id}"
+        self._created = int(time.time())
         self._texts = [
-            TextEvents(lambda text, at=index: self._chunk(at, {"content": text}, None, None))  # type: ignore[misc]
+            TextEventTemplate(lambda text, at=index: self._chunk(at, ChunkDelta(content=text)))  # type: ignore[misc]
             for index in range(len(answers.submitted))
         ]
 
     def begin(self) -> list[bytes]:
-        first: Json = {"role": "assistant", "content": ""}
-        return [self._chunk(index, first, None, None) for index in range(len(self._answers.submitted))]
+        first = ChunkDelta(role="assistant", content="")
+        return [self._chunk(index, first) for index in range(len(self._answers.submitted))]
 
     def events(self, arrivals: Sequence[Arrival]) -> list[bytes]:
         events: list[bytes] = []
@@ -118,50 +125,52 @@ class ChatFormat:
             for piece in arrival.pieces:
                 if not self._logprobs:
                     if piece.text:
-                        events.append(self._texts[arrival.index].of(piece.text))
+                        events.append(self._texts[arrival.index].fill(piece.text))
                     continue
                 logprobs = chat_logprobs(self._decoder, piece.tokens)
-                if piece.text or (logprobs is not None and logprobs["content"]):
-                    events.append(self._chunk(arrival.index, {"content": piece.text}, logprobs, None))
+                if piece.text or (logprobs is not None and logprobs.content):
+                    events.append(self._chunk(arrival.index, ChunkDelta(content=piece.text), logprobs))
             if arrival.final is not None:
-                events.append(self._chunk(arrival.index, {}, None, arrival.final.reason.value))
+                events.append(self._chunk(arrival.index, ChunkDelta(), None, arrival.final.reason))
         return events
 
     def end(self) -> list[bytes]:
-        usage = [self._event([], usage_json(self._answers.usage()))] if self._include_usage else []
+        usage = [self._event([], completion_usage(self._answers.usage()))] if self._include_usage else []
         return [*usage, DONE]
 
     def failed(self, error: TandemError) -> list[bytes]:
         return [server_sent(error_body(error))]
 
-    def whole(self, arrivals: Sequence[Arrival]) -> Json:
-        choices = [self._choice(index, arrivals) for index in range(len(self._answers.submitted))]
-        usage = usage_json(self._answers.usage())
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage}
+    def whole(self, arrivals: Sequence[Arrival]) -> ChatCompletion:
+        return ChatCompletion(
+            id=self._id,
+            created=self._created,
+            model=self._answers.model.name,
+            choices=[self._choice(index, arrivals) for index in range(len(self._answers.submitted))],
+            usage=completion_usage(self._answers.usage()),
+        )
 
-    def _choice(self, index: int, arrivals: Sequence[Arrival]) -> Json:
-        pieces, reason = _of(index, arrivals)
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": text_of(pieces), "refusal": None},
-            "logprobs": chat_logprobs(self._decoder, tokens_of(pieces)) if self._logprobs else None,
-            "finish_reason": reason,
-        }
+    def _choice(self, index: int, arrivals: Sequence[Arrival]) -> ChatChoice:
+        pieces, reason = _choice_of(index, arrivals)
+        logprobs = chat_logprobs(self._decoder, tokens_of(pieces)) if self._logprobs else None
+        return ChatChoice(index, AssistantMessage(content=text_of(pieces)), logprobs, reason)
 
-    def _chunk(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> bytes:
-        return self._event([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}], None)
+    def _chunk(
+        self, index: int, delta: ChunkDelta, logprobs: ChatLogprobs | None = None, reason: FinishReason | None = None
+    ) -> bytes:
+        return self._event([ChunkChoice(index, delta, logprobs, reason)], None if self._include_usage else UNSET)
 
-    def _event(self, choices: list[Json], usage: Json | None) -> bytes:
-        event: Json = {**self._head, "object": "chat.completion.chunk", "choices": choices}
-        if self._include_usage:
-            event["usage"] = usage
-        return server_sent(event)
+    def _event(self, choices: list[ChunkChoice], usage: CompletionUsage | UnsetType | None) -> bytes:
+        model = self._answers.model.name
+        return server_sent(
+            ChatCompletionChunk(id=self._id, created=self._created, model=model, choices=choices, usage=usage)
+        )
 
 
 class CompletionFormat:
     """Args:
-    echo: with each answer's text, the prompt before it; None: answers only.
-    prompt_only: the one token that every request generates is left out.
+    echo: for each answer the text of its prompt, which goes before it; None: answers only.
+    prompt_only: leaves out the one token that every request generates.
     """
 
     def __init__(
@@ -171,16 +180,12 @@ class CompletionFormat:
         self._include_usage = include_usage
         self._echo = echo
         self._prompt_only = prompt_only
-        self._logprobs = [CompletionLogprobs(answers.model.tokenizer) for _ in answers.submitted]
+        self._logprobs = [CompletionLogprobsBuilder(answers.model.tokenizer) for _ in answers.submitted]
         self._started: set[int] = set()
-        self._head: Json = {
-            "id": f"cmpl-{answers.request_id}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": answers.model.name,
-        }
+        self._id = f"cmpl-{answers.request_id}"
+        self._created = int(time.time())
         self._texts = [
-            TextEvents(lambda text, at=index: self._event([_choice(at, text, None, None)], None))  # type: ignore[misc]
+            TextEventTemplate(lambda text, at=index: self._chunk(at, text))  # type: ignore[misc]
             for index in range(len(answers.submitted))
         ]
 
@@ -192,31 +197,30 @@ class CompletionFormat:
         for arrival in arrivals:
             for piece in arrival.pieces:
                 text, logprobs = self._part(arrival.index, [piece])
-                if logprobs is None:
-                    if text:
-                        events.append(self._texts[arrival.index].of(text))
-                else:
-                    events.append(self._event([_choice(arrival.index, text, logprobs, None)], None))
+                if logprobs is not None:
+                    events.append(self._chunk(arrival.index, text, logprobs))
+                elif text:
+                    events.append(self._texts[arrival.index].fill(text))
             if arrival.final is not None:
-                reason = self._reason(arrival.final.reason.value)
-                events.append(self._event([_choice(arrival.index, "", None, reason)], None))
+                events.append(self._chunk(arrival.index, "", None, self._reason(arrival.final.reason)))
         return events
 
     def end(self) -> list[bytes]:
-        return [*([self._event([], self._usage())] if self._include_usage else []), DONE]
+        usage = [server_sent(self._completion([], self._usage()))] if self._include_usage else []
+        return [*usage, DONE]
 
     def failed(self, error: TandemError) -> list[bytes]:
         return [server_sent(error_body(error))]
 
-    def whole(self, arrivals: Sequence[Arrival]) -> Json:
-        choices: list[Json] = []
+    def whole(self, arrivals: Sequence[Arrival]) -> Completion:
+        choices: list[CompletionChoice] = []
         for index in range(len(self._answers.submitted)):
-            pieces, reason = _of(index, arrivals)
-            choices.append(_choice(index, *self._part(index, pieces), self._reason(reason)))
-        return {**self._head, "choices": choices, "usage": self._usage()}
+            pieces, reason = _choice_of(index, arrivals)
+            choices.append(CompletionChoice(index, *self._part(index, pieces), self._reason(reason)))
+        return self._completion(choices, self._usage())
 
-    def _part(self, index: int, pieces: Sequence[Piece]) -> tuple[str, Json | None]:
-        """Text and logprobs of the next pieces, after the prompt's if these are the first and it is wanted."""
+    def _part(self, index: int, pieces: Sequence[Piece]) -> tuple[str, CompletionLogprobs | None]:
+        """Text and logprobs of the next pieces. With `echo`, those of the prompt go before the first ones."""
         logprobs = self._logprobs[index]
         text = ""
         if self._echo is not None and index not in self._started:
@@ -230,21 +234,21 @@ class CompletionFormat:
             text += text_of(pieces)
         return text, logprobs.take()
 
-    def _reason(self, reason: str | None) -> str | None:
-        return "length" if self._prompt_only else reason
+    def _reason(self, reason: FinishReason | None) -> FinishReason | None:
+        return FinishReason.LENGTH if self._prompt_only else reason
 
-    def _usage(self) -> Json:
+    def _usage(self) -> CompletionUsage:
         usage = self._answers.usage()
         if self._prompt_only:
             usage = Usage(usage.prompt_tokens, 0, usage.cached_tokens)
-        return usage_json(usage)
+        return completion_usage(usage)
 
-    def _event(self, choices: list[Json], usage: Json | None) -> bytes:
-        event: Json = {**self._head, "choices": choices}
-        if self._include_usage:
-            event["usage"] = usage
-        return server_sent(event)
+    def _chunk(
+        self, index: int, text: str, logprobs: CompletionLogprobs | None = None, reason: FinishReason | None = None
+    ) -> bytes:
+        choice = CompletionChoice(index, text, logprobs, reason)
+        return server_sent(self._completion([choice], None if self._include_usage else UNSET))
 
-
-def _choice(index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    def _completion(self, choices: list[CompletionChoice], usage: CompletionUsage | UnsetType | None) -> Completion:
+        model = self._answers.model.name
+        return Completion(id=self._id, created=self._created, model=model, choices=choices, usage=usage)

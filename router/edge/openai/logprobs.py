@@ -1,15 +1,14 @@
-"""OpenAI's two logprobs formats, from our tokens. Pure."""
+"""OpenAI's two formats of logprobs, built from the router's tokens. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from router.edge.openai.answer_schema import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
 from router.requests.detokenizer import Decoder
 from router.requests.output import OutToken
 from tandem.v1 import inference_pb2
-
-Json = dict[str, object]
 
 
 class _Scored(Protocol):
@@ -24,42 +23,42 @@ def token_text(decoder: Decoder, token_id: int) -> str:
     return decoder.decode([token_id], skip_special_tokens=False)
 
 
-def _entry(decoder: Decoder, token_id: int, logprob: float) -> Json:
-    text = token_text(decoder, token_id)
-    # A token that is a part of a character has no text of its own; U+FFFD stands for it, and bytes are unknown.
-    whole = "\ufffd" not in text
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+def _bytes_of(text: str) -> list[int] | None:
+    """None for a token that is part of a character: its text is U+FFFD, and its bytes are unknown."""
+    return None if "\ufffd" in text else list(text.encode())
 
 
-def chat_logprobs(decoder: Decoder, tokens: Sequence[OutToken]) -> Json | None:
-    """`choices[].logprobs` of a chat completion; None when none were asked for."""
+def _top_logprob(decoder: Decoder, scored: _Scored) -> TopLogprob:
+    text = token_text(decoder, scored.token_id)
+    return TopLogprob(text, scored.logprob, _bytes_of(text))
+
+
+def chat_logprobs(decoder: Decoder, tokens: Sequence[OutToken]) -> ChatLogprobs | None:
+    """`choices[].logprobs` of a chat completion; None if the request asked for none."""
     if all(token.logprob is None for token in tokens):
         return None
-    return {"content": logprob_entries(decoder, tokens), "refusal": None}
+    return ChatLogprobs(logprob_entries(decoder, tokens))
 
 
-def logprob_entries(decoder: Decoder, tokens: Sequence[OutToken]) -> list[Json]:
-    content: list[Json] = []
+def logprob_entries(decoder: Decoder, tokens: Sequence[OutToken]) -> list[ChatTokenLogprob]:
+    content: list[ChatTokenLogprob] = []
     for token in tokens:
         if token.logprob is None or token.is_stop:
             continue
-        entry = _entry(decoder, token.token_id, token.logprob)
-        entry["top_logprobs"] = [_entry(decoder, top.token_id, top.logprob) for top in token.top]
-        content.append(entry)
+        text = token_text(decoder, token.token_id)
+        top = [_top_logprob(decoder, each) for each in token.top]
+        content.append(ChatTokenLogprob(text, token.logprob, _bytes_of(text), top))
     return content
 
 
-class CompletionLogprobs:
-    """`choices[].logprobs` of a text completion, which counts text offsets over the whole text. A stop token is in it,
-    as it is in the usage, though it has no text in the answer."""
+class CompletionLogprobsBuilder:
+    """Builds `choices[].logprobs` of a text completion, whose text offsets count over the whole text. A stop token is
+    included, as it is in the usage, although it has no text in the answer."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._offset = 0
-        self._tokens: list[str] = []
-        self._logprobs: list[float | None] = []
-        self._tops: list[dict[str, float] | None] = []
-        self._offsets: list[int] = []
+        self._next = _empty()
 
     def push_prompt(self, prompt: Sequence[int], scores: Sequence[inference_pb2.TokenLogprobs]) -> None:
         """The prompt's first token has no logprob."""
@@ -75,30 +74,28 @@ class CompletionLogprobs:
                 text = token_text(self._decoder, token.token_id)
                 self._push(text, token.logprob, self._top(text, token.logprob, token.top))
 
-    def take(self) -> Json | None:
-        """The part of the tokens pushed since the last call; None when there are none."""
-        if not self._tokens:
+    def take(self) -> CompletionLogprobs | None:
+        """The tokens pushed since the last call; None if there are none."""
+        if not self._next.tokens:
             return None
-        part: Json = {
-            "tokens": self._tokens,
-            "token_logprobs": self._logprobs,
-            "top_logprobs": self._tops,
-            "text_offset": self._offsets,
-        }
-        self._tokens, self._logprobs, self._tops, self._offsets = [], [], [], []
-        return part
+        taken, self._next = self._next, _empty()
+        return taken
 
-    def _push(self, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
-        self._tokens.append(text)
-        self._logprobs.append(logprob)
-        self._tops.append(top)
-        self._offsets.append(self._offset)
+    def _push(self, text: str, logprob: float | None, top: dict[str, float | None] | None) -> None:
+        self._next.tokens.append(text)
+        self._next.token_logprobs.append(logprob)
+        self._next.top_logprobs.append(top)
+        self._next.text_offset.append(self._offset)
         self._offset += len(text)
 
-    def _top(self, own: str, logprob: float, top: Iterable[_Scored]) -> dict[str, float]:
-        """The likeliest tokens and, always, the token itself. Of several with the same text the likeliest counts."""
-        found: dict[str, float] = {}
+    def _top(self, token: str, logprob: float, top: Iterable[_Scored]) -> dict[str, float | None]:
+        """The most likely tokens and the token itself. If several have the same text, the most likely one counts."""
+        found: dict[str, float | None] = {}
         for each in top:
             found.setdefault(token_text(self._decoder, each.token_id), each.logprob)
-        found.setdefault(own, logprob)
+        found.setdefault(token, logprob)
         return found
+
+
+def _empty() -> CompletionLogprobs:
+    return CompletionLogprobs([], [], [], [])

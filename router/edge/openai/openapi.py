@@ -1,14 +1,32 @@
-"""The OpenAPI document of the HTTP edge: requests from the types that parse them, answers as the formats write them."""
+"""The OpenAPI document of the HTTP edge, generated from the types that parse requests and those that encode answers."""
 
 from __future__ import annotations
 
+import re
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
 from pydantic.json_schema import models_json_schema
 
 from router.auth.access import http_access
-from router.auth.principal import Access
+from router.auth.principal import AccessLevel
+from router.edge.openai.answer_schema import (
+    AnswerStruct,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionUsage,
+    DetokenizeAnswer,
+    ErrorBody,
+    ModelCard,
+    ModelList,
+    ResponseEvent,
+    ResponseObject,
+    StatusAnswer,
+    TokenizeAnswer,
+    TokenizerInfo,
+)
 from router.edge.openai.responses_schema import ResponsesRequest
 from router.edge.openai.schema import ChatCompletionRequest, CompletionRequest
 from router.edge.openai.tokenize import DetokenizeRequest, TokenizeRequest
@@ -26,132 +44,54 @@ from tandem.version import tandem_version
 Schema = dict[str, Any]
 
 _REQUESTS = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+# The names that answers have in the document.
+_ANSWERS: dict[str, type[AnswerStruct]] = {
+    "ChatCompletion": ChatCompletion,
+    "ChatCompletionChunk": ChatCompletionChunk,
+    "Completion": Completion,
+    "Error": ErrorBody,
+    "Info": TokenizerInfo,
+    "Model": ModelCard,
+    "Models": ModelList,
+    "Response": ResponseObject,
+    "Status": StatusAnswer,
+    "Text": DetokenizeAnswer,
+    "Tokens": TokenizeAnswer,
+    "Usage": CompletionUsage,
+}
 _STRING: Schema = {"type": "string"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
-_NUMBER: Schema = {"type": "number"}
-_ANY: Schema = {}
-
-
-def _object(**properties: Schema) -> Schema:
-    """Every property is always there; further ones may come with later versions."""
-    return {"type": "object", "properties": properties, "required": list(properties)}
-
-
-def _list(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
-
-
-def _or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def _const(value: str) -> Schema:
-    return {"type": "string", "const": value}
 
 
 def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _with_optional(schema: Schema, **properties: Schema) -> Schema:
-    return schema | {"properties": schema["properties"] | properties}
+def _answers() -> Schema:
+    """The schemas of all answers and of their parts, by name."""
+    events = get_args(ResponseEvent)
+    names = {kind.__name__: name for name, kind in _ANSWERS.items()}
+    _, found = msgspec.json.schema_components([*_ANSWERS.values(), *events], ref_template="#/components/schemas/{name}")
+    text = re.sub(
+        r'(?<="#/components/schemas/)\w+', lambda name: names.get(name[0], name[0]), msgspec.json.encode(found).decode()
+    )
+    schemas = {names.get(kind, kind): each for kind, each in msgspec.json.decode(text).items()}
+    schemas = {name: _all_required(each) | {"title": name} for name, each in schemas.items()}
+    return schemas | {"ResponseEvent": {"anyOf": [_ref(each.__name__) for each in events]}}
 
 
-_REASON = _or_null({"type": "string", "enum": ["stop", "length"]})
-_TOKEN = _object(token=_STRING, logprob=_or_null(_NUMBER), bytes=_or_null(_list(_COUNT)))
-_CHAT_TOKEN = _with_optional(_TOKEN, top_logprobs=_list(_TOKEN))
-_CHAT_LOGPROBS = _or_null(_object(content=_list(_CHAT_TOKEN), refusal={"type": "null"}))
-_COMPLETION_LOGPROBS = _object(
-    tokens=_list(_STRING),
-    token_logprobs=_list(_or_null(_NUMBER)),
-    top_logprobs=_list(_or_null({"type": "object", "additionalProperties": _or_null(_NUMBER)})),
-    text_offset=_list(_COUNT),
-)
-_PART = _object(type=_const("output_text"), text=_STRING, annotations=_list(_ANY), logprobs=_list(_CHAT_TOKEN))
-_OUTPUT = _object(id=_STRING, type=_const("message"), role=_const("assistant"), status=_STRING, content=_list(_PART))
-
-_ANSWERS: dict[str, Schema] = {
-    "Error": _object(error=_object(message=_STRING, type=_STRING, param=_or_null(_STRING), code=_or_null(_STRING))),
-    "Usage": _object(
-        prompt_tokens=_COUNT,
-        completion_tokens=_COUNT,
-        total_tokens=_COUNT,
-        prompt_tokens_details=_object(cached_tokens=_COUNT),
-    ),
-    "ChatCompletion": _object(
-        id=_STRING,
-        object=_const("chat.completion"),
-        created=_COUNT,
-        model=_STRING,
-        choices=_list(
-            _object(
-                index=_COUNT,
-                message=_object(role=_const("assistant"), content=_STRING, refusal={"type": "null"}),
-                logprobs=_CHAT_LOGPROBS,
-                finish_reason=_REASON,
-            )
-        ),
-        usage=_ref("Usage"),
-    ),
-    "ChatCompletionChunk": _with_optional(
-        _object(
-            id=_STRING,
-            object=_const("chat.completion.chunk"),
-            created=_COUNT,
-            model=_STRING,
-            choices=_list(_object(index=_COUNT, delta=_ANY, logprobs=_CHAT_LOGPROBS, finish_reason=_REASON)),
-        ),
-        usage=_or_null(_ref("Usage")),
-    ),
-    "Completion": _with_optional(
-        _object(
-            id=_STRING,
-            object=_const("text_completion"),
-            created=_COUNT,
-            model=_STRING,
-            choices=_list(
-                _object(index=_COUNT, text=_STRING, logprobs=_or_null(_COMPLETION_LOGPROBS), finish_reason=_REASON)
-            ),
-        ),
-        usage=_or_null(_ref("Usage")),
-    ),
-    "Response": _object(
-        id=_STRING,
-        object=_const("response"),
-        created_at=_COUNT,
-        model=_STRING,
-        status={"type": "string", "enum": ["in_progress", "completed", "incomplete", "failed"]},
-        incomplete_details=_or_null(_object(reason=_STRING)),
-        error=_or_null(_object(code=_STRING, message=_STRING)),
-        output=_list(_OUTPUT),
-        usage=_or_null(
-            _object(
-                input_tokens=_COUNT,
-                input_tokens_details=_object(cached_tokens=_COUNT),
-                output_tokens=_COUNT,
-                output_tokens_details=_object(reasoning_tokens=_COUNT),
-                total_tokens=_COUNT,
-            )
-        ),
-    ),
-    "ResponseEvent": _object(type=_STRING, sequence_number=_COUNT),
-    "Tokens": _object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT)),
-    "Text": _object(prompt=_STRING),
-    "Info": _object(
-        eos_token=_or_null(_STRING),
-        bos_token=_or_null(_STRING),
-        pad_token=_or_null(_STRING),
-        chat_template=_or_null(_STRING),
-        vocab_size=_COUNT,
-        max_model_len=_COUNT,
-    ),
-    "Model": _object(id=_STRING, object=_const("model"), created=_COUNT, owned_by=_STRING, max_model_len=_COUNT),
-    "Models": _object(object=_const("list"), data=_list(_ref("Model"))),
-    "Status": _object(status=_STRING),
-}
+def _all_required(schema: Schema) -> Schema:
+    """Marks fields with a default as required, as answers always contain them. In msgspec's schema, a field that may be
+    UNSET has no default."""
+    if "properties" not in schema:
+        return schema
+    fields = schema["properties"].items()
+    required = [name for name, each in fields if "default" in each or name in schema["required"]]
+    properties = {name: {key: value for key, value in each.items() if key != "default"} for name, each in fields}
+    return schema | {"properties": properties, "required": required}
 
 
-# What is checked for all edges alike, and so not by the types that parse them.
+# Limits that are checked for all edges in one place, and so are not in the types that parse requests.
 _PENALTY: Schema = {"minimum": -MAX_PENALTY, "maximum": MAX_PENALTY}
 _LIMITS: dict[str, Schema] = {
     "temperature": {"minimum": 0, "maximum": 2},
@@ -170,7 +110,7 @@ _LIMITS: dict[str, Schema] = {
 
 
 def _limited(request: Schema) -> Schema:
-    """A request's schema with the limits of `_LIMITS` on every kind of value but null."""
+    """A request's schema with `_LIMITS` applied to every type of value except null."""
     shown = dict(request.get("properties", {}))
     for name in shown.keys() & _LIMITS.keys():
         kinds = [kind if kind["type"] == "null" else kind | _LIMITS[name] for kind in shown[name]["anyOf"]]
@@ -182,14 +122,18 @@ def _content(kind: str, schema: Schema) -> Schema:
     return {kind: {"schema": schema}}
 
 
+def _json(name: str) -> Schema:
+    return _content("application/json", _ref(name))
+
+
 def _reply(text: str, content: Schema) -> Schema:
     return {"description": text, "headers": {"x-request-id": {"schema": _STRING}}, "content": content}
 
 
 def _errors() -> Schema:
     statuses = sorted({WIRE[code].http_status for code in ErrorCode} - {499})
-    retry = {"retry-after": {"schema": _STRING, "description": "Seconds; where a retry may succeed."}}
-    reply = _reply("Refused or failed.", _content("application/json", _ref("Error")))
+    retry = {"retry-after": {"schema": _STRING, "description": "Seconds after which a retry may succeed."}}
+    reply = _reply("The request was refused or failed.", _json("Error"))
     return {str(status): reply | {"headers": reply["headers"] | retry} for status in statuses}
 
 
@@ -199,47 +143,51 @@ def _parameters(*, generates: bool) -> list[Schema]:
 
 
 def _post(summary: str, request: type, answer: str, events: str | None = None) -> Schema:
-    content = _content("application/json", _ref(answer))
+    content = _json(answer)
     if events is not None:
         content |= _content("text/event-stream", _ref(events))
-    body = {"required": True, "content": _content("application/json", _ref(request.__name__))}
+    body = {"required": True, "content": _json(request.__name__)}
     return {
         "post": {
             "summary": summary,
             "operationId": request.__name__.removesuffix("Request"),
             "parameters": _parameters(generates=events is not None),
             "requestBody": body,
-            "responses": {"200": _reply("The answer; with stream=true its events.", content), **_errors()},
+            "responses": {"200": _reply("The answer, or its events with stream=true.", content), **_errors()},
         }
     }
 
 
 def _get(summary: str, operation: str, content: Schema, **more: Schema) -> Schema:
     return {
-        "get": {"summary": summary, "operationId": operation, "responses": {"200": _reply("Now.", content), **more}}
+        "get": {
+            "summary": summary,
+            "operationId": operation,
+            "responses": {"200": _reply("The answer.", content), **more},
+        }
     }
 
 
-# Routers without security.auth ask nobody.
+# A router without security.auth requires no key.
 _SCHEMES: Schema = {
-    "key": {"type": "http", "scheme": "bearer", "description": "An API key or a JWT, where the router asks for one."},
+    "key": {"type": "http", "scheme": "bearer", "description": "An API key or a JWT, if the router requires one."},
     "admin": {"type": "http", "scheme": "basic", "description": "The password is an API key with the admin flag."},
 }
-_SECURITY: dict[Access, list[Schema]] = {
-    Access.PUBLIC: [],
-    Access.CALLER: [{"key": []}],
-    Access.ADMIN: [{"key": []}, {"admin": []}],
+_SECURITY: dict[AccessLevel, list[Schema]] = {
+    AccessLevel.PUBLIC: [],
+    AccessLevel.CALLER: [{"key": []}],
+    AccessLevel.ADMIN: [{"key": []}, {"admin": []}],
 }
 
 
 def _with_security(paths: Schema) -> Schema:
-    """What the table of router.auth.access says, and the answer to who has no key."""
-    refused = _reply("Refused: no good key.", _content("application/json", _ref("Error")))
+    """Adds the access that router.auth.access requires, and the answers to a missing or insufficient key."""
+    refused = _reply("The key is missing, invalid or not allowed to do this.", _json("Error"))
     for path, methods in paths.items():
         access = http_access(path.replace("{name}", "{name:path}"))
         for operation in methods.values():
             operation["security"] = _SECURITY[access]
-            if access is not Access.PUBLIC:
+            if access is not AccessLevel.PUBLIC:
                 operation["responses"].setdefault("401", refused)
                 operation["responses"].setdefault("403", refused)
     return paths
@@ -251,13 +199,14 @@ def openapi_document() -> Schema:
     _, requests = models_json_schema(
         [(each, "validation") for each in _REQUESTS], ref_template="#/components/schemas/{model}"
     )
-    missing = _reply("There is none.", _content("application/json", _ref("Error")))
-    model = _get("One model", "Model", _content("application/json", _ref("Model")), **{"404": missing})
+    missing = _reply("There is no such model.", _json("Error"))
+    model = _get("One model", "Model", _json("Model"), **{"404": missing})
     model["get"]["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": _STRING}]
-    info = _get("What a tokenizer used from afar needs", "TokenizerInfo", _content("application/json", _ref("Info")))
+    info = _get("What a remote client needs to use the tokenizer", "TokenizerInfo", _json("Info"))
     info["get"]["parameters"] = [{"name": "model", "in": "query", "required": False, "schema": _STRING}]
     info["get"]["responses"]["404"] = missing
-    status = _content("application/json", _ref("Status"))
+    status = _json("Status")
+    not_ready = _reply("Requests cannot be served now.", status)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tandem", "version": tandem_version()},
@@ -273,16 +222,16 @@ def openapi_document() -> Schema:
                 "/tokenize": _post("Token ids of a text or a chat", TokenizeRequest, "Tokens"),
                 "/detokenize": _post("Text of token ids", DetokenizeRequest, "Text"),
                 "/tokenizer_info": info,
-                "/v1/models": _get("The models there are", "Models", _content("application/json", _ref("Models"))),
+                "/v1/models": _get("The models that are served", "Models", _json("Models")),
                 "/v1/models/{name}": model,
-                "/health": _get("The process is alive", "Health", status),
-                "/ready": _get("A request could be served", "Ready", status, **{"503": _reply("Not now.", status)}),
+                "/health": _get("Whether the process runs", "Health", status),
+                "/ready": _get("Whether requests can be served", "Ready", status, **{"503": not_ready}),
                 "/metrics": _get("Prometheus metrics", "Metrics", _content("text/plain", _STRING)),
                 "/openapi.json": _get("This document", "OpenApi", _content("application/json", {"type": "object"})),
             }
         ),
         "components": {
-            "schemas": {name: _limited(each) for name, each in requests["$defs"].items()} | _ANSWERS,
+            "schemas": {name: _limited(each) for name, each in requests["$defs"].items()} | _answers(),
             "securitySchemes": _SCHEMES,
         },
     }

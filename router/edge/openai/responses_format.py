@@ -1,4 +1,4 @@
-"""Answers in the words of the OpenAI Responses API: one object, or its events with their sequence numbers."""
+"""Format of the Responses API: one object, or its events with their sequence numbers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,26 @@ from collections.abc import Sequence
 
 import msgspec
 
+from router.edge.openai.answer_schema import (
+    ChatTokenLogprob,
+    ContentPartEvent,
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputItemEvent,
+    OutputMessage,
+    OutputText,
+    ResponseError,
+    ResponseErrorEvent,
+    ResponseEvent,
+    ResponseObject,
+    ResponseStateEvent,
+    ResponseStatus,
+    ResponseUsage,
+    TextDeltaEvent,
+    TextDoneEvent,
+)
 from router.edge.openai.format import text_of, tokens_of
-from router.edge.openai.logprobs import Json, logprob_entries
+from router.edge.openai.logprobs import logprob_entries
 from router.edge.openai.responses_schema import ResponsesRequest
 from router.requests.answers import Answers, Arrival
 from router.requests.output import Piece, Usage
@@ -21,71 +39,76 @@ class ResponsesFormat:
 
     def __init__(self, answers: Answers, request: ResponsesRequest) -> None:
         self._answers = answers
+        self._request = request
         self._logprobs = request.wants_logprobs
         self._item_id = f"msg_{answers.request_id}"
-        self._sequence = 0
+        self._created_at = int(time.time())
+        self._sent = 0
         self._pieces: list[Piece] = []
         self._reason = FinishReason.STOP
-        self._head: Json = {
-            "id": f"resp_{answers.request_id}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": answers.model.name,
-            "error": None,
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
-            "metadata": request.metadata or {},
-            "parallel_tool_calls": True,
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
-            "store": False,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
-            "top_p": 1.0 if request.top_p is None else request.top_p,
-            "truncation": "disabled",
-            "user": request.user,
-        }
 
     def begin(self) -> list[bytes]:
-        response = self._response("in_progress", [], None)
-        item = {**self._item("in_progress"), "content": []}
+        response = self._response("in_progress", [])
         return [
-            self._event("created", response=response),
-            self._event("in_progress", response=response),
-            self._event("output_item.added", output_index=0, item=item),
-            self._part_event("content_part.added", part=_part("", [])),
+            self._encode(ResponseStateEvent("response.created", self._sent, response)),
+            self._encode(ResponseStateEvent("response.in_progress", self._sent, response)),
+            self._encode(
+                OutputItemEvent(
+                    type="response.output_item.added", sequence_number=self._sent, item=self._item("in_progress", [])
+                )
+            ),
+            self._encode(
+                ContentPartEvent(
+                    type="response.content_part.added",
+                    sequence_number=self._sent,
+                    item_id=self._item_id,
+                    part=OutputText(text="", logprobs=[]),
+                )
+            ),
         ]
 
     def events(self, arrivals: Sequence[Arrival]) -> list[bytes]:
         self._take(arrivals)
-        return [
-            self._part_event("output_text.delta", delta=piece.text, logprobs=self._logprobs_of([piece]))
-            for arrival in arrivals
-            for piece in arrival.pieces
-            if piece.text or self._logprobs_of([piece])
-        ]
+        events: list[bytes] = []
+        for arrival in arrivals:
+            for piece in arrival.pieces:
+                logprobs = self._logprobs_of([piece])
+                if piece.text or logprobs:
+                    events.append(self._encode(self._delta(piece.text, logprobs)))
+        return events
 
     def end(self) -> list[bytes]:
         text, logprobs = text_of(self._pieces), self._logprobs_of(self._pieces)
-        response = self._ended()
+        part, response = OutputText(text=text, logprobs=logprobs), self._ended()
+        [item] = response.output
+        is_complete = response.status == "completed"
         return [
-            self._part_event("output_text.done", text=text, logprobs=logprobs),
-            self._part_event("content_part.done", part=_part(text, logprobs)),
-            self._event("output_item.done", output_index=0, item=self._item(str(response["status"]))),
-            self._event(str(response["status"]), response=response),
+            self._encode(
+                TextDoneEvent(sequence_number=self._sent, item_id=self._item_id, text=text, logprobs=logprobs)
+            ),
+            self._encode(
+                ContentPartEvent(
+                    type="response.content_part.done", sequence_number=self._sent, item_id=self._item_id, part=part
+                )
+            ),
+            self._encode(OutputItemEvent(type="response.output_item.done", sequence_number=self._sent, item=item)),
+            self._encode(
+                ResponseStateEvent("response.completed" if is_complete else "response.incomplete", self._sent, response)
+            ),
         ]
 
     def failed(self, error: TandemError) -> list[bytes]:
-        told = {"code": error.code.value, "message": error.message}
-        response = {**self._response("failed", [], None), "error": {"code": "server_error", "message": error.message}}
+        response = self._response("failed", [], error=ResponseError("server_error", error.message))
         return [
-            self._send("error", {**told, "param": error.field}),
-            self._event("failed", response=response),
+            self._encode(
+                ResponseErrorEvent(
+                    sequence_number=self._sent, code=error.code.value, message=error.message, param=error.field
+                )
+            ),
+            self._encode(ResponseStateEvent("response.failed", self._sent, response)),
         ]
 
-    def whole(self, arrivals: Sequence[Arrival]) -> Json:
+    def whole(self, arrivals: Sequence[Arrival]) -> ResponseObject:
         self._take(arrivals)
         return self._ended()
 
@@ -95,43 +118,54 @@ class ResponsesFormat:
             if arrival.final is not None:
                 self._reason = arrival.final.reason
 
-    def _ended(self) -> Json:
-        status = "completed" if self._reason is FinishReason.STOP else "incomplete"
-        return self._response(status, [self._item(status)], self._answers.usage())
+    def _ended(self) -> ResponseObject:
+        status: ResponseStatus = "completed" if self._reason is FinishReason.STOP else "incomplete"
+        part = OutputText(text=text_of(self._pieces), logprobs=self._logprobs_of(self._pieces))
+        return self._response(status, [self._item(status, [part])], _usage(self._answers.usage()))
 
-    def _response(self, status: str, output: list[Json], usage: Usage | None) -> Json:
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        told = None if usage is None else _usage(usage)
-        return {**self._head, "status": status, "incomplete_details": cut, "output": output, "usage": told}
+    def _response(
+        self,
+        status: ResponseStatus,
+        output: list[OutputMessage],
+        usage: ResponseUsage | None = None,
+        error: ResponseError | None = None,
+    ) -> ResponseObject:
+        request = self._request
+        return ResponseObject(
+            id=f"resp_{self._answers.request_id}",
+            created_at=self._created_at,
+            model=self._answers.model.name,
+            status=status,
+            incomplete_details=IncompleteDetails("max_output_tokens") if status == "incomplete" else None,
+            error=error,
+            output=output,
+            usage=usage,
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            metadata=request.metadata or {},
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            user=request.user,
+        )
 
-    def _item(self, status: str) -> Json:
-        content = [_part(text_of(self._pieces), self._logprobs_of(self._pieces))]
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+    def _item(self, status: ResponseStatus, content: list[OutputText]) -> OutputMessage:
+        return OutputMessage(id=self._item_id, status=status, content=content)
 
-    def _logprobs_of(self, pieces: Sequence[Piece]) -> list[Json]:
+    def _delta(self, text: str, logprobs: list[ChatTokenLogprob]) -> TextDeltaEvent:
+        return TextDeltaEvent(sequence_number=self._sent, item_id=self._item_id, delta=text, logprobs=logprobs)
+
+    def _logprobs_of(self, pieces: Sequence[Piece]) -> list[ChatTokenLogprob]:
         return logprob_entries(self._answers.model.tokenizer, tokens_of(pieces)) if self._logprobs else []
 
-    def _part_event(self, name: str, **fields: object) -> bytes:
-        return self._event(name, item_id=self._item_id, output_index=0, content_index=0, **fields)
-
-    def _event(self, name: str, **fields: object) -> bytes:
-        return self._send(f"response.{name}", fields)
-
-    def _send(self, kind: str, fields: Json) -> bytes:
-        event = msgspec.json.encode({"type": kind, "sequence_number": self._sequence, **fields})
-        self._sequence += 1
-        return b"event: " + kind.encode() + b"\ndata: " + event + b"\n\n"
+    def _encode(self, event: ResponseEvent) -> bytes:
+        self._sent += 1
+        return b"event: " + event.type.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
-def _part(text: str, logprobs: list[Json]) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-def _usage(usage: Usage) -> Json:
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
+def _usage(usage: Usage) -> ResponseUsage:
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputTokensDetails(usage.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+    )

@@ -1,5 +1,5 @@
-"""Requests of the OpenAI Responses API as we accept them: text in, text out, nothing stored. What would need tools,
-other media, reasoning or a stored conversation is refused by name."""
+"""Requests of the Responses API: text in, text out, nothing is stored. A field that needs tools, other media, reasoning
+or a stored conversation is refused by name."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from router.edge.openai.schema import (
-    LENGTH,
     MAX_MESSAGES,
+    MAX_TOKENS_HELP,
     CacheSalt,
     Items,
     StreamOptions,
-    Strict,
+    StrictModel,
     at_most,
     equals,
     is_empty,
@@ -28,15 +28,15 @@ from tandem.request import MAX_LOGPROBS
 LOGPROBS = "message.output_text.logprobs"
 
 
-class TextContent(Strict):
+class TextContent(StrictModel):
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: object = None  # of an earlier answer that comes back
+    annotations: object = None  # of an earlier answer that the client sends again
     logprobs: object = None
 
 
-class InputItem(Strict):
-    """A message; other kinds of items are refused by their type."""
+class InputItem(StrictModel):
+    """A message. Items of another type are refused."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -49,48 +49,48 @@ class InputItem(Strict):
 
     def parse(self, index: int) -> Message:
         """Raises InputError, UnsupportedField."""
-        where = f"input.{index}"
+        path = f"input.{index}"
         if self.type != "message":
-            raise unsupported(f"{where}.type", f"value {self.type[:40]!r}")
+            raise unsupported(f"{path}.type", f"value {self.type[:40]!r}")
         if self.model_extra:
-            field = f"{where}.{next(iter(self.model_extra))}"
+            field = f"{path}.{next(iter(self.model_extra))}"
             raise InputError(f"unknown field {field!r}", field=field)
         if self.role not in ("system", "developer", "user", "assistant"):
             raise InputError(
-                f"{where}.role: expected system, developer, user or assistant, got {self.role!r}", field=f"{where}.role"
+                f"{path}.role: expected system, developer, user or assistant, got {self.role!r}", field=f"{path}.role"
             )
         if self.content is None:
-            raise InputError(f"{where}.content: expected text, got nothing", field=f"{where}.content")
+            raise InputError(f"{path}.content: expected text, got nothing", field=f"{path}.content")
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return Message("system" if self.role == "developer" else self.role, text)
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(StrictModel):
     model: str
     input: Annotated[
         str | Annotated[Items[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)], at_most(MAX_MESSAGES, "input")
     ]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description=LENGTH)
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description=MAX_TOKENS_HELP)
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Items[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Extensions, as in the other APIs here.
+    # Extensions, as in the other APIs.
     top_k: Annotated[int, Field(ge=0)] | None = None
     min_p: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     cache_salt: CacheSalt = None
-    # No effect on the answer; prompt_cache_key and user draw requests to the same workers.
+    # No effect on the answer. Requests with the same prompt_cache_key or user prefer the same workers.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: str | None = None
-    store: bool | None = None  # nothing is stored, whatever it says
-    # Refused unless they change nothing.
+    store: bool | None = None  # ignored: nothing is stored
+    # Refused unless the value changes nothing.
     background: bool | None = None
     context_management: object = None
     conversation: object = None

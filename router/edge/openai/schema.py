@@ -1,5 +1,5 @@
-"""The OpenAI API's requests as we accept them. A field is either served, or refused by name; nothing is ignored that
-could change the answer."""
+"""Requests of the chat completions and completions APIs. A field is either served or refused by name: the router
+ignores no field that could change the answer."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from router.requests.request import MAX_CACHE_SALT_CHARS, Message, RawRequest, R
 from tandem.errors import InputError, UnsupportedField
 from tandem.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
-# For each known but unsupported field, which values change nothing.
+# Per known but unsupported field: whether a value changes nothing.
 Neutral = dict[str, Callable[[object], bool]]
-MAX_CHOICES = 128  # answers of one request: prompts times `n`
+MAX_CHOICES = 128  # answers to one request: prompts times `n`
 MAX_MESSAGES = 4096
-MAX_NAME_CHARS = 80  # of what a client called a field, in an error
-MAX_KEYS = 2 * MAX_LOGIT_BIAS  # of one JSON object
+MAX_NAME_CHARS = 80  # of a client's field name in an error
+MAX_KEYS = 2 * MAX_LOGIT_BIAS  # per JSON object
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 Item = TypeVar("Item")
-# Faults are noted up to the first: a list of a million wrong items costs no more than one.
+# Pydantic stops at the first fault: a list of a million wrong items costs no more than one of them.
 Items = Annotated[list[Item], Field(fail_fast=True)]
 
 
 def at_most(most: int, field: str) -> BeforeValidator:
-    """Of a list, before its items are looked at."""
+    """Limits the length of a list before its items are validated."""
 
     def check(given: object) -> object:
         if isinstance(given, list) and len(given) > most:
@@ -40,24 +40,24 @@ def at_most(most: int, field: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] | None
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # no effect: we add no padding
+    include_obfuscation: bool | None = None  # no effect, as the router adds no padding
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(Strict):
+class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Items[TextPart] | None = None
     name: str | None = None
@@ -86,12 +86,12 @@ Messages = Annotated[
 ]
 
 
-LENGTH = "At most what the prompt leaves of the context; without it, all of that."
+MAX_TOKENS_HELP = "At most the rest of the context after the prompt, which is also the default."
 
 
-class _Common(Strict):
+class _GenerationRequest(StrictModel):
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description=LENGTH)
+    max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description=MAX_TOKENS_HELP)
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
@@ -151,7 +151,7 @@ class _Common(Strict):
         return tuple((int(key), bias) for key, bias in given.items())
 
 
-class ChatCompletionRequest(_Common):
+class ChatCompletionRequest(_GenerationRequest):
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="The same as `max_tokens`.")
     logprobs: bool | None = None
@@ -196,7 +196,7 @@ class ChatCompletionRequest(_Common):
 
 
 def _prompt(given: object, check: Handler) -> object:
-    """Long lists are judged before each of their items is, by each branch of the union."""
+    """Checks a list as a whole first: otherwise each branch of the union would validate each item."""
     if isinstance(given, list) and given:
         if set(map(type, given)) == {int}:
             return given
@@ -205,9 +205,9 @@ def _prompt(given: object, check: Handler) -> object:
     return check(given)
 
 
-class CompletionRequest(_Common):
+class CompletionRequest(_GenerationRequest):
     prompt: Annotated[str | Items[int] | Items[str] | Items[Items[int]], WrapValidator(_prompt)]
-    max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description=f"{LENGTH} 0 goes with `echo`.")
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description=f"{MAX_TOKENS_HELP} 0 is for `echo` only.")
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None
     echo: bool | None = None
@@ -215,11 +215,11 @@ class CompletionRequest(_Common):
 
     @property
     def is_prompt_only(self) -> bool:
-        """max_tokens 0, for the logprobs of the prompt."""
+        """True for max_tokens 0, which returns the logprobs of the prompt only."""
         return self.max_tokens == 0
 
     def parse(self) -> list[RawRequest]:
-        """One for each prompt. Raises InputError, UnsupportedField."""
+        """One request per prompt. Raises InputError, UnsupportedField."""
         self._check(_NEUTRAL_COMPLETION)
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of", "a value other than n")
@@ -285,7 +285,7 @@ Request = TypeVar("Request", bound=BaseModel)
 
 
 def parse_body(kind: type[Request], body: bytes) -> Request:
-    """Raises InputError naming the field, with the first thing that is wrong."""
+    """Raises InputError with the first fault and its field."""
     check_body(body)
     try:
         value = from_json(body)
@@ -297,7 +297,7 @@ def parse_body(kind: type[Request], body: bytes) -> Request:
 
 
 def _check_keys(value: object) -> None:
-    """Pydantic notes every fault of an object: one with very many keys would cost more than reading it."""
+    """Limits the keys of each object: Pydantic notes every unknown key, which would cost more than parsing them."""
     waiting = [value]
     while waiting:
         each = waiting.pop()
@@ -310,7 +310,7 @@ def _check_keys(value: object) -> None:
 
 
 def parse_fields(kind: type[Request], fields: object) -> Request:
-    """As `parse_body`, of JSON that was read already."""
+    """As `parse_body`, for parsed JSON."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -319,7 +319,7 @@ def parse_fields(kind: type[Request], fields: object) -> Request:
 
 def _input_error(error: ValidationError) -> InputError:
     faults = error.errors(include_url=False, include_context=False, include_input=False)
-    # Of the branches of a union, the one that came furthest is what was meant.
+    # The client meant the branch of a union that validated deepest.
     same = [each for each in faults if each["loc"][:1] == faults[0]["loc"][:1]]
     first = max(same, key=lambda each: len(_path(each["loc"])))
     field = ".".join(part[:MAX_NAME_CHARS] for part in _path(first["loc"])) or None
@@ -336,7 +336,7 @@ _BRANCHES = frozenset({"str", "int", "float", "TextPart", "TextContent"})
 
 
 def _is_union_branch(part: int | str) -> bool:
-    """Pydantic names the branch of a union in the location; the client wrote no such key."""
+    """Pydantic adds the branch of a union to the location, which is no key of the client's JSON."""
     return isinstance(part, str) and (part in _BRANCHES or "[" in part)
 
 
@@ -345,7 +345,7 @@ def _lower_first(text: str) -> str:
 
 
 def refuse_unsupported(request: BaseModel, neutral: Neutral) -> None:
-    """Raises UnsupportedField naming the first field whose value would change the answer."""
+    """Raises UnsupportedField for the first field whose value would change the answer."""
     for field, is_neutral in neutral.items():
         value = getattr(request, field)
         if value is not None and not is_neutral(value):

@@ -6,19 +6,19 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.edge.openai.schema import Items, Messages, Strict, at_most
+from router.edge.openai.schema import Items, Messages, StrictModel, at_most
 from router.requests.request import Message
 from tandem.errors import InputError
 
 MAX_DETOKENIZED = 1 << 20
 
 
-class TokenizeRequest(Strict):
-    """Exactly one of `prompt` and `messages`; messages go through the chat template, as they would in a chat."""
+class TokenizeRequest(StrictModel):
+    """Exactly one of `prompt` and `messages`. The chat template applies to messages, as in a chat."""
 
-    model: str = ""  # may be left out where only one is served
+    model: str = ""  # optional if only one model is served
     prompt: str | None = None
-    add_special_tokens: bool | None = None  # of a prompt: what the checkpoint puts around it; absent: true
+    add_special_tokens: bool | None = None  # those that the checkpoint puts around a prompt; absent: true
     messages: Messages | None = None
 
     def parse(self) -> str | tuple[Message, ...]:
@@ -28,13 +28,13 @@ class TokenizeRequest(Strict):
         if self.messages is not None:
             if self.add_special_tokens is not None:
                 raise InputError(
-                    "add_special_tokens: expected only with prompt; the template of a chat has its own",
+                    "add_special_tokens: expected only with prompt; the chat template adds its own",
                     field="add_special_tokens",
                 )
             return tuple(message.parse(index) for index, message in enumerate(self.messages))
         return self.prompt or ""
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     model: str = ""
     tokens: Annotated[Items[int], Field(max_length=MAX_DETOKENIZED), at_most(MAX_DETOKENIZED, "tokens")]

@@ -1,10 +1,12 @@
-"""TLS at the edge: HTTP and gRPC alike, client certificates, renewal."""
+"""TLS at the edge, for HTTP and gRPC: versions, client certificates and renewal."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import ssl
+import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,8 +18,8 @@ import pytest
 
 from cluster.control.router_traces import RouterTraces
 from router.app import RouterApp
-from router.edge.http import HANDSHAKE_TIMEOUT_S
-from router.edge.tls import LOOK_S
+from router.edge.tls import HANDSHAKE_TIMEOUT_S
+from router.testing.stub_worker import until
 from tandem.config.launch import RouterLaunch, ServedModel
 from tandem.config.spec import EdgeTlsSpec, RouterSpec
 from tandem.errors import ConfigError
@@ -52,7 +54,7 @@ async def router(model_dir: Path, tls: EdgeTlsSpec, socket: str | None = None) -
 
 
 def put(files: dict[str, str], folder: Path, client_ca: Path | None = None) -> EdgeTlsSpec:
-    """At the same paths, whatever was there before."""
+    """Writes to the same paths each time."""
     folder.mkdir(exist_ok=True)
     for name in ("cert", "key"):
         shutil.copy(files[name], folder / name)
@@ -86,7 +88,7 @@ async def by_grpc(app: RouterApp, trusted: Path, own: dict[str, str] | None = No
         return [model.name for model in answer.models]
 
 
-async def test_both_ports_speak_tls_and_nothing_else(model_dir: Path, authority: MakeAuthority, tmp_path: Path) -> None:
+async def test_both_ports_accept_tls_only(model_dir: Path, authority: MakeAuthority, tmp_path: Path) -> None:
     ours, theirs = authority("ours"), authority("theirs")
     async with router(model_dir, put(ours.issue(NAME), tmp_path / "tls")) as app:
         assert await by_http(app, ours.ca) == 200
@@ -108,7 +110,8 @@ async def test_versions_below_1_2_are_refused_and_http_1_1_is_negotiated(
     context = client_context(ours.ca)
     context.set_alpn_protocols(["h2", "http/1.1"])
     context.set_ciphers("ALL:@SECLEVEL=0")
-    context.minimum_version = context.maximum_version = version
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of TLS 1.1
+        context.minimum_version = context.maximum_version = version
     async with router(model_dir, put(ours.issue(NAME), tmp_path / "tls")) as app:
         for port, protocol in ((app.http_port, "http/1.1"), (app.grpc_port, "h2")):
             try:
@@ -121,7 +124,7 @@ async def test_versions_below_1_2_are_refused_and_http_1_1_is_negotiated(
             writer.close()
 
 
-async def test_with_client_ca_who_shows_no_certificate_of_it_is_refused(
+async def test_with_client_ca_a_client_without_a_certificate_of_it_is_refused(
     model_dir: Path, authority: MakeAuthority, tmp_path: Path
 ) -> None:
     ours, clients, theirs = authority("ours"), authority("clients"), authority("theirs")
@@ -138,9 +141,10 @@ async def test_with_client_ca_who_shows_no_certificate_of_it_is_refused(
         assert list((await controller.list(trace_pb2.ListTracesRequest())).traces) == [], "it needs no certificate"
 
 
-async def test_renewed_files_are_shown_to_the_next_client_while_a_former_one_stays(
-    model_dir: Path, authority: MakeAuthority, tmp_path: Path
+async def test_new_connections_get_renewed_certificates_and_open_ones_stay(
+    model_dir: Path, authority: MakeAuthority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "router.edge.tls")
     ours, theirs = authority("ours"), authority("theirs")
     async with (
         router(model_dir, put(ours.issue(NAME), tmp_path / "tls")) as app,
@@ -150,21 +154,21 @@ async def test_renewed_files_are_shown_to_the_next_client_while_a_former_one_sta
         assert (await http.get(url)).status_code == 200
         renewed = theirs.issue(NAME)
         shutil.copy(renewed["cert"], tmp_path / "tls" / "cert")
-        await asyncio.sleep(LOOK_S + 0.2)
+        await until(lambda: "could not be reloaded" in caplog.text)
         assert await by_http(app, ours.ca) == 200, "they do not fit each other yet"
         assert await by_grpc(app, ours.ca) == ["tiny"]
         shutil.copy(renewed["key"], tmp_path / "tls" / "key")
-        await asyncio.sleep(LOOK_S + 0.2)
+        await until(lambda: "reloaded certificates" in caplog.text)
         assert await by_http(app, theirs.ca) == 200
         assert await by_grpc(app, theirs.ca) == ["tiny"]
         assert (await http.get(url)).status_code == 200
 
 
-async def test_who_begins_no_handshake_is_cut_off(
+async def test_a_client_without_a_handshake_is_disconnected(
     model_dir: Path, authority: MakeAuthority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert HANDSHAKE_TIMEOUT_S <= 10.0
-    monkeypatch.setattr("router.edge.http.HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("router.edge.http_server.HANDSHAKE_TIMEOUT_S", 0.3)
     async with router(model_dir, put(authority("ours").issue(NAME), tmp_path / "tls")) as app:
         reader, writer = await asyncio.open_connection("127.0.0.1", app.http_port)
         async with asyncio.timeout(30.0):

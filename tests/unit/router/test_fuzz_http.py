@@ -1,7 +1,7 @@
-"""The HTTP edge against what schemathesis makes of its own OpenAPI document: fitting requests and broken ones.
+"""The HTTP edge against valid and invalid requests that schemathesis generates from its OpenAPI document.
 
-This file is also a program, the client: `test_fuzz_http.py http://127.0.0.1:8000`. Making requests takes so much of a
-core that workers in the same process would seem to stand still."""
+This file is also the client program: `test_fuzz_http.py http://127.0.0.1:8000`. Generating requests uses so much of a
+core that workers in the same process would seem to hang."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ RULES = [not_a_server_error, status_code_conformance, content_type_conformance, 
 
 
 def as_events(document: dict[str, Any]) -> dict[str, Any]:
-    """The document says what an event's data holds, as is usual; schemathesis takes a stream's schema for that of the
-    event around it."""
+    """Wraps the schemas of streams: the document describes the data of an event, as is usual. Schemathesis expects
+    the schema of the event around it."""
     for path in document["paths"].values():
         for operation in path.values():
             content = operation["responses"].get("200", {}).get("content", {})
@@ -64,9 +64,9 @@ def fuzz_operation(
     )
     def one(case: schemathesis.Case) -> None:
         if isinstance(case.body, dict) and len(str(case.body.get("model", ""))) < 8:
-            case.body["model"] = MODEL  # else nearly everything ends at an unknown model
+            case.body["model"] = MODEL  # else nearly every case ends at an unknown model
         if mode is GenerationMode.POSITIVE:
-            for name in (PRIORITY, TENANT, TIMEOUT):  # or at a class that there is not
+            for name in (PRIORITY, TENANT, TIMEOUT):  # or at an unknown class
                 case.headers.pop(name, None)
         answer = case.call(base_url=base_url, session=session, timeout=30)
         seen[answer.status_code] += 1
@@ -76,7 +76,7 @@ def fuzz_operation(
 
 
 def fuzz(base_url: str) -> Counter[int]:
-    """Answers by status. Raises on the first that breaks a rule, with the smallest request that gets it."""
+    """Counts answers by status. Raises on the first answer that breaks a rule, with the smallest request for it."""
     seen = Counter[int]()
     session = requests.Session()
     document = schemathesis.openapi.from_dict(as_events(session.get(f"{base_url}/openapi.json").json()))
@@ -97,7 +97,7 @@ async def site(tmp_path: Path, model_dir: Path) -> AsyncIterator[RouterSite]:
 
 
 @pytest.mark.soak
-async def test_whatever_fits_or_breaks_the_document_is_answered_as_it_says(site: RouterSite) -> None:
+async def test_requests_that_fit_or_break_the_document_get_documented_answers(site: RouterSite) -> None:
     before = site.process.memory_info().rss
     client = await asyncio.create_subprocess_exec(
         sys.executable, __file__, site.base_url, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

@@ -27,7 +27,7 @@ async def test_generate_streams_started_chunks_finished(cluster: Any) -> None:
     assert finished.usage.completion_tokens == len(tokens)
 
 
-async def test_timeline_tells_of_the_handoff(cluster: Any) -> None:
+async def test_the_timeline_includes_the_handoff(cluster: Any) -> None:
     cluster.says("Hello")
     cluster.prefill.behaviour.cached_tokens = cluster.decode.behaviour.cached_tokens = 16
     events = [e async for e in cluster.inference.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[70] * 40)))]
@@ -49,7 +49,7 @@ async def test_chat_uses_the_template(cluster: Any) -> None:
     assert tokenized.max_model_tokens == 512
 
 
-async def test_logprobs_come_when_asked_for(cluster: Any) -> None:
+async def test_logprobs_are_included_on_request(cluster: Any) -> None:
     cluster.says("ab")
     request = pb.GenerateRequest(prompt="Hi", sampling=pb.SamplingParams(logprobs=2))
     events = [event async for event in cluster.inference.Generate(request)]

@@ -20,7 +20,7 @@ async def test_chat_completion(cluster: Any) -> None:
     assert answer.usage.completion_tokens == len(cluster.says("Hello, world."))
 
 
-async def test_chat_stream_says_the_same_as_the_whole_answer(cluster: Any) -> None:
+async def test_a_chat_stream_equals_the_whole_answer(cluster: Any) -> None:
     cluster.says("Grüße €5 — done")
     chunks = [
         chunk
@@ -39,7 +39,7 @@ async def test_chat_stream_says_the_same_as_the_whole_answer(cluster: Any) -> No
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-async def test_stream_ends_with_done_and_has_no_usage_unasked(cluster: Any) -> None:
+async def test_a_stream_ends_with_done_and_without_usage_by_default(cluster: Any) -> None:
     cluster.says("ok")
     reply = await cluster.http.post("/v1/completions", json={**COMPLETION, "stream": True})
     assert reply.headers["content-type"].startswith("text/event-stream")
@@ -138,7 +138,7 @@ async def test_defaults_are_a_drawn_seed_and_the_context_that_is_left(cluster: A
     assert first.max_tokens == 500
 
 
-async def test_max_tokens_beyond_the_context_is_refused_with_what_there_is(cluster: Any) -> None:
+async def test_max_tokens_beyond_the_context_is_refused_with_the_limits(cluster: Any) -> None:
     await cluster.openai.completions.create(model=MODEL, prompt=[70] * 12, max_tokens=500)
     [work] = cluster.decode.works.values()
     assert work.sampling.max_tokens == 500
@@ -276,7 +276,7 @@ async def test_body_over_the_limit_is_refused(cluster: Any) -> None:
         assert reply.json()["error"]["code"] == "payload_too_large"
 
 
-async def test_unknown_model_names_those_there_are(cluster: Any) -> None:
+async def test_the_error_of_an_unknown_model_lists_the_served_ones(cluster: Any) -> None:
     with pytest.raises(openai.NotFoundError, match="'tiny'") as caught:
         await cluster.openai.completions.create(model="gpt-9", prompt="x")
     assert caught.value.code == "model_not_found"

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize, and the OpenAPI document, which real answers must match."""
+"""/tokenize, /detokenize, and the OpenAPI document, which the real answers match."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHAT = [{"role": "user", "content": "Hi"}]
 
 
 class TestTokenize:
-    async def test_there_and_back(self, cluster: Any) -> None:
+    async def test_detokenize_reverses_tokenize(self, cluster: Any) -> None:
         text = "Grüße, 5 € <|im_end|>"
         tokens = (await cluster.http.post("/tokenize", json={"model": MODEL, "prompt": text})).json()
         assert tokens["tokens"] == cluster.tokenizer.encode(text, add_special_tokens=True)
@@ -23,13 +23,13 @@ class TestTokenize:
         back = await cluster.http.post("/detokenize", json={"model": MODEL, "tokens": tokens["tokens"]})
         assert back.json() == {"prompt": text}
 
-    async def test_a_chat_counts_as_it_would_be_answered(self, cluster: Any) -> None:
+    async def test_a_chat_has_as_many_tokens_as_its_answers_usage_says(self, cluster: Any) -> None:
         reply = await cluster.http.post("/tokenize", json={"model": MODEL, "messages": CHAT})
         answer = await cluster.openai.chat.completions.create(model=MODEL, messages=CHAT)
         assert reply.json()["count"] == answer.usage.prompt_tokens
 
-    async def test_a_tokenizer_can_be_used_from_afar(self, cluster: Any) -> None:
-        """As lm-eval's remote tokenizer does: no model named, no special tokens added."""
+    async def test_a_remote_client_can_use_the_tokenizer(self, cluster: Any) -> None:
+        """As lm-eval does: it names no model and adds no special tokens."""
         info = (await cluster.http.get("/tokenizer_info")).json()
         assert info["eos_token"] == "<|im_end|>"
         assert "message['role']" in info["chat_template"]
@@ -81,7 +81,7 @@ async def document(cluster: Any) -> Document:
     return Document((await cluster.http.get("/openapi.json")).json())
 
 
-async def test_every_reference_leads_somewhere(document: Document) -> None:
+async def test_every_reference_resolves(document: Document) -> None:
     schemas = document.content["components"]["schemas"]
     references = [part.split('"')[0] for part in json.dumps(document.content).split('"#/components/schemas/')[1:]]
     assert set(references) <= set(schemas)
@@ -89,7 +89,7 @@ async def test_every_reference_leads_somewhere(document: Document) -> None:
         jsonschema.Draft202012Validator.check_schema(schema)
 
 
-async def test_the_document_knows_every_path_and_no_other(cluster: Any, document: Document) -> None:
+async def test_the_document_has_exactly_the_served_paths(cluster: Any, document: Document) -> None:
     paths = document.content["paths"]
     for path, operations in paths.items():
         for method in ("get", "post"):
@@ -141,6 +141,6 @@ async def test_events_are_as_documented(cluster: Any, document: Document, path: 
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{name}", "/tokenizer_info", "/health", "/ready"])
-async def test_what_is_read_is_as_documented(cluster: Any, document: Document, path: str) -> None:
+async def test_answers_of_get_are_as_documented(cluster: Any, document: Document, path: str) -> None:
     reply = await cluster.http.get(path.replace("{name}", MODEL))
     document.check(reply.json(), document.answer_of("get", path, 200))

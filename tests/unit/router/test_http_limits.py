@@ -1,4 +1,4 @@
-"""How long an HTTP client may keep the router waiting, and how many there may be."""
+"""Limits of the HTTP edge: connections, headers, and how long a client may keep the router waiting."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_a_request_that_does_not_end_is_answered_408(cluster: Any, said: l
     writer.close()
 
 
-async def test_dripping_does_not_help(cluster: Any) -> None:
+async def test_a_client_that_sends_headers_one_by_one_is_answered_408_too(cluster: Any) -> None:
     reader, writer = await connect(cluster, HEAD)
 
     async def drip() -> None:
@@ -84,7 +84,7 @@ async def test_a_connection_without_a_request_is_closed(cluster: Any) -> None:
     writer.close()
 
 
-async def test_an_answer_may_take_longer_than_clients_may(cluster: Any) -> None:
+async def test_the_client_timeout_does_not_apply_to_the_answer(cluster: Any) -> None:
     cluster.says("slowly")
     cluster.decode.behaviour.token_delay_s = 0.3
     assert (await cluster.openai.completions.create(model="tiny", prompt="x")).choices[0].text == "slowly"
@@ -105,8 +105,8 @@ async def test_one_connection_too_many_is_refused_and_the_others_serve(cluster: 
             await asyncio.sleep(0.05)
 
 
-async def test_two_streams_asked_for_at_once_come_one_after_the_other(cluster: Any) -> None:
-    """They share a connection, and may share nothing of their answers."""
+async def test_two_pipelined_streams_are_answered_in_order(cluster: Any) -> None:
+    """They share a connection and nothing of their answers."""
     body = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 4, "stream": True}).encode()
     ask = HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body)
     reader, writer = await connect(cluster, ask + ask)

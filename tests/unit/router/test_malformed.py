@@ -1,4 +1,4 @@
-"""Requests made to hurt: each is refused fast, costs no memory that stays, and the next good one is answered."""
+"""Malicious requests: each is refused fast and leaves no memory behind, and the next good one is answered."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def still_serves(cluster: Any) -> None:
     await cluster.settled()
 
 
-async def test_what_is_malformed_is_refused_fast(cluster: Any) -> None:
+async def test_malformed_requests_are_refused_fast(cluster: Any) -> None:
     await still_serves(cluster)
     for path, body, field in SMALL:
         took_s = min([await refuse(cluster, path, body, field) for _ in range(3)])
@@ -135,10 +135,10 @@ async def test_what_is_malformed_is_refused_fast(cluster: Any) -> None:
 
 
 @pytest.mark.soak_only
-async def test_large_bodies_that_multiply_in_the_parser_leave_nothing_behind(cluster: Any) -> None:
+async def test_bodies_that_grow_in_the_parser_leave_no_memory_behind(cluster: Any) -> None:
     process = psutil.Process()
     in_use: list[int] = []
-    for _ in range(4):  # the parser's threads keep what their largest body took, once
+    for _ in range(4):  # the threads of the parser keep the memory of their largest body, once
         for path, body in multiplying_bodies():
             await refuse(cluster, path, body)
         in_use.append(process.memory_info().rss)
@@ -153,7 +153,7 @@ async def test_a_body_of_100_mb_is_refused_before_it_is_read(cluster: Any, chunk
     for _ in range(3):
         await refused_unread(cluster, chunked)
         in_use.append(process.memory_info().rss)
-    assert in_use[1] - in_use[0] < 30 * MIB, in_use  # the first time this process allocates what each of them needs
+    assert in_use[1] - in_use[0] < 30 * MIB, in_use  # the first run allocates what each of them needs
     assert in_use[-1] - in_use[-2] < GROWTH_BYTES, in_use
     await still_serves(cluster)
 
@@ -164,7 +164,7 @@ async def refused_unread(cluster: Any, chunked: bool) -> None:
     length = b"transfer-encoding: chunked" if chunked else b"content-length: 104857600"
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + length + b"\r\n\r\n")
     if chunked:
-        for _ in range(17):  # a little more than is allowed
+        for _ in range(17):  # a little above the limit
             writer.write(b"%x\r\n%b\r\n" % (len(part), part))
             await writer.drain()
     started_s = time.perf_counter()
@@ -178,7 +178,7 @@ async def refused_unread(cluster: Any, chunked: bool) -> None:
     writer.close()
 
 
-async def test_grpc_refuses_the_same(cluster: Any) -> None:
+async def test_grpc_refuses_malformed_requests_too(cluster: Any) -> None:
     many = pb.SamplingParams(stop=["a"] * 10_000)
     requests = [
         pb.GenerateRequest(prompt="x", sampling=many),
@@ -202,8 +202,8 @@ async def test_grpc_refuses_the_same(cluster: Any) -> None:
     await still_serves(cluster)
 
 
-async def test_grpc_messages_that_multiply_are_refused_before_they_are_decoded(cluster: Any) -> None:
-    """On the wire as a client's library would not write them: two bytes make a submessage."""
+async def test_grpc_messages_that_grow_are_refused_before_they_are_decoded(cluster: Any) -> None:
+    """Two bytes on the wire become a submessage. No client library writes such messages."""
     for method, parts in MULTIPLYING.items():
         for data in parts:
             started_s = time.perf_counter()
@@ -215,7 +215,7 @@ async def test_grpc_messages_that_multiply_are_refused_before_they_are_decoded(c
     await still_serves(cluster)
 
 
-async def test_ids_of_the_client_come_back_over_grpc_as_over_http(cluster: Any) -> None:
+async def test_grpc_echoes_the_clients_ids_as_http_does(cluster: Any) -> None:
     cluster.says("fine")
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     given = (("x-request-id", "mine.1"), ("traceparent", trace))
@@ -224,7 +224,7 @@ async def test_ids_of_the_client_come_back_over_grpc_as_over_http(cluster: Any) 
         cluster.inference.Generate(pb.GenerateRequest(prompt="x"), metadata=given),
         cluster.inference.ListModels(pb.ListModelsRequest(), metadata=given),
         stub.ServerLive(oip.ServerLiveRequest(), metadata=given),
-        cluster.inference.Generate(pb.GenerateRequest(), metadata=given),  # an error has them, too
+        cluster.inference.Generate(pb.GenerateRequest(), metadata=given),  # errors have them too
     ]
     for call in calls:
         assert set(given) <= set(await call.initial_metadata())
@@ -244,7 +244,7 @@ async def test_ids_of_the_client_come_back_over_grpc_as_over_http(cluster: Any) 
         ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01" + "0" * 400),
     ],
 )
-async def test_ids_of_another_shape_are_not_repeated(cluster: Any, name: str, value: str) -> None:
+async def test_ids_of_another_shape_are_not_echoed(cluster: Any, name: str, value: str) -> None:
     call = cluster.inference.ListModels(pb.ListModelsRequest(), metadata=((name, value),))
     assert name not in dict(await call.initial_metadata())
     reply = await cluster.http.get("/health", headers={name: value})

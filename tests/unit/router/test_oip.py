@@ -1,4 +1,4 @@
-"""The Open Inference Protocol beside our own service: what a general inference client may ask, and is told."""
+"""The Open Inference Protocol on the gRPC port: requests of general inference clients and their answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 
-from router.edge.limits.calls import CallLimit
+from router.edge.limits.grpc import CallLimit
 from router.edge.oip import OipEdge
 from router.testing.stub_worker import until
 from tandem.errors import ContextExceeded, InputError, ModelNotFound, NotFound, UnsupportedField
@@ -96,7 +96,7 @@ async def test_text_is_answered_with_text(cluster: Any, stub: Any) -> None:
     assert not sampling.stop_token_ids
 
 
-async def test_sampling_may_come_as_a_tensor_of_json(cluster: Any, stub: Any) -> None:
+async def test_sampling_may_be_a_json_tensor(cluster: Any, stub: Any) -> None:
     cluster.says("one STOP two")
     request = text_request()
     request.inputs.append(bytes_tensor("sampling_parameters", json.dumps({"stop": ["STOP"], "top_p": 0.5}).encode()))
@@ -112,7 +112,7 @@ async def test_token_ids_of_every_width(cluster: Any, stub: Any, datatype: str, 
     assert list(work.prompt) == [70, 71, 72]
 
 
-async def test_raw_tensors_go_in_and_come_back(cluster: Any, stub: Any) -> None:
+async def test_raw_tensors_are_answered_with_raw_tensors(cluster: Any, stub: Any) -> None:
     tokens = cluster.says("fine")
     request = oip.ModelInferRequest(
         model_name=MODEL,
@@ -127,7 +127,7 @@ async def test_raw_tensors_go_in_and_come_back(cluster: Any, stub: Any) -> None:
     assert [output.name for output in reply.outputs] == ["output_ids", "text_output"]
 
 
-async def test_a_stream_answers_its_requests_in_turn_and_outlives_a_bad_one(cluster: Any, stub: Any) -> None:
+async def test_a_stream_answers_its_requests_in_order_and_survives_a_bad_one(cluster: Any, stub: Any) -> None:
     tokens = cluster.says("Grüße")
 
     async def requests() -> AsyncIterator[oip.ModelInferRequest]:
@@ -149,7 +149,7 @@ async def test_a_stream_answers_its_requests_in_turn_and_outlives_a_bad_one(clus
     assert "temperature" in failed.error_message
 
 
-async def test_a_client_that_leaves_cancels_its_request(cluster: Any, stub: Any) -> None:
+async def test_a_disconnect_cancels_the_request(cluster: Any, stub: Any) -> None:
     cluster.prefill.behaviour.hold_prefills = True
     calls = [stub.ModelInfer(text_request()), stub.ModelStreamInfer(iter([text_request()]))]
     unary = asyncio.ensure_future(calls[0])
@@ -162,7 +162,7 @@ async def test_a_client_that_leaves_cancels_its_request(cluster: Any, stub: Any)
     await cluster.settled()
 
 
-async def test_a_stream_that_asks_nothing_takes_no_other_calls_place(cluster: Any) -> None:
+async def test_an_idle_stream_does_not_count_as_a_running_call(cluster: Any) -> None:
     limit = CallLimit(1)
     release = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The Responses API through the official client: text in, text out, and by name what is not there."""
+"""The Responses API through the official client: text in, text out, other fields refused by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_text_is_answered_with_text(cluster: Any) -> None:
     assert "user\nHi" in prompt
 
 
-async def test_an_answer_that_was_cut_is_incomplete(cluster: Any) -> None:
+async def test_an_answer_cut_at_max_tokens_is_incomplete(cluster: Any) -> None:
     cluster.says("a long answer")
     answer = await cluster.openai.responses.create(model=MODEL, input="Hi", max_output_tokens=2)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -54,7 +54,7 @@ async def test_a_conversation_goes_in_as_items_also_those_of_an_earlier_answer(c
     assert places == sorted(places)
 
 
-async def test_the_stream_tells_the_same_in_the_official_clients_events(cluster: Any) -> None:
+async def test_the_official_client_reads_the_same_answer_from_the_stream(cluster: Any) -> None:
     ends_with_eos(cluster, "Grüße €5")
     events = [event async for event in await cluster.openai.responses.create(model=MODEL, input="Hi", stream=True)]
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -113,7 +113,7 @@ async def test_a_failure_in_mid_stream_is_an_event(cluster: Any) -> None:
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input.0.type"),
     ],
 )
-async def test_what_is_not_there_is_refused_by_name(cluster: Any, extra: dict[str, Any], param: str) -> None:
+async def test_unsupported_fields_are_refused_by_name(cluster: Any, extra: dict[str, Any], param: str) -> None:
     reply = await cluster.http.post("/v1/responses", json={"model": MODEL, "input": "Hi"} | extra)
     error = reply.json()["error"]
     assert (reply.status_code, error["param"], error["code"]) == (400, param, "unsupported_field")

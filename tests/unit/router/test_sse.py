@@ -1,4 +1,4 @@
-"""Events of a streamed answer: one write for all that comes at once, none while the client does not read."""
+"""Events of a streamed answer: those that arrive together are one write; a client that does not read gets none."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from router.edge.openai.format import AnswerFormat, ChatFormat, TextEvents
-from router.edge.sse import LOOK_S, REST_S, SCOPE_KEY, SseResponse, Turns
+from router.edge.limits.http import SCOPE_KEY
+from router.edge.openai.format import AnswerFormat, ChatFormat, TextEventTemplate
+from router.edge.sse import LOAD_INTERVAL_S, PAUSE_S, SseResponse, WriteBatcher
 from router.requests.answers import Answers, Arrival, Submitted
 from router.requests.output import Final, OutToken, Piece, ResponseStream, Usage
 from tandem.errors import WorkerLost
@@ -17,7 +18,7 @@ from tandem.request import FinishReason
 
 
 class Reader:
-    """A client's connection that counts writes, and stops reading when told to."""
+    """A client's connection that keeps its writes and can stop reading."""
 
     def __init__(self) -> None:
         self.writes: list[bytes] = []
@@ -25,7 +26,7 @@ class Reader:
         self._resumed = asyncio.Event()
 
     def when_lost(self, call: Any) -> None:
-        """It stays."""
+        """This connection is never lost."""
 
     async def drained(self) -> None:
         await self._resumed.wait()
@@ -39,7 +40,7 @@ class Reader:
 
 
 class Texts:
-    """The plainest format: the texts themselves."""
+    """A format that is the texts themselves."""
 
     def begin(self) -> list[bytes]:
         return [b"begin "]
@@ -63,10 +64,10 @@ def final() -> Final:
 
 
 class Stream:
-    """An answer that is being streamed. `turn` lets what was put go out."""
+    """A streamed answer. `flush` waits until what was put has been written."""
 
-    def __init__(self, turns: Turns | None = None) -> None:
-        self.turns = turns or Turns()
+    def __init__(self, batcher: WriteBatcher | None = None) -> None:
+        self.batcher = batcher or WriteBatcher()
         self.source = ResponseStream("r", lambda: None)
         self.reader = Reader()
         self.answers = Answers("r", [Submitted(cast(Any, None), cast(Any, None), self.source)], 1)
@@ -74,26 +75,26 @@ class Stream:
 
     async def begin(self, first: str) -> None:
         self.source.put(piece(first))
-        response = SseResponse(self.answers, cast(AnswerFormat, Texts()), await self.answers.next(), self.turns)
+        response = SseResponse(self.answers, cast(AnswerFormat, Texts()), await self.answers.next(), self.batcher)
         scope = {"type": "http", SCOPE_KEY: self.reader}
         self.task = asyncio.create_task(response(scope, cast(Any, None), _send))
-        await self.turn()
+        await self.flush()
 
-    async def turn(self) -> None:
+    async def flush(self) -> None:
         for _ in range(3):
             await asyncio.sleep(0)
 
 
 async def _send(message: Any) -> None:
-    """Head and end of the answer go another way."""
+    """Drops the head and the end of the answer."""
 
 
-async def test_what_comes_at_once_is_one_write() -> None:
+async def test_pieces_that_arrive_together_are_one_write() -> None:
     stream = Stream()
     await stream.begin("a")
     stream.source.put(piece("b"))
     stream.source.put(piece("c"))
-    await stream.turn()
+    await stream.flush()
     stream.source.put(piece("d"))
     stream.source.finish(final())
     await stream.task
@@ -101,8 +102,8 @@ async def test_what_comes_at_once_is_one_write() -> None:
 
 
 async def test_a_last_write_that_fails_ends_its_own_stream_and_no_other() -> None:
-    turns = Turns()
-    broken, whole = Stream(turns), Stream(turns)
+    batcher = WriteBatcher()
+    broken, whole = Stream(batcher), Stream(batcher)
     await broken.begin("a")
     await whole.begin("a")
 
@@ -112,7 +113,7 @@ async def test_a_last_write_that_fails_ends_its_own_stream_and_no_other() -> Non
     broken.reader.write_chunk = fail  # type: ignore[method-assign]
     broken.source.fail(WorkerLost("gone"))
     whole.source.put(piece("b"))
-    await whole.turn()
+    await whole.flush()
     assert whole.reader.writes[-1] == b"b"
     with pytest.raises(OSError, match="the connection is gone"):
         await broken.task
@@ -121,43 +122,43 @@ async def test_a_last_write_that_fails_ends_its_own_stream_and_no_other() -> Non
 
 async def test_a_busy_router_writes_less_often_until_it_is_no_longer_busy() -> None:
     now_s, busy_s = 0.0, 0.0
-    stream = Stream(Turns(lambda: now_s, lambda: busy_s))
+    stream = Stream(WriteBatcher(lambda: now_s, lambda: busy_s))
     await stream.begin("a")
-    now_s = busy_s = LOOK_S  # not idle for a moment
+    now_s = busy_s = LOAD_INTERVAL_S  # busy all the time
     stream.source.put(piece("b"))
-    await stream.turn()
+    await stream.flush()
     stream.source.put(piece("c"))
-    await stream.turn()
+    await stream.flush()
     stream.source.put(piece("d"))
-    await stream.turn()
+    await stream.flush()
     assert stream.reader.writes == [b"begin a", b"b"]
-    await asyncio.sleep(2 * REST_S)
+    await asyncio.sleep(2 * PAUSE_S)
     assert stream.reader.writes == [b"begin a", b"b", b"cd"]
-    now_s = 2 * LOOK_S  # idle all the time
+    now_s = 2 * LOAD_INTERVAL_S  # idle all the time
     for text in "ef":
         stream.source.put(piece(text))
-        await stream.turn()
+        await stream.flush()
     assert stream.reader.writes[3:] == [b"e", b"f"]
     stream.source.finish(final())
     await stream.task
 
 
-async def test_nothing_is_written_while_the_client_does_not_read_and_nothing_is_lost() -> None:
+async def test_a_client_that_does_not_read_gets_everything_once_it_reads_again() -> None:
     stream = Stream()
     await stream.begin("a")
     stream.reader.write_paused = True
     for text in "bcd":
         stream.source.put(piece(text))
-        await stream.turn()
+        await stream.flush()
     assert stream.reader.writes == [b"begin a"]
     stream.reader.resume()
-    await stream.turn()
+    await stream.flush()
     assert stream.reader.writes == [b"begin a", b"bcd"]
     stream.source.finish(final())
     await stream.task
 
 
-async def test_an_answer_that_fails_says_so_after_what_came_before() -> None:
+async def test_an_error_is_written_after_the_pieces_before_it() -> None:
     stream = Stream()
     await stream.begin("a")
     stream.source.put(piece("b"))
@@ -166,7 +167,7 @@ async def test_an_answer_that_fails_says_so_after_what_came_before() -> None:
     assert b"".join(stream.reader.writes) == b"begin ab failed"
 
 
-async def test_a_fault_of_ours_ends_the_request_that_has_it() -> None:
+async def test_a_bug_ends_only_its_own_request() -> None:
     stream = Stream()
     await stream.begin("a")
     stream.source.put(cast(Piece, "no piece"))
@@ -178,9 +179,9 @@ def test_an_event_around_a_text_is_the_event_with_the_text() -> None:
     def make(text: str) -> bytes:
         return json.dumps({"model": "\x00", "text": text, "n": 1}, ensure_ascii=False).encode()
 
-    events = TextEvents(make)
+    events = TextEventTemplate(make)
     for text in ("", "a", '"quoted" \\ \n', "\x00", "日本 é", "\u2028"):
-        assert json.loads(events.of(text)) == json.loads(make(text))
+        assert json.loads(events.fill(text)) == json.loads(make(text))
 
 
 def test_chat_events_of_several_choices_name_their_choice() -> None:

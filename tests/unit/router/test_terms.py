@@ -16,7 +16,7 @@ def test_without_headers_the_first_class_and_no_deadline() -> None:
     assert parser().parse({}.get) == RequestTerms("interactive", "", None)
 
 
-def test_headers_and_the_transports_deadline_the_earlier_counts() -> None:
+def test_the_earlier_of_header_and_transport_deadline_counts() -> None:
     headers = {"x-tandem-priority": "batch", "x-tandem-tenant": "a.b:c@d-1_", "x-request-timeout-s": "2.5"}
     assert parser().parse(headers.get) == RequestTerms("batch", "a.b:c@d-1_", 102.5)
     assert parser().parse(headers.get, 1.0) == RequestTerms("batch", "a.b:c@d-1_", 101.0)
@@ -24,19 +24,19 @@ def test_headers_and_the_transports_deadline_the_earlier_counts() -> None:
     assert parser().parse({}.get, 0.0).deadline_s == 100.0
 
 
-def test_a_transport_that_waits_for_ever_waits_a_day() -> None:
+def test_the_longest_deadline_is_one_day() -> None:
     assert parser().parse({}.get, 1e12).deadline_s == 100.0 + 86_400
 
 
 @pytest.mark.parametrize("text", ["1", "0.5", ".5", "1.", "86400", "000000001"])
-def test_seconds_that_are_taken(text: str) -> None:
+def test_accepted_timeouts(text: str) -> None:
     assert parser().parse({"x-request-timeout-s": text}.get).deadline_s == 100.0 + float(text)
 
 
 @pytest.mark.parametrize(
     "text", ["", "0", ".", "0.0", "-1", "+1", "1e3", "nan", "inf", "1_0", "٣", "86400.1", "9" * 400]
 )
-def test_seconds_that_are_refused(text: str) -> None:
+def test_refused_timeouts(text: str) -> None:
     with pytest.raises(InputError) as caught:
         parser().parse({"x-request-timeout-s": text}.get)
     assert caught.value.field == "x-request-timeout-s"

@@ -1,4 +1,4 @@
-"""A keys file with one key for each kind of caller."""
+"""A keys file with one key for each type of caller."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.config.auth import AuthSpec
 
 @dataclass
 class Keys:
-    """Texts of keys by their tenants' names."""
+    """The texts and ids of keys by tenant."""
 
     path: Path
     texts: dict[str, str] = field(default_factory=dict)

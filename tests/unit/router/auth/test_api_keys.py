@@ -1,4 +1,4 @@
-"""What a key is, what its file keeps of it, and what is refused."""
+"""The format of keys and of their file, rotation, and which keys are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def at(**later: float) -> float:
     return (NOW + timedelta(**later)).timestamp()
 
 
-def test_the_file_keeps_a_hash_and_the_key_has_256_random_bits() -> None:
+def test_the_file_has_only_the_hash_of_a_key_with_256_random_bits() -> None:
     new = api_keys.create("acme", NOW)
     prefix, key_id, secret = new.text.split("_", 2)
     assert (prefix, key_id) == ("tdm", new.record.id)
@@ -34,7 +34,7 @@ def test_the_file_keeps_a_hash_and_the_key_has_256_random_bits() -> None:
     assert len({api_keys.create("acme", NOW).text for _ in range(100)}) == 100
 
 
-def test_only_the_whole_key_is_good_and_only_until_it_expires() -> None:
+def test_only_the_whole_key_is_valid_and_only_until_it_expires() -> None:
     new = api_keys.create("acme", NOW, expires=NOW + timedelta(hours=1), admin=True, models=("m",))
     table = KeyTable(KeyList(keys=(new.record,)))
     found = table.principal(new.text, at(minutes=59))
@@ -48,7 +48,7 @@ def test_only_the_whole_key_is_good_and_only_until_it_expires() -> None:
         assert table.principal(wrong, at()) is None, wrong
 
 
-def test_while_it_is_rotated_two_secrets_are_good_and_never_three() -> None:
+def test_a_rotated_key_has_at_most_two_valid_secrets() -> None:
     first = api_keys.create("acme", NOW, limits=LimitsSpec(requests_per_minute=5))
     second = api_keys.rotate(first.record, NOW, timedelta(hours=1), None)
     third = api_keys.rotate(second.record, NOW, timedelta(hours=1), None)
@@ -71,7 +71,7 @@ def test_tenants_are_short_plain_names(tenant: str) -> None:
         api_keys.create(tenant, NOW)
 
 
-def test_a_file_goes_there_and_back_and_is_its_owners_alone(tmp_path: Path) -> None:
+def test_a_written_file_reads_the_same_and_only_its_owner_may_read_it(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     records = [
         api_keys.create("acme", NOW, note="team: 1", models=("a/b",), priorities=("batch",), admin=True).record,
@@ -88,7 +88,7 @@ def test_a_file_goes_there_and_back_and_is_its_owners_alone(tmp_path: Path) -> N
     assert [each.name for each in tmp_path.iterdir()] == ["keys.yaml"], "nothing else is left"
 
 
-def test_changes_made_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
+def test_concurrent_changes_are_all_kept(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     records = [api_keys.create(f"tenant-{n}", NOW).record for n in range(20)]
     with ThreadPoolExecutor(8) as pool:
@@ -96,7 +96,7 @@ def test_changes_made_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
     assert {each.id for each in read_keys(path).keys} == {each.id for each in records}
 
 
-def test_what_is_wrong_with_a_file_is_said_without_repeating_it(tmp_path: Path) -> None:
+def test_the_error_of_a_broken_file_does_not_repeat_its_content(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     good = api_keys.create("acme", NOW).record.model_dump(mode="json")
     wrong = {

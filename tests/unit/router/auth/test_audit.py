@@ -1,4 +1,4 @@
-"""The audit file may be moved, removed or unwritable at any time, and nobody who calls waits for it."""
+"""The audit file may be moved, removed or unwritable at any time, and no call waits for it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_two_routers_lines_do_not_mix(tmp_path: Path) -> None:
     assert all(each.startswith(b'{"time":') and each.endswith(b"}") for each in lines)
 
 
-def test_a_folder_that_is_gone_is_logged_once_and_the_log_goes_on_later(
+def test_a_missing_folder_is_logged_once_and_writing_resumes_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "logs"
@@ -86,21 +86,21 @@ def test_a_folder_that_is_gone_is_logged_once_and_the_log_goes_on_later(
         AuditLog(str(tmp_path / "nowhere" / "x"))
 
 
-def test_a_disk_that_stands_still_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_hangs_delays_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "MAX_WAITING", 100)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     log = AuditLog(str(pipe))
     began_s = time.monotonic()
-    for number in range(5000):  # more than a pipe holds, and nobody reads
+    for number in range(5000):  # more than a pipe holds, which has no reader
         log.write(line(number))
     assert time.monotonic() - began_s < 1.0
     os.close(reader)
     log.close()
 
 
-def test_stdout_gets_lines_too() -> None:
+def test_lines_can_go_to_stdout() -> None:
     program = (
         "from router.auth.audit import *\n"
         "log = AuditLog('stdout')\n"

@@ -1,4 +1,4 @@
-"""What the audit log says of a call with several answers, and of who is behind a gRPC peer."""
+"""The outcome of a call with several answers, and the source of a gRPC call."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import pytest
 
 from router.auth.call import Call
 from router.auth.grpc_gate import source_of
-from router.auth.principal import Access
+from router.auth.principal import AccessLevel
+from router.auth.rate_limits import RateLimiter
 from tandem.errors import ErrorCode
 from tandem.request import RequestState
+from tandem.testing.models import FakeClock
 
 FINISHED, REJECTED, CANCELLED = RequestState.FINISHED, RequestState.REJECTED, RequestState.CANCELLED
 
@@ -19,14 +21,14 @@ FINISHED, REJECTED, CANCELLED = RequestState.FINISHED, RequestState.REJECTED, Re
         ([], "ok", None),
         ([(FINISHED, None)], "finished", None),
         ([(FINISHED, None), (CANCELLED, ErrorCode.CANCELLED), (FINISHED, None)], "cancelled", ErrorCode.CANCELLED),
-        # One was refused, and so the others are taken back.
+        # One was refused, which cancelled the others.
         ([(REJECTED, ErrorCode.OVERLOADED), (CANCELLED, ErrorCode.CANCELLED)], "rejected", ErrorCode.OVERLOADED),
     ],
 )
-def test_the_first_answer_that_did_not_finish_is_told_of(
+def test_a_call_reports_its_first_answer_that_did_not_finish(
     ends: list[tuple[RequestState, ErrorCode | None]], outcome: str, code: ErrorCode | None
 ) -> None:
-    call = Call("POST /x", Access.CALLER, "", "", "", 0.0)
+    call = Call("POST /x", AccessLevel.CALLER, "", "", "", 0.0, RateLimiter(FakeClock()))
     for state, error in ends:
         call.ended(state, error, 3)
     assert (call.outcome, call.code, call.completion_tokens) == (outcome, code, 3 * len(ends))

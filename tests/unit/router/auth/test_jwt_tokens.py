@@ -1,4 +1,4 @@
-"""JWTs: whose signature counts, which claims say what, how keys roll over, and every forgery that we know of."""
+"""JWTs: signatures, claims, rollover of keys, and known forgeries."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric.ed448 import Ed448PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
 
@@ -21,7 +22,7 @@ from router.auth.authenticator import Authenticator
 from router.auth.calls import Calls
 from router.auth.jwks import MAX_JWKS_BYTES, fetch_jwks, parse_jwks
 from router.auth.jwt_tokens import JwtVerifier, UnknownSigningKey
-from router.auth.principal import Access
+from router.auth.principal import AccessLevel
 from router.auth.sources import KeySources
 from tandem.clock import SystemClock
 from tandem.config.auth import AuthSpec, ClaimsSpec, JwtSpec, LimitsSpec
@@ -74,12 +75,12 @@ def forged(header: dict[str, Any], signature: bytes = b"") -> str:
 
 
 @pytest.mark.parametrize(("key", "kid", "algorithm"), [(RSA, "r", "RS256"), (EC, "e", "ES256"), (ED, "o", "EdDSA")])
-def test_tokens_of_each_kind_of_key_are_good(key: Any, kid: str, algorithm: str) -> None:
+def test_tokens_of_each_type_of_key_are_valid(key: Any, kid: str, algorithm: str) -> None:
     found = verifier().principal(token(key, kid, algorithm), time.time())
     assert (found.key_id, found.tenant, found.admin, found.models) == ("jwt:ann", "acme", False, None)
 
 
-def test_claims_say_what_the_holder_may() -> None:
+def test_claims_set_models_classes_limits_and_the_admin_flag() -> None:
     named = ClaimsSpec(
         tenant="https://example.org/tenant", models="models", priorities="classes", admin="ops",
         requests_per_minute="rpm", tokens_per_minute=None,
@@ -144,6 +145,8 @@ def test_only_public_signing_keys_of_allowed_algorithms_are_taken() -> None:
         "test",
     )
     assert set(keys) == {"o"}
+    private = json.loads(RSAAlgorithm.to_jwk(RSA))
+    assert isinstance(parse_jwks(jwks(private), ALLOWED, "test")[""].public, rsa.RSAPublicKey)
     pinned = parse_jwks(jwks(jwk(RSA, "r", alg="PS256")), ("RS256", "PS256"), "test")
     assert pinned["r"].algorithms == ("PS256",)
     for wrong in (b"", b"[]", b"{}", b'{"keys": 5}', b'{"keys": []}', jwks(secret), jwks(*KEYS * 100), b"[" * 100_000):
@@ -151,11 +154,19 @@ def test_only_public_signing_keys_of_allowed_algorithms_are_taken() -> None:
             parse_jwks(wrong, ALLOWED, "test")
 
 
-def test_a_verified_token_is_remembered_until_it_ends_or_its_key_is_gone() -> None:
+def test_type_and_curve_of_a_key_decide_its_algorithms_and_not_its_alg() -> None:
+    p384, ed448 = jwk(ec.generate_private_key(ec.SECP384R1()), "c"), jwk(Ed448PrivateKey.generate(), "4")
+    mixed = jwks({**p384, "alg": "ES256"}, {**KEYS[1], "kty": ["EC"]}, {**KEYS[1], "crv": "P-384"}, ed448)
+    assert {kid: key.algorithms for kid, key in parse_jwks(mixed, ALLOWED, "test").items()} == {"4": ("EdDSA",)}
+    assert parse_jwks(jwks(p384), ("ES384", "RS256"), "test")["c"].algorithms == ("ES384",)
+    assert parse_jwks(jwks(KEYS[0]), ("PS256", "RS512", "ES256"), "test")["r"].algorithms == ("RS512", "PS256")
+
+
+def test_a_verified_token_is_cached_until_it_expires_or_its_key_is_removed() -> None:
     checker, now = verifier(leeway_s=0), time.time()
     given = token(exp=now + 600)
     first = checker.principal(given, now)
-    assert checker.principal(given, now + 599) is first, "remembered, or it would be another object"
+    assert checker.principal(given, now + 599) is first, "the cache returns the same object"
     with pytest.raises(Unauthenticated, match="expired"):
         checker.principal(given, now + 601)
     checker.principal(given, now)
@@ -164,22 +175,22 @@ def test_a_verified_token_is_remembered_until_it_ends_or_its_key_is_gone() -> No
         checker.principal(given, now)
 
 
-def test_admin_routes_ask_for_the_admin_claim() -> None:
+def test_admin_routes_require_the_admin_claim() -> None:
     authenticator = Authenticator(verifier(claims=ClaimsSpec(admin="ops")))
-    authenticator.identify(f"Bearer {token(ops=True)}", Access.ADMIN)
+    authenticator.identify(f"Bearer {token(ops=True)}", AccessLevel.ADMIN)
     with pytest.raises(PermissionDenied):
-        authenticator.identify(f"Bearer {token()}", Access.ADMIN)
+        authenticator.identify(f"Bearer {token()}", AccessLevel.ADMIN)
 
 
 class _Issuer(HTTPServer):
-    """Serves what tests set; counts how often it was asked."""
+    """Serves the body that tests set, and counts its requests."""
 
     body = b""
     status = 200
     asked = 0
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has read enough closes."""
+        """Ignores clients that close before the end."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -194,7 +205,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(self.server.body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Into no test's output."""
+        """Keeps the tests' output free of requests."""
 
 
 @pytest.fixture
@@ -207,7 +218,7 @@ def issuer() -> Iterator[_Issuer]:
     server.server_close()
 
 
-def test_fetching_is_bounded_and_follows_nobody(issuer: _Issuer) -> None:
+def test_fetching_is_bounded_and_follows_no_redirect(issuer: _Issuer) -> None:
     url = f"http://127.0.0.1:{issuer.server_port}/keys"
     issuer.body = jwks(*KEYS)
     assert set(fetch_jwks(url, ALLOWED)) == {"r", "e", "o"}
@@ -222,40 +233,40 @@ def test_fetching_is_bounded_and_follows_nobody(issuer: _Issuer) -> None:
         fetch_jwks("http://127.0.0.1:1/", ALLOWED)
 
 
-async def test_keys_roll_over_and_an_issuer_that_is_gone_costs_nothing(issuer: _Issuer) -> None:
+async def test_keys_roll_over_and_an_unreachable_issuer_leaves_the_old_keys(issuer: _Issuer) -> None:
     url = f"http://127.0.0.1:{issuer.server_port}/keys"
     clock = FakeClock()
     auth = AuthSpec(jwt=JwtSpec(issuer=ISSUER, audience=AUDIENCE, jwks_url=url))
     calls = Calls(auth, None, clock, lambda refused: None)
 
-    async def let_in(given: str) -> str:
-        call = calls.begin("GET /x", Access.CALLER, "", "", "")
-        await calls.let_in(call, f"Bearer {given}")
+    async def authenticate(given: str) -> str:
+        call = calls.begin("GET /x", AccessLevel.CALLER, "", "", "")
+        await calls.authenticate(call, f"Bearer {given}")
         return call.tenant
 
     issuer.status = 503
     with pytest.raises(UnavailableError):
-        await let_in(token())
+        await authenticate(token())
     assert calls._sources is not None
     issuer.status, issuer.body = 200, jwks(KEYS[0])
-    await calls._sources.freshen()
-    assert await let_in(token()) == "acme"
+    await calls._sources.refresh()
+    assert await authenticate(token()) == "acme"
     issuer.body = jwks(KEYS[0], KEYS[1])
     asked = issuer.asked
     with pytest.raises(Unauthenticated):
-        await let_in(token(EC, "e", "ES256"))
-    assert issuer.asked == asked, "unknown keys do not make it ask more often than now and then"
+        await authenticate(token(EC, "e", "ES256"))
+    assert issuer.asked == asked, "an unknown key does not cause a fetch within RETRY_S"
     clock.advance(10.0)
-    assert await let_in(token(EC, "e", "ES256")) == "acme", "the new key is fetched when a token names it"
+    assert await authenticate(token(EC, "e", "ES256")) == "acme", "the new key is fetched when a token names it"
     issuer.status = 500
     clock.advance(10.0)
     with pytest.raises(Unauthenticated):
-        await let_in(token(ED, "o", "EdDSA"))
-    assert await let_in(token()) == "acme"
+        await authenticate(token(ED, "o", "EdDSA"))
+    assert await authenticate(token()) == "acme"
     await calls.close()
 
 
-def test_a_file_of_keys_is_read_at_the_start_and_broken_ones_are_named(tmp_path: Path) -> None:
+def test_a_jwks_file_is_read_at_the_start_and_a_broken_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "jwks.json"
     auth = AuthSpec(jwt=JwtSpec(issuer=ISSUER, audience=AUDIENCE, jwks_file=str(path)))
     with pytest.raises(ConfigError, match="jwks_file"):

@@ -1,4 +1,4 @@
-"""Token buckets: what is let through, how long to wait, and what an answer's length does to the next request."""
+"""Token buckets: what passes, how long to wait, and how the length of an answer delays the next request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def limiter(clock: FakeClock) -> RateLimiter:
     return RateLimiter(clock)
 
 
-def test_a_minutes_worth_at_once_and_then_as_it_comes_back(limiter: RateLimiter, clock: FakeClock) -> None:
+def test_a_bucket_holds_one_minutes_worth_and_refills(limiter: RateLimiter, clock: FakeClock) -> None:
     few = key(requests_per_minute=6)
     for _ in range(6):
         limiter.take_request(few)
@@ -53,11 +53,11 @@ def test_over_time_a_key_gets_its_rate_and_no_more(limiter: RateLimiter, clock: 
     assert abs(taken - (30 + 30 * 10)) <= 1
 
 
-def test_an_answer_is_paid_for_when_its_length_is_known(limiter: RateLimiter, clock: FakeClock) -> None:
+def test_the_tokens_of_an_answer_count_at_its_end(limiter: RateLimiter, clock: FakeClock) -> None:
     some = key(tokens_per_minute=600)
     limiter.check_tokens(some, 500)
     limiter.spend_tokens(some, 500)
-    limiter.spend_tokens(some, 400)  # the answer: 300 in debt
+    limiter.spend_tokens(some, 400)  # the answer: 300 below zero
     with pytest.raises(RateLimited) as refused:
         limiter.check_tokens(some, 100)
     assert refused.value.retry_after_s == pytest.approx(40.0)
@@ -74,7 +74,7 @@ def test_a_prompt_larger_than_a_minutes_worth_waits_for_a_full_bucket(limiter: R
     assert refused.value.retry_after_s == pytest.approx(120.0)
 
 
-def test_a_changed_limit_counts_at_once(limiter: RateLimiter) -> None:
+def test_a_changed_limit_applies_at_once(limiter: RateLimiter) -> None:
     for _ in range(2):
         limiter.take_request(key(requests_per_minute=2))
     with pytest.raises(RateLimited):

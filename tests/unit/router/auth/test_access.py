@@ -1,4 +1,4 @@
-"""Every HTTP route and every gRPC method asks who calls, and no spelling of a path goes past that."""
+"""Every HTTP route and every gRPC method authenticates its callers, and no spelling of a path bypasses that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from starlette.routing import Route
 
 from router.auth.access import GRPC_ACCESS, HTTP_ACCESS, grpc_access, http_access
-from router.auth.principal import Access
+from router.auth.principal import AccessLevel
 from router.dashboard.edge import DashboardEdge
 from router.dashboard.source import SnapshotSource
 from router.edge.http import HttpEdge
@@ -44,8 +44,8 @@ def routes() -> list[Route]:
     return [*HttpEdge(cast(RouterService, None), max_body_bytes=1).routes(), *dashboard]
 
 
-def requests() -> Iterator[tuple[str, str, Access]]:
-    """(method, path, what it asks for) of everything that the HTTP edge serves."""
+def requests() -> Iterator[tuple[str, str, AccessLevel]]:
+    """(method, path, required access) of everything that the HTTP edge serves."""
     for route in routes():
         for method in sorted(route.methods or ()):
             path = route.path.replace("{name:path}", MODEL).replace("{name}", "app.js").replace("{request_id}", "r")
@@ -62,37 +62,37 @@ def wrong_headers(keys: Any) -> list[dict[str, str]]:
     return [{}, {"x-api-key": right}, {"cookie": f"authorization={right}"}, *({"authorization": v} for v in values)]
 
 
-def test_the_table_lists_exactly_what_is_served() -> None:
+def test_the_table_lists_exactly_the_served_routes_and_methods() -> None:
     assert {route.path for route in routes()} == set(HTTP_ACCESS)
     documented = {path.replace("{name}", "{name:path}") for path in openapi_document()["paths"]}
     assert documented <= set(HTTP_ACCESS)
     assert openapi_document()["paths"]["/health"]["get"]["security"] == []
     assert openapi_document()["paths"]["/v1/models"]["get"]["security"] == [{"key": []}]
-    newer = {"/grpc.health.v1.Health/List"}  # of later versions of the library
+    newer = {"/grpc.health.v1.Health/List"}  # in later versions of the library
     assert set(METHODS) | newer == set(GRPC_ACCESS)
 
 
-def test_what_is_in_no_table_is_for_admins() -> None:
-    assert http_access("/new") is Access.ADMIN
-    assert grpc_access("/new.Service/Method") is Access.ADMIN
-    public = {path for path, access in HTTP_ACCESS.items() if access is Access.PUBLIC}
+def test_unlisted_routes_and_methods_require_an_admin() -> None:
+    assert http_access("/new") is AccessLevel.ADMIN
+    assert grpc_access("/new.Service/Method") is AccessLevel.ADMIN
+    public = {path for path, access in HTTP_ACCESS.items() if access is AccessLevel.PUBLIC}
     page = {"/dashboard", "/dashboard/", "/dashboard/static/{name}"}  # it holds no data
     assert public == {"/health", "/ready"} | page
-    methods = [method for method, access in GRPC_ACCESS.items() if access is Access.PUBLIC]
+    methods = [method for method, access in GRPC_ACCESS.items() if access is AccessLevel.PUBLIC]
     assert {method.split("/")[1] for method in methods} == {"grpc.health.v1.Health"}
 
 
-async def test_every_route_refuses_no_key_and_wrong_keys(cluster: Any, keys: Any) -> None:
+async def test_every_route_refuses_a_missing_or_wrong_key(cluster: Any, keys: Any) -> None:
     for method, path, access in requests():
         for headers in wrong_headers(keys):
             answer = await cluster.http.request(method, path, headers=headers)
-            if access is Access.PUBLIC:
-                assert answer.status_code in (200, 307), path  # 307: to the page itself
+            if access is AccessLevel.PUBLIC:
+                assert answer.status_code in (200, 307), path  # 307: redirect to the page
                 continue
             assert answer.status_code == 401, (method, path, headers)
             challenge = answer.headers["www-authenticate"]
             assert challenge.startswith('Bearer realm="tandem"')
-            assert ("Basic" in challenge) == (access is Access.ADMIN)
+            assert ("Basic" in challenge) == (access is AccessLevel.ADMIN)
             if method != "HEAD":
                 error = answer.json()["error"]
                 assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
@@ -100,15 +100,15 @@ async def test_every_route_refuses_no_key_and_wrong_keys(cluster: Any, keys: Any
     assert cluster.metric('tandem_requests_total{code="invalid_api_key"') > 100
 
 
-async def test_every_route_lets_in_whom_it_is_for(cluster: Any, keys: Any) -> None:
+async def test_every_route_accepts_the_keys_that_it_requires(cluster: Any, keys: Any) -> None:
     for method, path, access in requests():
         plain = await cluster.http.request(method, path, headers=keys.bearer("acme"))
         admin = await cluster.http.request(method, path, headers=keys.bearer("operator"))
-        assert (plain.status_code == 403) == (access is Access.ADMIN), (method, path)
+        assert (plain.status_code == 403) == (access is AccessLevel.ADMIN), (method, path)
         assert plain.status_code != 401
-        # 307: to the page itself; 400: there is no body; 404: there is no such request.
+        # 307: redirect to the page; 400: no body; 404: no such request.
         assert admin.status_code in (200, 307, 400, 404), (method, path)
-    # Browsers and scrapers may send the key as a password, to what is read and by admins only.
+    # Browsers and scrapers may send the key as a password, on admin routes only.
     for tenant, status in (("operator", 200), ("acme", 403)):
         assert (await cluster.http.get("/metrics", auth=("x", keys.texts[tenant]))).status_code == status
     assert (await cluster.http.get("/v1/models", auth=("x", keys.texts["operator"]))).status_code == 401
@@ -132,7 +132,7 @@ OVERRIDES = (
 
 
 @pytest.mark.parametrize("more", ["", OVERRIDES], ids=["plain", "overridden"])
-async def test_no_spelling_of_a_path_goes_past_the_door(cluster: Any, more: str) -> None:
+async def test_no_spelling_of_a_path_bypasses_authentication(cluster: Any, more: str) -> None:
     body = json.dumps({"model": MODEL, "prompt": "x"})
     for trick in TRICKS:
         reader, writer = await asyncio.open_connection("127.0.0.1", cluster.app.http_port)
@@ -151,7 +151,7 @@ async def test_no_spelling_of_a_path_goes_past_the_door(cluster: Any, more: str)
 
 
 async def call(cluster: Any, method: str, metadata: Any = ()) -> grpc.StatusCode:
-    """What a call of any kind of method ends with; OK once something has come.
+    """The status of a call of any type of method; OK once it gets an answer.
 
     As one that takes one message, it is the same on the wire; a client's stream that is refused before it has written
     may end with the library's own INTERNAL."""
@@ -166,31 +166,31 @@ async def call(cluster: Any, method: str, metadata: Any = ()) -> grpc.StatusCode
     return grpc.StatusCode.OK
 
 
-async def test_every_method_refuses_no_key_and_wrong_keys(cluster: Any, keys: Any) -> None:
+async def test_every_method_refuses_a_missing_or_wrong_key(cluster: Any, keys: Any) -> None:
     wrong = [tuple(headers.items()) for headers in wrong_headers(keys)]
     wrong = [each for each in wrong if all(len(value) < 5000 for _, value in each)]  # else the transport refuses it
     wrong.append((("authorization-bin", b"Bearer " + keys.texts["operator"].encode()),))
     for method in METHODS:
-        public = GRPC_ACCESS[method] is Access.PUBLIC
+        public = GRPC_ACCESS[method] is AccessLevel.PUBLIC
         for metadata in wrong:
             assert (await call(cluster, method, metadata) is REFUSED) != public, (method, metadata)
-    traces = [method for method in METHODS if GRPC_ACCESS[method] is Access.CONTROLLER]
+    traces = [method for method in METHODS if GRPC_ACCESS[method] is AccessLevel.CONTROLLER]
     assert traces == [method for method in METHODS if method.startswith("/tandem.v1.Traces/")]
     for method in traces:
         assert await call(cluster, method, keys.metadata("operator")) is REFUSED
         assert await call(cluster, method, ((SECRET_KEY, "only-the-controller-knows"),)) is not REFUSED
 
 
-async def test_every_method_lets_in_whom_it_is_for(cluster: Any, keys: Any) -> None:
+async def test_every_method_accepts_the_keys_that_it_requires(cluster: Any, keys: Any) -> None:
     for method in METHODS:
-        if GRPC_ACCESS[method] is Access.CALLER:
+        if GRPC_ACCESS[method] is AccessLevel.CALLER:
             code = await call(cluster, method, keys.metadata("acme"))
             assert code not in (REFUSED, grpc.StatusCode.PERMISSION_DENIED), method
     for trick in ("/tandem.v1.Inference/generate", "//tandem.v1.Inference/Generate", "/tandem.v1.Inference/Generate/"):
         assert await call(cluster, trick) is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_refused_call_is_told_as_google_rpc_tells(cluster: Any) -> None:
+async def test_a_refusal_has_google_rpc_details(cluster: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await cluster.inference.ListModels(inference_pb2.ListModelsRequest())
     assert refused.value.code() is REFUSED

@@ -1,0 +1,78 @@
+"""What the Ray backend relies on in Ray beyond its public API. If an upgrade breaks it, a test here fails by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import ray
+from ray._private.node import Node
+from ray._private.state import GlobalState
+from ray._raylet import InnerGcsClient  # type: ignore[attr-defined]  # compiled
+from ray.core.generated import common_pb2, gcs_pb2
+from ray.experimental.internal_kv import internal_kv_get_gcs_client
+
+from cluster.backends import ray_backend, ray_env
+
+
+@pytest.mark.parametrize(
+    ("caller", "helper"),
+    [
+        ("start_ray_processes", "start_log_monitor"),
+        ("start_head_processes", "start_monitor"),
+        ("start_head_processes", "start_api_server"),
+    ],
+)
+def test_a_node_starts_each_helper_by_a_method_of_its_own(caller: str, helper: str) -> None:
+    assert callable(getattr(Node, helper))
+    assert helper in getattr(Node, caller).__code__.co_names
+
+
+def test_leave_out_helpers_replaces_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("start_log_monitor", "start_monitor", "start_api_server")
+    before = [getattr(Node, name) for name in names]
+    for name, method in zip(names, before, strict=True):
+        monkeypatch.setattr(Node, name, method)  # restores it
+    ray_backend.leave_out_helpers()
+    assert not {getattr(Node, name) for name in names} & set(before)
+    node: Any = object.__new__(Node)
+    assert node.start_api_server(include_dashboard=False, raise_on_failure=True) is None
+
+
+@pytest.mark.parametrize("setting", ["_node_ip_address", "_temp_dir", "_system_config"])
+def test_init_takes_the_private_settings(setting: str) -> None:
+    assert setting in inspect.unwrap(ray.init).__code__.co_consts
+
+
+def test_the_gcs_client_lists_draining_nodes() -> None:
+    assert list(inspect.signature(internal_kv_get_gcs_client).parameters) == []
+    assert callable(InnerGcsClient.get_draining_nodes)
+
+
+def test_the_table_of_placement_groups_names_the_node_of_each_bundle() -> None:
+    common, gcs, state_class = cast(Any, common_pb2), cast(Any, gcs_pb2), cast(Any, GlobalState)
+    bundle_id = common.Bundle.BundleIdentifier(bundle_index=3)
+    bundle = common.Bundle(bundle_id=bundle_id, node_id=b"\x01\xff", unit_resources={"CPU": 1.0})
+    group = gcs.PlacementGroupTableData(placement_group_id=b"\x02", name="worker-0", bundles=[bundle])
+    shown = state_class()._gen_placement_group_info(group)
+    assert shown["bundles_to_node_id"] == {3: "01ff"}
+
+
+@pytest.mark.parametrize(
+    ("module", "variable"),
+    [
+        ("ray._common.usage.usage_constants", "RAY_USAGE_STATS_ENABLED"),
+        ("ray._private.accelerators.accelerator", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"),
+        ("ray.autoscaler._private.constants", "AUTOSCALER_METRIC_PORT"),
+        ("ray._private.authentication.authentication_token_setup", "RAY_AUTH_MODE"),
+    ],
+)
+def test_the_environment_variables_have_their_names(module: str, variable: str) -> None:
+    assert variable in inspect.getsource(ray_backend) + inspect.getsource(ray_env)
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    assert variable in Path(spec.origin).read_text(encoding="utf-8"), "Ray has another name for it now"
