@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cluster.testing.live import Workers
 from router.requests.request import RawRequest, RawSampling
 from router.service import RouterService
 from router.testing.stub_worker import until as within
@@ -20,7 +21,6 @@ from tandem.config.spec import EngineSpec, Role
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import cluster_pb2
-from worker.testing.live import Workers
 
 until = partial(within, timeout_s=60.0)
 

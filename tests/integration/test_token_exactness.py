@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from cluster.testing.live import Pair
 from tandem.config.spec import EngineSpec, TlsSpec, TransportKind, WireDtype
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
-from worker.testing.live import Pair
 from worker.testing.session import HandRouter, WorkerSession
 
 VOCAB = 300

@@ -16,6 +16,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
+from cluster.testing.live import Directory, Workers, workers
 from router.app import RouterApp
 from router.policies.types import Candidate
 from router.requests.request import RawRequest, RawSampling
@@ -30,7 +31,6 @@ from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.testing.net import TcpProxy, tcp_proxy
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from worker.testing.fork import ForkServer
-from worker.testing.live import Directory, Workers, workers
 from worker.testing.session import WorkerSession, assert_conserved, open_session
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one set of workers serves all
