@@ -59,11 +59,17 @@ class ServedPair:
         known = self._wait(self._answer_all(self._grpc, [Ask(prompt, 1) for prompt in prompts]))
         if not all(answer.handed_off for answer, _ in known):
             raise RuntimeError("expected every prompt to be handed off")
+        while (rate := self._common_rate(prompts, tokens)) is None:
+            tokens *= 2  # one answer ended before another began; the server refuses more than the context holds
+        return rate
+
+    def _common_rate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float | None:
+        """None where no moment has all answers under way."""
         answers = self._wait(self._answer_all(self._http, [Ask(prompt, tokens) for prompt in prompts]))
         streams = [came_s for _, came_s in answers]
         begins, ends = max(stream[0] for stream in streams), min(stream[-1] for stream in streams)
         if begins >= ends:
-            raise RuntimeError("a request ended before all had begun: ask for more tokens")
+            return None
         return sum(begins < at <= ends for stream in streams for at in stream) / (ends - begins)
 
     async def _start(self) -> None:

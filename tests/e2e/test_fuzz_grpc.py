@@ -29,6 +29,8 @@ from tandem.testing.models import write_tiny_llama
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, trace_pb2, worker_pb2
 from worker.wire import PROTOCOL_VERSION
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = 150 if os.environ.get("TANDEM_SOAK") else 8  # of each method
 MIB = 1 << 20
 GROWTH_BYTES = 50 * MIB

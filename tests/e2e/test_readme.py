@@ -193,7 +193,7 @@ def test_the_two_commands_are_targets_and_ci_runs_the_second() -> None:
     (block,) = marked("make")
     targets = [line.split("#")[0].split() for line in block.code.strip().splitlines()]
     assert targets == [["make", "demo"], ["make", "test"]]
-    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    assert "make test-all" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_the_environment_is_where_make_puts_it() -> None:
@@ -257,6 +257,7 @@ class TestLive:
         assert values["output_tokens_per_s"] > 0
 
 
+@pytest.mark.slow
 class TestOwn:
     @pytest.fixture(scope="class", autouse=True)
     def _models(self, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -357,6 +358,7 @@ def hub(tmp_path: Path) -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_a_model_is_pulled_from_the_hub_and_served(hub: str, environment: dict[str, str], tmp_path: Path) -> None:
     pull, serve = marked("hub")
     hub_of = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}

@@ -168,6 +168,7 @@ async def test_every_stream_goes_on_exactly_when_a_worker_is_killed(
 
 
 @pytest.mark.parametrize("role", [Role.DECODE, pytest.param(Role.PREFILL, marks=pytest.mark.soak_only)])
+@pytest.mark.slow
 async def test_a_frozen_engine_is_out_within_ten_seconds_and_back_after_a_canary(
     routed: Any, reference_for: Any, tmp_path: Path, role: Role
 ) -> None:

@@ -152,6 +152,7 @@ async def tandem(controller: Controller, folder: Path, command: str) -> str:
     return out.decode()
 
 
+@pytest.mark.slow
 async def test_the_commands_of_the_page_say_what_the_page_says(
     controller: Controller, expected: list[str], tmp_path: Path
 ) -> None:
@@ -188,6 +189,7 @@ async def test_a_drain_whose_caller_goes_away_leaves_the_worker_serving(
 
 
 @pytest.mark.parametrize("workers", [2, 1], ids=["another goes on", "the last one comes back"])
+@pytest.mark.slow
 async def test_a_decode_worker_that_gets_sigterm_costs_no_answer(
     controller: Controller, expected: list[str], workers: int
 ) -> None:
@@ -201,6 +203,7 @@ async def test_a_decode_worker_that_gets_sigterm_costs_no_answer(
         await until(lambda: decode.epoch != before and decode.state is WorkerState.READY, LONG_S)
 
 
+@pytest.mark.slow
 async def test_the_autoscaler_follows_the_load_and_comes_to_rest(controller: Controller, expected: list[str]) -> None:
     await controller.live_ratio.scale("", 2, 1)
     # Six answers at a time are more than a fifth of one decode worker's places, however fast this machine is.

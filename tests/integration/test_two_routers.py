@@ -230,6 +230,7 @@ async def test_a_router_without_redis_goes_on_and_knows_everything_soon_after(wo
 
 
 @pytest.mark.parametrize("silent", [pytest.param(False, marks=pytest.mark.soak_only), True], ids=["cut", "silent"])
+@pytest.mark.slow
 async def test_a_router_cut_off_from_a_worker_goes_on_with_the_others_and_finds_it_again(
     world: World, silent: bool, reference_for: Any
 ) -> None:

@@ -33,6 +33,7 @@ def test_every_figure_of_the_index_is_one_line(figures: Figures) -> None:
         assert line["value"] > 0
 
 
+@pytest.mark.slow
 def test_what_a_request_costs_is_measured_on_a_real_router(figures: Figures) -> None:
     lines = figures("benchmarks.router", "--figure", "cost")
     lines.pop("router.peer", None)  # only where the peer is installed

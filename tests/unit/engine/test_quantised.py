@@ -124,9 +124,8 @@ def test_every_family_answers_the_same_in_a_batch_in_chunks_handed_over_and_migr
 @pytest.mark.parametrize(
     "mode",
     [
-        "fp32",
         "both",
-        "fp8 KV",
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("fp32", "fp8 KV")),
         *(pytest.param(mode, marks=pytest.mark.soak_only) for mode in ("int8 weights", "int4 weights", "int8 KV")),
     ],
 )

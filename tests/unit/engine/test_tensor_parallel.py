@@ -84,7 +84,7 @@ def followers(
     ("tp", "kv_heads"),
     [
         (2, 4),
-        (4, 1),
+        pytest.param(4, 1, marks=pytest.mark.slow),
         pytest.param(2, 2, marks=pytest.mark.soak_only),
         pytest.param(4, 2, marks=pytest.mark.soak_only),
     ],
@@ -115,6 +115,7 @@ def test_ranks_together_equal_the_reference(
         assert [process.wait(120) for process in started] == [0] * (tp - 1)
 
 
+@pytest.mark.slow
 def test_every_rank_keeps_its_part_of_evicted_blocks(tmp_path: Path, reference_for: Callable[[Path], Any]) -> None:
     model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB, heads=4, kv_heads=2, head_dim=8, seed=2)
     spec = EngineSpec(kv_blocks=12, max_step_tokens=48, host_kv_memory_bytes=1 << 20)

@@ -26,8 +26,8 @@ DETECTED_S = 2.0
 MOVES_ON_S = 5.0
 STOPPED = [
     ("prefill-0", "mapped"),
-    ("decode-0", "process_group"),
-    ("prefill-0", "tcp"),
+    pytest.param("decode-0", "process_group", marks=pytest.mark.slow),
+    pytest.param("prefill-0", "tcp", marks=pytest.mark.slow),
     pytest.param("decode-0", "mapped", marks=pytest.mark.soak_only),
     pytest.param("prefill-0", "process_group", marks=pytest.mark.soak_only),
     pytest.param("decode-0", "tcp", marks=pytest.mark.soak_only),
@@ -78,7 +78,7 @@ async def start(cluster: FakeCluster, *names: str, **options: Any) -> list[Membe
     return [await cluster.start(name, **{**OPTIONS[name], **options}) for name in names]
 
 
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("victim", ["prefill-0", pytest.param("decode-0", marks=pytest.mark.slow)])
 async def test_agents_killed_at_random_cost_only_retries(cluster: FakeCluster, soak: Soak, victim: str) -> None:
     members = await start(cluster, "prefill-0", "prefill-1", "decode-0")
     engine = [rank.fd for member in members for rank in member.worker.ranks]
@@ -102,7 +102,7 @@ async def test_agents_killed_at_random_cost_only_retries(cluster: FakeCluster, s
     await cluster.check_conservation()
 
 
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("victim", [pytest.param("prefill-0", marks=pytest.mark.slow), "decode-0"])
 async def test_a_worker_that_dies_and_comes_back_disturbs_no_survivor(
     cluster: FakeCluster, soak: Soak, victim: str
 ) -> None:
@@ -193,7 +193,14 @@ async def test_a_stopped_agent_holds_nobody_up_and_writes_nothing_late(
     await cluster.check_conservation()
 
 
-@pytest.mark.parametrize(("victim", "point"), [("prefill-0", "push"), ("decode-0", "fetch"), ("decode-0", "place")])
+@pytest.mark.parametrize(
+    ("victim", "point"),
+    [
+        ("decode-0", "fetch"),
+        pytest.param("prefill-0", "push", marks=pytest.mark.slow),
+        pytest.param("decode-0", "place", marks=pytest.mark.slow),
+    ],
+)
 async def test_a_hung_operation_costs_its_handoff_and_its_agent_is_replaced(
     cluster: FakeCluster, victim: str, point: str
 ) -> None:

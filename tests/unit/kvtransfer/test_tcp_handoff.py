@@ -15,7 +15,7 @@ MakeWorker = Callable[..., FakeWorker]
 LARGE = FakeModel(layers=3, kv_heads=8, block_tokens=16, head_dim=128)  # long runs
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "tls"])
+@pytest.fixture(params=[pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="tls")])
 def tls(request: pytest.FixtureRequest, authority: Callable[[str], Any]) -> TlsFiles | None:
     return TlsFiles(**authority("ours").issue("worker")) if request.param else None
 

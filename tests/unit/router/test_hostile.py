@@ -123,7 +123,10 @@ def ms(times_s: list[float], percent: int) -> float:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=() if case.name == "slowloris" else pytest.mark.slow) for case in CASES],
+)
 async def test_hostile_clients_harm_nobody_and_leave_nothing(site: Site, case: Case) -> None:
     count = case.long if SOAK else case.short
     for worker in site.workers:
@@ -158,6 +161,7 @@ async def test_hostile_clients_harm_nobody_and_leave_nothing(site: Site, case: C
     assert "Traceback" not in site.log()
 
 
+@pytest.mark.slow
 async def test_clients_that_vanish_with_answers_unread_are_nothing_to_report(site: Site) -> None:
     await site.traffic(0.5)
     descriptors = site.process.num_fds()

@@ -69,6 +69,7 @@ async def test_with_a_certificate_of_our_own_where_the_server_asks_for_one(
             await side.sees({A1: 5})
 
 
+@pytest.mark.slow
 async def test_sentinels_lead_to_the_new_master(binary: str, tmp_path: Path) -> None:
     with watched_pair(tmp_path, binary) as (place, master):
         assert await asyncio.to_thread(check_redis, place.url)
