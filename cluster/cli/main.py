@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -268,11 +267,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point. Every error of ours is one line on stderr and exit code 2."""
-    # While modules load nothing runs yet, and an interrupt inside an import may get lost: Ctrl-C ends the process at
-    # once. Commands that have something to end take the signal over.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """Runs the command line. Every error of ours is one line on stderr and exit code 2."""
     # Children replace themselves at once, so gRPC has nothing to do at a fork but talk about it on stderr.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else each peer without TLS leaves a raw line on the terminal

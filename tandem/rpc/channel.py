@@ -91,6 +91,12 @@ class ThreadSender:
                 if self._unsent:
                     self._loop.call_soon_threadsafe(self._watch)
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What the socket has not taken yet."""
+        with self._lock:
+            return len(self._unsent)
+
     def close(self) -> None:
         """On the loop."""
         with self._lock:

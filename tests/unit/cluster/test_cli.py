@@ -88,10 +88,10 @@ def test_what_grpc_notes_of_strangers_stays_off_the_terminal(tmp_path: Path) -> 
 import pathlib, socket, sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from cluster import cli
+from cluster.cli.main import main
 sys.argv = ["tandem", "version"]
 with suppress(SystemExit):
-    cli.main()
+    main()
 import grpc
 folder = pathlib.Path({str(tmp_path / "certs")!r})
 pair = (folder / "edge.key").read_bytes(), (folder / "edge.pem").read_bytes()
