@@ -6,8 +6,8 @@ import signal
 
 
 def main() -> None:
-    # An interrupt inside an import may get lost or end in a traceback; nothing runs yet, so Ctrl-C ends the process at once.
-    # Commands that have something to end install their own handlers.
+    # An interrupt inside an import may get lost or end in a traceback. Nothing runs yet, so Ctrl-C ends the process at
+    # once; commands that have something to end install their own handlers.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -70,8 +70,8 @@ def test_a_gpu_is_found_by_its_uuid() -> None:
 
 READER = """
 import sys, msgspec, torch
-from kvtransfer.control import DeviceMemory
-from kvtransfer.cuda_ipc import open_memory
+from kvtransfer.agent.control import DeviceMemory
+from kvtransfer.pool.cuda_ipc import open_memory
 memory = msgspec.json.decode(sys.stdin.buffer.read(), type=DeviceMemory)
 opened = open_memory(memory)
 print(opened.numel(), int(opened.to(torch.int64).sum().item()), int(opened[0].item()), int(opened[-1].item()))

@@ -159,12 +159,12 @@ def test_batch_sizes_reach_the_most_there_can_be_and_waste_little() -> None:
 FOLLOW = """
 import sys
 from pathlib import Path
-from tandem.config import EngineSpec
+from tandem.config.spec import EngineSpec
 from tandem.engine.decode_graphs import Again
 from tandem.engine.factory import build_rank
-from tandem.engine.paged_check import plain_attention
-from tandem.engine.paged_kernels import PagedPath
-from tandem.engine.testing import NoExport
+from tandem.engine.attention.paged_check import plain_attention
+from tandem.engine.attention.paged_kernels import PagedPath
+from tandem.testing.engine import NoExport
 
 model_dir, rendezvous, spec = sys.argv[1:]
 build_rank(

@@ -64,8 +64,8 @@ INTERPRETED = """
 import sys
 from dataclasses import replace
 import torch
-from tandem.engine.paged_check import fault
-from tandem.engine.triton_attention import TritonAttention
+from tandem.engine.attention.paged_check import fault
+from tandem.engine.attention.triton_attention import TritonAttention
 from tests.unit.engine.test_paged_kernels import CPU, LAYOUT, TERMS
 
 processors, page, kv_heads, heads, head_dim = map(int, sys.argv[2:])

@@ -34,9 +34,9 @@ SEEDED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=8)
 FOLLOW = """
 import sys
 from pathlib import Path
-from tandem.config import EngineSpec
+from tandem.config.spec import EngineSpec
 from tandem.engine.factory import build_rank
-from tandem.engine.testing import NoExport
+from tandem.testing.engine import NoExport
 
 model_dir, rendezvous, rank, size, spec = sys.argv[1:]
 build_rank(
@@ -76,8 +76,8 @@ def followers(
         yield started
     finally:
         for process in started:
-            process.kill()
-            process.wait()
+            with process:
+                process.kill()
 
 
 @pytest.mark.parametrize(
@@ -160,25 +160,24 @@ def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
 
 
 def test_a_follower_ends_when_its_leader_dies(tmp_path: Path) -> None:
-    leader = start(LEAD_ONCE_AND_DIE, tmp_path / "rendezvous")
-    steps = TpGroup(tmp_path / "rendezvous", 1, 2, torch.device("cpu")).steps()
-    assert next(steps) == HEARTBEAT
-    assert leader.wait(120) == 9
-    with pytest.raises(WorkerLost):
-        next(steps)
+    with start(LEAD_ONCE_AND_DIE, tmp_path / "rendezvous") as leader:
+        steps = TpGroup(tmp_path / "rendezvous", 1, 2, torch.device("cpu")).steps()
+        assert next(steps) == HEARTBEAT
+        assert leader.wait(120) == 9
+        with pytest.raises(WorkerLost):
+            next(steps)
 
 
 def test_a_follower_gives_up_a_leader_that_falls_silent(tmp_path: Path) -> None:
-    silent = start(LEAD_ONCE_AND_DIE.replace("os._exit(9)", "sys.stdin.read()"), tmp_path / "rendezvous")
-    try:
-        group = TpGroup(tmp_path / "rendezvous", 1, 2, torch.device("cpu"), idle_timeout=timedelta(seconds=0.3))
-        steps = group.steps()
-        assert next(steps) == HEARTBEAT
-        with pytest.raises(WorkerLost):
-            next(steps)
-    finally:
-        silent.kill()
-        silent.wait()
+    with start(LEAD_ONCE_AND_DIE.replace("os._exit(9)", "sys.stdin.read()"), tmp_path / "rendezvous") as silent:
+        try:
+            group = TpGroup(tmp_path / "rendezvous", 1, 2, torch.device("cpu"), idle_timeout=timedelta(seconds=0.3))
+            steps = group.steps()
+            assert next(steps) == HEARTBEAT
+            with pytest.raises(WorkerLost):
+                next(steps)
+        finally:
+            silent.kill()
 
 
 def test_only_the_leader_has_an_engine_and_only_followers_follow(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import ssl
+import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -108,7 +109,9 @@ async def test_versions_below_1_2_are_refused_and_http_1_1_is_negotiated(
     context = client_context(ours.ca)
     context.set_alpn_protocols(["h2", "http/1.1"])
     context.set_ciphers("ALL:@SECLEVEL=0")
-    context.minimum_version = context.maximum_version = version
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of the version that must be refused
+        context.minimum_version = context.maximum_version = version
     async with router(model_dir, put(ours.issue(NAME), tmp_path / "tls")) as app:
         for port, protocol in ((app.http_port, "http/1.1"), (app.grpc_port, "h2")):
             try:

@@ -63,6 +63,7 @@ async def test_dripping_does_not_help(cluster: Any) -> None:
     dripping = asyncio.create_task(drip())
     assert (await rest(reader)).startswith(b"HTTP/1.1 408 ")
     await dripping
+    writer.close()
 
 
 @pytest.mark.parametrize(("count", "status"), [(128, b"200"), (129, b"431")])
