@@ -143,15 +143,12 @@ def family_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return write_family(tmp_path_factory.mktemp("family"), request.param)
 
 
-_USUAL_FAMILIES = {  # windows and two ropes; experts. `make soak` takes them all
-    "gemma3": [],
-    "qwen3_moe": [pytest.mark.slow],
-}
+_USUAL_FAMILIES = ("gemma3", "qwen3_moe")  # windows and two ropes; experts. `make soak` takes them all
 
 
 @pytest.fixture(
     scope="session",
-    params=[pytest.param(name, marks=_USUAL_FAMILIES.get(name, [pytest.mark.soak_only])) for name in FAMILIES],
+    params=[pytest.param(name, marks=() if name in _USUAL_FAMILIES else pytest.mark.soak_only) for name in FAMILIES],
 )
 def some_family_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same for tests that start processes."""

@@ -16,7 +16,7 @@ import pytest
 if TYPE_CHECKING:
     from conftest import Cluster, Golden
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 MODEL = "smollm2-135m"
 
 
@@ -49,7 +49,6 @@ def kill_worker(worker: dict[str, Any], process: str) -> None:
     os.kill(next(found["pid"] for found in worker["processes"] if found["name"] == process), signal.SIGKILL)
 
 
-@pytest.mark.slow
 async def test_killing_redis_fails_no_request(cluster: Cluster, golden: list[Golden]) -> None:
     async with cluster.async_client() as client:
         expected = [await ask(client, entry.prompt_ids) for entry in golden]

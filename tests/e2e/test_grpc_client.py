@@ -55,6 +55,7 @@ async def answer(
     return tokens, text, finished
 
 
+@pytest.mark.slow
 async def test_the_reference_tokens_come_out_one_by_one(
     stub: inference_pb2_grpc.InferenceAsyncStub, golden: list[Golden]
 ) -> None:

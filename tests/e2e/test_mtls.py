@@ -38,7 +38,7 @@ from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb
 from tests.conftest import Reference
 from tests.e2e.conftest import Cluster, start_cluster
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 NAME = "mtls"
 VOCAB = 300
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
@@ -303,7 +303,6 @@ async def test_answers_are_exact_over_tls(secured: Secured, reference_for: Calla
     secured.cluster.assert_conserved()
 
 
-@pytest.mark.slow
 def test_commands_show_who_they_are(secured: Secured) -> None:
     cluster = secured.cluster
     address = f"127.0.0.1:{cluster.admin_port}"
@@ -327,7 +326,6 @@ def serial(port: int) -> int:
     return x509.load_der_x509_certificate(shown).serial_number
 
 
-@pytest.mark.slow
 async def test_renewal_under_load_fails_no_request_and_reaches_every_port(secured: Secured) -> None:
     ours = [sock.port for sock in secured.sockets if re.search(r"-m router|worker\.service|kvtransfer", sock.command)]
     ours.append(secured.cluster.admin_port)

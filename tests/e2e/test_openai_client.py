@@ -87,6 +87,7 @@ def test_max_tokens_ends_the_answer_with_length(client: openai.OpenAI, golden: l
     assert answer.usage.completion_tokens == 1
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_answer_and_another_seed_another(client: openai.OpenAI) -> None:
     def ask(seed: int) -> str | None:
         answer = client.chat.completions.create(
@@ -110,6 +111,7 @@ def test_a_bias_bans_and_forces_tokens(client: openai.OpenAI, golden: list[Golde
     assert ask(logit_bias={str(first): 100}) == "The" * 6
 
 
+@pytest.mark.slow
 def test_penalties_keep_tokens_from_coming_back(client: openai.OpenAI, golden: list[Golden]) -> None:
     def distinct(**more: Any) -> int:
         answer = client.completions.create(
@@ -279,6 +281,7 @@ def test_a_body_that_is_no_request_is_refused(cluster: Cluster, body: bytes) -> 
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.slow
 async def test_sixteen_streams_get_the_right_tokens(cluster: Cluster, golden: list[Golden]) -> None:
     async with cluster.async_client() as client:
 

@@ -204,9 +204,10 @@ def test_the_environment_is_where_make_puts_it() -> None:
 
 class TestLive:
     @pytest.fixture(scope="class")
-    def cluster(self, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    @classmethod
+    def cluster(cls, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         (block,) = marked("serve")
-        with cluster_started_by(block, environment, tmp_path_factory.mktemp("serve") / "log"):
+        with cluster_started_by(block, environment | NO_RAY, tmp_path_factory.mktemp("serve") / "log"):
             yield
 
     @pytest.fixture(autouse=True)
@@ -234,6 +235,7 @@ class TestLive:
         program = [sys.executable] if name.endswith(".py") else ["bash"]
         assert "Paris" in run([*program, str(ROOT / "examples" / name)], environment)
 
+    @pytest.mark.slow
     def test_the_benchmark_prints_one_json_line_per_figure(self, environment: dict[str, str]) -> None:
         output = run(
             [
@@ -260,7 +262,8 @@ class TestLive:
 @pytest.mark.slow
 class TestOwn:
     @pytest.fixture(scope="class", autouse=True)
-    def _models(self, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    @classmethod
+    def _models(cls, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
         """The README's ~/models/my-llama is a tiny random model, my-llama.gguf the demo model's package's file."""
         models = Path(environment["HOME"]) / "models"
         write_tiny_llama(models / "my-llama")
@@ -296,6 +299,7 @@ def test_plan(environment: dict[str, str], tmp_path: Path) -> None:
     assert {each.name for each in tmp_path.iterdir()} == {"plan.html", "plan.yaml"}
 
 
+@pytest.mark.slow
 def test_make_demo(environment: dict[str, str]) -> None:
     output = run(["make", "--no-print-directory", "demo"], environment, timeout_s=600)
     assert "Paris" in output

@@ -265,6 +265,7 @@ async def test_a_worker_that_does_not_start_leaves_nothing_behind(controller: Co
     assert await controller.live_ratio.scale("", 1, 1) == ()
 
 
+@pytest.mark.slow
 async def test_workers_start_side_by_side_and_one_that_fails_leaves_the_others(controller: Controller) -> None:
     await controller.live_ratio.scale("", 1, 1)
     before = set(controller.slots)
@@ -307,6 +308,7 @@ async def test_a_changed_spec_is_applied_or_refused_by_the_field(controller: Con
 
 
 @pytest.mark.soak
+@pytest.mark.slow
 async def test_pools_change_under_load_without_a_lost_or_changed_answer(
     controller: Controller, expected: list[str]
 ) -> None:

@@ -121,6 +121,7 @@ async def test_quantised_weights_and_kv_through_a_handoff(
     ("prefill_tp", "decode_tp", "transport"),
     [(1, 2, MAPPED), pytest.param(2, 1, TCP, marks=pytest.mark.soak_only)],
 )
+@pytest.mark.slow
 async def test_prompts_that_the_pools_have_no_room_for_come_from_host_tiers_on_both_sides(
     pair: Any, tiny: Path, reference: Any, prefill_tp: int, decode_tp: int, transport: TransportKind
 ) -> None:
@@ -141,7 +142,7 @@ async def test_prompts_that_the_pools_have_no_room_for_come_from_host_tiers_on_b
             assert (await session.state()).load.host_blocks.used > 0
 
 
-@pytest.mark.parametrize("ends_by", ["length", "stop token"])
+@pytest.mark.parametrize("ends_by", ["length", pytest.param("stop token", marks=pytest.mark.slow)])
 async def test_answers_that_end_at_their_first_token_fail_no_handoff(
     pair: Any, tiny: Path, reference: Any, ends_by: str
 ) -> None:

@@ -69,7 +69,7 @@ async def test_a_killed_rank_is_a_new_epoch_and_disturbs_nobody_else(controller:
     assert places == {"decode-0": (1, 1), "prefill-0": (1, 0)}
 
 
-async def test_registrations_of_strangers_and_of_old_lives_are_refused(controller: Controller) -> None:
+async def test_registrations_that_do_not_fit_are_refused_with_the_reason(controller: Controller) -> None:
     async with grpc.aio.insecure_channel(controller.admin_address) as channel:
         stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
         for worker_id, epoch in (("nobody", 1), ("decode-0", controller.slots["decode-0"].epoch + 1)):
@@ -79,17 +79,13 @@ async def test_registrations_of_strangers_and_of_old_lives_are_refused(controlle
             assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
             assert worker_id in (refused.value.details() or "")
         directory = await anext(aiter(stub.WatchDirectory(cluster_pb2.WatchDirectoryRequest(watcher="test"))))
-    assert {worker.worker_id for worker in directory.workers} == {"decode-0", "prefill-0"}
+        assert {worker.worker_id for worker in directory.workers} == {"decode-0", "prefill-0"}
 
-
-async def test_a_worker_whose_cache_cannot_be_exchanged_is_refused_with_the_reason(controller: Controller) -> None:
-    slot = controller.slots["decode-0"]
-    info = cluster_pb2.WorkerInfo()
-    assert slot.info is not None
-    info.CopyFrom(slot.info)
-    info.layout.dtype = "bfloat16"
-    async with grpc.aio.insecure_channel(controller.admin_address) as channel:
-        stub: cluster_pb2_grpc.ClusterAsyncStub = cluster_pb2_grpc.ClusterStub(channel)
+        slot = controller.slots["decode-0"]
+        assert slot.info is not None
+        info = cluster_pb2.WorkerInfo()
+        info.CopyFrom(slot.info)
+        info.layout.dtype = "bfloat16"  # a cache that cannot be exchanged
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Register(cluster_pb2.RegisterRequest(worker=info))
     details = refused.value.details() or ""
@@ -98,6 +94,7 @@ async def test_a_worker_whose_cache_cannot_be_exchanged_is_refused_with_the_reas
     assert slot.state is WorkerState.FAILED
 
 
+@pytest.mark.slow
 async def test_a_worker_that_never_starts_is_given_up_with_its_last_words(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -67,7 +67,7 @@ def test_an_early_interrupt_is_not_lost_in_an_import(tmp_path: Path, library: st
         assert process.wait(90) in (0, -signal.SIGINT)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_cluster_that_is_starting_ends_cleanly(tmp_path: Path, signum: signal.Signals) -> None:
     with start_up(tmp_path) as process:
         wait_for(process, "waiting for workers")
@@ -76,6 +76,7 @@ def test_a_cluster_that_is_starting_ends_cleanly(tmp_path: Path, signum: signal.
     assert not list((tmp_path / "state" / "tandem").glob("*.json"))
 
 
+@pytest.mark.slow
 def test_sigterm_lets_running_answers_end_before_the_cluster_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

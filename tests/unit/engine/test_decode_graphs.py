@@ -174,6 +174,7 @@ build_rank(
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_replay_together(tmp_path: Path) -> None:
     model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB, heads=8, kv_heads=2, head_dim=8, seed=2)
     spec, rendezvous = EngineSpec(kv_blocks=64, max_running_requests=5), tmp_path / "rendezvous"

