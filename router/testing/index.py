@@ -42,7 +42,8 @@ BINARIES = [str(get_binary_path()), *filter(None, [shutil.which("redis-server")]
 
 
 class Place(Protocol):
-    url: str
+    @property
+    def url(self) -> str: ...
 
 
 class Server:

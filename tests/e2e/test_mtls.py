@@ -255,7 +255,8 @@ async def test_rays_ports_want_the_token_beside_the_certificate(secured: Secured
         if row.process in RAY_METHODS:
             credentials = tls.client_credentials()
             async with grpc.aio.secure_channel(f"{sock.host}:{sock.port}", credentials) as channel:
-                method = channel.unary_unary(f"/ray.rpc.{RAY_METHODS[row.process]}")
+                path = f"/ray.rpc.{RAY_METHODS[row.process]}"
+                method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
                 came = await refusal(lambda method=method: method(b"", metadata=metadata, timeout=10.0))  # type: ignore[misc]
                 asked.setdefault(row.process, set()).add(came)
     assert asked["gcs_server"] == asked["ray::"] == {"UNAUTHENTICATED"}

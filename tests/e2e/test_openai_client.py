@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -10,7 +11,7 @@ import openai
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Cluster, Golden
+    from tests.e2e.conftest import Cluster, Golden
 
 pytestmark = pytest.mark.e2e
 MODEL = "smollm2-135m"
@@ -21,8 +22,9 @@ def user(text: str) -> list[Any]:
 
 
 @pytest.fixture
-def client(cluster: Cluster) -> openai.OpenAI:
-    return cluster.client()
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with cluster.client() as client:
+        yield client
 
 
 def test_chat_answers_with_the_reference_text(client: openai.OpenAI, golden: list[Golden]) -> None:
@@ -104,7 +106,7 @@ def test_a_bias_bans_and_forces_tokens(client: openai.OpenAI, golden: list[Golde
         answer = client.completions.create(
             model=MODEL, prompt=golden[0].text, temperature=0, max_tokens=6, extra_body={"ignore_eos": True}, **more
         )
-        return answer.choices[0].text
+        return str(answer.choices[0].text)
 
     first = golden[0].greedy_ids[0]
     assert not ask(logit_bias={str(first): -100}).startswith("The")

@@ -29,8 +29,8 @@ VOCAB = 300
 MAX_TOKENS = 60
 STREAMS = 32
 ENGINE = EngineSpec(kv_blocks=800, max_step_tokens=100)  # small steps, so that prompts go in several chunks
-GREEDY = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
-SEEDED = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7, "max_tokens": MAX_TOKENS}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": MAX_TOKENS}
+SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7, "max_tokens": MAX_TOKENS}
 ROUNDS = 20 if os.environ.get("TANDEM_SOAK") else 1
 
 

@@ -81,7 +81,7 @@ async def answer(controller: Controller, prompt: list[int], sampling: dict[str, 
         base_url=f"http://{controller.http_address}/v1", api_key="none", max_retries=0
     ) as client:
         done = await client.completions.create(model="tiny", prompt=prompt, max_tokens=200, **sampling)
-    return done.choices[0].text
+    return str(done.choices[0].text)
 
 
 async def streamed_answer(client: openai.AsyncOpenAI, prompt: list[int], sampling: dict[str, Any]) -> tuple[str, float]:

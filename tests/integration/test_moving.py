@@ -93,7 +93,7 @@ async def test_requests_move_between_decode_workers_and_their_clients_do_not_not
         for turn in range(ROUNDS):
             leaving, other = f"decode-{turn % 2}", f"decode-{1 - turn % 2}"
             await told(live.workers, leaving, move=True)
-            await until(lambda leaving=leaving: not workers[leaving].account.requests)
+            await until(lambda leaving=leaving: not workers[leaving].account.requests)  # type: ignore[misc]
             assert workers[other].account.requests
             await told(live.workers, leaving)
         await asyncio.gather(*reading)

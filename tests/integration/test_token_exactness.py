@@ -102,7 +102,8 @@ async def test_quantised_weights_and_kv_through_a_handoff(
 ) -> None:  # fmt: skip
     """As one process alone answers; blocks cross as they lie, a token of a head in `cell_bytes` instead of 64, also
     where links would make int8 of wider ones."""
-    hand, quantised = HandRouter(), {"weights": "int8", "kv_dtype": kv_dtype}
+    hand = HandRouter()
+    quantised: dict[str, Any] = {"weights": "int8", "kv_dtype": kv_dtype}
     alone = EngineDriver(single_rank(tiny, tmp_path / "alone", **quantised).engine)
     for length in LENGTHS:
         alone.add(str(length), prompt(length), SEEDED)

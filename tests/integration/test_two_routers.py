@@ -36,8 +36,8 @@ from worker.testing.session import WorkerSession, assert_conserved, open_session
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one set of workers serves all
 VOCAB = 300
 CONVERGED_S = 5.0
-GREEDY = {"temperature": 0.0}
-SEEDED = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7}
 BLOCKS = 2000
 # Small steps, so that prompts take several.
 ENGINE = EngineSpec(kv_blocks=BLOCKS, max_step_tokens=64)

@@ -64,8 +64,8 @@ def test_help_lists_the_commands_and_an_error_is_one_line_of_a_process_too(tmp_p
     done = subprocess.run([*command, "status"], env=env, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     done = subprocess.run([*command, "--help"], env=env, capture_output=True, text=True, check=True, timeout=60)
-    for command in ("up", "demo", "chat", "status", "trace", "pull", "doctor"):
-        assert command in done.stdout
+    for name in ("up", "demo", "chat", "status", "trace", "pull", "doctor"):
+        assert name in done.stdout
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -160,7 +160,8 @@ def test_doctor_knows_the_ports_and_the_memory_of_the_cluster_that_runs_here(
             f"router: {{http_port: {http}, grpc_port: {grpc}}}\ncontrol: {{admin_port: {admin}}}\n"
         )
         addresses = ("", "", "") if starting else (f"127.0.0.1:{port}" for port in ports)
-        running = this_process("mine", **dict(zip(("admin", "http", "grpc"), addresses, strict=True)))
+        admin_at, http_at, grpc_at = addresses
+        running = this_process("mine", admin=admin_at, http=http_at, grpc=grpc_at)
         with written(running):
             done = tandem("doctor", "--config", str(config))
         alone = tandem("doctor", "--config", str(config))

@@ -66,7 +66,7 @@ def by_definition(pool: PoolMap, span: Span) -> int:
         words = np.frombuffer(row.tobytes(), np.int32).tolist()
         rows.append(sum(word * key for word, key in zip(words, word_keys, strict=False)) % 2**64)
     halves = np.array(rows, np.uint64).view(np.int32).tolist()
-    return sum(half * key for half, key in zip(halves, row_keys, strict=False)) % 2**64
+    return int(sum(half * key for half, key in zip(halves, row_keys, strict=False)) % 2**64)
 
 
 def _rows(pool: PoolMap, span: Span) -> Iterator[Bytes]:

@@ -295,7 +295,7 @@ async def test_an_agent_killed_in_a_transfer_is_noticed_at_once(
     handoff = begin(prefill, decode, 96 * 16)
     await asyncio.sleep(0.03)  # in the middle of some 100 MB
     os.kill(dead.ranks[0].process.pid, signal.SIGKILL)
-    kind = ReceiveFailed if victim == "prefill" else SendFailed
+    kind: type[ReceiveFailed | SendFailed] = ReceiveFailed if victim == "prefill" else SendFailed
     failed = await alive.ranks[0].expect(kind, ticket_id=handoff.ticket_id, timeout_s=QUICK_S)
     assert failed.cause == "peer_lost"
     if victim == "decode":

@@ -17,8 +17,7 @@ import pytest
 
 from cluster.control.router_traces import RouterTraces
 from router.app import RouterApp
-from router.edge.http import HANDSHAKE_TIMEOUT_S
-from router.edge.tls import LOOK_S
+from router.edge.tls import HANDSHAKE_TIMEOUT_S, LOOK_S
 from tandem.config.launch import RouterLaunch, ServedModel
 from tandem.config.spec import EdgeTlsSpec, RouterSpec
 from tandem.errors import ConfigError

@@ -84,7 +84,7 @@ async def at_rest(cluster: Any) -> None:
     """No request is anywhere, and no worker has anything of one."""
     await cluster.settled()
     for worker in (cluster.prefill, cluster.decode):
-        await until(lambda worker=worker: not worker.known)
+        await until(lambda worker=worker: not worker.known)  # type: ignore[misc]
 
 
 # ---- refusals

@@ -115,7 +115,9 @@ async def test_what_a_worker_stores_while_redis_is_away_is_found_once_it_comes(
         absent.start()
         client = Redis.from_url(absent.url)
         await until(lambda: bool(client.exists(snapshot_key("c", "a"))))
-        found = decode_snapshot(client.get(snapshot_key("c", "a")))
+        stored = client.get(snapshot_key("c", "a"))
+        assert isinstance(stored, bytes)
+        found = decode_snapshot(stored)
         assert {*split_hashes(found.hashes)} == {*CHAIN}
         client.close()
     absent.kill()

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -118,8 +119,10 @@ async def test_forged_events_give_credit_only_until_the_worker_looks(server: Ser
         store(publisher, 2)
         await side.sees({A1: 2})
         redis = Redis.from_url(server.url)
-        last = max((entry.decode() for entry, _ in redis.xrange(stream_key("c", "a"))), default=None)
-        header = decode_snapshot_header(redis.get(snapshot_key("c", "a")))
+        entries: Any = redis.xrange(stream_key("c", "a"))
+        last = max((entry.decode() for entry, _ in entries), default=None)
+        stored: Any = redis.get(snapshot_key("c", "a"))
+        header = decode_snapshot_header(stored)
         seq = header.seq if last is None else int(last.split("-")[1])
         for ahead in range(1, 40):
             try:
@@ -157,6 +160,7 @@ async def test_redis_put_back_to_older_contents_is_brought_up_to_date(server: Se
         publisher.publish(False, join_hashes(CHAIN[2:]))
         await side.sees({A1: 2})
         for key, value in zip(keys, older, strict=True):
+            assert value is not None
             redis.restore(key, 0, value, replace=True)
         await asyncio.sleep(0.3)
         assert side.mirror.match(CHAIN) == {A1: 2}
@@ -174,7 +178,7 @@ async def test_hole_in_the_stream_is_bridged_by_a_snapshot_the_router_asked_for(
         for count in (1, 2, 3):
             store(publisher, count)
         await until(lambda: redis.xlen(stream_key("c", "a")) == 3)
-        entries = redis.xrange(stream_key("c", "a"))
+        entries: Any = redis.xrange(stream_key("c", "a"))
         redis.xdel(stream_key("c", "a"), entries[1][0])
         side.follower.set_workers([A1])
         await side.sees({A1: 3})
@@ -198,8 +202,9 @@ async def test_users_with_nothing_but_the_documented_commands_are_enough(server:
     worker, router = (re.findall(r"\+\w+", listed) for listed in re.findall(r"`((?:\+\w+[ \n]?)+)`", PAGE))
     admin = Redis.from_url(server.url)
     for user, commands in (("worker", worker), ("router", router)):
-        admin.execute_command("ACL", "SETUSER", user, "on", ">secret", "~tandem:*", "resetchannels", *commands)
-    admin.execute_command("ACL", "SETUSER", "default", "off")
+        acl = ("ACL", "SETUSER", user, "on", ">secret", "~tandem:*", "resetchannels", *commands)
+        admin.execute_command(*acl)  # type: ignore[no-untyped-call]
+    admin.execute_command("ACL", "SETUSER", "default", "off")  # type: ignore[no-untyped-call]
     path = server.url.removeprefix("unix://")
     publisher = EventPublisher(
         cluster="c", worker_id="a", epoch=1, redis_url=f"unix://worker:secret@{path}", heartbeat_s=0.1

@@ -167,7 +167,7 @@ async def test_a_changed_file_is_read_again_and_a_broken_one_leaves_the_keys(
     for broken in ("keys: [", "keys: [{id: 1}]", "nonsense: 1", "\x00"):
         keys.path.write_text(broken)
         seen = len(caplog.records)
-        await until(lambda seen=seen: any("stays in force" in each.message for each in caplog.records[seen:]))
+        await until(lambda seen=seen: any("stays in force" in each.message for each in caplog.records[seen:]))  # type: ignore[misc]
         assert (await complete(cluster, new)).status_code == 200
     seen = len(caplog.records)
     keys.path.unlink()
