@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.stamp-runtime
 DEV := $(VENV)/.stamp-dev
 
-.PHONY: help setup demo up test check-deploy soak bench-handoff bench-router bench-engine bench-planner bench-pools check format proto docs site sbom wheel helm-tools clean
+.PHONY: help setup demo up test test-all check-deploy soak bench-handoff bench-router bench-engine bench-planner bench-pools check format proto docs site sbom wheel helm-tools clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,8 +31,11 @@ demo: $(RUNTIME)  ## Start 1 prefill and 1 decode worker, answer three prompts, 
 up: $(RUNTIME)  ## Start a cluster and keep it up (ARGS="--prefill 2 --decode 1")
 	@$(BIN)/tandem up $(ARGS)
 
-test: $(DEV)  ## Run the tests (ARGS="tests/unit/planner -k roofline")
+test: $(DEV)  ## Run the tests, at most 8 minutes on two cores (ARGS="tests/unit/planner -k roofline")
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(ARGS)
+
+test-all: $(DEV)  ## Run the tests and those marked slow, as CI does
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m "not soak_only and not system" $(ARGS)
 
 check-deploy: $(DEV)  ## Run the tests that drive a browser, Prometheus and whole nodes
 	@scripts/system-tools.sh chromium curl ip prometheus promtool redis-server

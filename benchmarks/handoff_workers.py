@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.handoff_figures import Figure, HandoffSizes
 from benchmarks.serving import FIRST_ORDINARY_TOKEN, percentile
+from cluster.testing.live import LivePair, live_pair
 from tandem.checkpoint.model_store import resolve
 from tandem.config.spec import DEMO_MODEL, EngineSpec
 from tandem.errors import WorkerLost
@@ -20,7 +21,6 @@ from tandem.kvcache.layout import blocks_for
 from tandem.request import SamplingParams
 from tandem.testing.models import write_tiny_llama
 from tandem.v1 import worker_pb2
-from worker.testing.live import LivePair, live_pair
 from worker.testing.session import ManualRouter, WorkerSession
 
 WARM_UP_RUNS = 5

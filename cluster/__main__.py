@@ -1,6 +1,6 @@
 """`python -m cluster`: the `tandem` command."""
 
-from cluster.cli.main import main
+from cluster.cli.entry import main
 
 if __name__ == "__main__":
     main()

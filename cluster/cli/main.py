@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -331,12 +330,8 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point. Prints a TandemError as one line on stderr and exits with code 2."""
-    # An interrupt inside an import may get lost, so Ctrl-C ends the process immediately while modules load. Commands
-    # that must clean up install their own handlers.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Children call exec right after the fork, so gRPC's fork support would only log to stderr.
+    """Runs the command line. Every error of ours is one line on stderr and exit code 2."""
+    # Children replace themselves at once, so gRPC has nothing to do at a fork but talk about it on stderr.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     os.environ.setdefault(
         "GRPC_VERBOSITY", "ERROR"

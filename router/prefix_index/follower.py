@@ -84,9 +84,13 @@ class PrefixFollower:
         clock: Clock,
         *,
         answer_timeout_s: float = QUICK_ANSWER_S,
+        check_s: float = CHECK_S,
+        snapshot_poll_s: float = SNAPSHOT_POLL_S,
     ) -> None:
         self._redis = connect(redis_url)
         self._answer_timeout_s = answer_timeout_s
+        self._check_s = check_s
+        self._snapshot_poll_s = snapshot_poll_s
         self._cluster = cluster
         self._mirror = mirror
         self._clock = clock
@@ -146,7 +150,7 @@ class PrefixFollower:
         loop = asyncio.get_running_loop()
         if loop.time() >= self._check_due_s:
             await self._check()
-            self._check_due_s = loop.time() + (CHECK_S if self._settled() else SNAPSHOT_POLL_S)
+            self._check_due_s = loop.time() + (self._check_s if self._settled() else self._snapshot_poll_s)
         wait_s = max(0.001, self._check_due_s - loop.time())
         following = {
             stream_key(self._cluster, worker.worker_id): worker

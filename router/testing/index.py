@@ -33,6 +33,7 @@ from tandem.kvcache.prefix_events import (
 from tandem.testing.models import FakeClock
 from worker.event_publisher import EventPublisher
 
+CHECK_S = 0.1  # of the followers; to show that nothing happens, wait for several of them
 CHAIN = [number.to_bytes(16, "little") for number in range(8)]
 A1, A2 = WorkerKey("a", 1), WorkerKey("a", 2)
 
@@ -41,7 +42,8 @@ BINARIES = [str(get_binary_path()), *filter(None, [shutil.which("redis-server")]
 
 
 class HasUrl(Protocol):
-    url: str
+    @property
+    def url(self) -> str: ...
 
 
 class RedisServer:
@@ -88,10 +90,12 @@ class IndexReplica:
     def __init__(self, server: HasUrl) -> None:
         self.clock = FakeClock()
         self.mirror = PrefixMirror()
-        self.follower = PrefixFollower(server.url, "c", self.mirror, self.clock)
+        self.follower = PrefixFollower(
+            server.url, "c", self.mirror, self.clock, check_s=CHECK_S, snapshot_poll_s=CHECK_S / 2
+        )
 
     async def sees(self, expected: dict[WorkerKey, int]) -> None:
-        await until(lambda: self.mirror.match(CHAIN) == expected, 8.0)
+        await until(lambda: self.mirror.match(CHAIN) == expected)
 
 
 @asynccontextmanager

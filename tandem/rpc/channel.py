@@ -93,6 +93,12 @@ class ThreadSender:
                 if self._unsent:
                     self._loop.call_soon_threadsafe(self._watch)
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What the socket has not taken yet."""
+        with self._lock:
+            return len(self._unsent)
+
     def close(self) -> None:
         """Call it on the loop."""
         with self._lock:

@@ -197,8 +197,10 @@ def golden() -> list[Golden]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    # Handoffs are what these tests look at; which requests get one by default depends on how fast the machine is now.
-    running = start_cluster(tmp_path_factory.mktemp("cluster"), spec={"router": {"disaggregation": "always"}})
+    # Handoffs are what these tests look at: which requests get one by default, and whether a worker counts as stalled,
+    # depends on how fast the machine is now.
+    router = {"disaggregation": "always", "worker_stall_s": READY_TIMEOUT_S}
+    running = start_cluster(tmp_path_factory.mktemp("cluster"), spec={"router": router})
     yield running
     code = running.stop()
     assert code == 0, running.log.read_text()[-4000:]

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Cluster, Golden
+    from tests.e2e.conftest import Cluster, Golden
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 MODEL = "smollm2-135m"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 import pytest
-from google.rpc import error_details_pb2
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from grpc_status import rpc_status
@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 if TYPE_CHECKING:
-    from conftest import Cluster, Golden
+    from tests.e2e.conftest import Cluster, Golden
 
 pytestmark = pytest.mark.e2e
 MODEL = "smollm2-135m"
@@ -55,6 +55,7 @@ async def answer(
     return tokens, text, finished
 
 
+@pytest.mark.slow
 async def test_the_reference_tokens_come_out_one_by_one(
     stub: inference_pb2_grpc.InferenceAsyncStub, golden: list[Golden]
 ) -> None:

@@ -38,7 +38,7 @@ from tandem.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb
 from tests.conftest import Reference
 from tests.e2e.conftest import Cluster, start_cluster
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 NAME = "mtls"
 VOCAB = 300
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
@@ -255,7 +255,8 @@ async def test_rays_ports_want_the_token_beside_the_certificate(secured: Secured
         if row.process in RAY_METHODS:
             credentials = tls.client_credentials()
             async with grpc.aio.secure_channel(f"{sock.host}:{sock.port}", credentials) as channel:
-                method = channel.unary_unary(f"/ray.rpc.{RAY_METHODS[row.process]}")
+                path = f"/ray.rpc.{RAY_METHODS[row.process]}"
+                method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
                 came = await refusal(lambda method=method: method(b"", metadata=metadata, timeout=10.0))  # type: ignore[misc]
                 asked.setdefault(row.process, set()).add(came)
     assert asked["gcs_server"] == asked["ray::"] == {"UNAUTHENTICATED"}

@@ -11,7 +11,7 @@ from tandem.oip import grpc_predict_v2_pb2 as oip
 from tandem.oip.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
 if TYPE_CHECKING:
-    from conftest import Cluster, Golden
+    from tests.e2e.conftest import Cluster, Golden
 
 pytestmark = pytest.mark.e2e
 MODEL = "smollm2-135m"

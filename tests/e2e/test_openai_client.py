@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -10,7 +11,7 @@ import openai
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Cluster, Golden
+    from tests.e2e.conftest import Cluster, Golden
 
 pytestmark = pytest.mark.e2e
 MODEL = "smollm2-135m"
@@ -21,8 +22,9 @@ def user(text: str) -> list[Any]:
 
 
 @pytest.fixture
-def client(cluster: Cluster) -> openai.OpenAI:
-    return cluster.client()
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with cluster.client() as client:
+        yield client
 
 
 def test_chat_answers_with_the_reference_text(client: openai.OpenAI, golden: list[Golden]) -> None:
@@ -87,6 +89,7 @@ def test_max_tokens_ends_the_answer_with_length(client: openai.OpenAI, golden: l
     assert answer.usage.completion_tokens == 1
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_answer_and_another_seed_another(client: openai.OpenAI) -> None:
     def ask(seed: int) -> str | None:
         answer = client.chat.completions.create(
@@ -103,13 +106,14 @@ def test_a_bias_bans_and_forces_tokens(client: openai.OpenAI, golden: list[Golde
         answer = client.completions.create(
             model=MODEL, prompt=golden[0].text, temperature=0, max_tokens=6, extra_body={"ignore_eos": True}, **more
         )
-        return answer.choices[0].text
+        return str(answer.choices[0].text)
 
     first = golden[0].greedy_ids[0]
     assert not ask(logit_bias={str(first): -100}).startswith("The")
     assert ask(logit_bias={str(first): 100}) == "The" * 6
 
 
+@pytest.mark.slow
 def test_penalties_keep_tokens_from_coming_back(client: openai.OpenAI, golden: list[Golden]) -> None:
     def distinct(**more: Any) -> int:
         answer = client.completions.create(
@@ -279,6 +283,7 @@ def test_a_body_that_is_no_request_is_refused(cluster: Cluster, body: bytes) -> 
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.slow
 async def test_sixteen_streams_get_the_right_tokens(cluster: Cluster, golden: list[Golden]) -> None:
     async with cluster.async_client() as client:
 

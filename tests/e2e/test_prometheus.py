@@ -22,7 +22,7 @@ from deploy.grafana.dashboards import DASHBOARDS
 from tandem.testing.models import write_tiny_llama
 
 if TYPE_CHECKING:
-    from conftest import Cluster
+    from tests.e2e.conftest import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.system]
 

@@ -21,7 +21,7 @@ import pytest
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tests.e2e.conftest import Cluster, free_ports
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 VOCAB = 300
 ASKS = [(random_prompt(60 + 40 * n, VOCAB, n), {"temperature": 0.8, "seed": n}) for n in range(4)]
 HOST = "127.0.0.2"  # Ray turns 127.0.0.1 into the machine's own address, and would listen to others

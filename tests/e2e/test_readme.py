@@ -193,7 +193,7 @@ def test_the_two_commands_are_targets_and_ci_runs_the_second() -> None:
     (block,) = marked("make")
     targets = [line.split("#")[0].split() for line in block.code.strip().splitlines()]
     assert targets == [["make", "demo"], ["make", "test"]]
-    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    assert "make test-all" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_the_environment_is_where_make_puts_it() -> None:
@@ -204,9 +204,10 @@ def test_the_environment_is_where_make_puts_it() -> None:
 
 class TestLive:
     @pytest.fixture(scope="class")
-    def cluster(self, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    @classmethod
+    def cluster(cls, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         (block,) = marked("serve")
-        with cluster_started_by(block, environment, tmp_path_factory.mktemp("serve") / "log"):
+        with cluster_started_by(block, environment | NO_RAY, tmp_path_factory.mktemp("serve") / "log"):
             yield
 
     @pytest.fixture(autouse=True)
@@ -234,6 +235,7 @@ class TestLive:
         program = [sys.executable] if name.endswith(".py") else ["bash"]
         assert "Paris" in run([*program, str(ROOT / "examples" / name)], environment)
 
+    @pytest.mark.slow
     def test_the_benchmark_prints_one_json_line_per_figure(self, environment: dict[str, str]) -> None:
         output = run(
             [
@@ -257,9 +259,11 @@ class TestLive:
         assert values["output_tokens_per_s"] > 0
 
 
+@pytest.mark.slow
 class TestOwn:
     @pytest.fixture(scope="class", autouse=True)
-    def _models(self, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    @classmethod
+    def _models(cls, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
         """The README's ~/models/my-llama is a tiny random model, my-llama.gguf the demo model's package's file."""
         models = Path(environment["HOME"]) / "models"
         write_tiny_llama(models / "my-llama")
@@ -295,6 +299,7 @@ def test_plan(environment: dict[str, str], tmp_path: Path) -> None:
     assert {each.name for each in tmp_path.iterdir()} == {"plan.html", "plan.yaml"}
 
 
+@pytest.mark.slow
 def test_make_demo(environment: dict[str, str]) -> None:
     output = run(["make", "--no-print-directory", "demo"], environment, timeout_s=600)
     assert "Paris" in output
@@ -357,6 +362,7 @@ def hub(tmp_path: Path) -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_a_model_is_pulled_from_the_hub_and_served(hub: str, environment: dict[str, str], tmp_path: Path) -> None:
     pull, serve = marked("hub")
     hub_of = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}

@@ -66,6 +66,7 @@ def test_a_handoff_is_traced_from_end_to_end(cluster: Any) -> None:
     cluster.assert_conserved()
 
 
+@pytest.mark.slow
 def test_a_measured_load_is_recorded_and_the_record_is_a_trace(cluster: Any, tmp_path: Path) -> None:
     recorded, measured, simulated = (tmp_path / name for name in ("trace.jsonl", "measured.json", "simulated.json"))
     command = [sys.executable, "-m", "cluster", "trace", "record", str(recorded), "--requests", "6"]

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Cluster, Golden
+    from tests.e2e.conftest import Cluster, Golden
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak_only]  # tests/integration/test_router_processes.py, under Ray
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ NEEDS_ADA = "fp8 needs a GPU of compute capability 8.9"
 VOCAB = 300
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 SEEDED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=12)
-FLOAT32 = {"device": "cuda:0", "max_running_requests": 11, "max_model_tokens": 400}
+FLOAT32: dict[str, Any] = {"device": "cuda:0", "max_running_requests": 11, "max_model_tokens": 400}
 
 
 @pytest.fixture(scope="module")

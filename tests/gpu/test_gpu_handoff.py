@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -134,7 +135,7 @@ def between(
     folder: Path,
     devices: tuple[str, str],
     check: Callable[[FakeWorker, FakeWorker], Coroutine[None, None, None]],
-    **options: object,
+    **options: Any,
 ) -> None:
     """Runs `check` with a prefill and a decode worker that know each other."""
 

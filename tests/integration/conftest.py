@@ -1,4 +1,4 @@
-"""Live workers for the integration tests (see `worker.testing.live`), and a real router before them."""
+"""Live workers for the integration tests (see `cluster.testing.live`), and a real router before them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.testing.live import LivePair, LiveWorkers, live_pair, workers
 from router.app import RouterApp
 from router.testing.stub_worker import until
 from tandem.checkpoint.model_config import fingerprint
@@ -19,7 +20,6 @@ from tandem.config.launch import RouterLaunch, ServedModel
 from tandem.config.observability import ObservabilitySpec
 from tandem.config.spec import Disaggregation, EngineSpec, ModelSpec, Role, RouterSpec, TransferSpec
 from worker.testing.fork import ForkServer
-from worker.testing.live import LivePair, LiveWorkers, live_pair, workers
 from worker.testing.session import assert_conserved, open_session
 
 RANK_MODULE = "cluster.backends.rank_process"

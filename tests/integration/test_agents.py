@@ -16,6 +16,8 @@ from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
 from worker.testing.session import ManualRouter, RequestResult
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 300
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 

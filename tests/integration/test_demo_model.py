@@ -13,6 +13,8 @@ from tandem.config.spec import DEMO_MODEL, EngineSpec
 from tandem.request import SamplingParams
 from worker.testing.session import ManualRouter
 
+pytestmark = pytest.mark.slow
+
 GOLDEN_FILE = Path(__file__).parents[1] / "data" / "smollm2_golden.json"
 END_OF_TURN = 2
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=32, stop_token_ids=frozenset({END_OF_TURN}))

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tandem.config.spec import EngineSpec
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt
@@ -16,6 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 ENGINE = EngineSpec(kv_blocks=64, max_step_tokens=48)
 
 
+@pytest.mark.slow
 async def test_a_handoff_between_two_and_two_ranks(
     pair: Any, some_family_dir: Path, reference_for: Callable[[Path], Any]
 ) -> None:

@@ -81,7 +81,7 @@ async def answer(controller: Controller, prompt: list[int], sampling: dict[str, 
         base_url=f"http://{controller.http_address}/v1", api_key="none", max_retries=0
     ) as client:
         done = await client.completions.create(model="tiny", prompt=prompt, max_tokens=200, **sampling)
-    return done.choices[0].text
+    return str(done.choices[0].text)
 
 
 async def streamed_answer(client: openai.AsyncOpenAI, prompt: list[int], sampling: dict[str, Any]) -> tuple[str, float]:
@@ -152,6 +152,7 @@ async def tandem(controller: Controller, folder: Path, command: str) -> str:
     return out.decode()
 
 
+@pytest.mark.slow
 async def test_the_commands_of_the_page_say_what_the_page_says(
     controller: Controller, expected: list[str], tmp_path: Path
 ) -> None:
@@ -188,6 +189,7 @@ async def test_a_drain_whose_caller_goes_away_leaves_the_worker_serving(
 
 
 @pytest.mark.parametrize("workers", [2, 1], ids=["another goes on", "the last one comes back"])
+@pytest.mark.slow
 async def test_a_decode_worker_that_gets_sigterm_costs_no_answer(
     controller: Controller, expected: list[str], workers: int
 ) -> None:
@@ -201,6 +203,7 @@ async def test_a_decode_worker_that_gets_sigterm_costs_no_answer(
         await until(lambda: decode.epoch != before and decode.state is WorkerState.READY, LONG_S)
 
 
+@pytest.mark.slow
 async def test_the_autoscaler_follows_the_load_and_comes_to_rest(controller: Controller, expected: list[str]) -> None:
     await controller.scaler.scale("", 2, 1)
     # Six answers at a time are more than a fifth of one decode worker's places, however fast this machine is.
@@ -272,6 +275,7 @@ async def test_a_worker_that_does_not_start_leaves_nothing_behind(controller: Co
     assert await controller.scaler.scale("", 1, 1) == ()
 
 
+@pytest.mark.slow
 async def test_workers_start_side_by_side_and_one_that_fails_leaves_the_others(controller: Controller) -> None:
     await controller.scaler.scale("", 1, 1)
     before = set(controller.workers.slots)
@@ -314,6 +318,7 @@ async def test_a_changed_spec_is_applied_or_refused_by_the_field(controller: Con
 
 
 @pytest.mark.soak
+@pytest.mark.slow
 async def test_pools_change_under_load_without_a_lost_or_changed_answer(
     controller: Controller, expected: list[str]
 ) -> None:

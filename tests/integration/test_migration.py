@@ -53,7 +53,7 @@ class Asked:
     ("worker_id", "process"),
     [
         ("decode-0", "rank"),
-        ("prefill-0", "agent"),
+        pytest.param("prefill-0", "agent", marks=pytest.mark.slow),
         pytest.param("prefill-0", "rank", marks=pytest.mark.soak_only),
         pytest.param("decode-0", "agent", marks=pytest.mark.soak_only),
     ],

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cluster.testing.live import LiveWorkers
 from router.requests.request import RawRequest, RawSampling
 from router.service import RouterService
 from router.testing.stub_worker import until as within
@@ -20,7 +21,6 @@ from tandem.config.spec import EngineSpec, Role
 from tandem.request import SamplingParams
 from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.v1 import cluster_pb2
-from worker.testing.live import LiveWorkers
 
 until = partial(within, timeout_s=60.0)
 
@@ -93,7 +93,7 @@ async def test_requests_move_between_decode_workers_and_their_clients_do_not_not
         for turn in range(ROUNDS):
             leaving, other = f"decode-{turn % 2}", f"decode-{1 - turn % 2}"
             await told(live.workers, leaving, move=True)
-            await until(lambda leaving=leaving: not workers[leaving].account.requests)
+            await until(lambda leaving=leaving: not workers[leaving].account.requests)  # type: ignore[misc]
             assert workers[other].account.requests
             await told(live.workers, leaving)
         await asyncio.gather(*reading)

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc.aio
@@ -41,7 +42,7 @@ class Client:
 
     def __init__(self, routers: list[RouterSlot], first: int) -> None:
         order = [*routers[first:], *routers[:first]]
-        self._left = [
+        self._clients = [
             openai.AsyncOpenAI(base_url=f"http://{r.http_address}/v1", api_key="none", max_retries=0) for r in order
         ]
         self.broken: list[str] = []  # what had come of answers that broke off
@@ -49,23 +50,24 @@ class Client:
         self.begun = asyncio.Event()
 
     async def ask(self, prompt: list[int], sampling: dict[str, Any], max_tokens: int = MAX_TOKENS) -> str:
-        while True:
-            self.text = ""
-            try:
-                stream = await self._left[0].completions.create(
-                    model="tiny", prompt=prompt, max_tokens=max_tokens, stream=True, **sampling
-                )
-                reason = None
-                async for chunk in stream:
-                    self.text += chunk.choices[0].text if chunk.choices else ""
-                    reason = chunk.choices[0].finish_reason if chunk.choices else reason
-                    self.begun.set()
-                if reason is not None:
-                    return self.text
-            except (openai.APIError, httpx.HTTPError):
-                pass  # the connection broke off
-            self.broken.append(self.text)
-            del self._left[0]
+        async with AsyncExitStack() as opened:
+            for client in [await opened.enter_async_context(each) for each in self._clients]:
+                self.text = ""
+                try:
+                    stream = await client.completions.create(
+                        model="tiny", prompt=prompt, max_tokens=max_tokens, stream=True, **sampling
+                    )
+                    reason = None
+                    async for chunk in stream:
+                        self.text += chunk.choices[0].text if chunk.choices else ""
+                        reason = chunk.choices[0].finish_reason if chunk.choices else reason
+                        self.begun.set()
+                    if reason is not None:
+                        return self.text
+                except (openai.APIError, httpx.HTTPError):
+                    pass  # the connection broke off
+                self.broken.append(self.text)
+        raise AssertionError("every router broke off")
 
 
 async def answers(routers: list[RouterSlot], first: int, max_tokens: int = MAX_TOKENS) -> list[str]:
@@ -100,7 +102,13 @@ async def controller(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
     spec = ClusterSpec.model_validate(
         {
             "models": [{"source": str(model), "engine": {"kv_blocks": 400, "max_step_tokens": 100}}],
-            "router": {"replicas": 2, "http_port": 0, "grpc_port": 0, "disaggregation": "always"},
+            "router": {
+                "replicas": 2,
+                "http_port": 0,
+                "grpc_port": 0,
+                "disaggregation": "always",
+                "worker_stall_s": 300,
+            },
             "control": {"admin_port": 0, "backend": "subprocess"},
         }
     )

@@ -109,6 +109,7 @@ def compared(name: str, first: list[Answer], second: list[Answer]) -> float:
 
 
 @pytest.mark.soak
+@pytest.mark.slow
 async def test_times_do_not_tell_one_tenant_what_another_has_asked(
     tmp_path: Path, routed: Callable[..., AbstractAsyncContextManager[Any]]
 ) -> None:

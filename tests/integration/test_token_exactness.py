@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from cluster.testing.live import LivePair
 from tandem.config.spec import EngineSpec, TlsSpec, TransportKind, WireDtype
 from tandem.request import SamplingParams
 from tandem.testing.engine import EngineDriver, single_rank
 from tandem.testing.models import random_prompt, write_tiny_llama
-from worker.testing.live import LivePair
 from worker.testing.session import ManualRouter, WorkerSession
 
 VOCAB = 300
@@ -31,9 +31,13 @@ ENGINE = EngineSpec(kv_blocks=160, max_step_tokens=200)
 MAPPED, GROUP, TCP = TransportKind.MAPPED, TransportKind.PROCESS_GROUP, TransportKind.TCP
 # Every pair of widths over every transport takes a quarter of an hour: `make soak` does. Here every way to split and to
 # join heads once, and every transport; (1, 1, MAPPED), (1, 2, MAPPED) and (2, 1, TCP) are those of other tests below.
-USUAL_PATHS = {(1, 1, GROUP), (2, 1, MAPPED), (1, 2, TCP), (2, 2, GROUP), (1, 4, MAPPED)}
+USUAL_PATHS: dict[tuple[int, int, TransportKind], list[pytest.MarkDecorator]] = {
+    (2, 1, MAPPED): [],
+    (1, 2, TCP): [],
+    **{path: [pytest.mark.slow] for path in ((1, 1, GROUP), (2, 2, GROUP), (1, 4, MAPPED))},
+}
 PATHS = [
-    pytest.param(*path, marks=() if path in USUAL_PATHS else pytest.mark.soak_only)
+    pytest.param(*path, marks=USUAL_PATHS.get(path, [pytest.mark.soak_only]))
     for path in product((1, 2, 4), (1, 2, 4), (MAPPED, GROUP, TCP))
 ]
 
@@ -85,7 +89,12 @@ async def test_through_an_encrypted_handoff(
 
 @pytest.mark.parametrize(
     ("kv_dtype", "cell_bytes", "prefill_tp", "decode_tp", "transport"),
-    [("int8", 20, 1, 2, MAPPED), ("int8", 20, 2, 1, TCP), ("fp8", 16, 1, 2, TCP), ("fp8", 16, 2, 1, GROUP)],
+    [
+        ("int8", 20, 1, 2, MAPPED),
+        pytest.param("int8", 20, 2, 1, TCP, marks=pytest.mark.slow),
+        pytest.param("fp8", 16, 1, 2, TCP, marks=pytest.mark.slow),
+        pytest.param("fp8", 16, 2, 1, GROUP, marks=pytest.mark.slow),
+    ],
 )
 async def test_quantised_weights_and_kv_through_a_handoff(
     pair: Any, tiny: Path, tmp_path: Path, kv_dtype: str, cell_bytes: int, prefill_tp: int, decode_tp: int,
@@ -93,7 +102,8 @@ async def test_quantised_weights_and_kv_through_a_handoff(
 ) -> None:  # fmt: skip
     """As one process alone answers; blocks cross as they lie, a token of a head in `cell_bytes` instead of 64, also
     where links would make int8 of wider ones."""
-    hand, quantised = ManualRouter(), {"weights": "int8", "kv_dtype": kv_dtype}
+    hand = ManualRouter()
+    quantised: dict[str, Any] = {"weights": "int8", "kv_dtype": kv_dtype}
     alone = EngineDriver(single_rank(tiny, tmp_path / "alone", **quantised).engine)
     for length in LENGTHS:
         alone.add(str(length), prompt(length), SEEDED)
@@ -112,6 +122,7 @@ async def test_quantised_weights_and_kv_through_a_handoff(
     ("prefill_tp", "decode_tp", "transport"),
     [(1, 2, MAPPED), pytest.param(2, 1, TCP, marks=pytest.mark.soak_only)],
 )
+@pytest.mark.slow
 async def test_prompts_that_the_pools_have_no_room_for_come_from_host_tiers_on_both_sides(
     pair: Any, tiny: Path, reference: Any, prefill_tp: int, decode_tp: int, transport: TransportKind
 ) -> None:
@@ -132,7 +143,7 @@ async def test_prompts_that_the_pools_have_no_room_for_come_from_host_tiers_on_b
             assert (await session.state()).load.host_blocks.used > 0
 
 
-@pytest.mark.parametrize("ends_by", ["length", "stop token"])
+@pytest.mark.parametrize("ends_by", ["length", pytest.param("stop token", marks=pytest.mark.slow)])
 async def test_answers_that_end_at_their_first_token_fail_no_handoff(
     pair: Any, tiny: Path, reference: Any, ends_by: str
 ) -> None:

@@ -16,6 +16,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
+from cluster.testing.live import FakeController, LiveWorkers, workers
 from router.app import RouterApp
 from router.policies.types import Candidate
 from router.requests.request import RawRequest, RawSampling
@@ -30,14 +31,13 @@ from tandem.testing.models import random_prompt, write_tiny_llama
 from tandem.testing.net import TcpProxy, tcp_proxy
 from tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from worker.testing.fork import ForkServer
-from worker.testing.live import FakeController, LiveWorkers, workers
 from worker.testing.session import WorkerSession, assert_conserved, open_session
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one set of workers serves all
 VOCAB = 300
 CONVERGED_S = 5.0
-GREEDY = {"temperature": 0.0}
-SEEDED = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7}
 BLOCKS = 2000
 # Small steps, so that prompts take several.
 ENGINE = EngineSpec(kv_blocks=BLOCKS, max_step_tokens=64)
@@ -230,6 +230,7 @@ async def test_a_router_without_redis_goes_on_and_knows_everything_soon_after(wo
 
 
 @pytest.mark.parametrize("silent", [pytest.param(False, marks=pytest.mark.soak_only), True], ids=["cut", "silent"])
+@pytest.mark.slow
 async def test_a_router_cut_off_from_a_worker_goes_on_with_the_others_and_finds_it_again(
     world: World, silent: bool, reference_for: Any
 ) -> None:

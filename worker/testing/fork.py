@@ -70,9 +70,8 @@ class ForkServer:
         return json.loads(line)
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        with self._process:  # closes its input, waits, and closes its output
+            pass
 
 
 class ForkedProcess:

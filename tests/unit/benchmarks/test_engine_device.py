@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 
 def test_every_figure_is_one_line(figures: Callable[..., dict[str, dict[str, Any]]]) -> None:
     lines = figures("benchmarks.engine_device")

@@ -16,6 +16,7 @@ TIMES = {"handoff.small_p50_ms", "handoff.small_p99_ms", "handoff.ttft_extra_ms"
 OTHERS = {"handoff.exposed_share", "handoff.agent_rss_mb", "handoff.gpu_digest_share"}
 
 
+@pytest.mark.slow
 def test_a_figure_can_be_asked_for_by_name(figures: Figures) -> None:
     assert figures("benchmarks.handoff", "--figure", "mapped").keys() == {"handoff.mapped"}
 

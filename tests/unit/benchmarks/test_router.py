@@ -24,6 +24,7 @@ HOSTILE = {"router.idle_p99_ms": "ms", "router.slow_readers_p99_ms": "ms"}
 OVERLOAD = {"router.overload_goodput": "requests/s", "router.refuse_p99_ms": "ms"}
 
 
+@pytest.mark.slow
 def test_every_figure_of_the_index_is_one_line(figures: Figures) -> None:
     lines = figures("benchmarks.router", "--figure", "index")
     assert INDEX.keys() <= lines.keys() <= (INDEX | PEERS).keys()
@@ -33,6 +34,7 @@ def test_every_figure_of_the_index_is_one_line(figures: Figures) -> None:
         assert line["value"] > 0
 
 
+@pytest.mark.slow
 def test_what_a_request_costs_is_measured_on_a_real_router(figures: Figures) -> None:
     lines = figures("benchmarks.router", "--figure", "cost")
     lines.pop("router.peer", None)  # only where the peer is installed
@@ -40,6 +42,7 @@ def test_what_a_request_costs_is_measured_on_a_real_router(figures: Figures) -> 
     assert all(line["value"] > 0 for line in lines.values())
 
 
+@pytest.mark.slow
 def test_one_decision_is_measured(figures: Figures) -> None:
     lines = figures("benchmarks.router", "--figure", "decide")
     assert {name: line["unit"] for name, line in lines.items()} == DECIDE

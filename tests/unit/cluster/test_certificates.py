@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -190,7 +192,7 @@ def test_workers_certificates_need_not_lie_where_only_the_controller_runs(tmp_pa
         ({"redis": {"mode": "external", "url": "redis://10.0.0.1"}}, "redis.url"),
     ],
 )
-def test_what_cannot_be_encrypted_is_refused_with_it(tmp_path: Path, section: dict[str, object], field: str) -> None:
+def test_what_cannot_be_encrypted_is_refused_with_it(tmp_path: Path, section: dict[str, Any], field: str) -> None:
     with pytest.raises(ValueError, match=rf"{field}: .*security\.tls"):
         spec_for(tmp_path, **section)
 
@@ -207,7 +209,9 @@ def test_doctor_tells_what_is_encrypted_and_what_expires_soon(tmp_path: Path) ->
 
 
 def test_up_takes_a_folder_of_certificates(tmp_path: Path) -> None:
-    spec = UpFlags(*[None] * 14, tls=tmp_path).source().spec
+    names = (each.name for each in fields(UpFlags))
+    given: dict[str, Any] = dict.fromkeys(names) | {"autoscale": False, "dry_run": False, "tls": tmp_path}
+    spec = UpFlags(**given).source().spec
     assert spec.security.tls is not None
     assert spec.security.tls.of("worker").cert == str(tmp_path / "worker.pem")
     assert spec.router.tls is not None

@@ -8,8 +8,9 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,37 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from cluster.certificates import create
-from cluster.cli.main import app
+from cluster.cli.main import app, main
 from cluster.cli.state_file import this_process, written
 from tandem.testing.models import write_tiny_llama
 
 HEAVY = ("torch", "ray", "grpc", "pydantic", "transformers")
 
 
-def tandem(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"XDG_STATE_HOME": str(folder)}
-    command = [sys.executable, "-m", "cluster", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+@dataclass(frozen=True)
+class Done:
+    returncode: str | int | None
+    stdout: str
+    stderr: str
+
+
+Tandem = Callable[..., Done]
+
+
+@pytest.fixture
+def tandem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Tandem:
+    """`tandem("status", "--json")`, in this process: to import what a command needs takes seconds."""
+    for name, value in (("XDG_STATE_HOME", str(tmp_path)), ("GRPC_ENABLE_FORK_SUPPORT", ""), ("GRPC_VERBOSITY", "")):
+        monkeypatch.setenv(name, value)  # the command sets those of gRPC where they are not
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capfd.readouterr()
+        return Done(ended.value.code, said.out, said.err)
+
+    return run
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -37,11 +58,14 @@ def test_help_imports_nothing_heavy() -> None:
     assert json.loads(out.stdout) == []
 
 
-def test_help_lists_the_commands(tmp_path: Path) -> None:
-    done = tandem(tmp_path, "--help")
-    assert done.returncode == 0
-    for command in ("up", "demo", "chat", "status", "trace", "pull", "doctor"):
-        assert command in done.stdout
+def test_help_lists_the_commands_and_an_error_is_one_line_of_a_process_too(tmp_path: Path) -> None:
+    env = os.environ | {"XDG_STATE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "cluster"]
+    done = subprocess.run([*command, "status"], env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    done = subprocess.run([*command, "--help"], env=env, capture_output=True, text=True, check=True, timeout=60)
+    for name in ("up", "demo", "chat", "status", "trace", "pull", "doctor"):
+        assert name in done.stdout
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -74,8 +98,8 @@ def test_every_command_helps(path: tuple[str, ...]) -> None:
         (("up", "--model", "nobody/knows-it", "--http-port", "0", "--grpc-port", "0", "--admin-port", "0"), "pull"),
     ],
 )
-def test_errors_are_one_line_on_stderr(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
-    done = tandem(tmp_path, *arguments)
+def test_errors_are_one_line_on_stderr(tandem: Tandem, arguments: tuple[str, ...], says: str) -> None:
+    done = tandem(*arguments)
     assert done.returncode == 2
     assert says in done.stderr
     assert done.stderr.startswith("error: ")
@@ -88,10 +112,10 @@ def test_what_grpc_notes_of_strangers_stays_off_the_terminal(tmp_path: Path) -> 
 import pathlib, socket, sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from cluster.cli import main as cli
+from cluster.cli.main import main
 sys.argv = ["tandem", "version"]
 with suppress(SystemExit):
-    cli.main()
+    main()
 import grpc
 folder = pathlib.Path({str(tmp_path / "certs")!r})
 pair = (folder / "edge.key").read_bytes(), (folder / "edge.pem").read_bytes()
@@ -109,13 +133,13 @@ server.stop(None).wait()
     assert done.stderr == ""
 
 
-def test_doctor_names_the_fix_of_what_is_wrong(tmp_path: Path) -> None:
+def test_doctor_names_the_fix_of_what_is_wrong(tandem: Tandem, tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "tiny")
     with socket.create_server(("127.0.0.1", 0)) as held:
         config = tmp_path / "cluster.yaml"
         port = held.getsockname()[1]
         config.write_text(f"models: [{{source: {model}}}]\nrouter: {{http_port: {port}}}\n")
-        done = tandem(tmp_path, "doctor", "--config", str(config))
+        done = tandem("doctor", "--config", str(config))
     assert done.returncode == 1
     assert f"{port} is in use" in done.stdout
     assert "`tandem up --http-port` or router.http_port in the configuration" in done.stdout
@@ -125,9 +149,8 @@ def test_doctor_names_the_fix_of_what_is_wrong(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("starting", [False, True])
 def test_doctor_knows_the_ports_and_the_memory_of_the_cluster_that_runs_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starting: bool
+    tandem: Tandem, tmp_path: Path, starting: bool
 ) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with ExitStack() as held:
         listening = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
         admin, http, grpc = ports = [each.getsockname()[1] for each in listening]
@@ -137,10 +160,11 @@ def test_doctor_knows_the_ports_and_the_memory_of_the_cluster_that_runs_here(
             f"router: {{http_port: {http}, grpc_port: {grpc}}}\ncontrol: {{admin_port: {admin}}}\n"
         )
         addresses = ("", "", "") if starting else (f"127.0.0.1:{port}" for port in ports)
-        running = this_process("mine", **dict(zip(("admin", "http", "grpc"), addresses, strict=True)))
+        admin_at, http_at, grpc_at = addresses
+        running = this_process("mine", admin=admin_at, http=http_at, grpc=grpc_at)
         with written(running):
-            done = tandem(tmp_path, "doctor", "--config", str(config))
-        alone = tandem(tmp_path, "doctor", "--config", str(config))
+            done = tandem("doctor", "--config", str(config))
+        alone = tandem("doctor", "--config", str(config))
     assert done.returncode == 0, done.stdout
     assert (
         f"✓ ports: {http}, {grpc} and {admin} are in use by the running cluster mine (pid {os.getpid()})" in done.stdout
@@ -150,27 +174,27 @@ def test_doctor_knows_the_ports_and_the_memory_of_the_cluster_that_runs_here(
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
-def test_doctor_names_a_damaged_file_of_the_checkpoint(tmp_path: Path, name: str) -> None:
+def test_doctor_names_a_damaged_file_of_the_checkpoint(tandem: Tandem, tmp_path: Path, name: str) -> None:
     model = write_tiny_llama(tmp_path / "model")
     damaged = model / name
     damaged.write_bytes(damaged.read_bytes()[:-100])
-    done = tandem(tmp_path, "doctor", "--model", str(model))
+    done = tandem("doctor", "--model", str(model))
     assert done.returncode == 1
     (said,) = [line for line in done.stdout.splitlines() if "model:" in line]
     assert said.startswith("✗")
     assert str(damaged) in said
 
 
-def test_doctor_reports_a_missing_model_once(tmp_path: Path) -> None:
-    done = tandem(tmp_path, "doctor", "--model", str(tmp_path / "nowhere"))
+def test_doctor_reports_a_missing_model_once(tandem: Tandem, tmp_path: Path) -> None:
+    done = tandem("doctor", "--model", str(tmp_path / "nowhere"))
     assert done.returncode == 1
     assert done.stdout.count("nowhere") == 1
     assert "– memory: not checked" in done.stdout
 
 
-def test_a_width_that_does_not_fit_is_named_as_the_configuration_names_it(tmp_path: Path) -> None:
+def test_a_width_that_does_not_fit_is_named_as_the_configuration_names_it(tandem: Tandem, tmp_path: Path) -> None:
     config = tmp_path / "cluster.yaml"
     config.write_text(f"models: [{{source: {write_tiny_llama(tmp_path / 'tiny')}, prefill: {{tp: 3}}}}]\n")
-    done = tandem(tmp_path, "doctor", "--config", str(config))
+    done = tandem("doctor", "--config", str(config))
     assert "prefill.tp: expected one of 1" in done.stdout
     assert "tp: tp:" not in done.stdout

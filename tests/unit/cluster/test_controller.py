@@ -81,7 +81,7 @@ async def test_registrations_of_unknown_workers_and_old_epochs_are_refused(contr
             assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
             assert worker_id in (refused.value.details() or "")
         directory = await anext(aiter(stub.WatchDirectory(cluster_pb2.WatchDirectoryRequest(watcher="test"))))
-    assert {worker.worker_id for worker in directory.workers} == {"decode-0", "prefill-0"}
+        assert {worker.worker_id for worker in directory.workers} == {"decode-0", "prefill-0"}
 
 
 async def test_a_worker_whose_cache_cannot_be_exchanged_is_refused_with_the_reason(controller: Controller) -> None:
@@ -100,6 +100,7 @@ async def test_a_worker_whose_cache_cannot_be_exchanged_is_refused_with_the_reas
     assert slot.state is WorkerState.FAILED
 
 
+@pytest.mark.slow
 async def test_a_worker_that_never_starts_is_given_up_with_its_last_log_line(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

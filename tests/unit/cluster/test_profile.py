@@ -27,6 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_steps_are_measured_and_simulated_with(model: Path, tmp_path: Path) -> None:
     cost = tmp_path / "cost.json"
     assert run_profile(None, str(model), "cpu", cost, GRID) == 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -84,16 +86,37 @@ def test_members_live_in_actors_that_ray_brings_back(tmp_path_factory: pytest.Te
         subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("after_s", [1.0, 4.0, pytest.param(9.0, marks=pytest.mark.soak_only)])
-def test_ctrl_c_during_a_start_leaves_nothing(tmp_path: Path, after_s: float) -> None:
+def children(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def has(processes: Iterable[psutil.Process], program: str) -> bool:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if program in " ".join(process.cmdline()):
+                return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "child",
+    [
+        "gcs_server",
+        pytest.param("raylet/raylet", marks=pytest.mark.slow),
+        pytest.param("worker.service", marks=pytest.mark.soak_only),
+    ],
+)
+def test_ctrl_c_during_a_start_leaves_nothing(tmp_path: Path, child: str) -> None:
+    """From the moment on at which this child has been started."""
     env = os.environ | {"XDG_STATE_HOME": str(tmp_path)}
     ports = ("--http-port", "0", "--grpc-port", "0", "--admin-port", "0")
     command = [sys.executable, "-m", "cluster", "up", *ports]
     said = tmp_path / "said"
     with said.open("wb") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
-    asyncio.run(asyncio.sleep(after_s))
-    family = psutil.Process(process.pid).children(recursive=True)
+    while not has(family := children(process.pid), child):
+        assert process.poll() is None, said.read_text()
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait(90) in (0, 130, -signal.SIGINT), said.read_text()
     _, alive = psutil.wait_procs(family, timeout=30)

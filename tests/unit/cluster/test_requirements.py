@@ -70,7 +70,7 @@ def test_a_pull_that_the_hub_refuses_names_the_secret_of_its_token(tmp_path: Pat
     assert done.stderr.endswith(f"; HF_TOKEN comes from models.hubTokenSecret (Secret hub with token{missing})\n")
 
 
-@pytest.mark.parametrize("command", ["up", "doctor"])
+@pytest.mark.parametrize("command", ["up", pytest.param("doctor", marks=pytest.mark.slow)])
 def test_a_secret_is_missed_before_the_spec_that_needs_it_is_read(tmp_path: Path, command: str) -> None:
     """What the chart writes for an external Redis with internal TLS, where its Secret is missing."""
     secret = {"value": "redis.external.existingSecret", "what": "Secret r with url", "variable": "TANDEM_REDIS_URL"}

@@ -66,7 +66,8 @@ def test_what_dead_processes_left_is_removed_and_nothing_else(runtime: Path) -> 
 def test_a_killed_process_that_nobody_waited_for_counts_as_dead(runtime: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     assert process.stdout is not None
-    process.stdout.read()  # it has closed its output, and is a zombie in a moment
+    with process.stdout as output:
+        output.read()  # it has closed its output, and is a zombie in a moment
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     (runtime / f"tandem-{process.pid}").mkdir()
     sweep(runtime)

@@ -99,7 +99,7 @@ class Controller(cluster_pb2_grpc.ClusterServicer):
 
 @pytest.fixture
 async def controller() -> AsyncIterator[tuple[Controller, Admin]]:
-    servicer, server = Controller(), grpc.aio.server()
+    servicer, server = Controller(), grpc.aio.server()  # type: ignore[abstract]  # other calls are not made
     cluster_pb2_grpc.add_ClusterServicer_to_server(servicer, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()

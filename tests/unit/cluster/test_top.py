@@ -219,7 +219,7 @@ class Controller(cluster_pb2_grpc.ClusterServicer):
 
 @pytest.fixture
 async def controller() -> AsyncIterator[Controller]:
-    controller = Controller()
+    controller = Controller()  # type: ignore[abstract]  # other calls are not made
     await controller.server.start()
     yield controller
     await controller.server.stop(None)
@@ -305,7 +305,9 @@ class TestApp:
             await until(pilot, lambda: "disconnected" in told(app))
             assert len(shown(app, "workers")) == 3
 
-    @pytest.mark.parametrize("size", [(40, 8), (20, 3), (200, 60)])
+    @pytest.mark.parametrize(
+        "size", [(20, 3), *(pytest.param(size, marks=pytest.mark.slow) for size in ((40, 8), (200, 60)))]
+    )
     async def test_every_page_can_be_drawn_in_any_terminal(self, app: TopApp, size: tuple[int, int]) -> None:
         async with app.run_test(size=size) as pilot:
             for page in "12345":

@@ -115,10 +115,10 @@ async def test_a_worker_that_never_became_ready_is_given_up_with_its_reason(
     member = ScriptedMember()
     async with running(model, tmp_path, [member]) as (slot, reported):
         for number in range(1, FAILED_STARTS + 1):
-            await until(lambda number=number: len(member.starts) == number)
+            await until(lambda number=number: len(member.starts) == number)  # type: ignore[misc]
             await asyncio.sleep(0)
             member.end("rank-0 ended with exit code 2: no room")
-            await until(lambda number=number: slot.restarts == number)
+            await until(lambda number=number: slot.restarts == number)  # type: ignore[misc]
         await until(lambda: slot.is_given_up)
         assert slot.reason == "rank-0 ended with exit code 2: no room"
         assert reported[-1] is WorkerState.FAILED
@@ -132,10 +132,10 @@ async def test_a_worker_that_was_ready_once_is_never_given_up(model: ResolvedMod
         await until(lambda: len(member.starts) == 1)
         slot.registered(cluster_pb2.WorkerInfo(worker_id="decode-0", epoch=slot.epoch))
         for number in range(1, FAILED_STARTS + 2):
-            await until(lambda number=number: len(member.starts) == number)
+            await until(lambda number=number: len(member.starts) == number)  # type: ignore[misc]
             await asyncio.sleep(0)
             member.end("rank-0 was killed")
-            await until(lambda number=number: slot.restarts == number)
+            await until(lambda number=number: slot.restarts == number)  # type: ignore[misc]
         assert slot.state is WorkerState.RESTARTING
 
 

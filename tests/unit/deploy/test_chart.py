@@ -64,6 +64,7 @@ def cluster_spec(manifests: Manifests) -> ClusterSpec:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_lint_is_clean(helm: str, path: Path) -> None:
     command = [helm, "lint", "--strict", str(CHART), "--values", str(path)]
     result = subprocess.run(command, check=False, capture_output=True, text=True)

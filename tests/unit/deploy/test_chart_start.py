@@ -45,9 +45,9 @@ def head_pod(
         ["bash", "-c", script], text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         env={**os.environ, "PATH": path, "POD_IP": POD_IP, "KUBERAY_GEN_RAY_START_CMD": "ray start --head --block"},
     )  # fmt: skip
-    yield process
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with process:
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def spec_that_reached_tandem(head_pod: subprocess.Popen[str]) -> ClusterSpec:

@@ -79,7 +79,9 @@ def code_of(page: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_that_a_page_names_is_there(page: Path) -> None:
-    commands = set(typer.main.get_command(app).commands)
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    commands = set(group.commands)
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"^(?:\$ )?tandem ([a-z]+)", code_of(page), re.MULTILINE)) <= commands
     assert set(re.findall(r"^make ([a-z-]+)", code_of(page), re.MULTILINE)) <= targets

@@ -175,7 +175,7 @@ async def test_the_routers_image_serves_where_nothing_can_be_written(image: Path
     )
     (image / "router.json").write_text(launch.model_dump_json())
     log = tmp_path / "router.log"
-    command = [image / "bin" / "python", "-m", "router", "--launch", image / "router.json"]
+    command = [f"{image}/bin/python", "-m", "router", "--launch", f"{image}/router.json"]
     with log.open("wb") as output:
         router = await asyncio.create_subprocess_exec(*read_only(), *command, cwd="/", env={}, stderr=output)
     try:

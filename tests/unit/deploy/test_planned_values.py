@@ -122,9 +122,10 @@ def test_what_is_deployed_beyond_the_plan_is_said_with_its_price() -> None:
     said = "deployed on 2 machines of 8: 16 devices, $48.00 per hour, 4 of them without a worker"
     assert describe_machines(plan, hardware.device) == said
     assert f"# It is {said}.\n" in helm_values(plan, hardware, "/models/llama-3-70b")
-    screen = Console(file=io.StringIO(), width=120)
+    shown = io.StringIO()
+    screen = Console(file=shown, width=120)
     show(plan, "roofline", said, screen)
-    assert said in screen.file.getvalue()
+    assert said in shown.getvalue()
     whole, hardware = planned(ClusterLayout(2, 4, 2, 4, 2048), "llama-3-70b", "h100")
     assert describe_machines(whole, hardware.device) is None
 

@@ -34,11 +34,11 @@ SEEDED = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=12)
 PENALISED = SamplingParams(temperature=0.0, frequency_penalty=1.0, logprobs=2, max_tokens=12)
 
 
-class Tape(TorchDispatchMode):
+class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records as a GPU does: torch's operations alone, with the addresses of their tensors, and none of the Python."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.replays = 0
         self._lines: list[Any] = []
 
@@ -106,7 +106,7 @@ def test_blocks_read_in_place_are_answered_from_as_gathered_ones(family_dir: Pat
 
 @pytest.mark.parametrize("count", [1, 3, 11])
 def test_replayed_steps_give_the_tokens_of_launched_ones(model_dir: Path, tmp_path: Path, count: int) -> None:
-    options = {"max_running_requests": 11, "max_model_tokens": 200, "kernels": "torch"}
+    options: dict[str, Any] = {"max_running_requests": 11, "max_model_tokens": 200, "kernels": "torch"}
     launched = single_rank(model_dir, tmp_path / "l", paged=PagedPath(plain_attention, None), **options)
     tape = Tape()
     replayed = single_rank(model_dir, tmp_path / "r", paged=PagedPath(plain_attention, tape), **options)
@@ -177,6 +177,7 @@ build_rank(
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_replay_together(tmp_path: Path) -> None:
     model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB, heads=8, kv_heads=2, head_dim=8, seed=2)
     spec, rendezvous = EngineSpec(kv_blocks=64, max_running_requests=5), tmp_path / "rendezvous"

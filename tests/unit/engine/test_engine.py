@@ -102,7 +102,7 @@ def test_penalties_count_the_same_tokens_when_an_answer_goes_on_elsewhere(
     make: Callable[..., Rank], reference: Any, broken_at: int
 ) -> None:
     few = ((3, 12.0), (4, 12.0), (5, 12.0))  # so that tokens come back
-    penalties = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.3}
+    penalties: dict[str, Any] = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.3}
     sampling = SamplingParams(temperature=0.9, seed=3, max_tokens=12, logit_bias=few, **penalties)
     expected = reference.answer(prompt(40), sampling)
     assert expected != reference.answer(prompt(40), replace(sampling, frequency_penalty=0.0, presence_penalty=0.0))

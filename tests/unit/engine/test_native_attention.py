@@ -65,7 +65,8 @@ class Attended:
 
     def alone(self, pool: Tensor) -> Tensor:
         """Token by token, each in a step of its own, over a pool that was filled."""
-        kernels, found = Kernels(threads=1), []
+        kernels = Kernels(threads=1)
+        found: list[torch.Tensor] = []
         for number, (start, count) in enumerate(REQUESTS):
             for place in range(start, start + count):
                 row = [each[len(found) : len(found) + 1] for each in self.rows[1]]

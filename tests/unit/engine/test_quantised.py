@@ -38,7 +38,7 @@ from tests.conftest import write_family
 VOCAB = 320
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=12)
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "int8 weights": {"weights": "int8"},
     "int4 weights": {"weights": "int4"},
     "int8 KV": {"kv_dtype": "int8"},
@@ -124,9 +124,8 @@ def test_every_family_answers_the_same_in_a_batch_in_chunks_handed_over_and_migr
 @pytest.mark.parametrize(
     "mode",
     [
-        "fp32",
         "both",
-        "fp8 KV",
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("fp32", "fp8 KV")),
         *(pytest.param(mode, marks=pytest.mark.soak_only) for mode in ("int8 weights", "int4 weights", "int8 KV")),
     ],
 )
@@ -169,7 +168,7 @@ def test_quantised_weights_are_the_same_whole_and_split_over_two_ranks(family_di
 
 def split(folder: Path, weights: Weights, *, by_torch: bool = False) -> list[Tensor]:
     """The logits of each of two ranks."""
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
 
     def rank(number: int) -> Tensor:
         group = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=20))

@@ -23,7 +23,7 @@ PATIENCE_STEPS = 1_500
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("slots", [0, 100])
+@pytest.mark.parametrize("slots", [pytest.param(0, marks=pytest.mark.slow), 100])
 def test_random_loads_leak_nothing_and_starve_nobody(tmp_path: Path, slots: int) -> None:
     rank = single_rank(
         write_tiny_llama(tmp_path / "m", vocab=VOCAB),

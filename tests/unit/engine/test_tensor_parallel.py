@@ -76,15 +76,15 @@ def followers(
         yield started
     finally:
         for process in started:
-            process.kill()
-            process.wait()
+            with process:
+                process.kill()
 
 
 @pytest.mark.parametrize(
     ("tp", "kv_heads"),
     [
         (2, 4),
-        (4, 1),
+        pytest.param(4, 1, marks=pytest.mark.slow),
         pytest.param(2, 2, marks=pytest.mark.soak_only),
         pytest.param(4, 2, marks=pytest.mark.soak_only),
     ],
@@ -115,6 +115,7 @@ def test_ranks_together_equal_the_reference(
         assert [process.wait(120) for process in started] == [0] * (tp - 1)
 
 
+@pytest.mark.slow
 def test_every_rank_keeps_its_part_of_evicted_blocks(tmp_path: Path, reference_for: Callable[[Path], Any]) -> None:
     model_dir = write_tiny_llama(tmp_path / "model", vocab=VOCAB, heads=4, kv_heads=2, head_dim=8, seed=2)
     spec = EngineSpec(kv_blocks=12, max_step_tokens=48, host_kv_memory_bytes=1 << 20)
@@ -159,25 +160,24 @@ def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
 
 
 def test_a_follower_ends_when_its_leader_dies(tmp_path: Path) -> None:
-    leader = start(LEAD_ONCE_AND_DIE, tmp_path / "rendezvous")
-    steps = TpGroup(tmp_path / "rendezvous", 1, 2, torch.device("cpu")).steps()
-    assert next(steps) == HEARTBEAT
-    assert leader.wait(120) == 9
-    with pytest.raises(WorkerLost):
-        next(steps)
+    with start(LEAD_ONCE_AND_DIE, tmp_path / "rendezvous") as leader:
+        steps = TpGroup(tmp_path / "rendezvous", 1, 2, torch.device("cpu")).steps()
+        assert next(steps) == HEARTBEAT
+        assert leader.wait(120) == 9
+        with pytest.raises(WorkerLost):
+            next(steps)
 
 
 def test_a_follower_gives_up_a_leader_that_falls_silent(tmp_path: Path) -> None:
-    silent = start(LEAD_ONCE_AND_DIE.replace("os._exit(9)", "sys.stdin.read()"), tmp_path / "rendezvous")
-    try:
-        group = TpGroup(tmp_path / "rendezvous", 1, 2, torch.device("cpu"), idle_timeout=timedelta(seconds=0.3))
-        steps = group.steps()
-        assert next(steps) == HEARTBEAT
-        with pytest.raises(WorkerLost):
-            next(steps)
-    finally:
-        silent.kill()
-        silent.wait()
+    with start(LEAD_ONCE_AND_DIE.replace("os._exit(9)", "sys.stdin.read()"), tmp_path / "rendezvous") as silent:
+        try:
+            group = TpGroup(tmp_path / "rendezvous", 1, 2, torch.device("cpu"), idle_timeout=timedelta(seconds=0.3))
+            steps = group.steps()
+            assert next(steps) == HEARTBEAT
+            with pytest.raises(WorkerLost):
+                next(steps)
+        finally:
+            silent.kill()
 
 
 def test_only_the_leader_has_an_engine_and_only_followers_follow(tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ async def test_one_failing_rank_ends_the_ticket_on_the_others(make_worker: MakeW
     [  # tcp, with either victim, is in test_tcp_failures.py too
         ("prefill", "mapped"),
         ("decode", "mapped"),
-        ("decode", "process_group"),
+        pytest.param("decode", "process_group", marks=pytest.mark.slow),
         ("prefill", "tcp"),
         pytest.param("prefill", "process_group", marks=pytest.mark.soak_only),
         pytest.param("decode", "tcp", marks=pytest.mark.soak_only),

@@ -46,7 +46,7 @@ async def complete(handoff: Handoff) -> tuple[list[Sent], list[Received]]:
     [
         (2, 1, 4),
         (1, 4, 2),
-        (2, 2, 4),
+        pytest.param(2, 2, 4, marks=pytest.mark.slow),
         *(pytest.param(*widths, marks=pytest.mark.soak_only) for widths in [(1, 1, 3), (1, 2, 4), (4, 1, 2)]),
     ],
 )
@@ -201,6 +201,7 @@ async def test_closing_what_is_over_is_answered(make_worker: MakeWorker) -> None
         pytest.param("process_group", "prefill", "decode", marks=pytest.mark.soak_only),
     ],
 )
+@pytest.mark.slow
 async def test_a_worker_of_the_version_before_still_exchanges_blocks(
     make_worker: MakeWorker, transport: str, old: str, new: str
 ) -> None:

@@ -18,6 +18,11 @@ from tandem.testing.models import FaultSettings
 
 Soak = Callable[[int, int], int]
 pytestmark = pytest.mark.soak
+TRANSPORTS = [
+    "mapped",
+    pytest.param("tcp", marks=pytest.mark.slow),
+    pytest.param("process_group", marks=pytest.mark.soak_only),
+]
 CONCURRENT = 8
 CANCELLED = 1 << 40  # seeds of handoffs that are cancelled
 # everything but the probe: what fails it refuses the link for as long as both ends live
@@ -61,7 +66,9 @@ async def run_all(works: Iterable[Coroutine[Any, Any, object]], *, at_once: int 
             group.create_task(run_some())
 
 
-@pytest.mark.parametrize("transport", ["mapped", "process_group", "tcp"])
+@pytest.mark.parametrize(
+    "transport", ["mapped", *(pytest.param(each, marks=pytest.mark.slow) for each in ("process_group", "tcp"))]
+)
 async def test_every_16th_operation_fails_and_every_prompt_arrives_right(
     cluster: FakeCluster, soak: Soak, transport: str
 ) -> None:
@@ -103,7 +110,8 @@ async def test_what_fails_at_the_beginning_or_the_end_of_a_handoff_leaves_nothin
     await cluster.check_conservation()
 
 
-@pytest.mark.parametrize("transport", ["mapped", pytest.param("process_group", marks=pytest.mark.soak_only), "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.slow
 async def test_broken_pieces_are_found_and_never_accepted(cluster: FakeCluster, soak: Soak, transport: str) -> None:
     count = soak(1000, 60) if transport == "mapped" else soak(300, 2)
     kinds = ("flip", "truncate", "duplicate", "reorder", "misaddress")
@@ -122,6 +130,7 @@ async def test_broken_pieces_are_found_and_never_accepted(cluster: FakeCluster, 
 
 
 @pytest.mark.parametrize("points", [("digest",), ("piece", "digest")])
+@pytest.mark.slow
 async def test_digests_that_follow_their_pieces_may_be_lost_late_or_wrong(
     tmp_path_factory: pytest.TempPathFactory, soak: Soak, points: tuple[str, ...]
 ) -> None:
@@ -143,7 +152,7 @@ async def test_digests_that_follow_their_pieces_may_be_lost_late_or_wrong(
         await cluster.stop()
 
 
-@pytest.mark.parametrize("transport", ["mapped", pytest.param("process_group", marks=pytest.mark.soak_only), "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_blocks_of_cancelled_handoffs_are_neither_written_nor_read_late(
     cluster: FakeCluster, soak: Soak, transport: str
 ) -> None:
@@ -182,6 +191,7 @@ async def test_a_storm_of_cancellations_leaks_nothing(cluster: FakeCluster, soak
         assert kb < old_kb + 8 * 1024
 
 
+@pytest.mark.slow
 async def test_two_directions_under_full_load_grow_nothing(cluster: FakeCluster, soak: Soak) -> None:
     load_s = soak(300, 3)
     options: dict[str, Any] = {"num_blocks": 16 * CONCURRENT, "connects": True, "ttl_s": 5.0}

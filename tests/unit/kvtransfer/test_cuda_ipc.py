@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import CFUNCTYPE, POINTER, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch
 from kvtransfer.pool.cuda_ipc import (
     LAZY_ENABLE_PEER_ACCESS,
     CudaError,
+    Driver,
     IpcHandle,
     close_allocation,
     gpu_index,
@@ -68,13 +69,13 @@ BOUND = [("init", 0), ("device", 3), ("retain", 13), ("current", CONTEXT)]
 
 
 def test_the_allocation_is_named_by_its_base_and_the_pool_by_its_offset_in_it() -> None:
-    driver = FakeDriver()
+    driver: Any = FakeDriver()
     assert name_allocation(driver, 3, BASE + OFFSET) == (HANDLE, OFFSET)
     assert driver.calls == [*BOUND, ("range", BASE + OFFSET), ("name", BASE)]
 
 
 def test_an_allocation_is_opened_and_closed_in_the_devices_own_context() -> None:
-    driver = FakeDriver()
+    driver: Any = FakeDriver()
     assert open_allocation(driver, 3, HANDLE) == OPENED
     assert driver.calls == [*BOUND, ("open", HANDLE, LAZY_ENABLE_PEER_ACCESS)]
     driver.calls.clear()
@@ -88,7 +89,7 @@ def test_an_allocation_is_opened_and_closed_in_the_devices_own_context() -> None
 )
 def test_what_fails_is_named_with_its_result(failing: str, function: str) -> None:
     with pytest.raises(CudaError, match=f"{function} failed: CUresult 201"):
-        open_allocation(FakeDriver(failing), 3, HANDLE)
+        open_allocation(cast(Driver, FakeDriver(failing)), 3, HANDLE)
 
 
 def test_a_gpu_that_this_process_does_not_see_has_no_ordinal() -> None:

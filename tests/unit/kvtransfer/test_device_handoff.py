@@ -54,7 +54,12 @@ async def complete(handoff: Handoff) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp", "digests"), [((2, 1), False), ((1, 2), True), pytest.param((1, 1), False, marks=pytest.mark.soak_only)]
+    ("tp", "digests"),
+    [
+        ((2, 1), False),
+        pytest.param((1, 2), True, marks=pytest.mark.slow),
+        pytest.param((1, 1), False, marks=pytest.mark.soak_only),
+    ],
 )
 async def test_blocks_arrive_by_the_devices_own_copies(
     make_worker: MakeWorker, tp: tuple[int, int], digests: bool
@@ -66,6 +71,7 @@ async def test_blocks_arrive_by_the_devices_own_copies(
     assert (report.transport, report.reason) == ("mapped", "")
 
 
+@pytest.mark.slow
 async def test_a_large_prompt_in_scattered_blocks_arrives(make_worker: MakeWorker) -> None:
     model = FakeModel(layers=4, block_tokens=16, head_dim=64)
     prefill, decode = await pair(make_worker, model=model, num_blocks=160)
@@ -88,6 +94,7 @@ def faulty(point: str, *kinds: str) -> dict[str, Any]:
         ({}, faulty("place", "flip")),  # what was copied is not what was sent
     ],
 )
+@pytest.mark.slow
 async def test_what_changes_on_its_way_is_found_and_the_next_handoff_is_whole(
     make_worker: MakeWorker, prefill: dict[str, Any], decode: dict[str, Any]
 ) -> None:
@@ -99,6 +106,7 @@ async def test_what_changes_on_its_way_is_found_and_the_next_handoff_is_whole(
     await complete(start(sender, receiver, seed=1))
 
 
+@pytest.mark.slow
 async def test_an_agent_that_names_blocks_outside_its_pool_is_refused(make_worker: MakeWorker) -> None:
     sender, receiver = await pair(make_worker, prefill=faulty("blocks", "misaddress"))
     broken = start(sender, receiver)
@@ -110,7 +118,7 @@ async def test_an_agent_that_names_blocks_outside_its_pool_is_refused(make_worke
 @pytest.mark.parametrize(
     ("devices", "transport", "expected"),
     [
-        (("cpu", ""), "auto", "process_group"),
+        pytest.param(("cpu", ""), "auto", "process_group", marks=pytest.mark.slow),
         pytest.param(("", "cpu"), "auto", "process_group", marks=pytest.mark.soak_only),  # each transport once is left
         pytest.param(("cpu", ""), "tcp", "tcp", marks=pytest.mark.soak_only),
         (("", "cpu"), "tcp", "tcp"),
@@ -128,6 +136,7 @@ async def test_where_pools_cannot_map_each_other_bytes_go_over_host_memory(
 
 
 @pytest.mark.parametrize("devices", [("cpu", ""), ("", "cpu")])
+@pytest.mark.slow
 async def test_mapped_is_not_forced_on_pools_in_unlike_memory(
     make_worker: MakeWorker, devices: tuple[str, str]
 ) -> None:

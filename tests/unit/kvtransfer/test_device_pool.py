@@ -66,7 +66,7 @@ def by_definition(pool: PoolMap, span: PoolSpan) -> int:
         words = np.frombuffer(row.tobytes(), np.int32).tolist()
         rows.append(sum(word * key for word, key in zip(words, word_keys, strict=False)) % 2**64)
     entries = np.array(rows, np.uint64).view(np.int32).tolist()
-    return sum(entry * key for entry, key in zip(entries, row_keys, strict=False)) % 2**64
+    return int(sum(entry * key for entry, key in zip(entries, row_keys, strict=False)) % 2**64)
 
 
 def _rows(pool: PoolMap, span: PoolSpan) -> Iterator[Bytes]:

@@ -51,7 +51,17 @@ async def hand_off(prefill: FakeWorker, decode: FakeWorker) -> Handoff:
     return handoff
 
 
-@pytest.mark.parametrize(("transport", "prefill_tp"), [("tcp", 1), ("tcp", 2), ("process_group", 1)])
+PATHS = [
+    ("tcp", 1),
+    pytest.param("tcp", 2, marks=pytest.mark.slow),
+    pytest.param("process_group", 1, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(
+    ("transport", "prefill_tp"),
+    PATHS,
+)
 async def test_numbers_arrive_nearly_as_they_were(make_worker: MakeWorker, transport: str, prefill_tp: int) -> None:
     prefill = make_worker("prefill-0", MODEL, tp=prefill_tp, connects=True, transport=transport, int8=True)
     decode = make_worker("decode-0", MODEL, transport=transport, int8=True)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.causes import HandoffCause, HandoffFault
+from kvtransfer.pool.pool import payload_bytes
 from kvtransfer.session.piece import (
     HEADER_BYTES,
     MAX_BODY_BYTES,
@@ -16,7 +17,6 @@ from kvtransfer.session.piece import (
     check_size,
     failure_body,
     parse_failure,
-    payload_bytes,
 )
 from kvtransfer.transports.factory import max_piece_bytes
 from tandem.kvcache.layout import KvPoolLayout

@@ -78,7 +78,8 @@ def test_pieces_that_wait_for_a_link_leave_when_it_accepts_and_the_last_link_cou
         clock.advance(1)
         session.link_ready(rank)
         session.accepted(rank)
-    assert (session.stages.first_piece_at_s, session.stages.linked_at_s) == (1, 2)
+    stages = session.stages
+    assert [stages.first_piece_at_s, stages.linked_at_s] == [1, 2]
     assert session.stages.computing_at_s == 0  # nobody said so; no later than the first layer that was done
 
 

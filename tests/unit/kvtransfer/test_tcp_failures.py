@@ -9,7 +9,8 @@ import signal
 import socket
 import ssl
 import struct
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,7 @@ from tandem.rpc.channel import encode
 
 MakeWorker = Callable[..., FakeWorker]
 Authority = Callable[[str], Any]
+ByHand = Callable[..., Awaitable["HandSender"]]
 QUICK_S = 15.0  # of deadlines of 30 s; a busy machine may take seconds
 IDLE_S = 1.0
 LARGE = FakeModel(layers=8, kv_heads=8, block_tokens=16, head_dim=128)  # 1 MiB for each block
@@ -61,6 +63,7 @@ class HandSender:
         self.layout = decode.ranks[0].layout
         self.stream: FrameStream
         self.data: DataSocket
+        self._opened = ExitStack()
         self.welcome: Welcome
 
     async def shake_hands(self) -> Welcome:
@@ -74,6 +77,7 @@ class HandSender:
         await send_first(raw, encode(hello), [])
         self.welcome = await receive_answer(raw, 5.0)
         self.stream = await FrameStream.over(raw)
+        self._opened.callback(self.stream.close)
         return self.welcome
 
     @property
@@ -82,6 +86,7 @@ class HandSender:
 
     async def connect_data(self) -> None:
         self.data = await connect_data(self.data_address, self.welcome.data_token, None, 5.0)
+        self._opened.callback(self.data.close)
         probe = secrets.token_bytes(4096)
         self.stream.send(Header(FrameType.PROBE))
         self.data.send([memoryview(probe)])
@@ -125,16 +130,24 @@ class HandSender:
         self.data.send([memoryview(payload), memoryview(trailer)])
 
     def close(self) -> None:
-        self.stream.close()
-        self.data.close()
+        self._opened.close()
 
 
-async def by_hand(make_worker: MakeWorker, **options: object) -> HandSender:
-    decode = make_worker("decode-0", FakeModel(), transport="tcp", **options)
-    await decode.attach()
-    sender = HandSender(decode)
-    await sender.shake_hands()
-    return sender
+@pytest.fixture
+async def by_hand(make_worker: MakeWorker) -> AsyncIterator[ByHand]:
+    """A sender, met by a real receiver."""
+    made: list[HandSender] = []
+
+    async def make(**options: object) -> HandSender:
+        decode = make_worker("decode-0", FakeModel(), transport="tcp", **options)
+        await decode.attach()
+        made.append(HandSender(decode))
+        await made[-1].shake_hands()
+        return made[-1]
+
+    yield make
+    for sender in made:
+        sender.close()
 
 
 async def pair(
@@ -171,8 +184,8 @@ async def assert_works(prefill: FakeWorker, decode: FakeWorker) -> None:
 # --- pieces ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_piece_is_written_where_it_belongs(make_worker: MakeWorker) -> None:
-    sender = await by_hand(make_worker)
+async def test_a_piece_is_written_where_it_belongs(by_hand: ByHand) -> None:
+    sender = await by_hand()
     await sender.connect_data()
     ticket_id, piece = await sender.open(4), sender.piece(4)
     payload = secrets.token_bytes(piece.payload_bytes)
@@ -183,8 +196,8 @@ async def test_a_piece_is_written_where_it_belongs(make_worker: MakeWorker) -> N
 
 
 @pytest.mark.parametrize("what", ["payload", "number", "blocks"])
-async def test_a_piece_that_was_changed_on_its_way_is_never_acknowledged(make_worker: MakeWorker, what: str) -> None:
-    sender = await by_hand(make_worker)
+async def test_a_piece_that_was_changed_on_its_way_is_never_acknowledged(by_hand: ByHand, what: str) -> None:
+    sender = await by_hand()
     await sender.connect_data()
     ticket_id, piece = await sender.open(4), sender.piece(2)
     payload = secrets.token_bytes(piece.payload_bytes)
@@ -200,8 +213,8 @@ async def test_a_piece_that_was_changed_on_its_way_is_never_acknowledged(make_wo
     assert failed.cause == "digest_mismatch"
 
 
-async def test_a_refused_piece_leaves_the_link_in_step(make_worker: MakeWorker) -> None:
-    sender = await by_hand(make_worker)
+async def test_a_refused_piece_leaves_the_link_in_step(by_hand: ByHand) -> None:
+    sender = await by_hand()
     await sender.connect_data()
     wrong, right = await sender.open(2), await sender.open(4)
     rank = sender.decode.ranks[0]
@@ -222,8 +235,8 @@ async def test_a_refused_piece_leaves_the_link_in_step(make_worker: MakeWorker) 
     assert rank.pool.blocks[:4].tobytes() == payload
 
 
-async def test_a_piece_without_a_digest_ends_the_link(make_worker: MakeWorker) -> None:
-    sender = await by_hand(make_worker)
+async def test_a_piece_without_a_digest_ends_the_link(by_hand: ByHand) -> None:
+    sender = await by_hand()
     await sender.connect_data()
     ticket_id = await sender.open(2)
     sender.announce(ticket_id, replace(sender.piece(2), digest=None))
@@ -234,8 +247,8 @@ async def test_a_piece_without_a_digest_ends_the_link(make_worker: MakeWorker) -
 # --- peers that die or hang ---------------------------------------------------------------------------------------
 
 
-async def test_a_sender_that_dies_in_mid_piece_is_noticed_at_once(make_worker: MakeWorker) -> None:
-    sender = await by_hand(make_worker)
+async def test_a_sender_that_dies_in_mid_piece_is_noticed_at_once(by_hand: ByHand) -> None:
+    sender = await by_hand()
     await sender.connect_data()
     ticket_id, piece = await sender.open(4), sender.piece(4)
     sender.announce(ticket_id, piece)
@@ -246,8 +259,8 @@ async def test_a_sender_that_dies_in_mid_piece_is_noticed_at_once(make_worker: M
     assert failed.cause == "peer_lost"
 
 
-async def test_a_sender_that_hangs_in_mid_piece_is_given_up(make_worker: MakeWorker) -> None:
-    sender = await by_hand(make_worker, ttl_s=IDLE_S)
+async def test_a_sender_that_hangs_in_mid_piece_is_given_up(by_hand: ByHand) -> None:
+    sender = await by_hand(ttl_s=IDLE_S)
     await sender.connect_data()
     ticket_id, piece = await sender.open(4), sender.piece(4)
     sender.announce(ticket_id, piece)
@@ -283,7 +296,7 @@ async def test_an_agent_killed_in_a_transfer_is_noticed_at_once(
     handoff = begin(prefill, decode, 96 * 16)
     await asyncio.sleep(0.03)  # in the middle of some 100 MB
     os.kill(dead.ranks[0].process.pid, signal.SIGKILL)
-    kind = ReceiveFailed if victim == "prefill" else SendFailed
+    kind: type[ReceiveFailed | SendFailed] = ReceiveFailed if victim == "prefill" else SendFailed
     failed = await alive.ranks[0].expect(kind, ticket_id=handoff.ticket_id, timeout_s=QUICK_S)
     assert failed.cause == "peer_lost"
     if victim == "decode":
@@ -310,8 +323,8 @@ async def test_a_receiver_that_hangs_is_given_up(make_worker: MakeWorker, author
 # --- strangers ----------------------------------------------------------------------------------------------------
 
 
-async def test_strangers_at_the_data_port_are_dropped_and_the_link_is_made(make_worker: MakeWorker) -> None:
-    sender = await by_hand(make_worker)
+async def test_strangers_at_the_data_port_are_dropped_and_the_link_is_made(by_hand: ByHand) -> None:
+    sender = await by_hand()
     host, port = split_address(sender.data_address)
     strangers = [socket.create_connection((host, port)) for _ in range(4)]
     silent, wrong, noisy, gone = strangers
@@ -329,7 +342,8 @@ async def test_strangers_at_the_data_port_are_dropped_and_the_link_is_made(make_
         assert stranger.recv(1) == b""
     with pytest.raises(OSError, match="refused"):
         socket.create_connection((host, port))  # the door is closed behind the right one
-    silent.close()
+    for stranger in (silent, wrong, noisy):
+        stranger.close()
 
 
 async def test_certificates_of_another_authority_are_refused(make_worker: MakeWorker, authority: Authority) -> None:
@@ -381,6 +395,7 @@ async def test_an_agent_with_tls_answers_nobody_in_plain(make_worker: MakeWorker
 
 
 @pytest.mark.parametrize(("offers", "wants"), [("tcp", "process_group"), ("process_group", "tcp")])
+@pytest.mark.slow
 async def test_a_link_of_another_kind_than_is_forced_is_refused(
     make_worker: MakeWorker, offers: str, wants: str
 ) -> None:

@@ -15,7 +15,7 @@ MakeWorker = Callable[..., FakeWorker]
 LARGE = FakeModel(layers=3, kv_heads=8, block_tokens=16, head_dim=128)  # long runs
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "tls"])
+@pytest.fixture(params=[pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="tls")])
 def tls(request: pytest.FixtureRequest, authority: Callable[[str], Any]) -> TlsFiles | None:
     return TlsFiles(**authority("ours").issue("worker")) if request.param else None
 
@@ -51,7 +51,7 @@ async def complete(handoff: Handoff) -> tuple[list[Sent], list[Received]]:
     ("prefill_tp", "decode_tp", "kv_heads"),
     [
         (2, 1, 4),
-        (1, 4, 2),
+        pytest.param(1, 4, 2, marks=pytest.mark.slow),
         *(pytest.param(*widths, marks=pytest.mark.soak_only) for widths in [(1, 1, 3), (1, 2, 4)]),
     ],
 )
@@ -74,9 +74,8 @@ async def test_blocks_arrive_for_any_pair_of_widths(
 @pytest.mark.parametrize(
     ("prefill_tp", "decode_tp", "digests"),
     [  # each width once; the rest of the product is for `make soak`
-        (1, 1, True),
         (2, 1, False),
-        (1, 2, True),
+        *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [(1, 1, True), (1, 2, True)]),
         *(pytest.param(*rest, marks=pytest.mark.soak_only) for rest in [(1, 1, False), (2, 1, True), (1, 2, False)]),
     ],
 )

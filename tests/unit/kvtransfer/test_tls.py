@@ -88,6 +88,6 @@ async def test_kv_connections_are_for_who_is_a_worker_where_certificates_say_who
             TlsConnection.accept(ends[0], accepts), TlsConnection.connect(ends[1], connects), return_exceptions=True
         )
         assert isinstance(came[0 if accepts is ours else 1], TlsConnection) == is_taken
-        for end in came:
-            if isinstance(end, TlsConnection):
-                end.close()
+        for made in came:
+            if isinstance(made, TlsConnection):
+                made.close()

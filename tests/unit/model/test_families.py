@@ -53,7 +53,7 @@ def test_logits_equal_those_of_transformers(family_dir: Path, reference_for: Cal
 
 
 def test_two_ranks_together_give_the_logits_of_one(family_dir: Path) -> None:
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
 
     def rank(number: int) -> Tensor:
         group = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=20))

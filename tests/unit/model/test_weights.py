@@ -48,7 +48,7 @@ def logits(model: Decoder) -> Tensor:
 
 
 def sharded_logits(folder: Path, size: int) -> list[Tensor]:
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
 
     def rank(number: int) -> Tensor:
         group = dist.ProcessGroupGloo(store, number, size, timedelta(seconds=20))

@@ -72,6 +72,7 @@ class TestSearch:
         tokens_per_hour = found.chosen.tokens_per_s * 3600
         assert found.costs.per_million_tokens == pytest.approx(found.costs.per_hour / tokens_per_hour * 1e6)
         assert found.costs.per_million_tokens_busy is not None
+        assert found.costs.per_million_tokens is not None
         assert found.costs.per_million_tokens_busy < found.costs.per_million_tokens
 
     def test_it_is_tried_under_other_load_lengths_and_with_a_worker_lost(self) -> None:

@@ -20,7 +20,7 @@ from planner.simulator.simulate import simulate
 from planner.traces.arrivals import Gamma
 from planner.traces.hits import infinite_cache_hits
 from planner.traces.synthetic import LengthSpec, SharedPrefixes, synthetic_trace
-from planner.traces.trace import TrafficTrace
+from planner.traces.trace import PrefixBlocks, TrafficTrace
 from tandem.config.spec import ClassSpec, Disaggregation, PolicyName, RouterSpec
 from tandem.errors import ConfigError
 from tandem.kvcache.blockhash import HashKey
@@ -167,7 +167,7 @@ class TestShortcuts:
         assert simulate(trace, setup_of(1, 1)).e2e_s == simulate(own, setup_of(1, 1)).e2e_s
 
 
-def _prefixes() -> object:
+def _prefixes() -> PrefixBlocks:
     found = traffic(150).prefixes
     assert found is not None
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from router.policies.estimates import Estimates
@@ -21,7 +23,7 @@ class Listener:
     def work_began(self, link: WorkerLink) -> None: ...
 
 
-def worker(**load: int) -> Worker:
+def worker(**load: Any) -> Worker:
     """Its last report: `load`, and 40 of 100 blocks free or evictable."""
     link = WorkerLink(cluster_pb2.WorkerInfo(worker_id="w", epoch=1, total_blocks=100), "router-0", Listener())
     link.load = worker_pb2.WorkerLoad(blocks=worker_pb2.BlockCounts(free=30, cached=10, total=100), **load)

@@ -84,7 +84,13 @@ def test_one_model_without_room_does_not_hold_up_another() -> None:
     admission.offer("m", "a", TERMS, 1, 0.0)
     admission.offer("n", "b", TERMS, 1, 0.0)
     taken: list[str] = []
-    admission.dispatch(0.0, lambda item: item == "b" and not taken.append(item), one_worker)
+
+    def take(item: str) -> bool:
+        if item == "b":
+            taken.append(item)
+        return item == "b"
+
+    admission.dispatch(0.0, take, one_worker)
     assert taken == ["b"]
     assert admission.items() == ["a"]
 

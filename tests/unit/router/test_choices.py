@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tandem.config.spec import RouterSpec
+from tandem.config.spec import Disaggregation, RouterSpec
 
 MODEL = "tiny"
 COMPLETION = {"model": MODEL, "prompt": "Hi"}
@@ -74,13 +74,18 @@ async def test_chat_stream_of_two_choices_introduces_each(cluster: Any) -> None:
         assert own[-1].finish_reason == "length"
 
 
-async def test_when_one_answer_fails_the_others_are_cancelled(cluster: Any) -> None:
-    cluster.says("long answer")
-    cluster.prefill.behaviour.hold_prefills = True
-    cluster.decode.behaviour.refuse_reservations = 10_000
-    with pytest.raises(openai.InternalServerError):
-        await cluster.openai.completions.create(**COMPLETION, n=3)
-    await cluster.settled()
+class TestShortQueue:
+    @pytest.fixture
+    def spec(self) -> RouterSpec:
+        return RouterSpec(http_port=0, grpc_port=0, disaggregation=Disaggregation.ALWAYS, queue_timeout_s=0.5)
+
+    async def test_when_one_answer_fails_the_others_are_cancelled(self, cluster: Any) -> None:
+        cluster.says("long answer")
+        cluster.prefill.behaviour.hold_prefills = True
+        cluster.decode.behaviour.refuse_reservations = 10_000
+        with pytest.raises(openai.InternalServerError):
+            await cluster.openai.completions.create(**COMPLETION, n=3)
+        await cluster.settled()
 
 
 class TestLittleRoom:

@@ -69,7 +69,7 @@ async def test_batch_classes_are_left_out(cluster: Any) -> None:
 async def test_only_the_controller_is_told(cluster: Any) -> None:
     assert await traces(cluster, "a guess").demands() == {}
     async with grpc.aio.insecure_channel(f"127.0.0.1:{cluster.app.grpc_port}") as channel:
-        ask = channel.unary_unary("/tandem.v1.Traces/GetDemand")
+        ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/tandem.v1.Traces/GetDemand")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await ask(b"")
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -18,7 +18,7 @@ class Entry:
 
 
 PLACES = st.tuples(st.sampled_from(sorted(WEIGHTS)), st.sampled_from("xyz"))
-ENTRIES = st.builds(lambda place, tokens: Entry(*place, tokens), PLACES, st.integers(1, LONGEST))
+ENTRIES = st.builds(Entry, st.sampled_from(sorted(WEIGHTS)), st.sampled_from("xyz"), st.integers(1, LONGEST))
 STEPS = st.lists(st.one_of(ENTRIES, st.just("take"), st.just("remove")), max_size=120)
 
 

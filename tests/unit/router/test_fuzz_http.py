@@ -62,7 +62,7 @@ def fuzz_operation(
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
-    def one(case: schemathesis.Case) -> None:
+    def one(case: schemathesis.Case[Any]) -> None:
         if isinstance(case.body, dict) and len(str(case.body.get("model", ""))) < 8:
             case.body["model"] = MODEL  # else nearly every case ends at an unknown model
         if mode is GenerationMode.POSITIVE:
@@ -81,7 +81,7 @@ def fuzz(base_url: str) -> Counter[int]:
     session = requests.Session()
     document = schemathesis.openapi.from_dict(as_events(session.get(f"{base_url}/openapi.json").json()))
     for found in document.get_all_operations():
-        operation = found.ok()
+        operation = found.ok()  # type: ignore[union-attr]
         fuzz_operation(operation, GenerationMode.POSITIVE, base_url, session, seen)
         if operation.body or operation.query:
             fuzz_operation(operation, GenerationMode.NEGATIVE, base_url, session, seen)

@@ -67,10 +67,8 @@ async def test_the_requests_of_a_stuck_worker_go_on_elsewhere(
     tasks = [asyncio.create_task(run(cluster)) for _ in range(4)]
     await until(lambda: bool(worker.frames("prefill" if stuck == "p0" else "join")))
     worker.behaviour.is_stuck = True
-    began_s = asyncio.get_running_loop().time()
     tasks += [asyncio.create_task(run(cluster)) for _ in range(2)]
     assert await asyncio.gather(*tasks) == [tokens] * 6
-    assert asyncio.get_running_loop().time() - began_s < 2 * STALL_S + 1.0
     assert health(cluster, worker) is HealthState.EJECTED
     assert cluster.metric(f'tandem_ejections_total{{reason="stalled",role="{worker.role.value}"}}') == 1
     role = worker.role.value
@@ -81,6 +79,7 @@ async def test_the_requests_of_a_stuck_worker_go_on_elsewhere(
     await cluster.settled()
 
 
+@pytest.mark.slow
 async def test_a_worker_that_works_slowly_but_steadily_stays(cluster: Any, four: dict[str, StubWorker]) -> None:
     tokens = says(cluster, four)
     for worker in (four["d0"], four["d1"]):
@@ -141,6 +140,7 @@ BLIND = RouterSpec(
 
 
 @pytest.mark.parametrize("spec", [BLIND], ids=["round robin"])
+@pytest.mark.slow
 async def test_a_worker_that_crawls_beside_a_quick_peer_is_left_out(cluster: Any, four: dict[str, StubWorker]) -> None:
     tokens = says(cluster, four)
     four["d0"].behaviour.token_delay_s = 0.1

@@ -63,6 +63,7 @@ async def test_a_client_that_sends_headers_one_by_one_is_answered_408_too(cluste
     dripping = asyncio.create_task(drip())
     assert (await rest(reader)).startswith(b"HTTP/1.1 408 ")
     await dripping
+    writer.close()
 
 
 @pytest.mark.parametrize(("count", "status"), [(128, b"200"), (129, b"431")])
@@ -84,6 +85,7 @@ async def test_a_connection_without_a_request_is_closed(cluster: Any) -> None:
     writer.close()
 
 
+@pytest.mark.slow
 async def test_the_client_timeout_does_not_apply_to_the_answer(cluster: Any) -> None:
     cluster.says("slowly")
     cluster.decode.behaviour.token_delay_s = 0.3

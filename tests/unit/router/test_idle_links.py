@@ -25,6 +25,8 @@ class Listener:
 
     def load_changed(self, link: WorkerLink) -> None: ...
 
+    def work_began(self, link: WorkerLink) -> None: ...
+
 
 def test_servers_bear_the_pings_of_our_clients() -> None:
     client, server = dict(CLIENT_OPTIONS), dict(SERVER_OPTIONS)

@@ -248,7 +248,7 @@ class TestBounds:
 
         with pytest.raises(openai.APIError) as caught:
             await read()
-        assert caught.value.body["code"] == "worker_lost"
+        assert caught.value.code == "worker_lost"
         assert "".join(texts) == cluster.tokenizer.decode(tokens[:6]), "three attempts of two tokens"
         assert cluster.metric("tandem_retries_total") == 2
         assert cluster.ends("failed") == 1
@@ -290,7 +290,7 @@ class TestNoMigrations:
         with pytest.raises(openai.APIError, match="d0 was lost") as caught:
             async for _ in stream:
                 pass
-        assert caught.value.body["code"] == "worker_lost"
+        assert caught.value.code == "worker_lost"
         assert cluster.ends("failed") == 1
 
     async def test_loss_before_the_answer_begins_has_its_http_status(self, cluster: Any) -> None:

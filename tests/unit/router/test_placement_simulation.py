@@ -71,7 +71,7 @@ class Simulation:
     def run(self, arrivals: Sequence[tuple[float, str, int, int]]) -> Result:
         """`arrivals`: when, which prefix, its tokens, own tokens."""
         for number, (at_s, prefix, shared, own) in enumerate(arrivals):
-            self._at(at_s, lambda now_s, p=prefix, s=shared, o=own, n=number: self._arrive(now_s, p, s, o, n))
+            self._at(at_s, lambda now_s, p=prefix, s=shared, o=own, n=number: self._arrive(now_s, p, s, o, n))  # type: ignore[misc]
         while self._events:
             at_s, _, happen = heapq.heappop(self._events)
             happen(at_s)

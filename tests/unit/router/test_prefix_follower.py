@@ -3,12 +3,13 @@
 import asyncio
 from pathlib import Path
 
+import pytest
 from redis import Redis
 
 from router.prefix_index.follower import MAX_STALE_S
 from router.testing.index import A1, A2, CHAIN, IndexReplica, RedisServer, publishing, store
 from router.testing.stub_worker import until
-from tandem.kvcache.prefix_events import join_hashes, snapshot_key, stream_key
+from tandem.kvcache.prefix_events import decode_snapshot, join_hashes, snapshot_key, split_hashes, stream_key
 from worker.event_publisher import EventPublisher
 
 
@@ -102,12 +103,28 @@ async def test_worker_that_ends_leaves_no_keys(server: RedisServer) -> None:
     assert client.keys("*") == []
 
 
-async def test_publishing_without_redis_costs_nothing(tmp_path: Path) -> None:
+async def test_what_a_worker_stores_while_redis_is_away_is_found_once_it_comes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     absent = RedisServer(tmp_path)
     async with publishing(absent) as publisher:
         for _ in range(200):
             store(publisher, 8)
-        await asyncio.sleep(0.2)
+        await until(lambda: "redis is not reachable" in caplog.text)
+        store(publisher, 8)
+        absent.start()
+        client = Redis.from_url(absent.url)
+        await until(lambda: bool(client.exists(snapshot_key("c", "a"))))
+        stored = client.get(snapshot_key("c", "a"))
+        assert isinstance(stored, bytes)
+        found = decode_snapshot(stored)
+        assert {*split_hashes(found.hashes)} == {*CHAIN}
+        client.close()
+    absent.kill()
+
+
+async def test_without_a_redis_of_its_own_a_worker_publishes_nothing() -> None:
     silent = EventPublisher(cluster="c", worker_id="a", epoch=1, redis_url=None)
     store(silent, 8)
-    await silent.run()
+    async with asyncio.timeout(60.0):
+        await silent.run()

@@ -69,6 +69,7 @@ async def test_with_a_certificate_of_our_own_where_the_server_asks_for_one(
             await side.sees({A1: 5})
 
 
+@pytest.mark.slow
 async def test_sentinels_lead_to_the_new_master(binary: str, tmp_path: Path) -> None:
     with watched_pair(tmp_path, binary) as (place, master):
         assert await asyncio.to_thread(check_redis, place.url)
@@ -80,6 +81,7 @@ async def test_sentinels_lead_to_the_new_master(binary: str, tmp_path: Path) -> 
             await until(lambda: side.mirror.match(CHAIN) == {A1: 6}, 20.0)
 
 
+@pytest.mark.slow
 async def test_a_cluster_is_one_redis(binary: str, tmp_path: Path) -> None:
     with sharded(tmp_path, binary) as (place, nodes):
         assert await asyncio.to_thread(check_redis, place.url)

@@ -48,7 +48,7 @@ def recorded(*, text: bool = False) -> list[bytes]:
     """One request with a handoff and 40 tokens."""
     written = [header(text=text)]
     recorder, run = Recorder(written.append, text=text), new_run()
-    began = [ev.Submitted(), ev.Queued(), ev.Started(D0, P0), ev.Reserved(D0, "ticket", 0)]
+    began: list[ev.Event] = [ev.Submitted(), ev.Queued(), ev.Started(D0, P0), ev.Reserved(D0, "ticket", 0)]
     tokens = [ev.TokenSampled(P0 if not number else D0, Token(SECRET)) for number in range(40)]
     for number, event in enumerate([*began, *tokens, ev.AttemptEnded(D0, FinishReason.STOP)]):
         recorder.on(run, event, number / 8).clear()

@@ -25,6 +25,7 @@ async def test_text_is_answered_with_text(cluster: Any) -> None:
     answer: Response = await create(model=MODEL, input="Hi", instructions="Be kind.", user="me")
     assert (answer.output_text, answer.status, answer.incomplete_details) == ("Hello.", "completed", None)
     assert (answer.object, answer.model, answer.instructions) == ("response", MODEL, "Be kind.")
+    assert answer.usage is not None
     assert answer.usage.output_tokens == len(tokens)
     assert answer.usage.total_tokens == answer.usage.input_tokens + len(tokens)
     [work] = cluster.decode.works.values()
@@ -73,6 +74,7 @@ async def test_the_official_client_reads_the_same_answer_from_the_stream(cluster
     last = events[-1]
     assert isinstance(last, ResponseCompletedEvent)
     assert last.response.output_text == "Grüße €5"
+    assert last.response.usage is not None
     assert last.response.usage.output_tokens > 0
     async with cluster.openai.responses.stream(model=MODEL, input="Hi") as stream:
         assert (await stream.get_final_response()).output_text == "Grüße €5"

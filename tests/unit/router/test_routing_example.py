@@ -123,7 +123,7 @@ def test_decision(row: Row) -> None:
         if worker.worker_id != name:
             return worker
         pace = worker.pace if tpot_s is None else replace(worker.pace, tpot_s=(tpot_s,) * len(BATCH_SIZES))
-        return structs.replace(worker, pace=pace, **fields)  # type: ignore[arg-type]
+        return structs.replace(worker, pace=pace, **fields)
 
     placed = POLICY.place(ASK, [changed(each) for each in DECODE], [changed(each) for each in PREFILL])
     assert isinstance(placed, Placement)

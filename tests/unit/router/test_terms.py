@@ -7,13 +7,15 @@ from tandem.testing.models import FakeClock
 
 CLASSES = (ClassSpec(name="interactive"), ClassSpec(name="batch", batch=True))
 
+NO_HEADERS: dict[str, str] = {}
+
 
 def parser() -> TermsParser:
     return TermsParser(CLASSES, FakeClock(100.0))
 
 
 def test_without_headers_the_first_class_and_no_deadline() -> None:
-    assert parser().parse({}.get) == RequestTerms("interactive", "", None)
+    assert parser().parse(NO_HEADERS.get) == RequestTerms("interactive", "", None)
 
 
 def test_the_earlier_of_header_and_transport_deadline_counts() -> None:
@@ -21,11 +23,11 @@ def test_the_earlier_of_header_and_transport_deadline_counts() -> None:
     assert parser().parse(headers.get) == RequestTerms("batch", "a.b:c@d-1_", 102.5)
     assert parser().parse(headers.get, 1.0) == RequestTerms("batch", "a.b:c@d-1_", 101.0)
     assert parser().parse(headers.get, 3.0) == RequestTerms("batch", "a.b:c@d-1_", 102.5)
-    assert parser().parse({}.get, 0.0).deadline_s == 100.0
+    assert parser().parse(NO_HEADERS.get, 0.0).deadline_s == 100.0
 
 
-def test_the_longest_deadline_is_one_day() -> None:
-    assert parser().parse({}.get, 1e12).deadline_s == 100.0 + 86_400
+def test_a_transport_that_waits_for_ever_waits_a_day() -> None:
+    assert parser().parse(NO_HEADERS.get, 1e12).deadline_s == 100.0 + 86_400
 
 
 @pytest.mark.parametrize("text", ["1", "0.5", ".5", "1.", "86400", "000000001"])

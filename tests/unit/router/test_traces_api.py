@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
 import grpc
@@ -17,7 +18,8 @@ SECRET = (("tandem-controller-secret", "only-the-controller-knows"),)
 
 
 def traces(cluster: Any) -> trace_pb2_grpc.TracesAsyncStub:
-    return trace_pb2_grpc.TracesStub(cluster.channel)
+    stub: trace_pb2_grpc.TracesAsyncStub = trace_pb2_grpc.TracesStub(cluster.channel)
+    return stub
 
 
 async def get(cluster: Any, request_id: str) -> trace_pb2.RequestTrace:
@@ -142,7 +144,7 @@ async def test_an_unknown_id_is_not_found_with_what_to_do(cluster: Any) -> None:
 @pytest.mark.parametrize("metadata", [(), (("tandem-controller-secret", "guess"),)])
 async def test_clients_may_not_look_at_each_others_requests(cluster: Any, metadata: Any) -> None:
     answer = await cluster.openai.completions.create(**PROMPT)
-    calls = [
+    calls: list[Awaitable[object]] = [
         traces(cluster).GetTrace(trace_pb2.GetTraceRequest(request_id=answer.id), metadata=metadata),
         traces(cluster).ListTraces(trace_pb2.ListTracesRequest(), metadata=metadata),
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -36,7 +38,8 @@ def survivors(row: Row, params: SamplingParams) -> NDArray[np.int64]:
     if params.top_p < 1.0:
         reached = int(np.searchsorted(np.cumsum(weights), params.top_p * weights.sum()))
         order, weights = order[: reached + 1], weights[: reached + 1]
-    return order[weights >= params.min_p * weights[0] * (1 - 1e-12)]
+    kept: np.ndarray[Any, np.dtype[np.int64]] = order[weights >= params.min_p * weights[0] * (1 - 1e-12)]
+    return kept
 
 
 def by_definition(row: Row, params: SamplingParams, position: int) -> int:

@@ -50,15 +50,20 @@ async def test_a_connection_that_ended_drops_messages_quietly() -> None:
     await answering.wait_closed()
     for number in range(3):
         await asyncio.to_thread(sender.send, Note(number, bytes(1 << 20)))
+        assert sender.unsent_bytes == 0
     sender.close()
     await asyncio.to_thread(sender.send, Note(3))
+    assert sender.unsent_bytes == 0
     writer.close()
 
 
 async def test_what_is_left_of_a_message_goes_with_its_connection() -> None:
-    sender, writer, _, answering = await _ends()
-    await asyncio.to_thread(sender.send, Note(0, bytes(8 << 20)))  # the loop is told to go on
+    sender, writer, channel, answering = await _ends()
+    await asyncio.to_thread(sender.send, Note(0, bytes(8 << 20)))
+    assert sender.unsent_bytes > 0
     sender.close()
-    await asyncio.sleep(0)
+    assert sender.unsent_bytes == 0
+    await asyncio.sleep(0)  # the loop was asked to go on with the rest
     writer.close()
+    assert [message async for message in channel] == []
     answering.close()

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +12,10 @@ from tandem.rpc.grpc_errors import abort, error_from_rpc, retry_after_s, status_
 METHOD = "/test.Service/Fail"
 
 
+def echo(channel: grpc.aio.Channel) -> grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]:
+    return channel.unary_unary(METHOD)
+
+
 @pytest.fixture
 async def fail_with() -> AsyncIterator[Any]:
     """Calls a server that ends with the given error and returns the typed error the client makes of it."""
@@ -19,7 +25,7 @@ async def fail_with() -> AsyncIterator[Any]:
         await abort(context, chosen[0])
 
     server = grpc.aio.server()
-    handlers = {"Fail": grpc.unary_unary_rpc_method_handler(handler)}
+    handlers: dict[str, Any] = {"Fail": grpc.unary_unary_rpc_method_handler(handler)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -28,7 +34,7 @@ async def fail_with() -> AsyncIterator[Any]:
         async def call(error: TandemError) -> TandemError:
             chosen[:] = [error]
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await channel.unary_unary(METHOD)(b"")
+                await echo(channel)(b"")
             assert caught.value.code() is grpc.StatusCode[error.wire.grpc_status]
             return error_from_rpc(caught.value)
 
@@ -60,5 +66,5 @@ def test_only_retryable_errors_carry_a_delay() -> None:
 async def test_status_of_a_foreign_server_becomes_unavailable_or_its_kind() -> None:
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary(METHOD)(b"")
+            await echo(channel)(b"")
     assert error_from_rpc(caught.value).code is ErrorCode.UNAVAILABLE

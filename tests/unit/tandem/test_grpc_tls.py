@@ -57,7 +57,7 @@ async def _talk(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[b
 async def server(tls: ClusterTls | None) -> AsyncIterator[str]:
     """A worker's, of methods of all four kinds; `Nobody` is in no list."""
     running = make_server(tls, ALLOWED, ())
-    methods = {
+    methods: dict[str, Any] = {
         "One": grpc.unary_unary_rpc_method_handler(_echo),
         "Nobody": grpc.unary_unary_rpc_method_handler(_echo),
         "Many": grpc.unary_stream_rpc_method_handler(_many),
@@ -78,17 +78,22 @@ async def calls(channel: grpc.aio.Channel) -> list[object]:
         yield b"x"
         yield b"y"
 
+    one: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/s/One")
+    many: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/s/Many")
+    collect: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary("/s/Collect")
+    talk: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream("/s/Talk")
     return [
-        await channel.unary_unary("/s/One")(b"x"),
-        [each async for each in channel.unary_stream("/s/Many")(b"x")],
-        await channel.stream_unary("/s/Collect")(two()),
-        [each async for each in channel.stream_stream("/s/Talk")(two())],
+        await one(b"x"),
+        [each async for each in many(b"x")],
+        await collect(two()),
+        [each async for each in talk(two())],
     ]
 
 
 async def refusal(channel: grpc.aio.Channel, method: str = "/s/One") -> grpc.StatusCode:
+    call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await channel.unary_unary(method)(b"x", timeout=30.0)
+        await call(b"x", timeout=30.0)
     return refused.value.code()
 
 
@@ -108,7 +113,9 @@ async def test_who_has_no_business_with_a_method_is_refused_in_every_kind_of_cal
         for identity in set(Identity) - {Identity.ROUTER}:
             async with open_channel(address, of(certs, identity), Identity.WORKER) as channel:
                 assert await refusal(channel) is grpc.StatusCode.PERMISSION_DENIED
-                for call in (channel.unary_stream("/s/Many")(b"x"), channel.stream_stream("/s/Talk")(_requests())):
+                many: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/s/Many")
+                talk: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream("/s/Talk")
+                for call in (many(b"x"), talk(_requests())):
                     with pytest.raises(grpc.aio.AioRpcError, match="expected a certificate of router"):
                         [each async for each in call]
         async with open_channel(address, of(certs, Identity.ROUTER), Identity.WORKER) as channel:
@@ -149,13 +156,15 @@ async def test_both_sides_show_renewed_certificates_at_the_next_connection(certs
     channels = ChannelCache(of(certs, Identity.ROUTER), Identity.WORKER)
     async with server(tls) as address:
         first = await channels.get("w", address)
-        assert await first.unary_unary("/s/One")(b"x") == b"x"
+        one: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = first.unary_unary("/s/One")
+        assert await one(b"x") == b"x"
         assert await channels.get("w", address) is first
         before = tls.current().cert_pem
         renew(certs, 90)
         second = await channels.get("w", address)
         assert second is not first
-        assert await second.unary_unary("/s/One")(b"y") == b"y"
+        one = second.unary_unary("/s/One")
+        assert await one(b"y") == b"y"
         assert tls.current().cert_pem != before
         await channels.close()
 

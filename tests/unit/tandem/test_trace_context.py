@@ -6,6 +6,8 @@ from tandem.telemetry.trace_context import TraceContext, TraceSampler, parse_con
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
+NO_HEADERS: dict[str, str] = {}
+
 
 @pytest.mark.parametrize(
     ("header", "sampled"),
@@ -58,12 +60,12 @@ def test_a_callers_word_counts_whatever_the_ratio() -> None:
 
 
 def test_without_a_caller_the_ratio_decides_and_every_trace_is_another() -> None:
-    assert all(TraceSampler(ratio).context({}.get) is None for ratio in (None, 0.0))
-    begun = [TraceSampler(1.0).context({}.get) for _ in range(50)]
+    assert all(TraceSampler(ratio).context(NO_HEADERS.get) is None for ratio in (None, 0.0))
+    begun = [TraceSampler(1.0).context(NO_HEADERS.get) for _ in range(50)]
     assert all(each is not None and each.sampled and each.parent_id is None for each in begun)
     assert len({each.trace_id for each in begun if each is not None}) == 50
     some = TraceSampler(0.2)
-    assert 100 < sum(some.context({}.get) is not None for _ in range(1000)) < 300
+    assert 100 < sum(some.context(NO_HEADERS.get) is not None for _ in range(1000)) < 300
     malformed = TraceSampler(1.0).context({"traceparent": "nonsense"}.get)
     assert malformed is not None
     assert malformed.parent_id is None

@@ -73,7 +73,6 @@ def test_a_missing_folder_is_logged_once_and_writing_resumes_later(
         time.sleep(0.01)
     for number in range(1, 4):
         log.write(line(number))
-        time.sleep(0.1)
     folder.mkdir()
     log.write(line(9))
     log.close()
@@ -92,10 +91,8 @@ def test_a_disk_that_hangs_delays_no_call(tmp_path: Path, monkeypatch: pytest.Mo
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     log = AuditLog(str(pipe))
-    began_s = time.monotonic()
-    for number in range(5000):  # more than a pipe holds, which has no reader
+    for number in range(5000):  # more than a pipe holds and nothing reads: a write that waited would wait for ever
         log.write(line(number))
-    assert time.monotonic() - began_s < 1.0
     os.close(reader)
     log.close()
 

@@ -38,7 +38,7 @@ ALLOWED = ("RS256", "ES256", "EdDSA")
 
 
 def jwk(key: Any, kid: str, **more: str) -> dict[str, Any]:
-    kinds = {rsa.RSAPrivateKey: RSAAlgorithm, ec.EllipticCurvePrivateKey: ECAlgorithm}
+    kinds: dict[type, Any] = {rsa.RSAPrivateKey: RSAAlgorithm, ec.EllipticCurvePrivateKey: ECAlgorithm}
     algorithm = next((found for kind, found in kinds.items() if isinstance(key, kind)), OKPAlgorithm)
     return {**json.loads(algorithm.to_jwk(key.public_key())), "kid": kid, **more}
 
@@ -105,8 +105,9 @@ def test_claims_set_models_classes_limits_and_the_admin_flag() -> None:
 )  # fmt: skip
 def test_a_claim_that_is_missing_or_wrong_is_refused(claims: dict[str, Any]) -> None:
     named = ClaimsSpec(models="models", requests_per_minute="rpm")
+    shown: dict[str, Any] = {"rpm": 5, "models": "a"} | claims
     with pytest.raises(Unauthenticated, match="authorization: "):
-        verifier(claims=named).principal(token(**{"rpm": 5, "models": "a"} | claims), time.time())
+        verifier(claims=named).principal(token(**shown), time.time())
 
 
 def test_a_named_claim_that_is_missing_allows_nothing() -> None:
