@@ -31,12 +31,12 @@ def test_a_node_starts_each_helper_by_a_method_of_its_own(caller: str, helper: s
     assert helper in getattr(Node, caller).__code__.co_names
 
 
-def test_leave_out_helpers_replaces_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disable_helpers_replaces_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("start_log_monitor", "start_monitor", "start_api_server")
     before = [getattr(Node, name) for name in names]
     for name, method in zip(names, before, strict=True):
         monkeypatch.setattr(Node, name, method)  # restores it
-    ray_backend.leave_out_helpers()
+    ray_backend.disable_helpers()
     assert not {getattr(Node, name) for name in names} & set(before)
     node: Any = object.__new__(Node)
     assert node.start_api_server(include_dashboard=False, raise_on_failure=True) is None
