@@ -56,13 +56,15 @@ async def test_a_client_that_sends_headers_one_by_one_is_answered_408_too(cluste
     reader, writer = await connect(cluster, HEAD)
 
     async def drip() -> None:
-        while not reader.at_eof():
+        while True:
             writer.write(b"a: b\r\n")
             await asyncio.sleep(0.05)
 
     dripping = asyncio.create_task(drip())
-    assert (await rest(reader)).startswith(b"HTTP/1.1 408 ")
-    await dripping
+    async with asyncio.timeout(30):
+        # Not the rest: a header that arrives after the router has closed resets the connection.
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+    dripping.cancel()
     writer.close()
 
 

@@ -34,19 +34,16 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-async def loaded(cluster: Any, keys: Any, tenant: str) -> None:
-    """Waits until the router has loaded a key that was added to the file."""
+def is_known(cluster: Any, keys: Any, tenant: str) -> bool:
+    """Whether the router has loaded the key of a tenant from the file."""
     calls = cluster.app.service.calls
-
-    def is_known() -> bool:
-        call = calls.begin("GET /x", AccessLevel.CALLER, "", "", "")
-        try:
-            calls.authenticate_again(call, keys.bearer(tenant)["authorization"])
-        except Unauthenticated:
-            return False
-        return True
-
-    await until(is_known)
+    try:
+        calls.authenticate_again(
+            calls.begin("GET /x", AccessLevel.CALLER, "", "", ""), keys.bearer(tenant)["authorization"]
+        )
+    except Unauthenticated:
+        return False
+    return True
 
 
 async def complete(cluster: Any, headers: dict[str, str], **body: Any) -> httpx.Response:
@@ -100,7 +97,7 @@ async def test_the_tenant_is_that_of_the_key_and_only_admins_may_name_another(cl
 
 async def test_a_model_that_the_key_does_not_allow_is_not_found(cluster: Any, keys: Any) -> None:
     keys.add("narrow", models=("other",), priorities=("batch",))
-    await loaded(cluster, keys, "narrow")
+    await until(lambda: is_known(cluster, keys, "narrow"))
     headers = keys.bearer("narrow")
     await _until_status(cluster, headers, 200)
     assert (await cluster.http.get("/v1/models", headers=headers)).json()["data"] == []
@@ -134,7 +131,7 @@ async def test_a_model_that_the_key_does_not_allow_is_not_found(cluster: Any, ke
 async def test_a_key_may_name_its_classes_only_and_defaults_to_its_first(cluster: Any, keys: Any) -> None:
     keys.add("nightly", priorities=("batch",))
     keys.add("lost", priorities=("gone-class",))
-    await loaded(cluster, keys, "lost")
+    await until(lambda: is_known(cluster, keys, "lost"))
     refused = await complete(cluster, keys.bearer("nightly") | {"x-tandem-priority": "interactive"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (403, "x-tandem-priority")
     assert (await complete(cluster, keys.bearer("nightly"))).status_code == 200
@@ -145,7 +142,7 @@ async def test_both_limits_answer_429_with_a_delay_over_http_and_grpc(cluster: A
     cluster.says("one two three four")
     keys.add("few", limits=LimitsSpec(requests_per_minute=3))
     keys.add("short", limits=LimitsSpec(tokens_per_minute=30))
-    await loaded(cluster, keys, "short")
+    await until(lambda: is_known(cluster, keys, "short"))
     assert [(await complete(cluster, keys.bearer("few"))).status_code for _ in range(4)] == [200, 200, 200, 429]
     refused = await cluster.http.post("/tokenize", json={"prompt": "x"}, headers=keys.bearer("few"))
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
@@ -196,6 +193,27 @@ async def test_a_changed_file_is_reloaded_and_a_broken_one_leaves_the_keys(
     change_keys(keys.path, lambda known: known.without(keys.ids["acme"]))
     await _until_status(cluster, new, 401)
     assert (await complete(cluster, old)).status_code == 401
+
+
+async def test_an_open_stream_stops_answering_when_its_key_is_removed(cluster: Any, keys: Any, tmp_path: Path) -> None:
+    cluster.says("hello")
+    keys.add("leaver")
+    await until(lambda: is_known(cluster, keys, "leaver"))
+    stream = GRPCInferenceServiceStub(cluster.channel).ModelStreamInfer(metadata=keys.metadata("leaver"))
+    text = oip.InferTensorContents(bytes_contents=[b"x"])
+    tensor = oip.ModelInferRequest.InferInputTensor(name="text_input", datatype="BYTES", shape=[1], contents=text)
+    request = oip.ModelInferRequest(model_name=MODEL, inputs=[tensor])
+    await stream.write(request)
+    while not (await stream.read()).infer_response.parameters["triton_final_response"].bool_param:
+        pass
+    change_keys(keys.path, lambda known: known.without(keys.ids["leaver"]))
+    await until(lambda: not is_known(cluster, keys, "leaver"))
+    await stream.write(request)
+    assert "expected a valid API key" in (await stream.read()).error_message
+    await stream.done_writing()
+    await until(lambda: len(lines(tmp_path / "audit.jsonl")) == 1)
+    [line] = lines(tmp_path / "audit.jsonl")
+    assert (line["tenant"], line["outcome"]) == ("leaver", "finished"), "that of the request that it answered"
 
 
 def _record(keys: Any, tenant: str) -> api_keys.KeyRecord:
