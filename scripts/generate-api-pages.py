@@ -29,6 +29,8 @@ Path_ = tuple[int, ...]
 GRPC_INTRODUCTION = f"""\
 # gRPC reference
 
+*For client authors and contributors. After this page you know every service, method and message.*
+
 {NOTE}
 
 Generated from [`proto/`](../proto). Clients call `tandem.v1.Inference` and the [Open Inference Protocol](api.md) on the
@@ -38,6 +40,8 @@ workers serve `tandem.v1.Worker` to routers. Fields are added, never renumbered.
 
 HTTP_INTRODUCTION = f"""\
 # HTTP reference
+
+*For client authors. After this page you know every endpoint, parameter and response.*
 
 {NOTE}
 

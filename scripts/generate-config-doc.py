@@ -24,6 +24,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
+*For operators. After this page you know every key with its type, default and meaning.*
+
 <!-- Generated from tandem/config/spec.py by scripts/generate-config-doc.py; change that and run `make docs`. -->
 
 The YAML file (`tandem up --config FILE`), the environment, the flags and the Helm values under `cluster` share this

@@ -21,7 +21,8 @@ INTRODUCTION = """\
 
 <!-- Generated from README.md by scripts/generate-quickstart.py; change that and run `make docs`. -->
 
-Everything here runs on a laptop, without a GPU. Run the commands in a clone of the repository.
+*For everyone. After this page you have run a cluster, called it and changed its pools.* All of it runs on a laptop
+without a GPU. Run the commands in a clone of the repository.
 """
 END = """\
 Next: [how Tandem works](concepts.md), or [how to find out where a request spent its time](observability.md).

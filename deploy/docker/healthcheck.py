@@ -1,4 +1,4 @@
-"""Exits 0 when TANDEM_HEALTH_URL answers 200 within 3 s. What the images' HEALTHCHECK runs."""
+"""The images' HEALTHCHECK: exits 0 if TANDEM_HEALTH_URL returns 200 within 3 s."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What is cached, whether requests find it, and whether the routers know of it."""
+"""What is cached, whether requests find it, and whether the routers' indexes agree."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CACHE = Dashboard(
             (
                 number(
                     "Hit rate",
-                    "Share of prompt tokens that were cached where the request was prefilled.",
+                    "Share of prompt tokens that were cached on the worker that prefilled the request.",
                     "percentunit",
                     HIT_RATE,
                     maximum=1.0,
                 ),
                 number(
                     "Wrong credit",
-                    "Share of the tokens the index called cached that had to be computed after all. Some are normal: "
+                    "Share of the tokens reported as cached by the index that had to be computed. Some are normal: "
                     "blocks may be evicted between decision and prefill.",
                     "percentunit",
                     WRONG,
@@ -39,7 +39,7 @@ CACHE = Dashboard(
                 ),
                 number(
                     "Redis",
-                    "Whether it answers every router. No: the indexes are frozen, and requests go on.",
+                    "Whether it answers every router. If not, the indexes no longer change, and requests continue.",
                     "bool_yes_no",
                     f"min({of('tandem_index_redis_up')})",
                     maximum=1.0,
@@ -48,7 +48,7 @@ CACHE = Dashboard(
                 ),
                 number(
                     "Workers in the index",
-                    "As the router that knows fewest. Fewer than there are workers: their snapshots are missing.",
+                    "In the router with the fewest. Fewer than there are workers: snapshots are missing.",
                     "none",
                     f"min({of('tandem_index_workers')})",
                 ),
@@ -57,16 +57,16 @@ CACHE = Dashboard(
         Row(
             "Hits",
             (
-                lines("Hit rate", "Of prompt tokens.", "percentunit", (HIT_RATE, "hit rate"), maximum=1.0),
+                lines("Hit rate", "Share of prompt tokens.", "percentunit", (HIT_RATE, "hit rate"), maximum=1.0),
                 lines(
                     "Prompt tokens",
-                    "Per second. What is not cached is computed.",
+                    "Per second. Tokens that are not cached are computed.",
                     "none",
                     (rate("tandem_tokens_total", 'kind=~"prompt|cached"', by="kind", model=True), "{{kind}}"),
                 ),
                 lines(
                     "Credit",
-                    "Prompt tokens per second that the index said were cached, and those of them that were not.",
+                    "Prompt tokens per second that the index reported as cached, and those of them that were not.",
                     "none",
                     (rate("tandem_index_credit_tokens_total", by="kind", model=True), "{{kind}}"),
                 ),
@@ -77,19 +77,19 @@ CACHE = Dashboard(
             (
                 stack(
                     "Prefill pool",
-                    "KV blocks by state. cached can be evicted at once; leased and in_use cannot.",
+                    "KV blocks by state. Only cached blocks can be evicted.",
                     "none",
                     (worker_gauge("tandem_worker_blocks", 'role="prefill"', by="state"), "{{state}}"),
                 ),
                 stack(
                     "Decode pool",
-                    "KV blocks by state. cached can be evicted at once; leased and in_use cannot.",
+                    "KV blocks by state. Only cached blocks can be evicted.",
                     "none",
                     (worker_gauge("tandem_worker_blocks", 'role="decode"', by="state"), "{{state}}"),
                 ),
                 lines(
                     "Cached, by worker",
-                    "Blocks of ended requests that later ones may find.",
+                    "Blocks of finished requests that later ones can reuse.",
                     "none",
                     (worker_gauge("tandem_worker_blocks", 'state="cached"', by="worker"), "{{worker}}"),
                 ),
@@ -100,19 +100,19 @@ CACHE = Dashboard(
             (
                 stack(
                     "Slots",
-                    "Of workers with engine.host_kv_memory_bytes.",
+                    "Slots of workers with engine.host_kv_memory_bytes.",
                     "none",
                     (worker_gauge("tandem_worker_host_blocks", by="role, state"), "{{role}} {{state}}"),
                 ),
                 lines(
                     "Blocks moved",
-                    "Per second. Many out and few in: what comes back was overwritten before; the tier is too small.",
+                    "Per second. Many out and few in: slots are overwritten before reuse; the tier is too small.",
                     "none",
                     (worker_rate("tandem_worker_host_moved_blocks_total", by="direction"), "{{direction}}"),
                 ),
                 lines(
                     "Tokens found",
-                    "Per second, instead of computed.",
+                    "Per second, found in the tier instead of computed.",
                     "none",
                     (worker_rate("tandem_worker_host_hit_tokens_total", by="role"), "{{role}}"),
                 ),
@@ -123,18 +123,18 @@ CACHE = Dashboard(
             (
                 lines(
                     "Blocks in the index",
-                    "Distinct blocks that each router knows of. Routers should agree.",
+                    "Distinct blocks in each router's index. Routers should agree.",
                     "none",
                     (of("tandem_index_blocks"), "{{instance}}"),
                 ),
                 stack(
                     "Faults",
-                    "Times a worker's part was thrown away or unreadable; it is loaded anew.",
+                    "Times a worker's entries were discarded or unreadable; the router reloads them.",
                     "none",
                     (increase("tandem_index_faults_total", by="fault"), "{{fault}}"),
                 ),
                 lines(
-                    "Blocks not noted",
+                    "Blocks that did not fit",
                     "Per second. The index is full: raise router.index_memory_bytes (20 bytes for each cached block).",
                     "none",
                     (rate("tandem_index_lost_blocks_total", by="instance"), "{{instance}}"),

@@ -13,21 +13,21 @@ LONG_STEPS = f"histogram_quantile(0.99, {worker_rate('tandem_worker_step_seconds
 
 
 def used(work: str, peak: str) -> str:
-    """Of a device's peak over the last 5 minutes, idle time counted."""
+    """The share of a device's peak over the last 5 minutes, including idle time."""
     return ratio(worker_rate(work, by="role, worker", window="5m"), worker_gauge(peak, by="role, worker"))
 
 
 CAPACITY = Dashboard(
     uid="tandem-capacity",
     title="Tandem / Capacity",
-    text="Requests that wait for prefill ask for prefill workers; decode workers that refuse, for decode workers.",
+    text="Requests that wait for prefill need prefill workers; refusals by decode workers need decode workers.",
     rows=(
         Row(
             "Now",
             (
                 number(
                     "KV in use",
-                    "Share of a pool's blocks that requests hold; the rest is free or can be evicted.",
+                    "Share of a pool's blocks held by requests; the rest is free or can be evicted.",
                     "percentunit",
                     HELD,
                     "{{role}}",
@@ -36,19 +36,19 @@ CAPACITY = Dashboard(
                 ),
                 number(
                     "Generated tokens",
-                    "Per second, of finished requests.",
+                    "Tokens per second of finished requests.",
                     "none",
                     rate("tandem_tokens_total", 'kind="completion"', model=True),
                 ),
                 number(
                     "Cost per hour",
-                    "Of the workers that are up; with observability.cost set.",
+                    "Cost of the workers that are up; needs observability.cost.",
                     "none",
                     f"sum(max by (namespace, job, model, role) (tandem_cost_per_hour{{{MODEL}}}))",
                 ),
                 number(
                     "Cost of a million tokens",
-                    "Generated ones, over the last 5 minutes; with observability.cost set.",
+                    "Per million generated tokens, over the last 5 minutes; needs observability.cost.",
                     "none",
                     f"max by (model) (tandem_cost_per_million_tokens{{{MODEL}}})",
                     "{{model}}",
@@ -60,20 +60,20 @@ CAPACITY = Dashboard(
             (
                 lines(
                     "Running and waiting",
-                    "Requests on workers, and in the routers' queues.",
+                    "Requests on workers and in the routers' queues.",
                     "none",
                     (gauge("tandem_running_requests"), "running"),
                     (gauge("tandem_queued_requests"), "waiting"),
                 ),
                 lines(
                     "Waits by reason",
-                    "prefill_full asks for prefill workers, decode_refused for decode workers or KV memory.",
+                    "prefill_full: add prefill workers. decode_refused: add decode workers or KV memory.",
                     "reqps",
                     (rate("tandem_waits_total", by="reason", model=True), "{{reason}}"),
                 ),
                 lines(
                     "KV in use",
-                    "Share of a pool's blocks that requests hold.",
+                    "Share of a pool's blocks held by requests.",
                     "percentunit",
                     (HELD, "{{role}}"),
                     maximum=1.0,
@@ -86,7 +86,7 @@ CAPACITY = Dashboard(
                 ),
                 lines(
                     "Prompt tokens to compute",
-                    "On the workers of each pool.",
+                    "Prompt tokens still to compute on each pool.",
                     "none",
                     (worker_gauge("tandem_worker_waiting_tokens", by="role"), "{{role}}"),
                 ),
@@ -109,7 +109,7 @@ CAPACITY = Dashboard(
                 ),
                 lines(
                     "Step time, p99",
-                    "Of engine steps. mixed: prefill beside decode, which every answer in the batch waits for.",
+                    "Duration of engine steps. mixed: prefill and decode together; delays all answers in the batch.",
                     "s",
                     (LONG_STEPS, "{{role}} {{kind}}"),
                 ),
@@ -121,13 +121,13 @@ CAPACITY = Dashboard(
                 ),
                 lines(
                     "MFU",
-                    "Share of the peak arithmetic rate, idle time counted. Prefill is bound by it.",
+                    "Share of peak compute, including idle time. It limits prefill.",
                     "percentunit",
                     (used("tandem_worker_flops_total", "tandem_worker_peak_flops"), "{{worker}}"),
                 ),
                 lines(
                     "MBU",
-                    "Share of the peak memory bandwidth, idle time counted. Decode is bound by it.",
+                    "Share of peak memory bandwidth, including idle time. It limits decode.",
                     "percentunit",
                     (
                         used("tandem_worker_memory_bytes_total", "tandem_worker_peak_memory_bytes_per_second"),
@@ -135,7 +135,7 @@ CAPACITY = Dashboard(
                     ),
                 ),
                 lines(
-                    "MFU and MBU while stepping",
+                    "MFU and MBU of steps",
                     "Over the steps of the last 15 s.",
                     "percentunit",
                     (worker_gauge("tandem_worker_mfu_ratio", by="worker"), "{{worker}} MFU"),

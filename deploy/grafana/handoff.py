@@ -1,4 +1,4 @@
-"""The move of KV blocks from prefill to decode workers."""
+"""The handoff of KV blocks from prefill to decode workers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ HANDOFF = Dashboard(
         Row(
             "Now",
             (
-                number("Handoffs", "That joined a decode batch.", "reqps", JOINED),
+                number("Handoffs", "Handoffs that joined a decode batch.", "reqps", JOINED),
                 number(
                     "Share of requests",
-                    "Finished requests that went through a handoff; the others were prefilled on their decode worker.",
+                    "Finished requests with a handoff; the others were prefilled on their decode worker.",
                     "percentunit",
                     ratio(JOINED, rate("tandem_ttft_seconds_count", model=True)),
                     maximum=1.0,
                 ),
                 number(
                     "Hidden bytes",
-                    "Share of the moved bytes that had arrived when the last layer was computed. Low: links are slower "
+                    "Share of the bytes that had arrived when the last layer was computed. Low: links are slower "
                     "than prefill, or prompts are short.",
                     "percentunit",
                     ratio(HIDDEN, MOVED),
@@ -40,7 +40,7 @@ HANDOFF = Dashboard(
                 ),
                 number(
                     "Failed attempts",
-                    "Each is tried again elsewhere; clients see no error before the retries are used up.",
+                    "Each is retried elsewhere; clients see no error until the retries are used up.",
                     "reqps",
                     f"{rate('tandem_handoff_failures_total', model=True)} or vector(0)",
                     colours_from=((0.001, "orange"), (0.1, "red")),
@@ -48,7 +48,7 @@ HANDOFF = Dashboard(
             ),
         ),
         Row(
-            "What it costs",
+            "Cost",
             (
                 percentiles(
                     "First token to decode batch",
@@ -64,7 +64,7 @@ HANDOFF = Dashboard(
                 ),
                 stack(
                     "Mean stages",
-                    "Without pieces, which lie inside prefill. reserve, dispatch, connect and prefill come before the "
+                    "Without pieces, which overlap prefill. reserve, dispatch, connect and prefill come before the "
                     "first token, verify and join after it.",
                     "s",
                     (mean(STAGE, 'stage!="pieces"', by="stage"), "{{stage}}"),
@@ -72,9 +72,15 @@ HANDOFF = Dashboard(
             ),
         ),
         Row(
-            "What moves",
+            "Transfer",
             (
-                lines("KV bytes", "All, and the hidden part.", "Bps", (MOVED, "moved"), (HIDDEN, "hidden")),
+                lines(
+                    "KV bytes",
+                    "All bytes, and those hidden behind prefill.",
+                    "Bps",
+                    (MOVED, "moved"),
+                    (HIDDEN, "hidden"),
+                ),
                 lines(
                     "Overlap",
                     "Hidden share of each handoff's bytes.",
@@ -85,7 +91,7 @@ HANDOFF = Dashboard(
                 ),
                 lines(
                     "Size of a handoff",
-                    "Mean bytes, and mean bytes of a piece. Small pieces cost more per byte.",
+                    "Mean bytes of a handoff and of a piece. Small pieces cost more per byte.",
                     "bytes",
                     (ratio(MOVED, JOINED), "handoff"),
                     (ratio(MOVED, rate("tandem_handoff_pieces_total", model=True)), "piece"),
@@ -97,13 +103,13 @@ HANDOFF = Dashboard(
             (
                 lines(
                     "Sent",
-                    "KV bytes that each link carried.",
+                    "KV bytes per second of each link.",
                     "Bps",
                     (worker_rate("tandem_worker_link_bytes_total", by=LINK), LINK_LEGEND),
                 ),
                 lines(
                     "Speed",
-                    "What handoffs got lately while they were sending. One far below the others: look at its hosts.",
+                    "Recent speed of handoffs while sending. One link far below the others: check its hosts.",
                     "Bps",
                     (worker_gauge("tandem_worker_link_bytes_per_second", by=LINK), LINK_LEGEND),
                 ),
@@ -116,11 +122,11 @@ HANDOFF = Dashboard(
             ),
         ),
         Row(
-            "What fails",
+            "Failures",
             (
                 stack(
                     "Failed attempts by cause",
-                    "The causes of docs/observability.md. digest_mismatch should never be seen.",
+                    "docs/observability.md explains the causes. digest_mismatch should never occur.",
                     "none",
                     (increase("tandem_handoff_failures_total", by="cause", model=True), "{{cause}}"),
                     width=24,

@@ -1,4 +1,4 @@
-"""Is the cluster well, and do users get what they were promised?"""
+"""Is the cluster healthy, and do users get their objectives?"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OVERVIEW = Dashboard(
             (
                 number(
                     "Requests",
-                    "Requests that ended, however they ended.",
+                    "Requests that ended in any state.",
                     "reqps",
                     rate("tandem_requests_total", model=True),
                     width=4,
@@ -57,7 +57,7 @@ OVERVIEW = Dashboard(
                 ),
                 number(
                     "Workers",
-                    "Workers that can take requests, as the router that sees fewest sees them.",
+                    "Workers that can take requests, in the view of the router with the fewest.",
                     "none",
                     f"min by (role) ({of('tandem_workers')})",
                     "{{role}}",
@@ -94,7 +94,7 @@ OVERVIEW = Dashboard(
                 stack(
                     "Missed, by outcome",
                     "missed_ttft: queue or prefill. missed_tpot: decode batches too large, or prefill beside them. "
-                    "failed: an error, or refused for want of room.",
+                    "failed: an error, or refused for lack of room.",
                     "reqps",
                     (rate("tandem_slo_requests_total", 'outcome!="met"', by="outcome", model=True), "{{outcome}}"),
                 ),
@@ -105,19 +105,19 @@ OVERVIEW = Dashboard(
             (
                 stack(
                     "Requests by end",
-                    "finished is good. rejected: refused before any worker saw it. failed: accepted, then an error.",
+                    "finished is good. rejected: refused before it reached a worker. failed: accepted, then an error.",
                     "reqps",
                     (rate("tandem_requests_total", by="state", model=True), "{{state}}"),
                 ),
                 stack(
                     "Errors by code",
-                    "The codes of docs/api.md. overloaded: admission refused; the client may come again.",
+                    "Error codes. overloaded: admission refused; the client may retry.",
                     "reqps",
                     (rate("tandem_requests_total", 'code!=""', by="code", model=True), "{{code}}"),
                 ),
                 lines(
                     "Tokens",
-                    "Of finished requests, per second. cached is a part of prompt: it was not computed again.",
+                    "Per second, of finished requests. cached is the part of prompt that was not computed again.",
                     "none",
                     (rate("tandem_tokens_total", by="kind", model=True), "{{kind}}"),
                 ),
@@ -128,7 +128,7 @@ OVERVIEW = Dashboard(
             (
                 percentiles(
                     "TTFT",
-                    "Received to first token. Where it goes is a dashboard of its own.",
+                    "Received to first token. Another dashboard shows where it goes.",
                     "tandem_ttft_seconds",
                     width=6,
                 ),
@@ -141,7 +141,7 @@ OVERVIEW = Dashboard(
                 ),
                 percentiles(
                     "End to end",
-                    "Received to finished: mostly the length of the answer.",
+                    "Received to finished; depends mostly on the length of the answer.",
                     "tandem_e2e_seconds",
                     width=6,
                 ),
@@ -152,7 +152,7 @@ OVERVIEW = Dashboard(
             (
                 lines(
                     "Workers up",
-                    "1: linked and listed. 0: down, or still starting.",
+                    "1: linked to a router. 0: down, or still starting.",
                     "none",
                     (worker_gauge("tandem_worker_up", by="worker"), "{{worker}}"),
                     maximum=1.0,
@@ -167,15 +167,15 @@ OVERVIEW = Dashboard(
                 ),
                 lines(
                     "Ejections and restarts",
-                    "Times a router left a worker out, by reason; times the controller started one again.",
+                    "Ejections by routers, by reason; restarts by the controller.",
                     "none",
                     (increase("tandem_ejections_total", by="role, reason"), "{{role}} {{reason}}"),
-                    (worker_gauge("tandem_worker_restarts_total", by="role"), "{{role}} restarts, ever"),
+                    (worker_gauge("tandem_worker_restarts_total", by="role"), "{{role}} restarts, total"),
                     width=6,
                 ),
                 lines(
                     "Retries",
-                    "Requests put back in line after a failure of a worker or a handoff; clients see no error.",
+                    "Requests queued again after a failure of a worker or a handoff; clients see no error.",
                     "reqps",
                     (rate("tandem_retries_total", by="code", model=True), "{{code}}"),
                     width=6,
@@ -187,7 +187,7 @@ OVERVIEW = Dashboard(
             (
                 lines(
                     "CPU",
-                    "Cores that each router uses; one is all it can.",
+                    "Cores that each router uses; a router can use one.",
                     "none",
                     (rate("process_cpu_seconds_total", by="instance"), "{{instance}}"),
                     width=6,
@@ -201,7 +201,7 @@ OVERVIEW = Dashboard(
                 ),
                 lines(
                     "Event loop lag",
-                    "How late each router's event loop was, at worst. It adds to every token's way.",
+                    "Longest delay of each router's event loop. It delays every token.",
                     "s",
                     (of("tandem_event_loop_lag_seconds"), "{{instance}}"),
                     width=6,

@@ -1,4 +1,4 @@
-"""What a dashboard of ours is made of, as data, and how it becomes Grafana's JSON."""
+"""The parts of a dashboard as data, and their conversion to Grafana's JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Kind(StrEnum):
     LINES = "lines"
     STACK = "stack"
     STAT = "stat"
-    HEATMAP = "heatmap"  # its one query gives a histogram's buckets, by le
+    HEATMAP = "heatmap"  # its one query returns a histogram's buckets, by le
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """`text` says what is shown and what to make of it. A number is drawn in `colour`, from a value on in another."""
+    """`text` explains the panel and how to read it. `colours_from` replaces `colour` from a value on."""
 
     title: str
     text: str
@@ -66,7 +66,7 @@ class Panel:
 
 
 def number(title: str, text: str, unit: str, expr: str, legend: str = "", **more: Any) -> Panel:
-    """A quarter of a row unless told."""
+    """By default a quarter of a row."""
     return Panel(title, text, unit, (Query(expr, legend),), kind=Kind.STAT, **{"width": 6, **more})
 
 
@@ -81,7 +81,7 @@ def stack(title: str, text: str, unit: str, *queries: tuple[str, str], **more: A
 
 
 def percentiles(title: str, text: str, histogram: str, matching: str = "", **more: Any) -> Panel:
-    """Of a histogram of seconds."""
+    """Percentiles of a histogram of seconds."""
     queries = [(percentile(each, histogram, matching), f"p{100 * each:g}") for each in QUANTILES]
     return lines(title, text, "s", *queries, **more)
 
@@ -136,13 +136,13 @@ def _links() -> dashboard.DashboardLink:
 
 
 def _alerts() -> dashboard.AnnotationQuery:
-    """When an alert of ours began and ended, drawn into every graph."""
+    """Marks in every graph when one of Tandem's alerts started and ended."""
     firing = 'ALERTS{alertname=~"Tandem.*",alertstate="firing",namespace=~"$namespace",job=~"$job"}'
     return dashboard.AnnotationQuery().name("Alerts").datasource(SOURCE).enable(True).icon_color("red").expr(firing)
 
 
 def _variables() -> list[dashboard.DatasourceVariable | dashboard.QueryVariable]:
-    """`namespace` and `job` tell clusters apart; one that scrapes without a namespace has only All."""
+    """`namespace` and `job` identify a cluster. Without a namespace label, the only choice is All."""
     names = {"namespace": "tandem_workers", "job": "tandem_workers", "model": "tandem_worker_up"}
     return [
         dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"),

@@ -1,4 +1,4 @@
-"""The few shapes that the dashboards' queries have. The variables of every dashboard choose the series."""
+"""The query shapes of the dashboards. Every dashboard's variables select the series."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWN_LABELS = {
 
 
 def of(metric: str, more: str = "", *, model: bool = False) -> str:
-    """The chosen series of a metric, only those that `more` matches."""
+    """The selected series of a metric that `more` matches."""
     matchers = ",".join(filter(None, (MODEL if model else CLUSTER, more)))
     return f"{metric}{{{matchers}}}"
 
@@ -36,42 +36,42 @@ def total(expr: str, *, by: str = "") -> str:
 
 
 def gauge(metric: str, more: str = "", *, by: str = "", model: bool = False) -> str:
-    """Now, summed."""
+    """The current value, summed."""
     return total(of(metric, more, model=model), by=by)
 
 
 def percentile(quantile: float, histogram: str, more: str = "", *, by: str = "") -> str:
-    """Of a histogram with the label model, in its own unit."""
+    """Of a histogram with the label `model`, in the histogram's unit."""
     labels = ", ".join(filter(None, ("le", by)))
     return f"histogram_quantile({quantile}, {rate(f'{histogram}_bucket', more, by=labels, model=True)})"
 
 
 def mean(histogram: str, more: str = "", *, by: str = "") -> str:
-    """Of a histogram with the label model, in its own unit."""
+    """Of a histogram with the label `model`, in the histogram's unit."""
     summed, number = (rate(f"{histogram}_{part}", more, by=by, model=True) for part in ("sum", "count"))
     return f"{summed} / {number}"
 
 
 def ratio(part: str, whole: str) -> str:
-    """Nothing while the whole is nothing."""
+    """Empty while the whole is 0."""
     return f"{part} / ({whole} > 0)"
 
 
 def worker_gauge(metric: str, more: str = "", *, by: str) -> str:
-    """Of the workers, summed. Every router shows every worker, so the routers' answers are not added up."""
+    """A gauge of the workers, summed. Every router exports every worker, so routers are not added up."""
     return total(each_worker(metric, of(metric, more, model=True)), by=by)
 
 
 def worker_rate(metric: str, more: str = "", *, by: str, window: str = WINDOW) -> str:
-    """Per second, of the workers, summed."""
+    """A counter of the workers per second, summed."""
     return total(each_worker(metric, f"rate({of(metric, more, model=True)}[{window}])"), by=by)
 
 
 def each_worker(metric: str, expr: str) -> str:
-    """`expr` of a metric: one series for each worker and each of the metric's own labels, whichever routers show it."""
+    """`expr` of a metric: one series for each worker and label value, however many routers export it."""
     return f"max by ({', '.join((*OF_A_WORKER, *OWN_LABELS.get(metric, ())))}) ({expr})"
 
 
 def increase(metric: str, more: str = "", *, by: str, model: bool = False) -> str:
-    """Over the window of a rate, summed."""
+    """The increase over the window of a rate, summed."""
     return total(f"increase({of(metric, more, model=model)}[{WINDOW}])", by=by)

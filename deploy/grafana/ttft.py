@@ -14,24 +14,24 @@ PARTS = (
 TTFT = Dashboard(
     uid="tandem-ttft",
     title="Tandem / Where TTFT goes",
-    text="The parts of the time to the first token, in the order in which they pass: queue, reserve, dispatch, "
-    "prefill, first_token.",
+    text="The stages of the time to first token, in order: queue, reserve, dispatch, prefill, first_token.",
     rows=(
         Row(
-            "The whole",
+            "Total",
             (
                 percentiles("TTFT", "Received to first token, of finished requests.", "tandem_ttft_seconds"),
                 stack(
                     "Mean parts",
-                    "Of all finished requests, so together they are the mean TTFT. queue: in the router. reserve: the "
-                    "decode worker leases blocks (handoffs only). dispatch: in line at whoever prefills. prefill: "
-                    "computing what is not cached. first_token: from there to the router. retry: failed attempts.",
+                    "Over all finished requests; they add up to the mean TTFT. queue: in the router. reserve: the "
+                    "decode worker leases blocks (handoffs only). dispatch: in the queue of the worker that "
+                    "prefills. prefill: computing uncached tokens. first_token: from there to the router. "
+                    "retry: failed attempts.",
                     "s",
                     (PARTS, "{{stage}}"),
                 ),
                 lines(
                     "TTFT, all requests",
-                    "How many requests had their first token in which time. Two bands are two kinds of requests: "
+                    "Number of requests by TTFT. Two bands mean two kinds of requests: "
                     "cached and not, or short and long.",
                     "s",
                     (rate("tandem_ttft_seconds_bucket", by="le", model=True), "{{le}}"),
@@ -40,32 +40,32 @@ TTFT = Dashboard(
             ),
         ),
         Row(
-            "The parts",
+            "Stages",
             (
-                percentiles("Queue", "Received to sent to workers.", "tandem_queue_seconds"),
+                percentiles("Queue", "Received until sent to workers.", "tandem_queue_seconds"),
                 percentiles(
                     "Reserve",
-                    "Reserve sent to ticket received. Long: the decode worker's steps are.",
+                    "Reserve sent until ticket received. Long: the decode worker's steps are long.",
                     STAGE,
                     'stage="reserve"',
                 ),
                 percentiles(
                     "Dispatch",
-                    "Sent to whoever prefills until its first engine step with the prompt. Long: more prompts are "
-                    "there than it computes.",
+                    "Sent to the worker until its first engine step with the prompt. Long: more prompts wait there "
+                    "than it computes.",
                     STAGE,
                     'stage="dispatch"',
                 ),
                 percentiles(
                     "Prefill",
-                    "First engine step with this prompt to first token, wherever it was prefilled.",
+                    "First engine step with this prompt until first token, on any worker.",
                     STAGE,
                     'stage="prefill"',
                     width=12,
                 ),
                 percentiles(
                     "First token",
-                    "From the worker to the router. Long: the router is late, or the network.",
+                    "From the worker to the router. Long: the router or the network is slow.",
                     STAGE,
                     'stage="first_token"',
                     width=12,
@@ -76,28 +76,28 @@ TTFT = Dashboard(
             "Why requests wait",
             (
                 stack(
-                    "In line, by class",
-                    "Requests in the routers' queues now.",
+                    "Queued, by class",
+                    "Requests in the routers' queues.",
                     "none",
                     (gauge("tandem_class_queued_requests", by="class"), "{{class}}"),
                 ),
                 lines(
                     "Waits by reason",
-                    "Requests that had to wait at the head of the line. prefill_full: more prefill workers, or shorter "
+                    "Requests that waited at the head of the queue. prefill_full: add prefill workers or shorten "
                     "prompts. decode_refused: KV blocks are full.",
                     "reqps",
                     (rate("tandem_waits_total", by="reason", model=True), "{{reason}}"),
                 ),
                 lines(
                     "Prompt tokens on workers",
-                    "Still to be computed, by worker. One far above the others: its prompts are long, or it is slow.",
+                    "Still to compute, by worker. One far above the others: its prompts are long, or it is slow.",
                     "none",
                     (worker_gauge("tandem_worker_waiting_tokens", by="worker"), "{{worker}}"),
                 ),
                 stack(
                     "Refused by admission",
-                    "slo: the first token would come later than the class promises. queue_full, pushed_out: no room. "
-                    "timeout, deadline: it waited as long as it may.",
+                    "slo: the first token would miss the class's objective. queue_full, pushed_out: no room. "
+                    "timeout, deadline: the request waited too long.",
                     "reqps",
                     (rate("tandem_admission_refusals_total", by="class, reason"), "{{class}} {{reason}}"),
                 ),
@@ -109,7 +109,7 @@ TTFT = Dashboard(
                 ),
                 lines(
                     "Drain rate",
-                    "Prompt tokens a pool prefills per second while requests wait: what predictions of TTFT rest on.",
+                    "Prompt tokens a pool prefills per second while requests wait; the basis of TTFT predictions.",
                     "none",
                     (gauge("tandem_drain_tokens_per_second", by="model", model=True), "{{model}}"),
                 ),

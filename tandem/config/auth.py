@@ -31,15 +31,15 @@ class AuthMode(StrEnum):
 
 
 class LimitsSpec(Frozen):
-    requests_per_minute: PerMinute | None = None
-    tokens_per_minute: PerMinute | None = Field(None, description="Prompt and output tokens together.")
+    requests_per_minute: PerMinute | None = Field(None, description="Unset: no limit.")
+    tokens_per_minute: PerMinute | None = Field(None, description="Prompt and output tokens together; unset: no limit.")
 
 
 class ClaimsSpec(Frozen):
     """Names of the JWT claims that Tandem reads. If a claim is named here and a token lacks it, the token allows
     nothing."""
 
-    tenant: Name = "tenant"
+    tenant: Name = Field("tenant", description="Tenant of the subject, which separates prefix caches.")
     models: Name | None = Field(
         None, description="Models the token may use: a list, or names separated by spaces; unset: all."
     )
@@ -62,7 +62,9 @@ class JwtSpec(Frozen):
         None, description="File of the issuer's public keys (RFC 7517); reread when it changes."
     )
     jwks_url: Name | None = Field(None, description="URL of the public keys instead: https, or http on loopback.")
-    algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = ("RS256", "ES256", "EdDSA")
+    algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = Field(
+        ("RS256", "ES256", "EdDSA"), description="Accepted signature algorithms."
+    )
     leeway_s: Annotated[float, Field(ge=0, le=300)] = Field(30.0, description="Allowed clock skew.")
     claims: ClaimsSpec = ClaimsSpec()
     limits: LimitsSpec = Field(LimitsSpec(), description="Limits of a subject whose token sets none.")

@@ -27,7 +27,7 @@ class PoolLimits(Frozen):
 class AutoscalerSpec(Frozen):
     """Keeps predicted TTFT and TPOT within the objectives of `router.classes`. The limits apply to each model."""
 
-    enabled: bool = False
+    enabled: bool = Field(False, description="Start the autoscaler.")
     dry_run: bool = Field(False, description="Decide and log, but change nothing.")
     interval_s: Annotated[float, Field(ge=0.1, le=600)] = Field(2.0, description="Time between two decisions.")
     min_workers: Annotated[int, Field(ge=1, le=4096)] | None = Field(

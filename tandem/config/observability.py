@@ -17,7 +17,7 @@ class OtlpTls(Frozen):
         None, description="CA of the collector's certificate; unset: the system's CAs."
     )
     cert: Annotated[str, Field(min_length=1)] | None = Field(None, description="Client certificate.")
-    key: Annotated[str, Field(min_length=1)] | None = None
+    key: Annotated[str, Field(min_length=1)] | None = Field(None, description="Key of the client certificate.")
 
     @model_validator(mode="after")
     def _cert_has_key(self) -> OtlpTls:
@@ -33,7 +33,7 @@ class TracingSpec(Frozen):
         None,
         description="Collector: http://HOST:4317 (grpc), http://HOST:4318 (http), or https; unset: no traces.",
     )
-    otlp_protocol: Literal["grpc", "http"] = "grpc"
+    otlp_protocol: Literal["grpc", "http"] = Field("grpc", description="Protocol of otlp_endpoint.")
     headers_file: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="File of headers for the collector (API keys), one `name: value` per line."
     )
@@ -50,7 +50,7 @@ class TracingSpec(Frozen):
 
 
 class LogsSpec(Frozen):
-    format: LogFormat = LogFormat.TEXT
+    format: LogFormat = Field(LogFormat.TEXT, description="Format of log lines.")
 
 
 class MetricsSpec(Frozen):

@@ -31,15 +31,15 @@ class Role(StrEnum):
 class PoolSpec(Frozen):
     """All workers of one role."""
 
-    workers: Count = 1
+    workers: Count = Field(1, description="Number of workers of this role.")
     tp: PositiveCount = Field(1, description="Tensor-parallel ranks of each worker.")
 
 
 class EngineSpec(Frozen):
     """Settings of one worker's engine. Device `cpu` works on every machine."""
 
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = Field("cpu", description="Device of a rank.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Dtype of activations.")
     weights: Literal["dense", "int8", "int4", "fp8"] = Field(
         "dense",
         description="Format of the projections. dense: `dtype`. int8: one scale per output. int4 (CPU, float32): a "
@@ -58,15 +58,17 @@ class EngineSpec(Frozen):
         False, description="Compute bit-identical logits for a request alone and in any batch (CPU, float32)."
     )
     threads_per_rank: PositiveCount = Field(1, description="CPU threads of each rank for tensor work.")
-    block_tokens: Literal[8, 16, 32, 64, 128] = 16
+    block_tokens: Literal[8, 16, 32, 64, 128] = Field(16, description="Tokens per KV block.")
     kv_blocks: Annotated[int, Field(ge=8)] | None = Field(
         None, description="KV blocks of each rank's pool; unset: as many as kv_memory_bytes holds."
     )
-    kv_memory_bytes: Annotated[int, Field(ge=1 << 20)] = 512 << 20
+    kv_memory_bytes: Annotated[int, Field(ge=1 << 20)] = Field(
+        512 << 20, description="Memory of each rank's KV pool, unless kv_blocks is set."
+    )
     host_kv_memory_bytes: Annotated[int, Field(ge=0)] = Field(
         0, description="Host memory of each rank for KV blocks evicted from its pool; 0: none."
     )
-    max_running_requests: PositiveCount = 64
+    max_running_requests: PositiveCount = Field(64, description="Requests that a worker runs at a time.")
     max_step_tokens: Annotated[int, Field(ge=16, le=1 << 20)] = Field(
         512, description="Token budget of one engine step: decode tokens first, then prefill chunks."
     )
@@ -121,7 +123,7 @@ class TlsSpec(Frozen):
     `{role}` in a path stands for the role of the process that reads it: controller, router, worker or admin.
     """
 
-    cert: Annotated[str, Field(min_length=1)]
+    cert: Annotated[str, Field(min_length=1, description="Certificate.")]
     key: Annotated[str, Field(min_length=1, description="Not encrypted.")]
     ca: Annotated[
         str, Field(min_length=1, description="A CA of this cluster alone, because host names are not verified.")
@@ -162,7 +164,7 @@ class TransferSpec(Frozen):
     tls: TlsSpec | None = Field(
         None, description="Mutual TLS 1.3 on every TCP connection of the KV plane; unset: security.tls."
     )
-    digests: bool = True
+    digests: bool = Field(True, description="Send a digest with every KV piece, which the receiver checks.")
     wire_dtype: WireDtype = Field(
         WireDtype.POOL,
         description="int8: process_group and tcp links send KV as int8 with one scale per token and head; "
@@ -210,7 +212,7 @@ class PolicyName(StrEnum):
 class ClassSpec(Frozen):
     """One priority class of requests. Clients select it with `x-tandem-priority`."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$", description="Value of `x-tandem-priority`.")]
     weight: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = Field(
         1.0, description="Relative share of dispatched prompt tokens while several classes wait."
     )
@@ -233,13 +235,15 @@ class RouterSpec(Frozen):
         description="Number of routers, without a leader. The first listens on the ports given here, each "
         "further one on the next free ports above; `tandem status` lists them. Limits apply to each router.",
     )
-    http_host: str = "127.0.0.1"
-    http_port: Port = 8000
-    grpc_host: str = "127.0.0.1"
-    grpc_port: Port = 50051
+    http_host: str = Field("127.0.0.1", description="Address of the HTTP port.")
+    http_port: Port = Field(8000, description="OpenAI-compatible API, metrics and dashboard; 0: any free port.")
+    grpc_host: str = Field("127.0.0.1", description="Address of the gRPC port.")
+    grpc_port: Port = Field(50051, description="gRPC API; 0: any free port.")
     tls: EdgeTlsSpec | None = Field(None, description="TLS 1.2 or newer on both ports; unset: plain text.")
-    max_queued_requests: PositiveCount = 256
-    queue_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    max_queued_requests: PositiveCount = Field(
+        256, description="Requests in the queue, beyond which others are refused."
+    )
+    queue_timeout_s: Annotated[float, Field(gt=0)] = Field(60.0, description="Longest time in the queue.")
     max_prefill_tokens_in_flight: Annotated[int, Field(ge=1)] = Field(
         2048, description="Prompt tokens in flight to one prefill worker, beyond which requests wait in the router."
     )
@@ -273,7 +277,7 @@ class RouterSpec(Frozen):
         description="A busy worker without progress for this time (longer during a prefill) gets no new requests, "
         "and its running requests migrate.",
     )
-    max_body_bytes: Annotated[int, Field(ge=1024)] = 4 << 20
+    max_body_bytes: Annotated[int, Field(ge=1024)] = Field(4 << 20, description="Largest request body.")
     max_connections: Annotated[int, Field(ge=1, le=1 << 16)] = Field(
         8192, description="Connections on each of the HTTP and gRPC ports; further ones are refused."
     )
@@ -291,10 +295,10 @@ class RouterSpec(Frozen):
     record: str | None = Field(
         None,
         min_length=1,
-        description="A folder in which the router keeps the last minutes of its decisions (at most 128 MiB), for "
-        "`tandem replay`; unset: nothing is recorded.",
+        description="Folder for recordings of the router's latest decisions (at most 128 MiB), which `tandem replay` "
+        "reads. Unset: no recording.",
     )
-    record_text: bool = Field(False, description="Recordings also hold token ids and text.")
+    record_text: bool = Field(False, description="Record token ids and text as well.")
     dashboard: bool = Field(True, description="Serve the web dashboard at `/dashboard` on the HTTP port.")
     index_memory_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = Field(
         64 << 20,
@@ -311,7 +315,9 @@ class RouterSpec(Frozen):
 
 
 class RedisSpec(Frozen):
-    mode: Literal["embedded", "external", "none"] = "embedded"
+    mode: Literal["embedded", "external", "none"] = Field(
+        "embedded", description="embedded: start a Valkey server; external: use the one at url; none: run without."
+    )
     url: str | None = Field(
         None,
         description="external: redis://, rediss:// (TLS; ?ssl_ca_certs=FILE) or unix:// URL; redis+sentinel://HOST:PORT,"
@@ -326,13 +332,17 @@ class RedisSpec(Frozen):
 
 
 class ControlSpec(Frozen):
-    backend: Literal["ray", "subprocess"] = "ray"
+    backend: Literal["ray", "subprocess"] = Field(
+        "ray", description="ray: place workers on a Ray cluster; subprocess: start them on this machine."
+    )
     ray_address: str | None = Field(
         None, description="Address of a running Ray cluster; unset: start one on this machine."
     )
-    admin_host: str = "127.0.0.1"
-    admin_port: Port = 50052
-    start_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    admin_host: str = Field("127.0.0.1", description="Address of the controller's admin port.")
+    admin_port: Port = Field(50052, description="Admin API for `tandem status` and similar commands; 0: any free port.")
+    start_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        120.0, description="Time within which a worker must be ready."
+    )
     drain_timeout_s: Annotated[float, Field(gt=0)] = Field(
         600.0,
         description="A worker that is removed or restarted waits this long for its requests to end or move. "
@@ -343,7 +353,7 @@ class ControlSpec(Frozen):
 class ClusterSpec(Frozen):
     """A whole cluster."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,40}$")] = "tandem"
+    name: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,40}$")] = Field("tandem", description="Name of the cluster.")
     models: Annotated[tuple[ModelSpec, ...], Field(min_length=1)] = (ModelSpec(),)
     transfer: TransferSpec = TransferSpec()
     router: RouterSpec = RouterSpec()
@@ -352,7 +362,7 @@ class ClusterSpec(Frozen):
     autoscaler: AutoscalerSpec = AutoscalerSpec()
     observability: ObservabilitySpec = ObservabilitySpec()
     security: SecuritySpec = SecuritySpec()
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Log level of all processes.")
 
     @model_validator(mode="after")
     def _names_differ(self) -> ClusterSpec:

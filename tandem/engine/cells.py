@@ -13,11 +13,11 @@ def indexable(pool: Tensor) -> Tensor:
     return pool.view(torch.uint8) if pool.dtype == FP8 else pool
 
 
-def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+def to_cells(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Converts values to the elements of an `indexable` pool of `dtype`."""
     return to_fp8(x).view(torch.uint8) if dtype == FP8 else x
 
 
-def loaded(cells: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
+def from_cells(cells: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
     """Converts elements of an `indexable` pool of `dtype` to values in `wide`."""
     return cells.view(dtype).to(wide)

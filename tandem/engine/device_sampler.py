@@ -19,7 +19,7 @@ ROWS: Final = 64  # per batch, which bounds the memory
 _MASK: Final = 0xFFFFFFFF
 
 
-def drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def sample_on_device(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """logits fp32 [rows, vocab_size] → token ids int64 [rows]. Ties go to the lowest id."""
     edges = range(0, len(draws), ROWS)
     return torch.cat([_draw(logits[at : at + ROWS], draws[at : at + ROWS]) for at in edges])

@@ -18,7 +18,7 @@ from tandem.errors import InputError, InternalError, TandemError, WorkerLost
 from tandem.kvcache.block_pool import CacheEvent
 from tandem.kvcache.layout import blocks_for
 from tandem.request import FinishReason
-from tandem.sampling.sampler import Choice, choose, wants_best_alone, wants_draw_alone
+from tandem.sampling.sampler import Choice, choose, needs_only_argmax, needs_only_draw
 from tandem.scheduler.plan import Chunk, StepPlan
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
@@ -82,13 +82,13 @@ class Engine:
 
     def cancel(self, request_id: str) -> bool:
         """Removes a request in any state and frees its blocks. Returns False if it is unknown."""
-        self._settle()
+        self._finish_ended()
         self._discard_output(request_id)
         return self._scheduler.cancel(request_id)
 
     def hold(self, request_id: str) -> bool:
         """Stops decoding a request and keeps its blocks. Returns False if it is not decoding."""
-        self._settle()
+        self._finish_ended()
         held = self._scheduler.hold(request_id)
         if held:
             self._discard_output(request_id)
@@ -171,7 +171,7 @@ class Engine:
         """Waits for the device and processes the step's output."""
         plan, output = flight.plan, flight.launched.wait() if flight.launched is not None else _NO_OUTPUT
         if self._ending:
-            self._settle()
+            self._finish_ended()
         scores = _prompt_scores(flight, output)
         if not flight.has_advanced:
             chunks = tuple(chunk for chunk in plan.chunks if chunk.sequence not in flight.discarded)
@@ -191,7 +191,7 @@ class Engine:
             self._send_to_followers(step)
         return self._runner.launch(step)
 
-    def _settle(self) -> None:
+    def _finish_ended(self) -> None:
         """Waits for the step launched ahead, and finishes the sequences that ended before it."""
         if self._flight is not None and self._flight.launched is not None:
             self._flight.launched.wait()
@@ -325,8 +325,8 @@ def _sequence_step(chunk: Chunk, block_tokens: int) -> SequenceStep:
         scored=scored,
         scored_from=max(0, first - 1 - chunk.start),
         top=top or 0,
-        greedy=wants_best_alone(sequence.sampling),
-        draw=_draw(sequence) if chunk.samples and wants_draw_alone(sequence.sampling) else None,
+        greedy=needs_only_argmax(sequence.sampling),
+        draw=_draw(sequence) if chunk.samples and needs_only_draw(sequence.sampling) else None,
     )
 
 

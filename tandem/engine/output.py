@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem.engine.api import ScoredToken
 from tandem.engine.attention.varlen_attention import to_device
-from tandem.engine.device_sampler import drawn
+from tandem.engine.device_sampler import sample_on_device
 from tandem.engine.step import SequenceStep
 from tandem.native.library import Kernels
 
@@ -98,7 +98,7 @@ def launched(
     on_device = {row: each.draw for row, each in enumerate(sampling) if draws and each.draw is not None}
     if on_device:
         rows = to_device(np.array(list(on_device)), logits.device)
-        drawn_tokens = drawn(logits[rows], list(on_device.values()))
+        drawn_tokens = sample_on_device(logits[rows], list(on_device.values()))
         best = best.index_copy(0, rows, drawn_tokens.where(best[rows] != _NOT_FINITE, _NOT_FINITE))
     is_enough = [each.greedy or row in on_device for row, each in enumerate(sampling)]
     wanted = np.flatnonzero(~np.array(is_enough, dtype=bool))

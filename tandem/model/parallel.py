@@ -36,7 +36,7 @@ class TensorParallel:
         if self.group is None:
             return x
         x = x.contiguous()
-        with _typed_loss():
+        with _worker_lost():
             self.group.allreduce([x]).wait()
         return x
 
@@ -45,13 +45,13 @@ class TensorParallel:
         if self.group is None:
             return x
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        with _typed_loss():
+        with _worker_lost():
             self.group.allgather([parts], [x.contiguous()]).wait()
         return torch.cat(parts, dim=1)
 
 
 @contextmanager
-def _typed_loss() -> Iterator[None]:
+def _worker_lost() -> Iterator[None]:
     """Converts RuntimeError, which collectives raise for a lost or hung peer, to WorkerLost."""
     try:
         yield

@@ -19,7 +19,7 @@ from tandem.token_history import TokenHistory
 Row = NDArray[np.float32]  # [vocab_size]
 
 
-def changed_logits(logits: Row, params: SamplingParams, history: TokenHistory) -> Row:
+def penalised_logits(logits: Row, params: SamplingParams, history: TokenHistory) -> Row:
     """A changed copy of `logits`. All ids in `params` and `history` must be below `vocab_size`."""
     row = logits.copy()
     if params.repetition_penalty != 1.0:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.request import SamplingParams
-from tandem.sampling.penalties import changed_logits
+from tandem.sampling.penalties import penalised_logits
 from tandem.sampling.philox import GUMBEL_MAX, exceedance, gumbel, words_of
 from tandem.token_history import TokenHistory
 
@@ -45,12 +45,12 @@ class Choice(msgspec.Struct, frozen=True):  # as in engine/api.py: created per t
     top: tuple[TokenLogprob, ...] = ()
 
 
-def wants_best_alone(params: SamplingParams) -> bool:
+def needs_only_argmax(params: SamplingParams) -> bool:
     """Whether only the token with the largest logit is needed."""
     return params.temperature < COLDEST and not params.changes_logits and params.logprobs is None
 
 
-def wants_draw_alone(params: SamplingParams) -> bool:
+def needs_only_draw(params: SamplingParams) -> bool:
     """Whether only a token drawn from the unchanged logits is needed."""
     return params.temperature >= COLDEST and not params.changes_logits and params.logprobs is None
 
@@ -62,7 +62,7 @@ def choose(
 
     `history` None: no penalties. `best`: index of the largest logit, if known.
     """
-    row = changed_logits(logits, params, history or TokenHistory(())) if params.changes_logits else logits
+    row = penalised_logits(logits, params, history or TokenHistory(())) if params.changes_logits else logits
     if params.temperature >= COLDEST:
         token_id = _sample(row, params, position)
     elif best is not None and row is logits:

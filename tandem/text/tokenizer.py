@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 
 from tandem.errors import CheckpointError, InputError
-from tandem.text.tokenizer_words import WordMemory
+from tandem.text.tokenizer_words import WordCache
 
 MAX_FILE_BYTES = 256 << 20
 
@@ -24,7 +24,7 @@ class Tokenizer:
         added = inner.get_added_tokens_decoder()
         self._special = frozenset(number for number, token in added.items() if token.special)
         self._size = inner.get_vocab_size(with_added_tokens=True)
-        self._words = WordMemory.of(inner)
+        self._words = WordCache.of(inner)
         # Whether a token means the same bytes everywhere, and the texts of tokens that are whole characters.
         self._is_byte_level = isinstance(inner.decoder, tokenizers.decoders.ByteLevel)
         self._fixed: dict[int, str | None] = {}

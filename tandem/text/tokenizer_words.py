@@ -17,7 +17,7 @@ import tokenizers
 MAX_TEXT_CHARS = 16_384  # longer texts go to the library, which releases the interpreter lock
 MAX_WORD_CHARS = 64
 MAX_WORDS = 1 << 16
-MAX_LEARNT = 64  # new words per text; a text with more of them is encoded whole
+MAX_NEW_WORDS = 64  # new words per text; a text with more of them is encoded whole
 
 _CUT = re.compile(r"(?<=[!-~])(?= [A-Za-z])")
 _VISIBLE, _LETTER, _BETWEEN = re.compile("[!-~]"), re.compile("[A-Za-z]"), re.compile("(?s) [A-Za-z]([^ ]*[!-~])?")
@@ -29,7 +29,7 @@ _PATTERNS = frozenset(
 )
 
 
-class WordMemory:
+class WordCache:
     """A cache of encoded words, shared between threads."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
@@ -40,7 +40,7 @@ class WordMemory:
         ] = {}  # without that space: words that are split on both sides in any text
 
     @classmethod
-    def of(cls, inner: tokenizers.Tokenizer) -> WordMemory | None:
+    def of(cls, inner: tokenizers.Tokenizer) -> WordCache | None:
         """None for a tokenizer that may look across words."""
         return cls(inner) if _cuts_at_words(inner) else None
 
@@ -48,9 +48,9 @@ class WordMemory:
         """Ids as from the library without special tokens; None if the library should encode the whole text."""
         if len(text) > MAX_TEXT_CHARS:
             return None
-        return self._recall(text.split(" ")) or self._learn(_CUT.split(text))
+        return self._look_up(text.split(" ")) or self._encode_words(_CUT.split(text))
 
-    def _recall(self, parts: list[str]) -> list[int] | None:
+    def _look_up(self, parts: list[str]) -> list[int] | None:
         """Encodes a text of cached words with single spaces between them, the common case."""
         first, last = parts[0], parts[-1]
         if len(parts) < 2 or not _VISIBLE.fullmatch(first[-1:]) or not _LETTER.fullmatch(last[:1]):
@@ -62,10 +62,10 @@ class WordMemory:
         except KeyError:
             return None
 
-    def _learn(self, words: list[str]) -> list[int] | None:
+    def _encode_words(self, words: list[str]) -> list[int] | None:
         known = self._known
         unknown = [word for word in dict.fromkeys(words) if word not in known]
-        fresh = {word: self._tokens(word) for word in unknown[:MAX_LEARNT]}
+        fresh = {word: self._tokens(word) for word in unknown[:MAX_NEW_WORDS]}
         if len(known) > MAX_WORDS:
             known.clear()
             self._between.clear()

@@ -231,7 +231,7 @@ async def test_requests_are_filtered_and_sorted(viewer: Viewer) -> None:
 async def test_a_lost_connection_is_told_and_mended(viewer: Viewer) -> None:
     page = viewer.page
     await page.route(SNAPSHOT, lambda route: route.abort())
-    await expect(page.locator("#banner")).to_contain_text("No picture from the router")
+    await expect(page.locator("#banner")).to_contain_text("No data from the router")
     await expect(page.locator("body")).to_have_attribute("data-stale", "true")
     await page.unroute(SNAPSHOT)
     await expect(page.locator("#live")).to_have_text("live")
@@ -256,7 +256,7 @@ async def test_an_empty_cluster_says_so(viewer: Viewer) -> None:
 
     await page.route(SNAPSHOT, empty)
     await expect(page.locator("#banner")).to_contain_text("No worker has joined")
-    await expect(page.locator("#no-requests")).to_have_text("No request has come to this router yet.")
+    await expect(page.locator("#no-requests")).to_have_text("This router has received no requests yet.")
     await expect(page.locator("#ready")).to_have_text("not ready")
     await expect(page.locator("[data-worker]")).to_have_count(0)
     await page.unroute_all(behavior="wait")

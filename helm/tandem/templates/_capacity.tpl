@@ -1,4 +1,4 @@
-{{- /* Whether the ranks of the spec find their place in the pods, known before anything is applied. */ -}}
+{{- /* Checks before anything is applied that the pods have room for the spec's ranks. */ -}}
 
 {{- /* A Kubernetes quantity in its base unit (bytes, cores), as text: 1.5Gi is 1610612736, 500m is 0.5. */ -}}
 {{- define "tandem.quantity" -}}
@@ -10,8 +10,8 @@
 {{- printf "%.3f" (mulf (float64 $number) (get $factors $unit)) -}}
 {{- end -}}
 
-{{- /* Bytes of /dev/shm: Ray's object store and room beside it; segments of the GPU collectives. KV pools are not there:
-they are memory files of their own, or GPU memory. */ -}}
+{{- /* Bytes of /dev/shm: Ray's object store with headroom, and segments of the GPU collectives. KV pools are not there: they
+are anonymous memory files, or GPU memory. */ -}}
 {{- define "tandem.neededSharedBytes" -}}
 {{- add (mul 256 1048576) (mul 64 1048576 (.Values.node.gpus | int)) -}}
 {{- end -}}
@@ -29,12 +29,12 @@ they are memory files of their own, or GPU memory. */ -}}
 {{- end -}}
 {{- end -}}
 
-{{- /* Fails, naming the value, when a rank can find no place. Makes no text. */ -}}
+{{- /* Fails and names the value if a rank has no room. Renders nothing. */ -}}
 {{- define "tandem.checkCapacity" -}}
 {{- $nodes := add (.Values.node.replicas | int) (ternary 1 0 .Values.node.onHead) -}}
-{{- if not $nodes }}{{ fail "node.replicas: expected at least 1 where node.onHead is false: nobody would serve" }}{{ end -}}
+{{- if not $nodes }}{{ fail "node.replicas: expected at least 1 if node.onHead is false: there would be no workers" }}{{ end -}}
 {{- if and (eq .Values.redis.mode "embedded") (eq (include "tandem.severalPods" .) "true") -}}
-{{- fail "redis.mode: expected valkey or external with several pods: only the head pod reaches the embedded one" -}}
+{{- fail "redis.mode: expected valkey or external with several pods: only the head pod can reach the embedded Redis" -}}
 {{- end -}}
 {{- if lt (.Values.node.maxReplicas | int) (.Values.node.replicas | int) -}}
 {{- fail (printf "node.maxReplicas: expected at least node.replicas (%v), got %v" .Values.node.replicas .Values.node.maxReplicas) -}}
@@ -66,12 +66,12 @@ they are memory files of their own, or GPU memory. */ -}}
 {{- end -}}
 {{- end -}}
 {{- if and (include "tandem.internalSecret" (list . "head")) (eq .Values.redis.mode "valkey") (not .Values.redis.valkey.tls.existingSecret) -}}
-{{- fail "redis.valkey.tls.existingSecret: expected with tls.internal: prefix events would travel in the clear" -}}
+{{- fail "redis.valkey.tls.existingSecret: expected a Secret, because tls.internal is set and prefix events would be sent unencrypted" -}}
 {{- end -}}
 {{- $drain := dig "router" "drain_timeout_s" 3 .Values.cluster | float64 -}}
 {{- $ending := addf $drain (float64 .Values.preStopSeconds) 10.0 -}}
 {{- if lt (float64 .Values.terminationGracePeriodSeconds) $ending -}}
-{{- fail (printf "terminationGracePeriodSeconds: expected at least %v (preStopSeconds, cluster.router.drain_timeout_s, 10 to end), got %v" $ending .Values.terminationGracePeriodSeconds) -}}
+{{- fail (printf "terminationGracePeriodSeconds: expected at least %v (preStopSeconds + cluster.router.drain_timeout_s + 10 to stop), got %v" $ending .Values.terminationGracePeriodSeconds) -}}
 {{- end -}}
 {{- end -}}
 
@@ -88,10 +88,10 @@ they are memory files of their own, or GPU memory. */ -}}
 {{- $tp := ternary $pool.tp 1 (hasKey $pool "tp") | int -}}
 {{- $ranks := mul (ternary $pool.workers 1 (hasKey $pool "workers") | int) $tp -}}
 {{- if and $cuda $ranks (not $root.Values.node.gpus) -}}
-{{- fail (printf "node.gpus: expected the GPUs of a node, for cluster.models[%d].engine.device is %s" $index $engine.device) -}}
+{{- fail (printf "node.gpus: expected the GPUs of a node, because cluster.models[%d].engine.device is %s" $index $engine.device) -}}
 {{- end -}}
 {{- if and $cuda $ranks (gt $tp ($root.Values.node.gpus | int)) -}}
-{{- fail (printf "cluster.models[%d].%s.tp: expected at most node.gpus (%v), for the ranks of a worker share a node; got %d" $index $role $root.Values.node.gpus $tp) -}}
+{{- fail (printf "cluster.models[%d].%s.tp: expected at most node.gpus (%v), because the ranks of a worker share a node; got %d" $index $role $root.Values.node.gpus $tp) -}}
 {{- end -}}
 {{- $_ := set $need "cpus" (addf $need.cpus (mulf (float64 $ranks) (float64 (default 1 $engine.threads_per_rank)))) -}}
 {{- if $cuda -}}

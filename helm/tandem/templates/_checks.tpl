@@ -1,11 +1,11 @@
-{{- /* Values that only make sense together. Fails, naming the value and why it is wanted. Makes no text. */ -}}
+{{- /* Checks values that depend on each other. Fails with the value and the reason. Renders nothing. */ -}}
 {{- define "tandem.checkValues" -}}
 {{- with .Values.redis -}}
 {{- if and (eq .mode "valkey") (not .valkey.auth.existingSecret) -}}
-{{- fail (printf "redis.valkey.auth.existingSecret: expected the name of a Secret with the password at key %q, for redis.mode is valkey" .valkey.auth.key) -}}
+{{- fail (printf "redis.valkey.auth.existingSecret: expected the name of a Secret with the password at key %q, because redis.mode is valkey" .valkey.auth.key) -}}
 {{- end -}}
 {{- if and (eq .mode "external") (not .external.existingSecret) -}}
-{{- fail (printf "redis.external.existingSecret: expected the name of a Secret with a redis:// or rediss:// URL at key %q, for redis.mode is external" .external.key) -}}
+{{- fail (printf "redis.external.existingSecret: expected the name of a Secret with a redis:// or rediss:// URL at key %q, because redis.mode is external" .external.key) -}}
 {{- end -}}
 {{- end -}}
 {{- range $use := list "edge" "internal" -}}
@@ -14,26 +14,26 @@
 {{- fail (printf "tls.%s: expected existingSecret or certManager.enabled, got both" $use) -}}
 {{- end -}}
 {{- if and .certManager.enabled (not .certManager.issuerRef.name) -}}
-{{- fail (printf "tls.%s.certManager.issuerRef.name: expected the name of an issuer, for certManager.enabled is true" $use) -}}
+{{- fail (printf "tls.%s.certManager.issuerRef.name: expected the name of an issuer, because certManager.enabled is true" $use) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) -}}
-{{- fail "gateway.parentRefs: expected at least one Gateway ([{name: …, namespace: …}]), for gateway.enabled is true" -}}
+{{- fail "gateway.parentRefs: expected at least one Gateway ([{name: …, namespace: …}]), because gateway.enabled is true" -}}
 {{- end -}}
 {{- with .Values.ingress -}}
 {{- if and .enabled (not .host) -}}
-{{- fail "ingress.host: expected a host name, for ingress.enabled is true: without one it would take the requests of every host" -}}
+{{- fail "ingress.host: expected a host name, because ingress.enabled is true: without one the Ingress would match every host" -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.auth.existingSecret (not .Values.test.apiKeySecret.name) -}}
-{{- fail "test.apiKeySecret.name: expected the name of a Secret with an API key for `helm test`, for auth.existingSecret is set" -}}
+{{- fail "test.apiKeySecret.name: expected the name of a Secret with an API key for `helm test`, because auth.existingSecret is set" -}}
 {{- end -}}
 {{- include "tandem.checkExposure" . -}}
 {{- include "tandem.checkSources" . -}}
 {{- end -}}
 
-{{- /* Beyond the cluster's network nobody may call unasked, as with `tandem up` beyond loopback, unless that is said. */ -}}
+{{- /* Exposure beyond the cluster's network needs authentication or an explicit mode: none, as `tandem up` does beyond loopback. */ -}}
 {{- define "tandem.checkExposure" -}}
 {{- $by := "" -}}
 {{- with .Values -}}
@@ -42,11 +42,11 @@
 {{- if .gateway.enabled }}{{ $by = "gateway.enabled is true" }}{{ end -}}
 {{- end -}}
 {{- if and $by (not (include "tandem.asksForKeys" .)) (ne (dig "security" "auth" "mode" "" .Values.cluster) "none") -}}
-{{- fail (printf "auth.existingSecret: expected the name of a Secret with API keys (or cluster.security.auth.jwt), for %s and whoever reaches that could ask; cluster.security.auth.mode: none lets everybody in" $by) -}}
+{{- fail (printf "auth.existingSecret: expected the name of a Secret with API keys (or cluster.security.auth.jwt), because %s and anyone who reaches it could call; set cluster.security.auth.mode: none to allow that" $by) -}}
 {{- end -}}
 {{- end -}}
 
-{{- /* Whether the volume at /models can hold what is to be served from it. */ -}}
+{{- /* Checks that the volume at /models can provide the models' sources. */ -}}
 {{- define "tandem.checkSources" -}}
 {{- if and .Values.models.existingClaim .Values.models.hostPath -}}
 {{- fail "models: expected existingClaim or hostPath, got both: one volume is mounted at /models" -}}
@@ -58,10 +58,10 @@
 {{- fail (printf "cluster.models[%d].source: expected a folder below /models, where models.existingClaim or models.hostPath is mounted, or a hub name, got %s" $index $source) -}}
 {{- end -}}
 {{- if and (hasPrefix "/models/" $source) (not $volume) -}}
-{{- fail (printf "models.existingClaim: expected a claim (or models.hostPath) that holds %s, the source of cluster.models[%d]: without them the volume at /models begins empty" $source $index) -}}
+{{- fail (printf "models.existingClaim: expected a claim (or models.hostPath) that holds %s, the source of cluster.models[%d]: without them the volume at /models is empty" $source $index) -}}
 {{- end -}}
 {{- if and (not (hasPrefix "/" $source)) (not $.Values.models.pull) (not $volume) -}}
-{{- fail (printf "models.pull: expected true, or models.existingClaim (or models.hostPath) with %s pulled before: without them nobody brings the source of cluster.models[%d]" $source $index) -}}
+{{- fail (printf "models.pull: expected true, or models.existingClaim (or models.hostPath) with %s pulled before: otherwise the source of cluster.models[%d] is missing" $source $index) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

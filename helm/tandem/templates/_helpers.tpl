@@ -12,13 +12,13 @@
 {{- end -}}
 {{- end -}}
 
-{{- /* KubeRay writes app.kubernetes.io/name on its pods itself, so nothing is selected by it. */ -}}
+{{- /* KubeRay overwrites app.kubernetes.io/name on its pods, so no selector uses it. */ -}}
 {{- define "tandem.selectorLabels" -}}
 app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/part-of: tandem
 {{- end -}}
 
-{{- /* Of pod templates: no version in them, for a changed label makes new pods. */ -}}
+{{- /* Labels of pod templates. They contain no version, because a changed label makes new pods. */ -}}
 {{- define "tandem.podLabels" -}}
 {{ include "tandem.selectorLabels" . }}
 app.kubernetes.io/name: {{ include "tandem.name" . }}
@@ -39,12 +39,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{- /* Several pods exchange KV and prefix events: "true", or nothing. */ -}}
+{{- /* "true" if several pods exchange KV and prefix events, else empty. */ -}}
 {{- define "tandem.severalPods" -}}
 {{- if or (gt (.Values.node.replicas | int) 0) (not .Values.node.onHead) }}true{{ end -}}
 {{- end -}}
 
-{{- /* Clients need an API key or a token: "true", or nothing. */ -}}
+{{- /* "true" if clients need an API key or a token, else empty. */ -}}
 {{- define "tandem.asksForKeys" -}}
 {{- if or .Values.auth.existingSecret (dig "security" "auth" "jwt" nil .Values.cluster) }}true{{ end -}}
 {{- end -}}
@@ -53,13 +53,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- dig "router" "replicas" 1 .Values.cluster -}}
 {{- end -}}
 
-{{- /* The name of one router's port, as in `http`, `http-1`: args (kind, number of the router). */ -}}
+{{- /* The name of one router's port, such as `http` or `http-1`. Args: (kind, number of the router). */ -}}
 {{- define "tandem.portName" -}}
 {{- $kind := index . 0 -}}{{- $number := index . 1 | int -}}
 {{- ternary $kind (printf "%s-%d" $kind $number) (eq $number 0) -}}
 {{- end -}}
 
-{{- /* The Secret with the edge's certificate, given or cert-manager's; empty: no TLS. */ -}}
+{{- /* The Secret with the edge's certificate, existing or from cert-manager; empty: no TLS. */ -}}
 {{- define "tandem.edgeSecret" -}}
 {{- with .Values.tls.edge -}}
 {{- if .existingSecret }}{{ .existingSecret }}{{ else if .certManager.enabled }}{{ include "tandem.fullname" $ }}-edge-tls{{ end -}}
@@ -70,7 +70,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- .Values.tls.edge.serverName | default (printf "%s-http.%s.svc" (include "tandem.fullname" .) .Release.Namespace) -}}
 {{- end -}}
 
-{{- /* The same for a pod's certificate inside the cluster. Args (root, head or node). */ -}}
+{{- /* The Secret with a pod's internal certificate. Args: (root, head or node). */ -}}
 {{- define "tandem.internalSecret" -}}
 {{- $root := index . 0 -}}{{- $component := index . 1 -}}
 {{- with $root.Values.tls.internal -}}

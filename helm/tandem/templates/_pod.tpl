@@ -1,4 +1,4 @@
-{{- /* Secrets are optional everywhere, so that the pod starts and Tandem can say which of them is missing. */ -}}
+{{- /* All Secrets are optional, so the pod starts and Tandem can report which one is missing. */ -}}
 
 {{- define "tandem.redisEnv" -}}
 {{- if eq .Values.redis.mode "valkey" }}
@@ -50,7 +50,7 @@
 {{- end -}}
 {{- end -}}
 
-{{- /* Keys and the edge's certificate are in the head pod alone. Args (root, head or node). */ -}}
+{{- /* Only the head pod has the keys and the edge's certificate. Args: (root, head or node). */ -}}
 {{- define "tandem.volumeMounts" -}}
 {{- $root := index . 0 -}}{{- $component := index . 1 -}}
 - {name: shared-memory, mountPath: /dev/shm}
@@ -140,7 +140,7 @@
 {{- end }}
 {{- end -}}
 
-{{- /* Args (root, head or node). */ -}}
+{{- /* Args: (root, head or node). */ -}}
 {{- define "tandem.podSpec" -}}
 {{- $root := index . 0 -}}
 serviceAccountName: {{ include "tandem.fullname" $root }}
@@ -163,7 +163,7 @@ initContainers:
 {{- end }}
 {{- end -}}
 
-{{- /* How long Ray waits for what runs on a node that is told to end; 10 s of the grace are for Ray's own end. */ -}}
+{{- /* How long Ray waits for work on a node that gets SIGTERM; 10 s of the grace period are for Ray's own shutdown. */ -}}
 {{- define "tandem.nodeDrainSeconds" -}}
 {{- sub (.Values.terminationGracePeriodSeconds | int) (add (.Values.preStopSeconds | int) 10) -}}
 {{- end -}}

@@ -1,13 +1,13 @@
-{{- /* The cluster spec as the head reads it: the values, and what only the chart can know. ${…} is filled in the pod. */ -}}
+{{- /* The cluster spec as the head reads it: the values plus the chart's own settings. The pod fills in ${…}. */ -}}
 {{- define "tandem.clusterSpec" -}}
 {{- $spec := deepCopy .Values.cluster -}}
 {{- if hasKey $spec "redis" }}{{ fail "cluster.redis: set by the chart; use the chart's own redis values" }}{{ end -}}
-{{- $ours := dict
+{{- $setByChart := dict
   "router.http_host" "" "router.http_port" "" "router.grpc_host" "" "router.grpc_port" ""
   "router.tls" "; use tls.edge" "security.tls" "; use tls.internal" "security.auth.keys_file" "; use auth.existingSecret"
   "transfer.bind_host" "" "transfer.tls" "; use tls.internal"
   "control.backend" "" "control.ray_address" "" "control.admin_host" "" "control.admin_port" "" -}}
-{{- range $path, $instead := $ours -}}
+{{- range $path, $instead := $setByChart -}}
 {{- $at := $spec -}}
 {{- range $part := splitList "." $path -}}
 {{- $at = ternary (get (default dict $at) $part) nil (kindIs "map" $at) -}}
@@ -39,15 +39,15 @@
 {{- $_ := set $set "security" (merge (default dict $set.security) (dict "auth" (dict "keys_file" $file))) -}}
 {{- end -}}
 {{- $spec = mergeOverwrite $spec $set -}}
-{{- /* Inside the cluster's network nobody is asked, unless the values say so. */ -}}
+{{- /* Inside the cluster's network, authentication is off unless the values turn it on. */ -}}
 {{- if not (dig "security" "auth" nil $spec) -}}
 {{- $_ := set $spec "security" (mergeOverwrite (default dict $spec.security) (dict "auth" (dict "mode" "none"))) -}}
 {{- end -}}
 {{- toYaml $spec -}}
 {{- end -}}
 
-{{- /* What must be in the pod and only the platform can put there. `tandem up` and `tandem doctor` name what is missing.
-Text that holds brackets or colons is YAML only when YAML's own writer wrote it. */ -}}
+{{- /* What the platform must mount into the pod. `tandem up` and `tandem doctor` report what is missing. Text with brackets or
+colons must be written by the YAML writer. */ -}}
 {{- define "tandem.requirements" -}}
 {{- $found := list -}}
 {{- with include "tandem.edgeSecret" . -}}
@@ -90,7 +90,7 @@ Text that holds brackets or colons is YAML only when YAML's own writer wrote it.
 {{- toYaml $found -}}
 {{- end -}}
 
-{{- /* The head's files. Their checksum makes a new head pod, so nothing is in them that changes with the chart's version
+{{- /* The head's files. A changed checksum makes a new head pod, so they contain nothing that changes with the chart's version
 alone. */ -}}
 {{- define "tandem.configFiles" -}}
 cluster.yaml: |

@@ -1,4 +1,4 @@
-// The dashboard's API: the key of a signed-in user goes along as a header and is kept in this tab only.
+// The dashboard's API client. It sends the user's key as a header and keeps it in this tab only.
 
 const KEY = "tandem-dashboard-key";
 const TIMEOUT_MS = 8000;
@@ -18,10 +18,10 @@ async function get(path) {
   const reply = await fetch(`api/v1/${path}`, { headers, cache: "no-store", credentials: "omit", signal: AbortSignal.timeout(TIMEOUT_MS) });
   if (reply.ok) return reply.json();
   const message = await reply.json().then((body) => body?.error?.message, () => null);
-  if (reply.status === 401) throw new NeedsKey(message ?? "a key is needed");
-  if (reply.status === 403) throw new Refused(message ?? "this key may not see the dashboard");
-  if (reply.status === 404) throw new Unknown(message ?? "there is no such thing");
-  throw new Error(message ?? `the router answered ${reply.status}`);
+  if (reply.status === 401) throw new NeedsKey(message ?? "an API key is required");
+  if (reply.status === 403) throw new Refused(message ?? "this key has no access to the dashboard");
+  if (reply.status === 404) throw new Unknown(message ?? "not found");
+  throw new Error(message ?? `the router returned ${reply.status}`);
 }
 
 export const snapshot = () => get("snapshot");

@@ -1,4 +1,4 @@
-// Asks for a snapshot once a second and gives it to the parts. Nothing is asked while the page is hidden or paused.
+// Fetches a snapshot once a second and updates the parts. Fetches nothing while the page is hidden or paused.
 
 import * as api from "./api.js";
 import { CacheCard, LatencyCharts, Throughput, Tiles, drawDecisions, drawEvents, drawPlacements, drawQueues, drawRatio } from "./cards.js";
@@ -33,7 +33,7 @@ function show(state) {
   document.body.dataset.view = state;
 }
 
-function tell(state, text) {
+function setStatus(state, text) {
   byId("live").dataset.state = state;
   setText(byId("live"), text);
   document.body.dataset.stale = String(state === "lost" && view !== null);
@@ -49,7 +49,7 @@ function draw() {
   setText(byId("cluster"), view.cluster);
   setText(byId("ready"), view.ready ? "ready" : "not ready");
   byId("ready").dataset.tone = view.ready ? "good" : "bad";
-  const several = view.routers.length > 1 ? ` of ${view.routers.length} routers: requests, flows and latencies are its share` : "";
+  const several = view.routers.length > 1 ? ` of ${view.routers.length} routers: requests, flows and latencies of this router only` : "";
   setText(byId("routers"), view.router_id + several);
   setText(byId("uptime"), `v${view.tandem} · up ${seconds(view.up_s)}`);
   for (const part of [topology, tiles, latency, throughput, cache, requests]) part.update(view);
@@ -58,7 +58,7 @@ function draw() {
   drawPlacements(byId("placements"), view);
   drawEvents(byId("events"), view);
   drawDecisions(byId("decisions"), view, pickRequest);
-  banner(view.workers.length ? (view.controller ? null : "The controller does not answer: other routers, and workers that are not ready, are not shown.") : "No worker has joined this router yet.");
+  banner(view.workers.length ? (view.controller ? null : "The controller does not answer: other routers and workers that are not ready are missing here.") : "No worker has joined this router yet.");
 }
 
 async function look() {
@@ -68,13 +68,13 @@ async function look() {
   let delayMs = EVERY_MS;
   try {
     const found = await api.snapshot();
-    if (found.version !== VERSION) throw new Error(`this page knows version ${VERSION} of the snapshot, the router sent ${found.version}: reload the page`);
+    if (found.version !== VERSION) throw new Error(`this page supports snapshot version ${VERSION}, but the router sent ${found.version}: reload the page`);
     view = found;
     failures = 0;
     show("main");
     byId("leave").hidden = !api.key.get();
     draw();
-    if (!paused) tell("live", "live");
+    if (!paused) setStatus("live", "live");
   } catch (error) {
     delayMs = failed(error);
   } finally {
@@ -83,7 +83,7 @@ async function look() {
   if (delayMs !== null) timer = setTimeout(look, delayMs);
 }
 
-// Returns when to try again; null: not before somebody has signed in.
+// Returns the delay until the next try; null: wait for a sign-in.
 function failed(error) {
   if (error instanceof api.NeedsKey || error instanceof api.Refused) {
     signIn(error instanceof api.Refused ? error.message : api.key.get() ? "This key is not accepted." : "");
@@ -91,8 +91,8 @@ function failed(error) {
   }
   failures += 1;
   const delayMs = Math.min(SLOWEST_MS, EVERY_MS * 2 ** Math.min(failures - 1, 5));
-  tell("lost", "disconnected");
-  banner(`No picture from the router (${error.name === "TimeoutError" ? "it does not answer" : error.message}). Trying again every ${seconds(delayMs / 1000)}.`);
+  setStatus("lost", "disconnected");
+  banner(`No data from the router (${error.name === "TimeoutError" ? "it does not answer" : error.message}). Retrying every ${seconds(delayMs / 1000)}.`);
   if (!view) console.info(error.message);
   return delayMs;
 }
@@ -102,7 +102,7 @@ function signIn(message) {
   signedOut = true;
   view = null;
   banner(null);
-  tell("paused", "signed out");
+  setStatus("paused", "signed out");
   setText(byId("login-error"), message);
   show("login");
   byId("leave").hidden = true;
@@ -113,8 +113,8 @@ function signIn(message) {
 function pause() {
   paused = !paused;
   byId("pause").setAttribute("aria-pressed", String(paused));
-  setText(byId("pause"), paused ? "Go on" : "Pause");
-  if (paused) tell("paused", "paused");
+  setText(byId("pause"), paused ? "Resume" : "Pause");
+  if (paused) setStatus("paused", "paused");
   else look();
 }
 
@@ -132,7 +132,7 @@ function nextTheme() {
 byId("login-form").addEventListener("submit", (event) => {
   event.preventDefault();
   const key = byId("key").value.trim();
-  if (!/^[\x21-\x7e]+$/.test(key)) return signIn("A key has no spaces and no accented letters.");
+  if (!/^[\x21-\x7e]+$/.test(key)) return signIn("A key has no spaces and only ASCII characters.");
   api.key.set(key);
   signedOut = false;
   setText(byId("login-error"), "");

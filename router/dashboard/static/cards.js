@@ -18,7 +18,7 @@ const TILES = [
   { name: "hits", title: "Cache hits", hue: "kv", value: (view) => parts.share(view.cache.hit_share), line: (view) => view.cache.hit_share_history,
     more: () => "of prompt tokens, 5 min" },
   { name: "errors", title: "Not finished", unit: "/s", hue: "warn", value: (view) => parts.count(view.rates.not_finished_per_s), line: (view) => view.history.not_finished,
-    more: () => "refused or broken off" },
+    more: () => "refused, failed or cancelled" },
 ];
 
 const kvRate = (view) => view.rates.handoff_bytes_per_s;
@@ -107,16 +107,16 @@ export function drawRatio(holder, view) {
     return workers.length ? used / workers.length : 0;
   };
   bars(holder, [
-    { name: "prefill", hue: "prefill", text: `${prefill_ready} of ${prefill_total} ready`, extra: `· ${share(load("prefill"))} of KV busy`, share: load("prefill") },
-    { name: "decode", hue: "decode", text: `${decode_ready} of ${decode_total} ready`, extra: `· ${share(load("decode"))} of KV busy`, share: load("decode") },
-    { name: "autoscaler", hue: "kv", text: decisions.length ? decisions[0].text : autoscaler, share: null, extra: autoscaler === "off" ? "· the ratio is yours" : decisions.length ? `· ${ago(decisions[0].last_unix_s, view.taken_unix_s)}` : "" },
+    { name: "prefill", hue: "prefill", text: `${prefill_ready} of ${prefill_total} ready`, extra: `· ${share(load("prefill"))} of KV in use`, share: load("prefill") },
+    { name: "decode", hue: "decode", text: `${decode_ready} of ${decode_total} ready`, extra: `· ${share(load("decode"))} of KV in use`, share: load("decode") },
+    { name: "autoscaler", hue: "kv", text: decisions.length ? decisions[0].text : autoscaler, share: null, extra: autoscaler === "off" ? "· ratio set by hand" : decisions.length ? `· ${ago(decisions[0].last_unix_s, view.taken_unix_s)}` : "" },
   ]);
 }
 
 export function drawPlacements(holder, view) {
   const found = Object.entries(view.placements).sort(([, a], [, b]) => b - a);
   const all = found.reduce((sum, [, number]) => sum + number, 0);
-  if (!found.length) found.push(["no request was placed yet", null]);
+  if (!found.length) found.push(["no requests placed yet", null]);
   bars(holder, found.map(([name, number]) => ({ name, hue: name.startsWith("handoff") ? "kv" : "decode", text: number === null ? "" : count(number), extra: number === null ? "" : share(number / all), share: number / all })));
 }
 
@@ -139,9 +139,9 @@ export class CacheCard {
     this.gauge.setAttribute("aria-label", `Hit share ${share(cache.hit_share)}`);
     facts(this.facts, [
       ["Index", `${count(cache.index_blocks)} blocks of ${cache.index_workers} workers`],
-      ["Wrong credit", share(cache.wrong_credit_share)],
-      ["Not noted", cache.lost_blocks ? `${count(cache.lost_blocks)} blocks (memory)` : "none"],
-      ["Redis", cache.redis === "down" ? "down: the index is ageing" : cache.redis],
+      ["Wrong predictions", share(cache.wrong_credit_share)],
+      ["Did not fit", cache.lost_blocks ? `${count(cache.lost_blocks)} blocks (memory)` : "none"],
+      ["Redis", cache.redis === "down" ? "down: entries expire" : cache.redis],
     ]);
     sparkline(this.spark, cache.hit_share_history);
   }
@@ -160,7 +160,7 @@ export function drawEvents(list, view) {
       setText(item.lastChild, ago(event.last_unix_s, view.taken_unix_s));
       item.title = `${words(event.kind)}, ${clock(event.last_unix_s)}`;
     });
-  empty(list, view.events.length, "Nothing has happened yet.");
+  empty(list, view.events.length, "No events yet.");
 }
 
 export function drawDecisions(list, view, onPick) {
@@ -171,7 +171,7 @@ export function drawDecisions(list, view, onPick) {
         h("button", { type: "button", onclick: () => onPick(decision.request_id) }, "timeline")),
       h("time")),
     (item, decision) => setText(item.lastChild, ago(decision.at_unix_s, view.taken_unix_s)));
-  empty(list, view.decisions.length, "No request was placed yet.");
+  empty(list, view.decisions.length, "No requests placed yet.");
 }
 
 function empty(list, length, text) {

@@ -1,4 +1,4 @@
-// Lines over the last minutes, with what lies under the pointer told in the legend.
+// Lines over the last minutes; the legend shows the values under the pointer.
 
 import { h, s, setText } from "./dom.js";
 import { clock } from "./format.js";
@@ -52,9 +52,9 @@ export class Chart {
     if (this.area) parts.push(s("path", { class: "area-a", d: bandPath(this.values[0].map((value) => (value === null ? null : 0)), this.values[0], x, y) }));
     this.values.forEach((line, index) => parts.push(s("path", { class: this.lines[index].name, d: linePath(line, x, y) })));
     if (this.hover !== null) parts.push(...this.cross(x(this.hover)));
-    if (!all.length) parts.push(s("text", { x: this.width / 2 + 20, y: HEIGHT / 2, "text-anchor": "middle" }, "nothing in the last ten minutes"));
+    if (!all.length) parts.push(s("text", { x: this.width / 2 + 20, y: HEIGHT / 2, "text-anchor": "middle" }, "no data in the last ten minutes"));
     this.svg.replaceChildren(...parts);
-    this.tell(all.length > 0);
+    this.showValues(all.length > 0);
   }
 
   *gridLines(top, y, slots) {
@@ -75,12 +75,12 @@ export class Chart {
     yield s("text", { x: x + (anchor === "end" ? -5 : 5), y: TOP + 9, "text-anchor": anchor }, at);
   }
 
-  tell(hasValues) {
+  showValues(hasValues) {
     const slot = this.hover;
     const shown = slot === null ? this.latest : this.values.map((line) => line[slot]);
     this.keys.forEach((key, index) => setText(key, shown[index] === null || shown[index] === undefined ? "–" : this.format(shown[index])));
     const words = this.lines.map((line, index) => `${line.label} ${this.keys[index].textContent}`).join(", ");
-    this.svg.setAttribute("aria-label", `${this.title ?? "Chart"}: ${hasValues ? words : "nothing yet"}`);
+    this.svg.setAttribute("aria-label", `${this.title ?? "Chart"}: ${hasValues ? words : "no data yet"}`);
   }
 }
 
@@ -90,7 +90,7 @@ function niceTop(most) {
   return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].find((step) => step * power >= most) * power;
 }
 
-// Broken where there is no value; a value between two gaps is a dot.
+// The line breaks where there is no value; a value between two gaps is a dot.
 function linePath(values, x, y) {
   let path = "", open = false;
   values.forEach((value, slot) => {

@@ -1,4 +1,4 @@
-// Elements without markup strings: what the API sends is only ever text.
+// Builds elements without markup strings, so API data is only ever text.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -20,8 +20,8 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// Makes `parent` hold one element for each item, in their order. Elements are kept by key, and with them focus,
-// animations and transitions; `make` gets the item, `update` the element and the item.
+// Gives `parent` one element per item, in order. Elements are reused by key, which keeps focus, animations and
+// transitions. `make` gets the item, `update` the element and the item.
 export function keyed(parent, items, keyOf, make, update) {
   const known = (parent._keyed ??= new Map());
   const wanted = new Set();

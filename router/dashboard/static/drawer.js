@@ -1,4 +1,4 @@
-// What one request or one worker is about, in a panel at the side.
+// The side panel with the details of one request, worker or router.
 
 import * as api from "./api.js";
 import { facts } from "./cards.js";
@@ -28,7 +28,7 @@ export class Drawer {
   async request(id) {
     this.shown = id;
     clearTimeout(this.timer);
-    if (!this.dialog.open) this.open(id, h("p", { class: "soft" }, "Looking it up…"));
+    if (!this.dialog.open) this.open(id, h("p", { class: "soft" }, "Loading…"));
     try {
       const found = await api.request(id);
       if (this.shown !== id) return;
@@ -37,7 +37,7 @@ export class Drawer {
       if (!isOver) this.timer = setTimeout(() => this.request(id), FOLLOW_MS);
     } catch (error) {
       if (this.shown !== id) return;
-      const text = error instanceof api.Unknown ? "This router no longer has it: it keeps the last requests that ended." : error.message;
+      const text = error instanceof api.Unknown ? "This router no longer has this request: it keeps only the latest finished ones." : error.message;
       this.open(id, h("p", { class: "error" }, text));
     }
   }
@@ -82,13 +82,13 @@ function attemptView(attempt, index, found) {
   const title = found.attempts.length > 1 ? `Attempt ${index + 1}: ${way}` : way;
   const notes = [];
   if (attempt.bytes) notes.push(`${bytes(attempt.bytes)} moved in ${attempt.pieces} pieces, ${attempt.blocks} blocks.`);
-  if (attempt.overlap_share !== null) notes.push(`${share(attempt.overlap_share)} of the bytes were there when the last layer was computed.`);
+  if (attempt.overlap_share !== null) notes.push(`${share(attempt.overlap_share)} of the bytes had arrived when the last layer was computed.`);
   if (attempt.exposed_s !== null) notes.push(`${seconds(attempt.exposed_s)} from the last layer to the decode batch.`);
   const error = attempt.error ? h("p", { class: "error" }, `${words(attempt.error)}${attempt.cause ? ` (${words(attempt.cause)})` : ""}: ${attempt.message}`) : null;
   return h("section", { class: "attempt" }, h("h2", {}, title), attempt.spans.length ? gantt(attempt.spans) : null, ...notes.map((note) => h("p", { class: "note" }, note)), error ?? "");
 }
 
-// The axis covers what lies between queue and decode, as `tandem trace` draws it; these two are cut where they leave it.
+// As in `tandem trace`, the axis covers the stages between queue and decode; those two are cut at its ends.
 export function axisOf(spans) {
   const inner = spans.filter((span) => span.stage !== "queue" && span.stage !== "decode");
   const used = inner.length ? inner : spans;

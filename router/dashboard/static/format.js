@@ -1,4 +1,4 @@
-// Numbers for people: three significant digits and a unit.
+// Formats numbers with three significant digits and a unit.
 
 function scaled(value, units) {
   for (const [size, unit] of units) if (Math.abs(value) >= size) return [digits(value / size), unit];

@@ -1,4 +1,4 @@
-// The table of requests: filtered, sorted, and kept in place while it is looked at.
+// The table of requests: filtered, sorted, rows kept in place on updates.
 
 import { byId, h, keyed, setText } from "./dom.js";
 import { bytes, clock, count, seconds, words } from "./format.js";
@@ -20,7 +20,7 @@ const COLUMNS = [
 export function pathOf(row) {
   if (!row.decode_worker) return "–";
   const way = row.prefill_worker ? `${row.prefill_worker} → ${row.decode_worker}` : `${row.decode_worker}`;
-  return row.attempts > 1 ? `${way} (${row.attempts} tries)` : way;
+  return row.attempts > 1 ? `${way} (${row.attempts} attempts)` : way;
 }
 
 export const toneOf = (row) => ENDS[row.state] ?? "running";
@@ -30,7 +30,7 @@ export class Requests {
     this.onPick = onPick;
     this.table = byId("requests");
     this.filter = byId("filter");
-    this.sort = null; // as the router lists them: on their way first, then the latest
+    this.sort = null; // the router's order: running first, then the latest
     this.rows = [];
     this.filter.addEventListener("input", () => this.draw());
     this.table.tHead.append(h("tr", {}, COLUMNS.map((column) => h("th", { scope: "col", "data-column": column.name }, h("button", { type: "button", onclick: () => this.sortBy(column.name) }, column.title)))));
@@ -58,7 +58,7 @@ export class Requests {
     keyed(this.table.tBodies[0], shown, (row) => row.request_id, (row) => this.make(row), update);
     const none = byId("no-requests");
     none.hidden = shown.length > 0;
-    setText(none, this.rows.length ? "No request matches the filter." : "No request has come to this router yet.");
+    setText(none, this.rows.length ? "No request matches the filter." : "This router has received no requests yet.");
   }
 
   sorted(rows) {

@@ -1,4 +1,4 @@
-// The cluster drawn: router, prefill workers, decode workers, and what flows between them.
+// Draws the cluster: router, prefill workers, decode workers, and the flows between them.
 
 import { keyed, s, setText } from "./dom.js";
 import { bytes, count, seconds, words } from "./format.js";
@@ -190,7 +190,7 @@ function updateFlow(group, flow, places, allBytesPerS, withLabel) {
   setText(title, text);
   group.setAttribute("aria-label", text);
   setText(label, withLabel && rate > 0.02 * allBytesPerS && rate >= 1e3 ? `${bytes(rate)}/s` : "");
-  // Not all labels in the middle: crossing flows would write over one another.
+  // Labels are not all in the middle, because crossing flows would overlap.
   const part = from.y === to.y ? 0.42 : 0.72;
   const at = bezierY(from.y, to.y, part) + NODE.height / 2;
   label.setAttribute("x", from.x + NODE.width + part * (to.x - from.x - NODE.width));
@@ -200,7 +200,7 @@ function updateFlow(group, flow, places, allBytesPerS, withLabel) {
 
 const bezierY = (from, to, at) => from + (to - from) * at * at * (3 - 2 * at);
 
-// One endless animation for each path, whose rate is changed: the dots never jump.
+// One endless animation per path with a variable rate, so the dots never jump.
 function run(path, level) {
   path.setAttribute("opacity", level ? 1 : 0);
   path._motion ??= path.animate({ strokeDashoffset: [0, -100 * (DOT_GAP + 0.1)] }, { duration: 100_000, iterations: Infinity });

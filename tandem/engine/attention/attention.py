@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.engine.cells import indexable, loaded, stored
+from tandem.engine.cells import from_cells, indexable, to_cells
 from tandem.engine.step import SequenceStep
 from tandem.kvcache.layout import KvPoolLayout
 from tandem.model.decoder import AttentionParams
@@ -109,8 +109,8 @@ class StepAttention:
         layout = self._layout
         row_offset = layer * self._layer_rows
         cell_offset = row_offset * layout.block_tokens
-        self._cells.index_copy_(0, self._write_k + cell_offset, stored(k, self._dtype).reshape(-1, layout.head_dim))
-        self._cells.index_copy_(0, self._write_v + cell_offset, stored(v, self._dtype).reshape(-1, layout.head_dim))
+        self._cells.index_copy_(0, self._write_k + cell_offset, to_cells(k, self._dtype).reshape(-1, layout.head_dim))
+        self._cells.index_copy_(0, self._write_v + cell_offset, to_cells(v, self._dtype).reshape(-1, layout.head_dim))
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self._groups[self._terms.windows[layer]]:
             out[group.tokens.flatten()] = self._attend(group, row_offset, q)
@@ -123,7 +123,7 @@ class StepAttention:
         per_kv = self._per_kv
         shape = (requests, layout.kv_heads, group.blocks * layout.block_tokens, layout.head_dim)
         keys, values = (
-            loaded(self._rows.index_select(0, rows + row_offset), self._dtype, q.dtype).view(shape)
+            from_cells(self._rows.index_select(0, rows + row_offset), self._dtype, q.dtype).view(shape)
             for rows in (group.rows_k, group.rows_v)
         )
         # [requests, queries, kv_heads, per_kv, dim] → [requests, kv_heads, per_kv * queries, dim]

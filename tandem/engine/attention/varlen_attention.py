@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem.engine.cells import indexable, stored
+from tandem.engine.cells import indexable, to_cells
 from tandem.engine.step import SequenceStep
 from tandem.model.decoder import AttentionParams
 
@@ -98,8 +98,8 @@ class VarlenAttention:
         """q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; returns [T, heads * head_dim]."""
         batch, window = self._batch, self._terms.windows[layer]
         keys, values = self._pool[:, layer, 0], self._pool[:, layer, 1]  # [blocks, kv_heads, block_tokens, head_dim]
-        indexable(keys)[batch.blocks, :, batch.offsets] = stored(k, keys.dtype)
-        indexable(values)[batch.blocks, :, batch.offsets] = stored(v, values.dtype)
+        indexable(keys)[batch.blocks, :, batch.offsets] = to_cells(k, keys.dtype)
+        indexable(values)[batch.blocks, :, batch.offsets] = to_cells(v, values.dtype)
         attended = self._kernel(
             q,
             keys.transpose(1, 2),

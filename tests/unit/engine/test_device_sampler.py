@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from tandem.engine.device_sampler import ROWS, drawn
+from tandem.engine.device_sampler import ROWS, sample_on_device
 from tandem.engine.output import best_of, launched
 from tandem.engine.step import Draw, SequenceStep
 from tandem.request import SamplingParams
@@ -36,21 +36,21 @@ def test_every_kind_of_truncation_draws_what_the_host_draws() -> None:
         logits[::7, ::3] = -torch.inf
         logits[::5, :50] = logits[::5].amax(dim=1, keepdim=True)  # equals at the edges
         expected = [choose(row.numpy(), params, position).token_id for row, params in zip(logits, kinds, strict=True)]
-        assert drawn(logits, [draw_of(params, position) for params in kinds]).tolist() == expected
+        assert sample_on_device(logits, [draw_of(params, position) for params in kinds]).tolist() == expected
 
 
 def test_whole_rows_are_drawn_without_sorting_them() -> None:
     params = [SamplingParams(temperature=1.3, seed=seed) for seed in range(200)]
     logits = torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(2))
     expected = [choose(row.numpy(), each, 5).token_id for row, each in zip(logits, params, strict=True)]
-    assert drawn(logits, [draw_of(each, 5) for each in params]).tolist() == expected
+    assert sample_on_device(logits, [draw_of(each, 5) for each in params]).tolist() == expected
     assert len(set(expected)) > 100
 
 
 def test_noise_does_not_hang_on_the_rows_beside() -> None:
     logits = torch.zeros(3, VOCAB)
     draws = [draw_of(SamplingParams(seed=9), position) for position in (4, 5, 4)]
-    first, _, third = drawn(logits, draws).tolist()
+    first, _, third = sample_on_device(logits, draws).tolist()
     assert first == third == int(words_of(9, 4, np.arange(VOCAB)).argmin())  # the smallest word is the largest noise
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tandem.request import SamplingParams
-from tandem.sampling.penalties import changed_logits
+from tandem.sampling.penalties import penalised_logits
 from tandem.sampling.sampler import choose
 from tandem.token_history import TokenHistory
 
@@ -49,7 +49,7 @@ def test_logits_change_by_the_definitions(
 ) -> None:
     row = (4 * np.random.default_rng(seed).standard_normal(VOCAB)).astype(np.float32)
     before = row.copy()
-    found = changed_logits(row, params, TokenHistory(prompt, answer))
+    found = penalised_logits(row, params, TokenHistory(prompt, answer))
     assert found == pytest.approx(by_definition(row, params, prompt, answer), abs=1e-4)
     assert (row == before).all()
 
@@ -87,5 +87,5 @@ def test_logprobs_stay_those_of_the_model() -> None:
 
 def test_tokens_of_no_probability_stay_so() -> None:
     row = np.array([-np.inf, 0.0], dtype=np.float32)
-    found = changed_logits(row, SamplingParams(repetition_penalty=0.5, logit_bias=((0, 100.0),)), TokenHistory([0]))
+    found = penalised_logits(row, SamplingParams(repetition_penalty=0.5, logit_bias=((0, 100.0),)), TokenHistory([0]))
     assert found[0] == -np.inf

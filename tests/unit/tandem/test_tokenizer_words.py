@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from tandem.text.tokenizer import Tokenizer
-from tandem.text.tokenizer_words import WordMemory
+from tandem.text.tokenizer_words import WordCache
 
 TEXT = "the cat's 12 hats aren't here, 'tis said; naïve cafés don't re-open at 5 o'clock. what-ever they're worth\n" * 3
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -58,7 +58,7 @@ def test_remembered_words_are_the_librarys_tokens(name: str, text: str) -> None:
 
 
 def test_words_are_encoded_by_the_library_once() -> None:
-    memory = WordMemory(INNER["gpt2"])
+    memory = WordCache(INNER["gpt2"])
     first = memory.encode("the cat said what the cat said.")
     memory._inner = None  # type: ignore[assignment]  # nobody left to ask
     assert memory.encode("the cat said what the cat said.") == first
@@ -67,7 +67,7 @@ def test_words_are_encoded_by_the_library_once() -> None:
 
 def test_a_text_of_many_unknown_words_goes_to_the_library_whole() -> None:
     text = " ".join(f"word{number}x" for number in range(100))
-    memory = WordMemory(INNER["gpt2"])
+    memory = WordCache(INNER["gpt2"])
     assert memory.encode(text) is None
     assert memory.encode(text) == INNER["gpt2"].encode(text, add_special_tokens=False).ids, "it learns on the way"
 
@@ -85,7 +85,7 @@ def test_a_text_of_many_unknown_words_goes_to_the_library_whole() -> None:
     ids=["prefix-space", "metaspace", "other-pattern", "normalizer", "stripping-token", "token-with-a-space"],
 )
 def test_tokenizers_that_may_look_across_words_are_left_alone(inner: tokenizers.Tokenizer) -> None:
-    assert WordMemory.of(inner) is None
+    assert WordCache.of(inner) is None
 
 
 @given(ids=st.lists(st.integers(0, 500), max_size=12))
