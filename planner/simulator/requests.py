@@ -1,4 +1,4 @@
-"""One request of a trace, as the router's core reads it."""
+"""One request of a trace, in the form that the router's core reads."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tandem.request import SamplingParams
 
 MODEL = "model"
 LAST_TOKEN = 1  # the stop token of simulated answers; all other tokens are 0
-# As a router with `max_tokens` of its clients would: an answer's length is not known before its end.
+# As if clients set no `max_tokens`: the router cannot foresee an answer's length.
 SAMPLING = SamplingParams(max_tokens=1 << 30, stop_token_ids=frozenset({LAST_TOKEN}))
 _NO_TEXT = Piece("", ())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimRequest:
-    """`output_tokens`: what the trace says its answer has; only the workers know."""
+    """`output_tokens`: the answer's length in the trace. Only simulated workers read it."""
 
     index: int
     request_id: str
@@ -38,7 +38,7 @@ class SimToken:
     cached_tokens: int
 
 
-class NoText:
+class NullAssembler:
     """Simulated tokens have no text."""
 
     stopped = False
