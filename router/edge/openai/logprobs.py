@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from router.requests.detokenizer import Decoder
+from router.requests.detokenizer import TokenDecoder
 from router.requests.output import OutToken
 from tandem.v1 import inference_pb2
 
@@ -20,25 +20,25 @@ class _Scored(Protocol):
     def logprob(self) -> float: ...
 
 
-def token_text(decoder: Decoder, token_id: int) -> str:
+def token_text(decoder: TokenDecoder, token_id: int) -> str:
     return decoder.decode([token_id], skip_special_tokens=False)
 
 
-def _entry(decoder: Decoder, token_id: int, logprob: float) -> Json:
+def _entry(decoder: TokenDecoder, token_id: int, logprob: float) -> Json:
     text = token_text(decoder, token_id)
     # A token that is a part of a character has no text of its own; U+FFFD stands for it, and bytes are unknown.
     whole = "\ufffd" not in text
     return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
 
 
-def chat_logprobs(decoder: Decoder, tokens: Sequence[OutToken]) -> Json | None:
+def chat_logprobs(decoder: TokenDecoder, tokens: Sequence[OutToken]) -> Json | None:
     """`choices[].logprobs` of a chat completion; None when none were asked for."""
     if all(token.logprob is None for token in tokens):
         return None
     return {"content": logprob_entries(decoder, tokens), "refusal": None}
 
 
-def logprob_entries(decoder: Decoder, tokens: Sequence[OutToken]) -> list[Json]:
+def logprob_entries(decoder: TokenDecoder, tokens: Sequence[OutToken]) -> list[Json]:
     content: list[Json] = []
     for token in tokens:
         if token.logprob is None or token.is_stop:
@@ -53,7 +53,7 @@ class CompletionLogprobs:
     """`choices[].logprobs` of a text completion, which counts text offsets over the whole text. A stop token is in it,
     as it is in the usage, though it has no text in the answer."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: TokenDecoder) -> None:
         self._decoder = decoder
         self._offset = 0
         self._tokens: list[str] = []

@@ -10,7 +10,7 @@ import pytest
 
 from router.edge.openai.format import AnswerFormat, ChatFormat, TextEvents
 from router.edge.sse import LOOK_S, REST_S, SCOPE_KEY, SseResponse, Turns
-from router.requests.answers import Answers, Arrival, Submitted
+from router.requests.answers import Answers, Arrival, SubmittedRequest
 from router.requests.output import Final, OutToken, Piece, ResponseStream, Usage
 from tandem.errors import WorkerLost
 from tandem.request import FinishReason
@@ -69,7 +69,7 @@ class Stream:
         self.turns = turns or Turns()
         self.source = ResponseStream("r", lambda: None)
         self.reader = Reader()
-        self.answers = Answers("r", [Submitted(cast(Any, None), cast(Any, None), self.source)], 1)
+        self.answers = Answers("r", [SubmittedRequest(cast(Any, None), cast(Any, None), self.source)], 1)
         self.task: asyncio.Task[None]
 
     async def begin(self, first: str) -> None:
