@@ -21,7 +21,7 @@ from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.core import RequestCore
 from router.requests.facts import Facts
-from router.requests.output import Piece
+from router.requests.output import TextPiece
 from router.requests.run import RequestRun
 from router.terms import RequestTerms
 from tandem.config.spec import Role
@@ -114,7 +114,7 @@ class SimCluster:
         self._loop.at(arrives_s, worker.receive, worker.sent_frames, self._workers.take, run, frame, worker)
         return worker.sent_frames
 
-    def emit(self, run: RequestRun, output: Piece | act.EmitPromptScores) -> bool:
+    def emit(self, run: RequestRun, output: TextPiece | act.EmitPromptScores) -> bool:
         return True
 
     def ended(self, run: RequestRun, end: act.End) -> None:

@@ -107,7 +107,7 @@ class SimFleet:
         return len(self._by_role[role])
 
     def pool_blocks(self, model: str) -> list[int]:
-        """Workers of a pool are alike."""
+        """One entry: the workers of a pool are alike."""
         return [self._setup.decode.kv_tokens // self._setup.block_tokens] if self._by_role[Role.DECODE] else []
 
     def ready_ids(self, model: str, role: Role) -> frozenset[str]:

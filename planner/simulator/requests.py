@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.requests.output import Piece
+from router.requests.output import TextPiece
 from tandem.kvcache.blockhash import BlockHash
 from tandem.request import SamplingParams
 
@@ -13,7 +13,7 @@ MODEL = "model"
 LAST_TOKEN = 1  # the stop token of simulated answers; all other tokens are 0
 # As if clients set no `max_tokens`: the router cannot foresee an answer's length.
 SAMPLING = SamplingParams(max_tokens=1 << 30, stop_token_ids=frozenset({LAST_TOKEN}))
-_NO_TEXT = Piece("", ())
+_NO_TEXT = TextPiece("", ())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class NullAssembler:
 
     stopped = False
 
-    def push(self, token: SimToken) -> Piece:
+    def push(self, token: SimToken) -> TextPiece:
         return _NO_TEXT
 
     def flush(self) -> None:

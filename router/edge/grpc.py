@@ -22,7 +22,7 @@ from router.edge.openai.schema import MAX_MESSAGES
 from router.edge.tls import EdgeTls
 from router.edge.traces import TracesEdge
 from router.requests.answers import SubmittedRequest
-from router.requests.output import Final, OutToken, Piece
+from router.requests.output import Final, OutToken, TextPiece
 from router.requests.request import MAX_CACHE_SALT_CHARS, Message, RawRequest, RawSampling
 from router.service import RouterService
 from tandem.config.spec import Role
@@ -159,7 +159,7 @@ def _started(submitted: SubmittedRequest) -> pb.GenerateResponse:
     return pb.GenerateResponse(started=started)
 
 
-def _chunk(piece: Piece) -> pb.GenerateResponse:
+def _chunk(piece: TextPiece) -> pb.GenerateResponse:
     """Filled in place, which takes a third of the time: there is one for every token."""
     response = pb.GenerateResponse()
     chunk = response.chunk

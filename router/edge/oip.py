@@ -12,7 +12,7 @@ from router.edge.limits.calls import CallLimit
 from router.edge.oip_tensors import INPUTS, OUTPUTS, VERSION, Ask, parse_infer, response
 from router.edge.openai.format import text_of, tokens_of
 from router.request_ids import new_request_id
-from router.requests.output import Piece
+from router.requests.output import TextPiece
 from router.service import RouterService
 from router.terms import RequestTerms
 from tandem.errors import InputError, NotFound, TandemError
@@ -86,7 +86,7 @@ class OipEdge(GRPCInferenceServiceServicer):
             failed = oip.ModelInferResponse(model_name=request.model_name, id=request.id)
             yield oip.ModelStreamInferResponse(error_message=error.message, infer_response=failed)
 
-    async def _answer(self, ask: Ask, terms: RequestTerms) -> AsyncIterator[tuple[list[Piece], str | None]]:
+    async def _answer(self, ask: Ask, terms: RequestTerms) -> AsyncIterator[tuple[list[TextPiece], str | None]]:
         """What has come, each time; with the finish reason at the end."""
         answers = await self._service.submit_all([ask.raw], 1, new_request_id(), terms)
         try:
@@ -116,6 +116,6 @@ def _metadata(name: str, datatype: str, shape: Iterable[int]) -> oip.ModelMetada
     return oip.ModelMetadataResponse.TensorMetadata(name=name, datatype=datatype, shape=shape)
 
 
-def _response(ask: Ask, pieces: list[Piece], reason: str | None) -> oip.ModelInferResponse:
+def _response(ask: Ask, pieces: list[TextPiece], reason: str | None) -> oip.ModelInferResponse:
     token_ids = [token.token_id for token in tokens_of(pieces)]
     return response(ask, ask.raw.model, text=text_of(pieces), token_ids=token_ids, reason=reason)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from router.requests.output import Final, Piece, ResponseStream, Usage
+from router.requests.output import Final, ResponseStream, TextPiece, Usage
 from router.requests.request import ServingModel, ValidRequest
 from tandem.errors import TandemError
 
@@ -24,7 +24,7 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     """New pieces of answer `index`; `final` is set with the last."""
 
     index: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[TextPiece]
     final: Final | None
 
 

@@ -26,7 +26,7 @@ class OutToken(msgspec.Struct, frozen=True, gc=False):  # one per token: created
     is_stop: bool
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
+class TextPiece(msgspec.Struct, frozen=True, gc=False):
     """`text` may be empty: a character is incomplete, or a stop string may have begun."""
 
     text: str
@@ -77,24 +77,24 @@ class OutputAssembler:
         self._stop_token_ids = stop_token_ids
         self.stopped = False  # a stop string was found
 
-    def push(self, message: worker_pb2.StepToken) -> Piece:
+    def push(self, message: worker_pb2.StepToken) -> TextPiece:
         token_id = message.token_id
         is_stop = token_id in self._stop_token_ids
         token = _scored(message, is_stop) if message.HasField("logprobs") else OutToken(token_id, None, (), is_stop)
         if is_stop:
-            return Piece("", (token,))
+            return TextPiece("", (token,))
         text = self._detokenizer.push(token_id)
         if self._has_stops:
             result = self._stops.push(text)
             text, self.stopped = result.text, result.stopped
-        return Piece(text, (token,))
+        return TextPiece(text, (token,))
 
-    def flush(self) -> Piece | None:
+    def flush(self) -> TextPiece | None:
         """Returns the text held back, if the answer ends without a stop string."""
         result = self._stops.push(self._detokenizer.flush())
         self.stopped = result.stopped
         text = result.text + self._stops.flush()
-        return Piece(text, ()) if text else None
+        return TextPiece(text, ()) if text else None
 
 
 def _scored(message: worker_pb2.StepToken, is_stop: bool) -> OutToken:
@@ -103,7 +103,7 @@ def _scored(message: worker_pb2.StepToken, is_stop: bool) -> OutToken:
 
 
 class ResponseStream:
-    """Carries output from a request to its one reader at the edge. Bounded: a reader too slow ends its request.
+    """Carries output from a request to its one reader at the edge. Bounded: a slow reader ends its request.
 
     `prompt_scores`: logprobs of the prompt from its second token on, if requested; set before the first piece.
     """
@@ -113,7 +113,7 @@ class ResponseStream:
         self.final: Final | None = None
         self.prompt_scores: tuple[inference_pb2.TokenLogprobs, ...] = ()
         self._on_cancel: Callable[[], None] | None = on_cancel  # None after the end: it would be a reference cycle
-        self._pieces: list[Piece] = []
+        self._pieces: list[TextPiece] = []
         self._error: TandemError | None = None  # None once raised: its traceback would be a reference cycle
         self._waiting: asyncio.Future[None] | None = None  # `next` awaits it
         self._wakes: Callable[[], None] | None = None  # replaces `next`
@@ -122,7 +122,7 @@ class ResponseStream:
         """Calls `wake` on every change from now on, so that one reader can wait for several streams."""
         self._wakes = wake
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[TextPiece]:
         """Returns the pieces since the last call. After them, raises the TandemError that ended the request, once."""
         if self._pieces:
             pieces, self._pieces = self._pieces, []
@@ -140,7 +140,7 @@ class ResponseStream:
         """`take` raises after it has returned the remaining pieces."""
         return self._error is not None
 
-    def put(self, piece: Piece) -> bool:
+    def put(self, piece: TextPiece) -> bool:
         """Returns False if more than `MAX_UNREAD_PIECES` are unread."""
         self._pieces.append(piece)
         self._wake()
@@ -159,7 +159,7 @@ class ResponseStream:
         if self._on_cancel is not None:
             self._on_cancel()
 
-    async def next(self) -> list[Piece]:
+    async def next(self) -> list[TextPiece]:
         """Waits for pieces and takes all of them; empty: the end. Raises as `take`. For one reader."""
         while not (pieces := self.take()) and self._on_cancel is not None:
             self._waiting = asyncio.get_running_loop().create_future()
@@ -172,7 +172,7 @@ class ResponseStream:
         elif self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+    async def __aiter__(self) -> AsyncIterator[list[TextPiece]]:
         """Yields all pieces available each time. Raises the TandemError that ended the request."""
         while pieces := await self.next():
             yield pieces

@@ -10,7 +10,7 @@ import msgspec
 
 from router.edge.openai.logprobs import CompletionLogprobs, Json, chat_logprobs
 from router.requests.answers import Answers, Arrival
-from router.requests.output import OutToken, Piece, Usage
+from router.requests.output import OutToken, TextPiece, Usage
 from tandem.errors import TandemError
 
 
@@ -77,18 +77,18 @@ class TextEvents:
         return self._before + msgspec.json.encode(text) + self._after
 
 
-def _of(index: int, arrivals: Sequence[Arrival]) -> tuple[list[Piece], str | None]:
+def _of(index: int, arrivals: Sequence[Arrival]) -> tuple[list[TextPiece], str | None]:
     """Everything that came of one answer, and its finish reason."""
     own = [arrival for arrival in arrivals if arrival.index == index]
     pieces = [piece for arrival in own for piece in arrival.pieces]
     return pieces, next((arrival.final.reason.value for arrival in own if arrival.final is not None), None)
 
 
-def tokens_of(pieces: Sequence[Piece]) -> list[OutToken]:
+def tokens_of(pieces: Sequence[TextPiece]) -> list[OutToken]:
     return [token for piece in pieces for token in piece.tokens]
 
 
-def text_of(pieces: Sequence[Piece]) -> str:
+def text_of(pieces: Sequence[TextPiece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
@@ -215,7 +215,7 @@ class CompletionFormat:
             choices.append(_choice(index, *self._part(index, pieces), self._reason(reason)))
         return {**self._head, "choices": choices, "usage": self._usage()}
 
-    def _part(self, index: int, pieces: Sequence[Piece]) -> tuple[str, Json | None]:
+    def _part(self, index: int, pieces: Sequence[TextPiece]) -> tuple[str, Json | None]:
         """Text and logprobs of the next pieces, after the prompt's if these are the first and it is wanted."""
         logprobs = self._logprobs[index]
         text = ""

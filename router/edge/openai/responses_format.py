@@ -11,7 +11,7 @@ from router.edge.openai.format import text_of, tokens_of
 from router.edge.openai.logprobs import Json, logprob_entries
 from router.edge.openai.responses_schema import ResponsesRequest
 from router.requests.answers import Answers, Arrival
-from router.requests.output import Piece, Usage
+from router.requests.output import TextPiece, Usage
 from tandem.errors import TandemError
 from tandem.request import FinishReason
 
@@ -24,7 +24,7 @@ class ResponsesFormat:
         self._logprobs = request.wants_logprobs
         self._item_id = f"msg_{answers.request_id}"
         self._sequence = 0
-        self._pieces: list[Piece] = []
+        self._pieces: list[TextPiece] = []
         self._reason = FinishReason.STOP
         self._head: Json = {
             "id": f"resp_{answers.request_id}",
@@ -108,7 +108,7 @@ class ResponsesFormat:
         content = [_part(text_of(self._pieces), self._logprobs_of(self._pieces))]
         return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
-    def _logprobs_of(self, pieces: Sequence[Piece]) -> list[Json]:
+    def _logprobs_of(self, pieces: Sequence[TextPiece]) -> list[Json]:
         return logprob_entries(self._answers.model.tokenizer, tokens_of(pieces)) if self._logprobs else []
 
     def _part_event(self, name: str, **fields: object) -> bytes:

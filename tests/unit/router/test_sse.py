@@ -11,7 +11,7 @@ import pytest
 from router.edge.openai.format import AnswerFormat, ChatFormat, TextEvents
 from router.edge.sse import LOOK_S, REST_S, SCOPE_KEY, SseResponse, Turns
 from router.requests.answers import Answers, Arrival, SubmittedRequest
-from router.requests.output import Final, OutToken, Piece, ResponseStream, Usage
+from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
 from tandem.errors import WorkerLost
 from tandem.request import FinishReason
 
@@ -54,8 +54,8 @@ class Texts:
         return [b" failed"]
 
 
-def piece(text: str) -> Piece:
-    return Piece(text, (OutToken(1, None, (), False),))
+def piece(text: str) -> TextPiece:
+    return TextPiece(text, (OutToken(1, None, (), False),))
 
 
 def final() -> Final:
@@ -169,7 +169,7 @@ async def test_an_answer_that_fails_says_so_after_what_came_before() -> None:
 async def test_a_fault_of_ours_ends_the_request_that_has_it() -> None:
     stream = Stream()
     await stream.begin("a")
-    stream.source.put(cast(Piece, "no piece"))
+    stream.source.put(cast(TextPiece, "no piece"))
     await asyncio.wait([stream.task])
     assert isinstance(stream.task.exception(), AttributeError)
 
