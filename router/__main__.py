@@ -18,7 +18,7 @@ from tandem.errors import ConfigError
 from tandem.telemetry.logs import setup_logging
 
 EXIT_CONFIG = 2
-GC_ALLOCATIONS = 20_000  # more objects made than freed between two collections
+GC_ALLOCATIONS = 20_000  # net new objects between two collections
 
 
 async def serve(launch: RouterLaunch) -> None:
@@ -29,7 +29,7 @@ async def serve(launch: RouterLaunch) -> None:
     app = RouterApp(launch)
     await app.start()
     gc.collect()
-    gc.freeze()  # else each full collection looks at all modules anew, for tens of milliseconds
+    gc.freeze()  # otherwise each full collection scans all modules, for tens of ms
     gc.set_threshold(GC_ALLOCATIONS, 10, 20)
     await stop.wait()
     await app.close()

@@ -1,4 +1,4 @@
-"""Puts one router together and runs it until it is told to stop."""
+"""Composition root of one router: builds, starts and closes its parts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PARSER_THREADS = 2
 
 
 class RouterApp:
-    """`start` binds both edges; `close` refuses new requests and lets running ones end for router.drain_timeout_s."""
+    """`start` serves both edges. `close` refuses new requests and gives running ones router.drain_timeout_s to end."""
 
     def __init__(self, launch: RouterLaunch, *, clock: Clock | None = None) -> None:
         """Loads tokenizers and keys, and binds ports. Raises ConfigError (CheckpointError, PortInUse). Needs a running
@@ -125,7 +125,7 @@ class RouterApp:
         self._registry.register(CertificateCollector({use: tls.cert for use, tls in certificates if tls is not None}))
         health_metrics = HealthMetrics(self._registry, fleet.health)
         models = [model.name for model in launch.models]
-        self._readiness = Readiness(fleet, models, health_metrics, clock, self._tell_readiness)
+        self._readiness = Readiness(fleet, models, health_metrics, clock, self._publish_readiness)
         self._watch = HealthWatch(fleet, health_metrics, clock, launch.router.worker_stall_s, on_change=fleet.changed)
 
     def _new_service(self) -> RouterService:
@@ -246,10 +246,10 @@ class RouterApp:
         self.metrics.set_workers(prefill=prefill, decode=decode)
         self.feed.fleet_watch.update(fleet)
         self._readiness.update()
-        self._tell_readiness()
+        self._publish_readiness()
         self.dispatcher.pump()
 
-    def _tell_readiness(self) -> None:
+    def _publish_readiness(self) -> None:
         fleet = self.dispatcher.fleet
         prefill, decode = fleet.count_ready(Role.PREFILL), fleet.count_ready(Role.DECODE)
         if self.service.ready != self._ready:

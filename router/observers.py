@@ -1,4 +1,4 @@
-"""Subscribes all observers of requests to the core's facts, in the order in which they read each other's notes."""
+"""Subscribes all observers to the core's facts. Observers come after those whose records they read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tandem.config.spec import ClassSpec
 
 
 class Observers:
-    """All that subscribes to facts about requests; nothing below knows of it."""
+    """All observers of requests. No lower package imports it."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from router.auth.principal import ANONYMOUS
 from router.observe.metrics.requests import RouterMetrics
 from router.probes.readiness import Readiness
 from router.request_ids import new_request_id
-from router.requests.answers import Answers, Submitted
+from router.requests.answers import Answers, SubmittedRequest
 from router.requests.dispatcher import Dispatcher
 from router.requests.request import Message, RawRequest, ServingModel, ValidRequest
 from router.terms import RequestTerms, TermsParser
@@ -83,7 +83,7 @@ class RouterService:
 
     async def submit(
         self, raw: RawRequest, terms: RequestTerms | None = None, *, model_required: bool = True
-    ) -> Submitted:
+    ) -> SubmittedRequest:
         """Parses and queues one request. Later failures are raised by the stream.
 
         Raises InputError, OverloadedError, UnavailableError, DeadlineExceeded, RateLimited.
@@ -92,7 +92,7 @@ class RouterService:
         self._check_limits([request], terms)
         stream = self.dispatcher.submit(model, request, terms)
         self._count_prompts([request], terms)
-        return Submitted(request, model, stream)
+        return SubmittedRequest(request, model, stream)
 
     async def submit_all(
         self, raws: Sequence[RawRequest], choices: int, request_id: str, terms: RequestTerms | None = None
@@ -104,12 +104,12 @@ class RouterService:
         total = len(raws) * choices
         parsed = [await self._parse(raw, terms, model_required=True, request_id=request_id) for raw in raws]
         self._check_limits([request for _, request in parsed], terms)
-        submitted: list[Submitted] = []
+        submitted: list[SubmittedRequest] = []
         try:
             for number in range(total):
                 model, first = parsed[number // choices]
                 request = first if total == 1 else _choice(first, number % choices, f"{request_id}-{number}")
-                submitted.append(Submitted(request, model, self.dispatcher.submit(model, request, terms)))
+                submitted.append(SubmittedRequest(request, model, self.dispatcher.submit(model, request, terms)))
         except TandemError:
             for each in submitted:
                 each.stream.cancel()

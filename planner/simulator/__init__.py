@@ -1,1 +1,1 @@
-"""A cluster in virtual time: the router's and the workers' own classes, with step times from a cost model."""
+"""A cluster in virtual time: the classes of the real router and workers, with step times from a cost model."""

@@ -1,6 +1,6 @@
-"""The autoscaler in virtual time: the very policy that production runs, fed with what the simulated routers would tell.
+"""The autoscaler in virtual time: production's policy, fed with what the simulated routers would report.
 
-Roles change; a worker is neither started nor stopped, so a simulation has as many as its spec.
+It changes roles, and neither starts nor stops workers: their number stays the one in the setup.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from planner.autoscaler import (
 from planner.pool_forecast import Capability, LocalPrompts, ModelLoad, PoolSizes
 from planner.simulator.cluster import SimCluster
 from planner.simulator.events import EventLoop
-from planner.simulator.recorder import Recorder
+from planner.simulator.measurements import RunMeasurements
 from planner.simulator.requests import MODEL
 from planner.simulator.setup import Setup
 from planner.traces.trace import TrafficTrace
@@ -30,7 +30,7 @@ WINDOW_S = 10.0
 
 
 class SimAutoscaler:
-    """`role_changes`: when, and the pools' sizes from then on."""
+    """`role_changes`: (time, prefill workers, decode workers) after each change."""
 
     def __init__(
         self,
@@ -39,25 +39,26 @@ class SimAutoscaler:
         setup: Setup,
         objectives: Objectives,
         loop: EventLoop,
-        seen: Recorder,
+        measurements: RunMeasurements,
     ) -> None:
-        spec, there_are = setup.autoscaler, sum(pool.workers for _, pool in setup.pools())
-        prefill = spec.prefill.min if spec.prefill.min is not None else min(1, there_are - 1)
+        spec, total = setup.autoscaler, sum(pool.workers for _, pool in setup.pools())
+        prefill = spec.prefill.min if spec.prefill.min is not None else min(1, total - 1)
         limits = ScalingLimits(
-            (there_are, there_are),
-            (prefill, there_are if spec.prefill.max is None else spec.prefill.max),
-            (spec.decode.min or 1, there_are if spec.decode.max is None else spec.decode.max),
+            (total, total),
+            (prefill, total if spec.prefill.max is None else spec.prefill.max),
+            (spec.decode.min or 1, total if spec.decode.max is None else spec.decode.max),
             setup.prefill is not None and setup.prefill.tp == setup.decode.tp,
         )
         self.role_changes: list[tuple[float, int, int]] = []
         self._policy = Autoscaler(spec, limits, objectives)
         self._objectives = objectives
-        self._cluster, self._trace, self._setup, self._loop, self._seen = cluster, trace, setup, loop, seen
+        self._cluster, self._trace, self._setup, self._loop = cluster, trace, setup, loop
+        self._measurements = measurements
         self._changed_s = 0.0
-        loop.at(spec.interval_s, self._look)
+        loop.at(spec.interval_s, self._evaluate)
 
-    def _look(self) -> None:
-        if self._seen.ended == len(self._trace):
+    def _evaluate(self) -> None:
+        if self._measurements.ended == len(self._trace):
             return
         now_s = self._loop.now_s()
         decision = self._policy.decide(self._view(now_s), now_s)
@@ -67,15 +68,15 @@ class SimAutoscaler:
             self._changed_s = now_s
             self.role_changes.append((now_s, *decision.target))
             self._cluster.pump()
-        self._loop.at(now_s + self._setup.autoscaler.interval_s, self._look)
+        self._loop.at(now_s + self._setup.autoscaler.interval_s, self._evaluate)
 
     def _view(self, now_s: float) -> PoolObservation:
         fleet, trace = self._cluster.fleet, self._trace
         first, last = np.searchsorted(trace.arrival_s, (now_s - WINDOW_S, now_s), side="right")
-        came = slice(int(first), int(last))
-        count = came.stop - came.start
-        prompt_tokens = float(trace.prompt_tokens[came].mean()) if count else 1.0
-        cached_tokens = float(self._seen.cached_tokens[came].mean()) if count else 0.0
+        arrived = slice(int(first), int(last))
+        count = arrived.stop - arrived.start
+        prompt_tokens = float(trace.prompt_tokens[arrived].mean()) if count else 1.0
+        cached_tokens = float(self._measurements.cached_tokens[arrived].mean()) if count else 0.0
         uncached = max(1.0, prompt_tokens - cached_tokens)
         answer_tokens = float(fleet.estimates.answer_tokens(MODEL))
         waiting = sum(each.prefill_tokens for each in self._cluster.core.waiting())
@@ -88,7 +89,7 @@ class SimAutoscaler:
             queued_tokens=waiting * uncached / prompt_tokens + on_workers,
             decoding_requests=float(sum(len(worker.scheduler.decoding) for worker in fleet.role(Role.DECODE))),
         )
-        can = Capability(
+        capability = Capability(
             fleet.pace(Role.PREFILL).pace(),
             fleet.pace(Role.DECODE).pace(),
             self._setup.max_running_requests,
@@ -96,33 +97,33 @@ class SimAutoscaler:
             LocalPrompts.of(self._setup.router),
         )
         return PoolObservation(
-            PoolSizes(fleet.size(Role.PREFILL), fleet.size(Role.DECODE)), load, can, self._measured(now_s)
+            PoolSizes(fleet.size(Role.PREFILL), fleet.size(Role.DECODE)), load, capability, self._measured(now_s)
         )
 
     def _measured(self, now_s: float) -> MeasuredRequests:
         since_s = max(now_s - WINDOW_S, self._changed_s + SETTLE_S)
-        seen, arrival_s = self._seen, self._trace.arrival_s
-        # Whoever has its first token now came lately; an answer may last longer.
+        measured, arrival_s = self._measurements, self._trace.arrival_s
+        # First tokens in the window belong to recent arrivals; only ends may belong to older ones.
         recent = int(np.searchsorted(arrival_s, now_s - 6 * WINDOW_S))
-        began = np.nonzero(seen.first_token_s[recent:] >= since_s)[0] + recent
-        ended = np.nonzero(seen.finished & (seen.last_token_s >= since_s))[0]
-        decoding_s = seen.last_token_s[ended] - seen.first_token_s[ended]
+        began = np.nonzero(measured.first_token_s[recent:] >= since_s)[0] + recent
+        ended = np.nonzero(measured.finished & (measured.last_token_s >= since_s))[0]
+        decoding_s = measured.last_token_s[ended] - measured.first_token_s[ended]
         tpot_s = decoding_s / np.maximum(1, self._trace.output_tokens[ended] - 1)
         return MeasuredRequests(
             requests=began.size,
-            ttft_s=float((seen.first_token_s[began] - arrival_s[began]).mean()) if began.size else None,
+            ttft_s=float((measured.first_token_s[began] - arrival_s[began]).mean()) if began.size else None,
             judged=ended.size,
-            missed_ttft=_beyond(seen.first_token_s[ended] - arrival_s[ended], self._objectives.ttft_s),
-            missed_tpot=_beyond(tpot_s, self._objectives.tpot_s),
+            missed_ttft=_count_above(measured.first_token_s[ended] - arrival_s[ended], self._objectives.ttft_s),
+            missed_tpot=_count_above(tpot_s, self._objectives.tpot_s),
         )
 
 
-def _beyond(times_s: NDArray[np.float64], limit_s: float | None) -> int:
+def _count_above(times_s: NDArray[np.float64], limit_s: float | None) -> int:
     return 0 if limit_s is None else int((times_s > limit_s).sum())
 
 
 def objectives_of(setup: Setup, ttft_s: float | None, tpot_s: float | None) -> Objectives:
-    """Those that the simulation is judged by; where there are none, the classes'."""
+    """The simulation's objectives; without any, those of the priority classes."""
     if ttft_s is None and tpot_s is None:
         return Objectives.of(setup.router.classes)
     return Objectives(ttft_s, tpot_s)

@@ -1,4 +1,4 @@
-"""How the router's prefix index hears of the workers' caches: events that come a moment late, snapshots after a gap."""
+"""Feeds the router's prefix index from the simulated caches: events with a delay, snapshots after a gap."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from planner.simulator.worker import SimWorker
 from router.prefix_index.mirror import PrefixMirror, WorkerKey
 from tandem.kvcache.prefix_events import PrefixEvent, PrefixSnapshot
 
-LAG_S = 0.25  # as often as a router looks
-LOOKS_PER_S = 2000  # at workers, in all: thousands of them are looked at less often
+LAG_S = 0.25  # a router's poll interval
+MAX_FLUSHES_PER_S = 2000  # of all workers together; with thousands of workers the delay grows
 
 
 class CacheFeed:
@@ -17,12 +17,12 @@ class CacheFeed:
         self.mirror = PrefixMirror(memory_bytes)
         self._loop, self._fleet = loop, fleet
         self._is_down = False
-        self._lag_s = max(LAG_S, len(fleet.workers) / LOOKS_PER_S)
+        self._lag_s = max(LAG_S, len(fleet.workers) / MAX_FLUSHES_PER_S)
         for worker in fleet.workers.values():
             self.load(worker)
 
     def load(self, worker: SimWorker) -> None:
-        """The whole of what it holds."""
+        """Loads a snapshot of the worker's cache."""
         worker.blocks.take_events()
         worker.event_seq += 1
         hashes = b"".join(worker.blocks.hashes())
@@ -51,7 +51,7 @@ class CacheFeed:
         self._is_down = True
 
     def redis_back(self) -> None:
-        """Workers write their snapshots anew."""
+        """Workers write new snapshots."""
         self._is_down = False
         for worker in self._fleet.workers.values():
             self.load(worker)

@@ -1,6 +1,6 @@
 """A router in virtual time: `router.requests.core` with simulated links, workers and timers.
 
-What the router decides is the router's own code. Here are the actions' carrier and the workers' messages.
+Every decision is made by the router's own code. This module carries actions out and delivers the workers' messages.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from planner.simulator.cache_feed import CacheFeed
 from planner.simulator.events import EventLoop
 from planner.simulator.fleet import SimFleet
-from planner.simulator.frames import WorkerSide, request_of
-from planner.simulator.recorder import Recorder
-from planner.simulator.requests import NoText, SimRequest
-from planner.simulator.sequence import BlockNames, SimSequence
+from planner.simulator.frame_handler import FrameHandler, request_of
+from planner.simulator.measurements import RunMeasurements
+from planner.simulator.requests import NullAssembler, SimRequest
+from planner.simulator.sequence import SimSequence, TraceBlockHashes
 from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker
 from planner.traces.trace import TrafficTrace
@@ -21,7 +21,7 @@ from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.core import RequestCore
 from router.requests.facts import Facts
-from router.requests.output import Piece
+from router.requests.output import TextPiece
 from router.requests.run import RequestRun
 from router.terms import RequestTerms
 from tandem.config.spec import Role
@@ -34,19 +34,19 @@ PUMP_EVERY_S = 0.001
 class SimCluster:
     """The core's `Carrier`, and the `WorkerHost` of its workers."""
 
-    def __init__(self, trace: TrafficTrace, setup: Setup, loop: EventLoop, recorder: Recorder) -> None:
-        self._trace, self._setup, self._loop, self._recorder = trace, setup, loop, recorder
+    def __init__(self, trace: TrafficTrace, setup: Setup, loop: EventLoop, measurements: RunMeasurements) -> None:
+        self._trace, self._setup, self._loop, self._measurements = trace, setup, loop, measurements
         self._classes = {each.name for each in setup.router.classes}
-        self._names = BlockNames(trace.prefixes, setup.block_tokens)
-        self.fleet = SimFleet(setup, loop, self, recorder.intervals)
+        self._hashes = TraceBlockHashes(trace.prefixes, setup.block_tokens)
+        self.fleet = SimFleet(setup, loop, self, measurements.intervals)
         self.cache = CacheFeed(loop, setup.router.index_memory_bytes, self.fleet)
         facts = Facts()
-        recorder.subscribe(facts)
+        measurements.subscribe(facts)
         Paces(self.fleet).subscribe(facts)
         self.core = RequestCore(
             setup.router, policy_profile(setup.router), self.fleet, self.cache.mirror, loop, self, facts
         )
-        self._workers = WorkerSide(setup, loop, self._names, self._tell, self._answered_s)
+        self._workers = FrameHandler(setup, loop, self._hashes, self._send_event, self._last_token_s)
         self._next_pump_s: float | None = None
         self._pumped_s = -PUMP_EVERY_S
 
@@ -58,18 +58,20 @@ class SimCluster:
         prompt = int(self._trace.prompt_tokens[index])
         name, tenant = self._trace.label_of(index)
         priority = name if name in self._classes else self._setup.router.classes[0].name
-        hashes = self._names.of(index, prompt) if self._setup.caches else []
+        hashes = self._hashes.of(index, prompt) if self._setup.caches else []
         output = int(self._trace.output_tokens[index])
         request = SimRequest(index, str(index), prompt, output, hashes, self._setup.block_tokens)
         terms, migrations = RequestTerms(priority, tenant), self._setup.router.max_migrations
-        run = RequestRun(request, NoText(), terms, self._loop.now_s(), migrations)
+        run = RequestRun(request, NullAssembler(), terms, self._loop.now_s(), migrations)
         if prompt >= self._setup.max_model_tokens:
-            self.core.refuse(run, ContextExceeded(f"prompt: {prompt} tokens are more than the model's context"))
+            self.core.refuse(
+                run, ContextExceeded(f"prompt: expected fewer than {self._setup.max_model_tokens} tokens, got {prompt}")
+            )
             return
         try:
             self.core.submit(run)
         except TandemError:
-            return  # the recorder has its end
+            return  # the core has published its end
         self.pump()
 
     # --- time ----------------------------------------------------------------------------------------------------
@@ -112,15 +114,15 @@ class SimCluster:
         self._loop.at(arrives_s, worker.receive, worker.sent_frames, self._workers.take, run, frame, worker)
         return worker.sent_frames
 
-    def emit(self, run: RequestRun, output: Piece | act.EmitPromptScores) -> bool:
+    def emit(self, run: RequestRun, output: TextPiece | act.EmitPromptScores) -> bool:
         return True
 
     def ended(self, run: RequestRun, end: act.End) -> None:
         pass
 
-    # --- what workers report -----------------------------------------------------------------------------------------
+    # --- the workers' events -----------------------------------------------------------------------------------------
 
-    def _tell(self, worker: SimWorker, wire_id: str, event: ev.Event) -> None:
+    def _send_event(self, worker: SimWorker, wire_id: str, event: ev.Event) -> None:
         self._loop.at(self._loop.now_s() + self._setup.network_s, self._deliver, worker, wire_id, event)
 
     def _deliver(self, worker: SimWorker, wire_id: str, event: ev.Event) -> None:
@@ -132,11 +134,11 @@ class SimCluster:
         self.core.on(run, event)
 
     def first_token(self, worker: SimWorker, sequence: SimSequence) -> None:
-        self._recorder.last_token_s[sequence.index] = self._loop.now_s() + self._setup.network_s
+        self._measurements.last_token_s[sequence.index] = self._loop.now_s() + self._setup.network_s
         self._workers.first_token(worker, sequence)
 
     def finished(self, worker: SimWorker, sequence: SimSequence) -> None:
-        self._recorder.last_token_s[sequence.index] = sequence.last_token_s + self._setup.network_s
+        self._measurements.last_token_s[sequence.index] = sequence.last_token_s + self._setup.network_s
         self._workers.finished(worker, sequence)
 
     def failed(self, worker: SimWorker, wire_id: str, error: TandemError) -> None:
@@ -146,7 +148,7 @@ class SimCluster:
         self._workers.export(worker, part, start_s, end_s)
 
     def paced(self, worker: SimWorker, batch: int, tokens: int, seconds: float) -> None:
-        """Of many tokens at once: the core sees a simulated request's tokens only when they end."""
+        """Updates the decode pace here: the core sees a simulated request's tokens only at its end."""
         if worker.role is Role.DECODE:
             self.fleet.pace(Role.DECODE).decoded(batch, tokens, seconds)
 
@@ -156,42 +158,42 @@ class SimCluster:
         if room:
             self.pump_soon()
 
-    def _answered_s(self, index: int) -> float:
-        return float(self._recorder.last_token_s[index])
+    def _last_token_s(self, index: int) -> float:
+        return float(self._measurements.last_token_s[index])
 
     # --- faults ------------------------------------------------------------------------------------------------------
 
     def lose_worker(self, worker_id: str, back_after_s: float | None) -> None:
-        """The links to a worker break. It comes back empty, under a new epoch, after `back_after_s`; None: never."""
+        """Breaks the links to a worker. It comes back empty, with a new epoch, after `back_after_s`; None: never."""
         worker = self.fleet.workers[worker_id]
         self.fleet.lose(worker)
         self.cache.drop(worker.key)
         attached, worker.attached = list(worker.attached.items()), {}
         error = WorkerLost(f"{worker_id} was lost")
         for wire_id, run in attached:
-            self._answered_before(worker, wire_id, run)
+            self._deliver_sent(worker, wire_id, run)
             self.core.on(run, ev.WorkerGone(worker.key, error))
         if back_after_s is not None:
             key = worker.key
             at_s = self._loop.now_s() + back_after_s
             self._loop.at(at_s, self._come_back, key.worker_id, worker.role, key.epoch + 1)
 
-    def _answered_before(self, worker: SimWorker, wire_id: str, run: RequestRun) -> None:
-        """The tokens that a lost worker had sent by then."""
+    def _deliver_sent(self, worker: SimWorker, wire_id: str, run: RequestRun) -> None:
+        """Delivers the tokens that a lost worker had sent before."""
         sequence = worker.scheduler.sequences.get(wire_id)
         if run.decode != worker.key or not isinstance(sequence, SimSequence) or sequence.generated <= 1:
             return
-        if run.answer_tokens:  # else its first token is still on its way, and lost
+        if run.answer_tokens:  # otherwise its first token was in flight and is lost
             left = request_of(run).output_tokens - run.answer_tokens
             self.core.on(run, ev.TokensSampled(worker.key, [0] * min(sequence.generated - 1, left - 1)))
-            self._recorder.last_token_s[sequence.index] = sequence.last_token_s
+            self._measurements.last_token_s[sequence.index] = sequence.last_token_s
 
     def _come_back(self, worker_id: str, role: Role, epoch: int) -> None:
         self.cache.load(self.fleet.start(worker_id, role, epoch))
         self.pump()
 
     def slow_link(self, worker_id: str, factor: float) -> None:
-        """`factor` 1 makes it whole again."""
+        """Divides the rate of a worker's links by `factor`; 1 restores it."""
         worker = self.fleet.workers.get(worker_id)
         if worker is not None:
             for port in (worker.egress, worker.ingress):

@@ -1,4 +1,4 @@
-"""Virtual time: what happens next, and when. Events of one instant happen in the order in which they were made."""
+"""Virtual time: a queue of callbacks. Those due at the same time run in the order in which they were scheduled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class EventLoop:
-    """Also the `tandem.clock.Clock` of everything that is simulated."""
+    """Also the `tandem.clock.Clock` of all simulated parts."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -18,16 +18,16 @@ class EventLoop:
     def now_s(self) -> float:
         return self._now_s
 
-    def at(self, at_s: float, happen: Callable[..., None], *args: object) -> None:
-        """Not before now."""
+    def at(self, at_s: float, callback: Callable[..., None], *args: object) -> None:
+        """Schedules `callback(*args)`; a time in the past means now."""
         self._made += 1
-        heapq.heappush(self._events, (max(at_s, self._now_s), self._made, happen, args))
+        heapq.heappush(self._events, (max(at_s, self._now_s), self._made, callback, args))
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Until nothing is left to happen or `until` is true, which is asked after each event."""
+        """Runs until the queue is empty or `until`, checked after each event, returns True."""
         events = self._events
         while events:
-            self._now_s, _, happen, args = heapq.heappop(events)
-            happen(*args)
+            self._now_s, _, callback, args = heapq.heappop(events)
+            callback(*args)
             if until():
                 return

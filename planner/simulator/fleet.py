@@ -1,8 +1,8 @@
-"""The workers of a simulated cluster and how the router sees them.
+"""The workers of a simulated cluster, and the router's view of them.
 
-Simulated workers of a pool are alike, so they share one set of measured paces: what sets them apart (queue, batch,
-cache) is in each candidate. In a large pool a decision looks at a shortlist: those that hold most of the prompt and
-those with least to do, which are the ones that can win.
+Simulated workers of a pool are alike, so they share one set of measured paces. What differs (queue, batch, cache) is in
+each candidate. In a large pool, a decision looks at a shortlist: the workers with the longest cached prefixes and the
+least loaded ones, since no other worker can win.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from operator import itemgetter
 from planner.shared_host import BusyCores
 from planner.simulator.events import EventLoop
 from planner.simulator.least_loaded import LeastLoadedIndex
-from planner.simulator.recorder import IntervalHistogram
+from planner.simulator.measurements import IntervalHistogram
 from planner.simulator.requests import MODEL
 from planner.simulator.setup import Setup
 from planner.simulator.worker import SimWorker, WorkerHost
@@ -24,10 +24,10 @@ from router.prefix_index.mirror import WorkerKey
 from router.workers.account import Charge
 from tandem.config.spec import Role
 
-WHOLE_POOL = 24  # a pool of so many is looked at whole
-SHORTLIST = 20  # of a larger one so many: simulated p90 of TTFT within 2 % of the whole
-HOLDERS = 12  # of these: who holds the longest prefixes
-_NOWHERE: Mapping[WorkerEpoch, float] = {}  # no pair of workers was measured by itself
+WHOLE_POOL = 24  # in pools up to this size, every worker is a candidate
+SHORTLIST = 20  # candidates of a larger pool: simulated p90 TTFT within 2 % of the whole pool's
+SHORTLIST_BY_PREFIX = 12  # of these, chosen for the longest cached prefixes
+_NO_TRANSFER_TIMES: Mapping[WorkerEpoch, float] = {}  # pairs of workers are not measured separately
 
 
 class SimFleet:
@@ -39,7 +39,7 @@ class SimFleet:
         self.workers: dict[str, SimWorker] = {}
         self._by_role: dict[Role, dict[str, SimWorker]] = {role: {} for role in Role}
         self._least_loaded = {role: LeastLoadedIndex() for role, pool in setup.pools() if pool.workers > WHOLE_POOL}
-        self.gone: list[SimWorker] = []  # ended lives
+        self.lost_workers: list[SimWorker] = []  # epochs that ended
         for role, pool in setup.pools():
             for number in range(pool.workers):
                 self.start(f"{role.value}-{number}", role, epoch=1)
@@ -53,21 +53,21 @@ class SimFleet:
         return worker
 
     def set_roles(self, prefill: int) -> None:
-        """So many workers prefill, the others decode; those with least to do change. What runs on them goes on."""
+        """Makes `prefill` workers prefill and the others decode. The least loaded change; their requests continue."""
         for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
             wanted = prefill if role is Role.PREFILL else len(self.workers) - prefill
             least_loaded = sorted(self._by_role[other].values(), key=lambda worker: worker.running_requests)
             for worker in least_loaded[: max(0, wanted - self.size(role))]:
-                self._take_from_pool(worker)
+                self._remove_from_pool(worker)
                 self._by_role[role][worker.key.worker_id] = worker
                 worker.role = role
                 self.note(worker)
 
     def lose(self, worker: SimWorker) -> None:
         worker.lose()
-        self.gone.append(worker)
+        self.lost_workers.append(worker)
         del self.workers[worker.key.worker_id]
-        self._take_from_pool(worker)
+        self._remove_from_pool(worker)
 
     def role(self, role: Role) -> Iterable[SimWorker]:
         return self._by_role[role].values()
@@ -83,13 +83,13 @@ class SimFleet:
         return self._pace[role]
 
     def note(self, worker: SimWorker) -> None:
-        """Its load may have changed."""
+        """Call this when the worker's load may have changed."""
         least_loaded = self._least_loaded.get(worker.role)
         if least_loaded is not None and not worker.lost:
             load = worker.running_requests if worker.role is Role.DECODE else worker.outstanding_tokens
             least_loaded.note(worker.key.worker_id, load)
 
-    # --- as the router's placer and observers see them ---------------------------------------------------------------
+    # --- the view of the router's placer and observers ---------------------------------------------------------------
 
     def candidates(
         self, model: str, role: Role, cached_blocks: Mapping[WorkerKey, int], block_tokens: int
@@ -107,7 +107,7 @@ class SimFleet:
         return len(self._by_role[role])
 
     def pool_blocks(self, model: str) -> list[int]:
-        """Workers of a pool are alike."""
+        """One entry: the workers of a pool are alike."""
         return [self._setup.decode.kv_tokens // self._setup.block_tokens] if self._by_role[Role.DECODE] else []
 
     def ready_ids(self, model: str, role: Role) -> frozenset[str]:
@@ -146,7 +146,7 @@ class SimFleet:
     def _candidate(self, worker: SimWorker, cached_tokens: int, pace: Pace) -> Candidate:
         account, load = worker.account, worker.load()
         worker_id, epoch = worker.key
-        # By position: nothing is made more often, and by name it takes twice as long.
+        # Positional arguments: keywords take twice as long, and no object is made more often.
         return Candidate(
             worker_id,
             epoch,
@@ -158,10 +158,10 @@ class SimFleet:
             load.total_blocks,
             None,
             pace,
-            _NOWHERE,
+            _NO_TRANSFER_TIMES,
         )
 
-    def _take_from_pool(self, worker: SimWorker) -> None:
+    def _remove_from_pool(self, worker: SimWorker) -> None:
         del self._by_role[worker.role][worker.key.worker_id]
         if (least_loaded := self._least_loaded.get(worker.role)) is not None:
             least_loaded.forget(worker.key.worker_id)
@@ -173,7 +173,7 @@ class SimFleet:
             worker = pool.get(key.worker_id)
             if worker is not None and worker.key == key:
                 chosen[key.worker_id] = None
-                if len(chosen) == HOLDERS:
+                if len(chosen) == SHORTLIST_BY_PREFIX:
                     break
         self._least_loaded[role].extend(chosen, SHORTLIST)
         return [pool[worker_id] for worker_id in chosen]

@@ -1,7 +1,7 @@
-"""When pushed KV arrives: each worker sends and receives over one port, one range after the other.
+"""Computes when pushed KV arrives. Each worker sends and receives through one port, one range after the other.
 
-The piece timing of the handoff, without its sessions (docs/decisions/0016-what-the-simulator-leaves-out.md): a
-layer's blocks go as soon as that layer is computed, so all but the last layer's may be hidden behind the computing.
+A layer's blocks are sent as soon as the layer is computed, so computing can hide all transfers but the last layer's.
+Handoff sessions are left out (docs/decisions/0016-what-the-simulator-leaves-out.md).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Port:
-    """One direction of one worker. `slowdown` 2 means half the rate."""
+class SimPort:
+    """One direction of one worker's network. `slowdown` 2 means half the rate."""
 
     free_s: float = 0.0
     busy_s: float = 0.0
@@ -20,10 +20,10 @@ class Port:
 
 
 def push(
-    source: Port, target: Port, *, start_s: float, end_s: float, layers: int, transfer_s: float, num_bytes: float
+    source: SimPort, target: SimPort, *, start_s: float, end_s: float, layers: int, transfer_s: float, num_bytes: float
 ) -> float:
-    """Books a range that is computed layer by layer from `start_s` to `end_s`, or is there already when both are now.
-    `transfer_s` is what it takes on an idle link. Returns when the last byte is there."""
+    """Reserves both ports for a range that is computed layer by layer from `start_s` to `end_s`; both are now if it is
+    already computed. `transfer_s`: its transfer time on an idle link. Returns when the last byte arrives."""
     transfer_s *= max(source.slowdown, target.slowdown)
     first_layer_s = start_s + (end_s - start_s) / layers
     begin_s = max(first_layer_s, source.free_s, target.free_s)

@@ -1,4 +1,4 @@
-"""The result of playing a trace, simulated or measured. Both have the same form, so they can be compared."""
+"""The result of replaying a trace, simulated or measured. Both have the same form, so they can be compared."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.simulator.recorder import IntervalHistogram, Recorder
+from planner.simulator.measurements import IntervalHistogram, RunMeasurements
 from planner.simulator.setup import Slo
 from planner.traces.hits import infinite_cache_hits
 from planner.traces.trace import TrafficTrace
 from tandem.request import RequestState
 
-SHARES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
+QUANTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
-class LatencyPercentiles:
-    """Seconds. None: there were no values."""
+class LatencySummary:
+    """Percentiles and mean in seconds. None: there were no values."""
 
     p50: float | None
     p90: float | None
@@ -29,22 +29,22 @@ class LatencyPercentiles:
     mean: float | None = None
 
     @classmethod
-    def of(cls, seconds: NDArray[np.float64]) -> LatencyPercentiles:
+    def of(cls, seconds: NDArray[np.float64]) -> LatencySummary:
         seen = seconds[~np.isnan(seconds)]
         if not len(seen):
             return cls(None, None, None, None)
-        p50, p90, p95, p99 = np.quantile(seen, list(SHARES.values())).tolist()
+        p50, p90, p95, p99 = np.quantile(seen, list(QUANTILES.values())).tolist()
         return cls(p50, p90, p95, p99, float(seen.mean()))
 
     @classmethod
-    def of_intervals(cls, intervals: IntervalHistogram) -> LatencyPercentiles:
-        p50, p90, p95, p99 = (intervals.percentile(share) for share in SHARES.values())
+    def of_intervals(cls, intervals: IntervalHistogram) -> LatencySummary:
+        p50, p90, p95, p99 = (intervals.percentile(share) for share in QUANTILES.values())
         return cls(p50, p90, p95, p99)
 
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """Shares of all requests that met an objective; unfinished requests meet none. None: no objective."""
+    """Share of all requests that met each objective; unfinished requests meet none. None: no objective."""
 
     ttft: float | None
     tpot: float | None
@@ -53,8 +53,8 @@ class Attainment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`seconds`: first arrival to last token. Rates are per second between first and last arrival. None: unknown, such
-    as the queue inside another server."""
+    """`seconds`: from first arrival to last token. Rates are per second between first and last arrival. None: unknown,
+    such as the queue time inside another server."""
 
     trace: str
     notes: tuple[str, ...]
@@ -68,11 +68,11 @@ class Outcome:
     requests_per_s: float
     prompt_tokens_per_s: float
     output_tokens_per_s: float
-    ttft_s: LatencyPercentiles
-    tpot_s: LatencyPercentiles
-    itl_s: LatencyPercentiles
-    e2e_s: LatencyPercentiles
-    queue_s: LatencyPercentiles  # in the router's queue
+    ttft_s: LatencySummary
+    tpot_s: LatencySummary
+    itl_s: LatencySummary
+    e2e_s: LatencySummary
+    queue_s: LatencySummary  # in the router's queue
     slo: Slo
     attainment: Attainment
     goodput_per_s: float | None
@@ -86,15 +86,15 @@ class Outcome:
         return asdict(self)
 
 
-def outcome_fields(trace: TrafficTrace, slo: Slo, recorder: Recorder) -> dict[str, Any]:
-    """All fields of Outcome that follow from `recorder`: all but `kv_bytes_moved`."""
-    finished = recorder.finished
-    ttft_s = recorder.first_token_s - trace.arrival_s
-    e2e_s = np.where(finished, recorder.last_token_s - trace.arrival_s, np.nan)
+def outcome_fields(trace: TrafficTrace, slo: Slo, measurements: RunMeasurements) -> dict[str, Any]:
+    """All fields of Outcome except `kv_bytes_moved`."""
+    finished = measurements.finished
+    ttft_s = measurements.first_token_s - trace.arrival_s
+    e2e_s = np.where(finished, measurements.last_token_s - trace.arrival_s, np.nan)
     intervals = trace.output_tokens - 1
     tpot_s = np.full(len(trace), np.nan)
     several = finished & (intervals > 0)
-    tpot_s[several] = (recorder.last_token_s - recorder.first_token_s)[several] / intervals[several]
+    tpot_s[several] = (measurements.last_token_s - measurements.first_token_s)[several] / intervals[several]
     attainment, good = _attained(slo, finished, ttft_s, tpot_s)
     span_s = trace.span_s or 1.0
     prompt_tokens = int(trace.prompt_tokens[finished].sum())
@@ -103,26 +103,26 @@ def outcome_fields(trace: TrafficTrace, slo: Slo, recorder: Recorder) -> dict[st
         "notes": trace.notes,
         "requests": len(trace),
         "finished": int(finished.sum()),
-        "rejected": recorder.count(RequestState.REJECTED),
-        "failed": recorder.count(RequestState.FAILED),
-        "refusals": dict(recorder.refusals),
+        "rejected": measurements.count(RequestState.REJECTED),
+        "failed": measurements.count(RequestState.FAILED),
+        "refusals": dict(measurements.refusals),
         "span_s": span_s,
-        "seconds": float(np.nanmax(np.concatenate([recorder.last_token_s, [span_s]]))),
+        "seconds": float(np.nanmax(np.concatenate([measurements.last_token_s, [span_s]]))),
         "requests_per_s": len(trace) / span_s,
         "prompt_tokens_per_s": prompt_tokens / span_s,
         "output_tokens_per_s": float(trace.output_tokens[finished].sum()) / span_s,
-        "ttft_s": LatencyPercentiles.of(ttft_s),
-        "tpot_s": LatencyPercentiles.of(tpot_s),
-        "itl_s": LatencyPercentiles.of_intervals(recorder.intervals),
-        "e2e_s": LatencyPercentiles.of(e2e_s),
-        "queue_s": LatencyPercentiles.of(recorder.dispatched_s - trace.arrival_s),
+        "ttft_s": LatencySummary.of(ttft_s),
+        "tpot_s": LatencySummary.of(tpot_s),
+        "itl_s": LatencySummary.of_intervals(measurements.intervals),
+        "e2e_s": LatencySummary.of(e2e_s),
+        "queue_s": LatencySummary.of(measurements.dispatched_s - trace.arrival_s),
         "slo": slo,
         "attainment": attainment,
         "goodput_per_s": None if good is None else good / span_s,
-        "hit_rate": float(recorder.cached_tokens[finished].sum()) / max(1, prompt_tokens),
+        "hit_rate": float(measurements.cached_tokens[finished].sum()) / max(1, prompt_tokens),
         "possible_hit_rate": infinite_cache_hits(trace).token_hit_rate,
-        "handoffs": recorder.handoffs,
-        "complete": recorder.ended == len(trace),
+        "handoffs": measurements.handoffs,
+        "complete": measurements.ended == len(trace),
     }
 
 

@@ -1,24 +1,24 @@
-"""One request of a trace, as the router's core reads it."""
+"""One request of a trace, in the form that the router's core reads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.requests.output import Piece
+from router.requests.output import TextPiece
 from tandem.kvcache.blockhash import BlockHash
 from tandem.request import SamplingParams
 
 MODEL = "model"
 LAST_TOKEN = 1  # the stop token of simulated answers; all other tokens are 0
-# As a router with `max_tokens` of its clients would: an answer's length is not known before its end.
+# As if clients set no `max_tokens`: the router cannot foresee an answer's length.
 SAMPLING = SamplingParams(max_tokens=1 << 30, stop_token_ids=frozenset({LAST_TOKEN}))
-_NO_TEXT = Piece("", ())
+_NO_TEXT = TextPiece("", ())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimRequest:
-    """`output_tokens`: what the trace says its answer has; only the workers know."""
+    """`output_tokens`: the answer's length in the trace. Only simulated workers read it."""
 
     index: int
     request_id: str
@@ -38,12 +38,12 @@ class SimToken:
     cached_tokens: int
 
 
-class NoText:
+class NullAssembler:
     """Simulated tokens have no text."""
 
     stopped = False
 
-    def push(self, token: SimToken) -> Piece:
+    def push(self, token: SimToken) -> TextPiece:
         return _NO_TEXT
 
     def flush(self) -> None:

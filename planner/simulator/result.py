@@ -1,4 +1,4 @@
-"""What a simulation found: the outcome of a run, and what one sees of a cluster from inside."""
+"""The result of a simulation: the outcome of the run, and the use of workers and links."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.simulator.fleet import SimFleet
+from planner.simulator.measurements import RunMeasurements
 from planner.simulator.outcome import Outcome, outcome_fields
-from planner.simulator.recorder import Recorder
 from planner.simulator.setup import Setup, Slo
 from planner.simulator.worker import SimWorker
 from planner.traces.trace import TrafficTrace
@@ -18,9 +18,9 @@ from planner.traces.trace import TrafficTrace
 @dataclass(frozen=True, slots=True)
 class PoolUse:
     workers: int
-    busy: float  # mean share of the time in which a worker ran steps
-    busiest: float
-    sent: float  # mean share of the time in which a worker's link was sending
+    busy: float  # share of the time in which a worker ran steps, mean
+    busiest: float  # the largest such share
+    sent: float  # share of the time in which a worker's link was sending, mean
     received: float
     bytes_sent: float
 
@@ -34,19 +34,19 @@ class SimResult(Outcome):
     migrations: int
     local_prefills: int
     pools: Mapping[str, PoolUse]
-    role_changes: tuple[tuple[float, int, int], ...] = ()  # by the autoscaler: when, and the pools' sizes from then on
+    role_changes: tuple[tuple[float, int, int], ...] = ()  # by the autoscaler: time, prefill, decode workers
 
 
-def summarize(trace: TrafficTrace, setup: Setup, slo: Slo, recorder: Recorder, fleet: SimFleet) -> SimResult:
-    fields = outcome_fields(trace, slo, recorder)
-    workers = [*fleet.workers.values(), *fleet.gone]
+def summarize(trace: TrafficTrace, setup: Setup, slo: Slo, measurements: RunMeasurements, fleet: SimFleet) -> SimResult:
+    fields = outcome_fields(trace, slo, measurements)
+    workers = [*fleet.workers.values(), *fleet.lost_workers]
     by_role = {role: [each for each in workers if each.role is role] for role, _ in setup.pools()}
     return SimResult(
         **fields,
         kv_bytes_moved=sum(each.egress.moved_bytes for each in workers),
-        migrated=int((recorder.migrations > 0).sum()),
-        migrations=int(recorder.migrations.sum()),
-        local_prefills=recorder.local_prefills,
+        migrated=int((measurements.migrations > 0).sum()),
+        migrations=int(measurements.migrations.sum()),
+        local_prefills=measurements.local_prefills,
         pools={role.value: _use(mine, fields["seconds"]) for role, mine in by_role.items() if mine},
     )
 

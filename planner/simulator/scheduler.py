@@ -1,5 +1,5 @@
-"""The engine's scheduler, which may also repeat a step: while every request only decodes and none comes or ends, one
-step is like the next, and thousands of them need not be planned one by one."""
+"""The engine's scheduler, extended to repeat a step. While every request decodes and none arrives or ends, all steps
+are alike, so thousands of them need no separate plan."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tandem.scheduler.sequence import Sequence
 
 class SimBlockPool(BlockPool):
     def hashes(self) -> list[BlockHash]:
-        """All that can be found: what a worker's snapshot tells."""
+        """Hashes of all blocks that can be found: the contents of a worker's snapshot."""
         return list(self._by_hash)
 
 
 @dataclass(slots=True)
 class RepeatingScheduler(Scheduler):
-    """`caches` False: no two prompts share anything, so what is cached would never be found and is not noted."""
+    """`caches` False: no prompts share a prefix, so blocks are not entered in the cache."""
 
     caches: bool = True
 
@@ -35,12 +35,12 @@ class RepeatingScheduler(Scheduler):
 
     @property
     def decoding(self) -> SequenceOf[Sequence]:
-        """Who runs; while steps repeat, all of these only decode."""
+        """Running requests; while steps repeat, all of them decode."""
         return self._running
 
     def steady_steps(self, most: int) -> int:
-        """How many steps from now on do nothing but add a token to each running request; the last of them may end
-        some. 0 when the next step does anything else."""
+        """The number of next steps, at most `most`, that only add a token to each running request. The last one may end
+        requests. 0 if the next step does anything else."""
         running = self._running
         if self._waiting or not running or len(running) > self.max_step_tokens:
             return 0
@@ -54,10 +54,10 @@ class RepeatingScheduler(Scheduler):
         return steps if steps > 1 else 0
 
     def repeat(self, steps: int) -> list[SimSequence]:
-        """Carries out so many steps at once, at most `steady_steps`. Returns who took part."""
-        took_part = cast("list[SimSequence]", list(self._running))  # nothing else is ever added here
+        """Executes `steps` steps at once, at most `steady_steps`. Returns the requests that took part."""
+        participants = cast("list[SimSequence]", list(self._running))  # only SimSequences are added
         self._steps += steps
-        for each in took_part:
+        for each in participants:
             each.computed += steps
             fresh = blocks_for(each.computed, self.block_tokens) - len(each.blocks)
             if fresh > 0:
@@ -66,7 +66,7 @@ class RepeatingScheduler(Scheduler):
                 self._commit(each)
             each.last_step = self._steps
             each.counted.grow(steps)
-        return took_part
+        return participants
 
     def _commit(self, sequence: Sequence) -> None:
         if self.caches:

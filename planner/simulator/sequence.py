@@ -1,7 +1,7 @@
-"""Requests inside a simulated engine: the engine's own `Sequence` with counted tokens and blocks known by number.
+"""Requests inside a simulated engine: the engine's `Sequence` with a token count instead of token values.
 
-A prompt of 100,000 tokens is a number here. Block hashes come from the trace's block ids: equal ids, equal hashes;
-everything else (the end of a prompt, answers) is its request's own.
+Block hashes come from the trace's block ids: equal ids give equal hashes. All other blocks (the end of a prompt, the
+answer) belong to one request only.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from planner.traces.trace import PrefixBlocks
 from tandem.kvcache.blockhash import HASH_BYTES, BlockHash
 from tandem.scheduler.sequence import Sequence
 
-_OWN = 1 << 63
-_BLOCKS = 24  # bits for a block's number in its request
+_UNSHARED = 1 << 63  # the id's top bit: a block of one request only
+_BLOCK_BITS = 24  # of the id: a block's number in its request
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class TokenCount(list[int]):
-    """A list of tokens nobody looks at: it knows how many they are."""
+    """A list of tokens that stores only its length."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -45,11 +45,11 @@ class TokenCount(list[int]):
         raise NotImplementedError("a simulated request has no token values")
 
 
-class BlockNames:
-    """Hashes of the blocks of a trace's requests, at the granularity `block_tokens`.
+class TraceBlockHashes:
+    """Hashes of the blocks of a trace's requests, in blocks of `block_tokens`.
 
-    Where that is finer than the trace's own, a trace block is cut; where it is coarser, the last id of each run names
-    it, since ids are those of chained hashes.
+    If these are smaller than the trace's blocks, each trace block is split. If they are larger, the last id of each run
+    identifies the block, since ids stand for chained hashes.
     """
 
     def __init__(self, prefixes: PrefixBlocks | None, block_tokens: int) -> None:
@@ -59,15 +59,15 @@ class BlockNames:
             raise ValueError(f"block_tokens: expected a multiple or divisor of {prefixes.block_tokens}")
 
     def of(self, index: int, prompt_tokens: int) -> list[BlockHash]:
-        """Of request `index`'s full prompt blocks."""
+        """Hashes of request `index`'s full prompt blocks."""
         full = prompt_tokens // self.block_tokens
         shared = self._shared(index)[:full]
-        own = np.arange(len(shared), full, dtype=np.uint64) | np.uint64(_OWN | index << _BLOCKS)
-        return _hashes(np.concatenate([shared, own]))
+        unshared = np.arange(len(shared), full, dtype=np.uint64) | np.uint64(_UNSHARED | index << _BLOCK_BITS)
+        return _hashes(np.concatenate([shared, unshared]))
 
-    def own(self, index: int, first: int, end: int) -> list[BlockHash]:
-        """Of blocks [first, end), which are not of its prompt."""
-        return _hashes(np.arange(first, end, dtype=np.uint64) | np.uint64(_OWN | index << _BLOCKS))
+    def unshared(self, index: int, first: int, end: int) -> list[BlockHash]:
+        """Hashes of blocks [first, end), which are not in its prompt."""
+        return _hashes(np.arange(first, end, dtype=np.uint64) | np.uint64(_UNSHARED | index << _BLOCK_BITS))
 
     def _shared(self, index: int) -> NDArray[np.uint64]:
         if self._prefixes is None:
@@ -82,7 +82,7 @@ class BlockNames:
 
 
 def _hashes(names: NDArray[np.uint64]) -> list[BlockHash]:
-    """One to one in the first half (SplitMix64), which is what the prefix index looks at."""
+    """The first half is a one-to-one mix (SplitMix64); the prefix index reads that half."""
     mixed = (names ^ (names >> np.uint64(30))) * _MIX_1
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
     pairs = np.empty((len(names), 2), np.uint64)
@@ -93,16 +93,15 @@ def _hashes(names: NDArray[np.uint64]) -> list[BlockHash]:
 
 @dataclass(slots=True, eq=False)
 class SimSequence(Sequence):
-    """`names` has the hashes of its prompt's full blocks; those of what it generates follow as they are asked for."""
+    """`trace_hashes` gives the hashes of generated blocks on demand."""
 
     index: int = 0
-    attempt: int = 0
-    maker: BlockNames | None = None
+    trace_hashes: TraceBlockHashes | None = None
     last_token_s: float = 0.0
     counted: TokenCount = field(default_factory=lambda: TokenCount(0))
 
     def hashes(self, blocks: int) -> list[BlockHash]:
         have = len(self._hashes)
-        if blocks > have and self.maker is not None:
-            self._hashes = self._hashes + self.maker.own(self.index, have, blocks)
+        if blocks > have and self.trace_hashes is not None:
+            self._hashes = self._hashes + self.trace_hashes.unshared(self.index, have, blocks)
         return self._hashes if blocks == len(self._hashes) else self._hashes[:blocks]

@@ -1,4 +1,4 @@
-"""What is simulated: pools, their cost models, the router's configuration, faults and objectives."""
+"""A simulation's input: pools with their cost models, the router's configuration, faults and objectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NETWORK_S = 0.0003  # one frame between router and worker
 
 @dataclass(frozen=True, slots=True)
 class PoolSetup:
-    """All workers of one role. `kv_tokens`: what one worker's KV pool holds."""
+    """All workers of one role. `kv_tokens`: capacity of one worker's KV pool."""
 
     workers: int
     tp: int
@@ -39,9 +39,9 @@ class Slo:
 
 
 class FaultKind(StrEnum):
-    WORKER = "worker"  # lost; comes back empty after `for_s`, when that is given
+    WORKER = "worker"  # lost; comes back empty after `for_s`, if given
     REDIS = "redis"  # cache events stop for `for_s`
-    LINK = "link"  # a worker's links are `factor` times as slow for `for_s`
+    LINK = "link"  # the rate of a worker's links is divided by `factor` for `for_s`
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Fault:
     def parse(cls, text: str) -> Fault:
         """`worker:decode-0@30`, `worker:decode-0@30+10`, `redis@30+20`, `link:prefill-1@30+20*8`.
 
-        Raises ConfigError that shows the form.
+        Raises ConfigError with the accepted forms.
         """
         try:
             what, _, when = text.partition("@")
@@ -80,8 +80,8 @@ def _wrong_fault(text: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """`block_tokens` is the bookkeeping's, which may be coarser than the engine's. `layers`, `kv_token_bytes`: of the
-    model, all ranks together. `prefill` None makes the cluster aggregated. `host`: the one that all workers run on;
+    """`block_tokens`: block size of the simulation, which may be larger than the engine's. `layers`, `kv_token_bytes`:
+    of the model, all ranks together. `prefill` None: an aggregated cluster. `host`: the host that all workers share;
     None: each has its own hardware."""
 
     prefill: PoolSetup | None
@@ -93,7 +93,7 @@ class Setup:
     max_step_tokens: int = 512
     max_model_tokens: int = MAX_MODEL_TOKENS
     block_tokens: int = 16
-    caches: bool = True  # False: nothing is shared, and no bookkeeping of caches is done
+    caches: bool = True  # False: prompts share no prefix, and caches are not tracked
     network_s: float = NETWORK_S
     faults: tuple[Fault, ...] = ()
     autoscaler: AutoscalerSpec = field(default_factory=AutoscalerSpec)

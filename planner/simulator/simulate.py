@@ -9,7 +9,7 @@ from dataclasses import replace
 from planner.simulator.autoscaling import SimAutoscaler, objectives_of
 from planner.simulator.cluster import SimCluster
 from planner.simulator.events import EventLoop
-from planner.simulator.recorder import Recorder
+from planner.simulator.measurements import RunMeasurements
 from planner.simulator.result import SimResult, summarize
 from planner.simulator.setup import Fault, FaultKind, Setup, Slo
 from planner.traces.trace import TrafficTrace
@@ -28,22 +28,22 @@ def simulate(
     progress: Progress | None = None,
     most_misses: int | None = None,
 ) -> SimResult:
-    """Every request of `trace` to its end, or until more than `most_misses` have missed an objective.
+    """Simulates every request of `trace` to its end, or until more than `most_misses` have missed an objective.
 
-    Raises ConfigError when a fault names a worker there is not.
+    Raises ConfigError if a fault names an unknown worker.
     """
     slo = slo or Slo()
     loop = EventLoop()
-    recorder = Recorder(len(trace), trace.arrival_s, slo)
+    measurements = RunMeasurements(len(trace), trace.arrival_s, slo)
     setup = replace(setup, caches=trace.prefixes is not None)
-    cluster = SimCluster(trace, setup, loop, recorder)
+    cluster = SimCluster(trace, setup, loop, measurements)
     for fault in setup.faults:
         _plan_fault(fault, cluster, loop)
 
     autoscaler = None
     if setup.autoscaler.enabled:
         objectives = objectives_of(setup, slo.ttft_s, slo.tpot_s)
-        autoscaler = SimAutoscaler(cluster, trace, setup, objectives, loop, recorder)
+        autoscaler = SimAutoscaler(cluster, trace, setup, objectives, loop, measurements)
 
     def arrive(index: int) -> None:
         if index + 1 < len(trace):
@@ -53,17 +53,17 @@ def simulate(
         cluster.arrive(index)
 
     loop.at(float(trace.arrival_s[0]), arrive, 0)
-    # Millions of small objects with few cycles among them: looking for cycles would take a third of the time.
+    # Millions of small objects with few cycles: garbage collection would take a third of the time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        loop.run(_never if most_misses is None else lambda: recorder.misses > most_misses)
+        loop.run(_never if most_misses is None else lambda: measurements.misses > most_misses)
     finally:
         if was_enabled:
             gc.enable()
-    if most_misses is None or recorder.misses <= most_misses:
-        _check_conservation(cluster, recorder)
-    result = summarize(trace, setup, slo, recorder, cluster.fleet)
+    if most_misses is None or measurements.misses <= most_misses:
+        _check_conservation(cluster, measurements)
+    result = summarize(trace, setup, slo, measurements, cluster.fleet)
     return result if autoscaler is None else replace(result, role_changes=tuple(autoscaler.role_changes))
 
 
@@ -79,7 +79,7 @@ def _plan_fault(fault: Fault, cluster: SimCluster, loop: EventLoop) -> None:
         return
     if fault.worker_id not in cluster.fleet.workers:
         known = ", ".join(list(cluster.fleet.workers)[:8])
-        raise ConfigError(f"--fault: expected a worker of {known}, ..., got {fault.worker_id!r}", field="--fault")
+        raise ConfigError(f"--fault: expected a worker ({known}, ...), got {fault.worker_id!r}", field="--fault")
     if fault.kind is FaultKind.WORKER:
         loop.at(fault.at_s, cluster.lose_worker, fault.worker_id, fault.for_s)
         return
@@ -88,9 +88,9 @@ def _plan_fault(fault: Fault, cluster: SimCluster, loop: EventLoop) -> None:
         loop.at(fault.at_s + fault.for_s, cluster.slow_link, fault.worker_id, 1.0)
 
 
-def _check_conservation(cluster: SimCluster, recorder: Recorder) -> None:
-    """Nothing is left: every request ended once, no block is held, every block is in one state."""
-    if cluster.active or recorder.ended != len(recorder.state):
+def _check_conservation(cluster: SimCluster, measurements: RunMeasurements) -> None:
+    """Checks that every request ended once, no block is held, and every block is in one state."""
+    if cluster.active or measurements.ended != len(measurements.state):
         raise InternalError(f"{cluster.active} simulated requests never ended")
     if failures := cluster.core.facts.failures:
         raise InternalError(f"observers failed in a simulation: {dict(failures)}")

@@ -1,6 +1,6 @@
-"""One worker: the engine's scheduler and block pool, turned by a step loop in virtual time.
+"""One worker: the engine's scheduler and block pool, driven by a step loop in virtual time.
 
-As in worker.leader, what comes in is taken up between two steps; a step lasts as long as the cost model says.
+As in worker.leader, incoming frames are handled between two steps. The cost model gives the duration of a step.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol, cast
 from planner.cost import CostModel, PrefillWork
 from planner.shared_host import BusyCores
 from planner.simulator.events import EventLoop
-from planner.simulator.links import Port
-from planner.simulator.recorder import IntervalHistogram
+from planner.simulator.links import SimPort
+from planner.simulator.measurements import IntervalHistogram
 from planner.simulator.scheduler import RepeatingScheduler, SimBlockPool
 from planner.simulator.sequence import SimSequence
 from planner.simulator.setup import PoolSetup, Setup
@@ -27,10 +27,10 @@ from tandem.config.spec import Role
 from tandem.errors import TandemError
 from tandem.scheduler.plan import ExportRange, StepPlan
 
-MAX_REPEATED_STEPS = 256  # a step's context is taken in the middle of those it stands for
+MAX_REPEATED_STEPS = 256  # they are costed with the context of the middle one
 
 
-class Load(NamedTuple):
+class SimLoad(NamedTuple):
     requests: int  # waiting, running, reserved or exported
     waiting_tokens: int
     available_blocks: int
@@ -38,7 +38,7 @@ class Load(NamedTuple):
 
 
 class WorkerHost(Protocol):
-    """Who hears of what a worker did."""
+    """Receives a worker's events. `room`: prompts were computed or blocks freed, so waiting requests may fit."""
 
     def first_token(self, worker: SimWorker, sequence: SimSequence) -> None: ...
     def finished(self, worker: SimWorker, sequence: SimSequence) -> None: ...
@@ -50,7 +50,7 @@ class WorkerHost(Protocol):
 
 @dataclass(slots=True, eq=False)
 class SimTicket:
-    """One handoff, from the decode worker's side: it joins when the blocks and the router's Join are there."""
+    """One handoff, seen from the decode worker. It joins once the blocks and the router's Join have arrived."""
 
     decode: SimWorker
     sequence: SimSequence
@@ -61,7 +61,7 @@ class SimTicket:
 
 
 class SimWorker:
-    """One life of a worker. `room` in `changed`: prompts were computed or blocks freed, so waiting requests may fit."""
+    """One epoch of a worker."""
 
     def __init__(
         self, key: WorkerKey, role: Role, pool: PoolSetup, setup: Setup, loop: EventLoop, host: WorkerHost,
@@ -79,9 +79,9 @@ class SimWorker:
         )
         self.cost: CostModel = pool.cost
         self.account = Account()
-        self.attached: dict[str, RequestRun] = {}  # whose messages reach the router, by wire id
-        self.tickets: dict[str, SimTicket] = {}  # of handoffs under way, on either side
-        self.egress, self.ingress = Port(), Port()
+        self.attached: dict[str, RequestRun] = {}  # requests whose events reach the router, by wire id
+        self.tickets: dict[str, SimTicket] = {}  # of handoffs in progress, on either side, by wire id
+        self.egress, self.ingress = SimPort(), SimPort()
         self.lost = False
         self.busy_s = 0.0
         self.sent_frames = 0
@@ -91,16 +91,16 @@ class SimWorker:
         self._loop, self._host, self._intervals = loop, host, intervals
         self._cores, self._ranks = cores, pool.tp
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._load: Load | None = None  # None: to be counted anew
+        self._load: SimLoad | None = None  # None: recount it
         self._total_blocks = self.blocks.counts().total
         self._stepping = False
-        self._repeat: tuple[float, float, int, int] | None = None  # start, step, steps, context: while steps repeat
-        self._generation = 0  # of the planned end of a step; an older one means nothing
+        self._repeat: tuple[float, float, int, int] | None = None  # start, step time, steps, context
+        self._generation = 0  # of the scheduled end of a step; ends of older ones are ignored
 
-    # --- what comes in -------------------------------------------------------------------------------------------
+    # --- incoming frames -------------------------------------------------------------------------------------------
 
     def receive(self, frame: int, handle: Callable[..., None], *args: object) -> None:
-        """`frame` is counted as the session's frames are; `handle` runs between two steps."""
+        """`frame`: its number in the router's session. `handle` runs between two steps."""
         self.notify(self._take_frame, frame, handle, args)
 
     def notify(self, handle: Callable[..., None], *args: object) -> None:
@@ -109,12 +109,12 @@ class SimWorker:
             return
         self._inbox.append((handle, args))
         if not self._stepping:
-            self._turn()
+            self._next_step()
         elif self._repeat is not None:
-            self._cut_short(self._repeat)
+            self._stop_repeating(self._repeat)
 
     def lose(self) -> None:
-        """What it had sent by now was sent."""
+        """Stops at once. Tokens sent before count as sent."""
         if self._repeat is not None:
             start_s, step_s, steps, _ = self._repeat
             done = min(steps - 1, int((self._loop.now_s() - start_s) / step_s))
@@ -130,15 +130,15 @@ class SimWorker:
         self._seen_frames = max(self._seen_frames, frame)
         handle(*args)
 
-    # --- its load ------------------------------------------------------------------------------------------------
+    # --- load ------------------------------------------------------------------------------------------------
 
-    def load(self) -> Load:
-        """Its report, which is as old as its last turn; it tells which frames have been taken up."""
+    def load(self) -> SimLoad:
+        """Its last report, made between two steps; the report acknowledges the frames handled so far."""
         if self.account.unreported_requests:
             self.account.acknowledge(self._seen_frames)
         if self._load is None:
             scheduler = self.scheduler
-            self._load = Load(
+            self._load = SimLoad(
                 len(scheduler.sequences), scheduler.waiting_tokens, scheduler.pool.available(), self._total_blocks
             )
         return self._load
@@ -153,16 +153,16 @@ class SimWorker:
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
-        """Takes up what came in and begins the next step, if there is anything to do."""
-        took = bool(self._inbox)
+    def _next_step(self) -> None:
+        """Handles what came in and begins the next step if there is work."""
+        had_frames = bool(self._inbox)
         while self._inbox:
             handle, args = self._inbox.popleft()
             handle(*args)
         self._load = None
         if self.scheduler.has_work:
             self._begin()
-        if took:
+        if had_frames:
             self._host.changed(self, room=False)
 
     def _begin(self) -> None:
@@ -173,7 +173,7 @@ class SimWorker:
         for sequence_id, error in plan.failed:
             self._host.failed(self, sequence_id, error)
         if not plan.chunks:
-            if self.scheduler.has_work:  # somebody gave way: the next plan has room
+            if self.scheduler.has_work:  # a request was preempted: the next plan has room
                 self._loop.at(self._loop.now_s(), self._resume)
             return
         now_s = self._loop.now_s()
@@ -192,7 +192,7 @@ class SimWorker:
 
     def _resume(self) -> None:
         if not self._stepping and not self.lost:
-            self._turn()
+            self._next_step()
 
     def _end(self, generation: int, plan: StepPlan, start_s: float) -> None:
         if generation != self._generation:
@@ -234,9 +234,9 @@ class SimWorker:
         self._load = None
         self._host.changed(self, room=room)
         if not self._stepping and not self.lost:
-            self._turn()
+            self._next_step()
 
-    # --- steps that repeat ---------------------------------------------------------------------------------------
+    # --- repeated steps ---------------------------------------------------------------------------------------
 
     def _begin_repeat(self, steps: int) -> None:
         now_s = self._loop.now_s()
@@ -248,8 +248,8 @@ class SimWorker:
         self._generation += 1
         self._loop.at(now_s + steps * step_s, self._end_repeat, self._generation, steps)
 
-    def _cut_short(self, repeat: tuple[float, float, int, int]) -> None:
-        """Something came in: the step it came in is the last."""
+    def _stop_repeating(self, repeat: tuple[float, float, int, int]) -> None:
+        """Ends the repetition after the current step: something came in."""
         start_s, step_s, steps, context = repeat
         done = max(1, math.ceil((self._loop.now_s() - start_s) / step_s))
         if done < steps:
@@ -264,18 +264,18 @@ class SimWorker:
         self._repeat, self._stepping = None, False
         end_s = start_s + steps * step_s
         self.busy_s += steps * step_s
-        took_part = self.scheduler.repeat(steps)
+        participants = self.scheduler.repeat(steps)
         ended = []
         seconds = 0.0
-        for sequence in took_part:
+        for sequence in participants:
             first_s = start_s + step_s - sequence.last_token_s
             self._intervals.add(first_s)
             seconds += end_s - sequence.last_token_s
             sequence.last_token_s = end_s
             if sequence.generated >= sequence.sampling.max_tokens:
                 ended.append(sequence)
-        self._intervals.add(step_s, (steps - 1) * len(took_part))
-        self._host.paced(self, len(took_part), steps * len(took_part), seconds)
+        self._intervals.add(step_s, (steps - 1) * len(participants))
+        self._host.paced(self, len(participants), steps * len(participants), seconds)
         for sequence in ended:
             self.scheduler.finish(sequence)
             self._host.finished(self, sequence)

@@ -1,5 +1,5 @@
-"""The dashboard's observer. Every fact costs O(1) and bounded memory; `router.dashboard.view` computes on demand what a
-viewer sees. Holds ids and numbers, never prompt text."""
+"""The dashboard's observer. Every fact costs O(1) in bounded memory; `router.dashboard.view` computes views on demand.
+Holds ids and numbers, never prompt text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ITL, _OUTPUT_TOKENS = int(Latency.ITL), int(Count.OUTPUT_TOKENS)
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where one request went, and why."""
+    """The placement of one request, with its reason."""
 
     at_unix_s: float
     request_id: str
@@ -32,7 +32,7 @@ class Decision:
     prefill_worker: str | None  # None: prefilled on the decode worker
     decode_worker: str
     prompt_tokens: int
-    cached_tokens: int  # by the prefix index, on whoever prefills
+    cached_tokens: int  # on the worker that prefills, by the prefix index
 
 
 class Feed:
@@ -92,7 +92,7 @@ class Feed:
         now.counts[_OUTPUT_TOKENS] += len(fact.gaps_s)
 
     def _handoff_seen(self, run: RequestRun, fact: act.HandoffSeen, now_s: float) -> None:
-        """The decode worker's report alone: the prefill worker's is about the same bytes."""
+        """Counts only the decode worker's report: the prefill worker reports the same bytes."""
         done = fact.report
         if not isinstance(done, worker_pb2.HandoffDone) or not done.HasField("received"):
             return
@@ -112,7 +112,7 @@ class Feed:
     def _requeued(self, run: RequestRun, fact: Requeued, now_s: float) -> None:
         if not fact.refused:
             worker = "" if run.decode is None else run.decode.worker_id
-            text = f"requests went back in line: {fact.cause.code.value.replace('_', ' ')}"
+            text = f"requests requeued: {fact.cause.code.value.replace('_', ' ')}"
             self.events.note(EventKind.MIGRATION, Severity.WARNING, worker, text)
 
     def _ended(self, run: RequestRun, fact: act.End, now_s: float) -> None:

@@ -19,8 +19,8 @@ from router.edge.oip import OipEdge
 from router.edge.openai.schema import MAX_MESSAGES
 from router.edge.tls import EdgeTls
 from router.edge.traces import TracesEdge
-from router.requests.answers import Submitted
-from router.requests.output import Final, OutToken, Piece
+from router.requests.answers import SubmittedRequest
+from router.requests.output import Final, OutToken, TextPiece
 from router.requests.request import MAX_CACHE_SALT_CHARS, Message, RawRequest, RawSampling
 from router.service import RouterService
 from tandem.config.spec import Role
@@ -151,13 +151,13 @@ def _sampling(given: pb.SamplingParams) -> RawSampling:
     )
 
 
-def _started(submitted: Submitted) -> pb.GenerateResponse:
+def _started(submitted: SubmittedRequest) -> pb.GenerateResponse:
     request = submitted.request
     started = pb.Started(request_id=request.request_id, model=submitted.model.name, prompt_tokens=request.prompt_tokens)
     return pb.GenerateResponse(started=started)
 
 
-def _chunk(piece: Piece) -> pb.GenerateResponse:
+def _chunk(piece: TextPiece) -> pb.GenerateResponse:
     """Filled in place, which takes a third of the time: there is one per token."""
     response = pb.GenerateResponse()
     chunk = response.chunk

@@ -11,7 +11,7 @@ from router.edge.limits.grpc import CallLimit
 from router.edge.oip_tensors import INPUTS, OUTPUTS, VERSION, InferRequest, parse_infer, response
 from router.edge.openai.format import text_of, tokens_of
 from router.request_ids import new_request_id
-from router.requests.output import Piece
+from router.requests.output import TextPiece
 from router.service import RouterService
 from router.terms import RequestTerms
 from tandem.errors import InputError, NotFound, TandemError
@@ -88,7 +88,9 @@ class OipEdge(GRPCInferenceServiceServicer):
             failed = oip.ModelInferResponse(model_name=request.model_name, id=request.id)
             yield oip.ModelStreamInferResponse(error_message=error.message, infer_response=failed)
 
-    async def _answer(self, parsed: InferRequest, terms: RequestTerms) -> AsyncIterator[tuple[list[Piece], str | None]]:
+    async def _answer(
+        self, parsed: InferRequest, terms: RequestTerms
+    ) -> AsyncIterator[tuple[list[TextPiece], str | None]]:
         """The pieces as they arrive, with the finish reason at the end."""
         answers = await self._service.submit_all([parsed.raw], 1, new_request_id(), terms)
         try:
@@ -118,6 +120,6 @@ def _metadata(name: str, datatype: str, shape: Iterable[int]) -> oip.ModelMetada
     return oip.ModelMetadataResponse.TensorMetadata(name=name, datatype=datatype, shape=shape)
 
 
-def _response(parsed: InferRequest, pieces: list[Piece], reason: str | None) -> oip.ModelInferResponse:
+def _response(parsed: InferRequest, pieces: list[TextPiece], reason: str | None) -> oip.ModelInferResponse:
     token_ids = [token.token_id for token in tokens_of(pieces)]
     return response(parsed, parsed.raw.model, text=text_of(pieces), token_ids=token_ids, reason=reason)

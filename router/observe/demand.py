@@ -1,5 +1,5 @@
-"""What clients ask of each model, and how well it went, counted for the autoscaler. Batch classes are left out: they
-take what the others leave, and nothing is sized for them."""
+"""Counts each model's demand and its service level for the autoscaler. Batch classes are left out: they use spare
+capacity, and pools are not sized for them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SLOW = (SloOutcome.MISSED_TPOT, SloOutcome.MISSED_BOTH)
 
 
 class DemandMeter:
-    """Every call costs O(1); `report` looks at what waits and at the fleet."""
+    """Every event costs O(1); `report` reads the queue and the fleet."""
 
     def __init__(self, classes: Sequence[ClassSpec]) -> None:
         self._classes = {each.name: each for each in classes if not each.batch}
         self._models: dict[str, trace_pb2.ModelDemand] = {}
-        self._life = secrets.randbits(62) + 1
+        self._epoch = secrets.randbits(62) + 1
 
     def subscribe(self, facts: Facts) -> None:
         facts.subscribe(Received, "demand", self._received)
@@ -73,7 +73,7 @@ class DemandMeter:
                 demand.prefill.CopyFrom(_mean([worker.estimates.pace() for worker in prefill]))
             if decode := fleet.ready(model, Role.DECODE):
                 demand.decode.CopyFrom(_mean([worker.estimates.pace() for worker in decode]))
-        return trace_pb2.RouterDemand(models=self._models.values(), life=self._life)
+        return trace_pb2.RouterDemand(models=self._models.values(), life=self._epoch)
 
     def _of(self, model: str) -> trace_pb2.ModelDemand:
         return self._models.setdefault(model, trace_pb2.ModelDemand(model=model))

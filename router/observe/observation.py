@@ -1,4 +1,4 @@
-"""Puts a router's metrics together: what it counts itself, its workers, cost, its own process."""
+"""Registers the metrics that are read at scrape time: workers, cost, process, build."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tandem.version import tandem_version
 
 
 class Observation:
-    """Everything in `registry` that is read at a scrape. `start` needs a running event loop."""
+    """The collectors in `registry` that are read at a scrape. `start` needs a running event loop."""
 
     def __init__(
         self, registry: CollectorRegistry, launch: RouterLaunch, fleet: Fleet, export: TraceExport | None, clock: Clock
@@ -40,7 +40,7 @@ class Observation:
         ProcessCollector(registry=registry)
 
     def set_directory(self, directory: cluster_pb2.Directory) -> None:
-        """Which workers there should be. A controller that does not say leaves those that are listed."""
+        """Updates the expected workers. If the controller sends no places, only listed workers count."""
         self._workers.places = parse_places(directory.places)
         self._autoscaler.counts = dict(directory.autoscaler_decisions)
         if self._cost is not None:
@@ -54,7 +54,7 @@ class Observation:
 
 
 class _AutoscalerCollector(Collector):
-    """`counts`: decisions by action, as the controller last said; empty: there is no autoscaler."""
+    """`counts`: decisions by action, from the controller's last report; empty: there is no autoscaler."""
 
     def __init__(self) -> None:
         self.counts: Mapping[str, int] = {}
@@ -64,7 +64,7 @@ class _AutoscalerCollector(Collector):
             return
         decisions = CounterMetricFamily(
             "tandem_autoscaler_decisions",
-            "Changes of the pools that the autoscaler decided on; every router shows the same.",
+            "Pool changes decided by the autoscaler; every router reports the same counts.",
             labels=("action",),
         )
         for action, count in self.counts.items():
@@ -78,12 +78,14 @@ class _RouterCollector(Collector):
         self._export = export
 
     def collect(self) -> Iterator[Metric]:
-        build = GaugeMetricFamily("tandem_build_info", "What runs here.", labels=("version", "python", "router"))
+        build = GaugeMetricFamily(
+            "tandem_build_info", "Versions of this router.", labels=("version", "python", "router")
+        )
         build.add_metric(self._labels, 1)
         yield build
         if self._export is None:
             return
-        traces = CounterMetricFamily("tandem_traces", "Sampled requests by what became of it.", labels=["outcome"])
+        traces = CounterMetricFamily("tandem_traces", "Sampled requests by export outcome.", labels=["outcome"])
         for outcome in ExportOutcome:
             traces.add_metric([outcome.value], self._export.outcomes[outcome])
         yield traces

@@ -1,4 +1,4 @@
-"""What requests show of their workers' pace, for `router.policies.estimates`."""
+"""Measures the pace of workers from requests, for `router.policies.estimates`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from router.requests.timeline import PACE_TOKENS
 
 
 class MeasuredFleet(Protocol):
-    """Workers with the estimates of their pace: the router's fleet, or the simulator's."""
+    """Workers with their pace estimates: the router's fleet or the simulator's."""
 
     @property
     def estimates(self) -> Estimates: ...
 
     def estimates_of(self, key: WorkerKey) -> WorkerEstimates | None:
-        """None: there is no such worker any more."""
+        """None: the worker has left."""
         ...
 
     def running_requests_of(self, key: WorkerKey) -> int: ...
@@ -39,7 +39,7 @@ class Paces:
         facts.subscribe(act.End, name, self._ended)
 
     def _first_token(self, run: RequestRun, fact: act.FirstToken, now_s: float) -> None:
-        """Of an answer: a continuation has another prompt."""
+        """Skips continuations: their prompt includes part of the answer."""
         if not fact.of_answer:
             return
         computed_tokens = max(1, run.request.prompt_tokens - run.cached_tokens)

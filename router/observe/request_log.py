@@ -1,4 +1,4 @@
-"""What a router logs about requests, and what a client's call gets to know of the requests it made."""
+"""Logs requests, and reports their ends to the calls that made them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class RequestLog:
         facts.subscribe(act.End, "calls", _end_call)
 
     def _requeued(self, run: RequestRun, fact: Requeued, now_s: float) -> None:
-        words = {"cause": str(fact.cause), "answer_tokens": str(run.answer_tokens)}
-        log.info("request goes back in line", extra=self._traces.of(run).names() | words)
+        fields = {"cause": str(fact.cause), "answer_tokens": str(run.answer_tokens)}
+        log.info("request requeued", extra=self._traces.of(run).names() | fields)
 
     def _ended(self, run: RequestRun, fact: act.End, now_s: float) -> None:
         if fact.error is not None and fact.error.code is ErrorCode.INTERNAL:
@@ -32,6 +32,6 @@ class RequestLog:
 
 
 def _end_call(run: RequestRun, fact: act.End, now_s: float) -> None:
-    """For the audit log and the rate limits."""
+    """Feeds the audit log and the rate limits."""
     if (call := run.terms.call) is not None:
         call.ended(fact.state, None if fact.error is None else fact.error.code, fact.usage.completion_tokens)

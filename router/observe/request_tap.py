@@ -1,8 +1,8 @@
-"""Requests as they end, for whoever records a trace: lengths, times, classes, and which blocks prompts share.
+"""Streams requests as they end to trace recordings: lengths, times, classes, and which blocks prompts share.
 
-No text and no token, and hashes under a salt of the recording's own, so that nobody can tell what a prompt was.
+It sends neither text nor tokens. Each recording salts the hashes, so they do not reveal prompts.
 
-Off until somebody listens; then bounded in listeners, in what waits for each of them, and in the hashes of one request.
+Without listeners it does nothing. It bounds the listeners, the queue of each, and the hashes of one request.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tandem.errors import InputError, OverloadedError
 from tandem.v1 import trace_pb2
 
 MAX_LISTENERS = 4
-MAX_WAITING = 1024  # requests that a listener has not taken; further ones are counted instead
-MAX_BLOCKS = 8192  # of one prompt: what comes after them counts as its own
+MAX_WAITING = 1024  # requests in a listener's queue; further ones are only counted
+MAX_BLOCKS = 8192  # of one prompt: later blocks count as unshared
 MIN_SALT_BYTES, MAX_SALT_BYTES = 16, 64
 _HASH_SHIFT = 2  # a trace's ids have 62 bits
 
 
-# What is told of a request, but for its hashes, and the blocks that they are of. Its prompt and answer are let go.
+# A request without its hashes, and the blocks to hash. Holds no reference to the prompt or the answer.
 _Ended = tuple[trace_pb2.LoggedRequest, Sequence[bytes]]
 
 
@@ -62,19 +62,19 @@ class RequestTap:
                 listener.waiting.put_nowait(_logged(run, received_unix_s))
 
     async def listen(self, salt: bytes, model: str) -> AsyncGenerator[trace_pb2.LoggedRequest, None]:
-        """Until it is closed. `model` empty: all. Raises InputError, OverloadedError."""
+        """Yields ended requests until closed. `model` empty: all models. Raises InputError, OverloadedError."""
         if not MIN_SALT_BYTES <= len(salt) <= MAX_SALT_BYTES:
             raise InputError(
                 f"salt: expected {MIN_SALT_BYTES} to {MAX_SALT_BYTES} bytes, got {len(salt)}", field="salt"
             )
         if len(self._listeners) >= MAX_LISTENERS:
-            raise OverloadedError(f"{MAX_LISTENERS} recordings are under way already: end one of them first")
+            raise OverloadedError(f"expected at most {MAX_LISTENERS} recordings at a time: stop one of them first")
         listener = _Listener(model)
         self._listeners.add(listener)
         try:
             while True:
                 logged, blocks = await listener.waiting.get()
-                # Not here: the hashes of a long prompt take milliseconds.
+                # In a thread: hashing a long prompt takes milliseconds.
                 logged.block_hashes.extend(await asyncio.to_thread(_hashes, blocks, salt))
                 logged.lost, listener.lost = listener.lost, 0
                 yield logged

@@ -1,7 +1,7 @@
-"""Where one request's time went: what the router saw itself, and the workers' reports laid on the router's clock.
+"""Request traces: the times the router measured, and the workers' reports converted to the router's clock.
 
-A worker reports offsets from the moment it took up Reserve or Prefill; its link knows how long ago that was
-(router.workers.clock_offset). Pure, but for the wall clock that people read.
+A worker reports offsets from the time it began Reserve or Prefill; its link computes how long ago that was
+(router.workers.clock_offset). Pure, except for the wall-clock time shown to users.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Stage(StrEnum):
     FIRST_TOKEN = "first_token"
     JOIN = "join"
     DECODE = "decode"
-    RETRY = "retry"  # a failed attempt, whole; only of `Trace.to_first_token`
+    RETRY = "retry"  # a whole failed attempt; only in `Trace.to_first_token`
 
 
-class Span(msgspec.Struct, frozen=True):  # several for every request: made faster than a frozen dataclass
-    """Seconds, on whatever clock the caller has."""
+class Span(msgspec.Struct, frozen=True):  # several per request: created faster than a frozen dataclass
+    """Seconds on the caller's clock."""
 
     stage: Stage
     start_s: float
@@ -64,7 +64,7 @@ class Span(msgspec.Struct, frozen=True):  # several for every request: made fast
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A worker's HandoffDone; its stages' zero is at `anchor_s` of the router's clock."""
+    """A worker's HandoffDone. `anchor_s`: zero of its stages on the router's clock."""
 
     done: worker_pb2.HandoffDone
     anchor_s: float
@@ -75,7 +75,7 @@ class Report:
 
 
 def received_spans(done: worker_pb2.HandoffDone) -> list[Span]:
-    """The decode worker's side, from Reserve on."""
+    """The decode worker's spans, from Reserve on."""
     stages = done.received
     spans = []
     if stages.HasField("first_piece_s") and stages.HasField("last_piece_s"):
@@ -88,7 +88,7 @@ def received_spans(done: worker_pb2.HandoffDone) -> list[Span]:
 
 
 def sent_spans(done: worker_pb2.HandoffDone) -> list[Span]:
-    """The prefill worker's side of the transfer, from Prefill on; nothing when it sent nothing."""
+    """The prefill worker's spans, from Prefill on; empty if it sent nothing."""
     stages = done.sent
     if stages.HasField("opened_s") and stages.HasField("linked_s"):
         return [Span(Stage.CONNECT, stages.opened_s, stages.linked_s)]
@@ -96,15 +96,14 @@ def sent_spans(done: worker_pb2.HandoffDone) -> list[Span]:
 
 
 def overlap_share(done: worker_pb2.HandoffDone) -> float | None:
-    """Of a prefill worker's report: the share of the bytes that the receiver had acknowledged when the last layer was
-    computed. None when nothing was sent."""
+    """Share of the bytes that the receiver had acknowledged when the prefill worker finished the last layer. None if
+    nothing was sent."""
     return done.sent.hidden_bytes / done.bytes if done.HasField("sent") and done.bytes else None
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an attempt ended. Of an exception itself the traceback would keep all that the request held, as long as the
-    trace is kept."""
+    """Why an attempt failed. The exception is not stored: its traceback would keep the whole request alive."""
 
     code: ErrorCode
     message: str
@@ -117,8 +116,8 @@ class Failure:
 
 @dataclass(slots=True)
 class Attempt:
-    """One try on a pair of workers. Times are the router's clock. `computing_s`, `sampled_s`: when whoever prefilled
-    began to compute the prompt and had its first token, by its own word; None: it did not say."""
+    """One attempt on a pair of workers. Times are on the router's clock. `computing_s`, `sampled_s`: when the worker
+    that prefilled began to compute the prompt and sampled the first token, by its report; None: not reported."""
 
     wire_id: str
     prefill_worker: str  # empty: prefilled on the decode worker
@@ -140,7 +139,7 @@ class Attempt:
         return None if self.reserved_s is None else Span(Stage.RESERVE, self.dispatched_s, self.reserved_s)
 
     def to_first_token(self) -> Iterator[Span]:
-        """One after the other without a gap, as far as it came; cut where clocks disagree by a frame's way."""
+        """Consecutive spans without gaps, as far as the attempt got. Clipped where clocks differ by a frame's delay."""
         yield Span(Stage.QUEUE, self.queued_s, self.dispatched_s)
         if reserve := self.reserve_span():
             yield reserve
@@ -164,13 +163,13 @@ class Attempt:
             yield Span(Stage.DECODE, decode_s, self.ended_s)
 
     def joined_at_s(self) -> float | None:
-        """When it joined the decode batch, by the decode worker's word: the frame that tells so is a step late."""
+        """When it joined the decode batch, by the decode worker's report: the report's frame arrives a step later."""
         if self.received is None:
             return None
         return self.received.anchor_s + self.received.done.received.joined_s
 
     def exposed_s(self) -> float | None:
-        """What the handoff added: last layer computed to joined."""
+        """The handoff's latency not hidden by computing: from the last layer to the join."""
         joined_s = self.joined_at_s()
         if joined_s is None or self.sent is None or not self.sent.done.sent.HasField("last_layer_s"):
             return None
@@ -179,8 +178,8 @@ class Attempt:
 
 @dataclass(slots=True)
 class Trace:
-    """One request. `received_unix_s` is the wall clock, for people; nothing is computed with it. `arrived_s`: when its
-    first byte was looked at; `received_s`: when it was parsed. `client_id`: what its client calls it, perhaps."""
+    """One request. `received_unix_s`: wall-clock time, for display only. `arrived_s`: when its first byte was read;
+    `received_s`: when it was parsed. `client_id`: the client's own id; may be empty."""
 
     request_id: str
     model: str
@@ -212,11 +211,11 @@ class Trace:
 
     @property
     def trace_id(self) -> str:
-        """Of W3C trace context; empty: it has none."""
+        """Trace id of the W3C trace context; empty: it has none."""
         return "" if self.context is None else self.context.trace_id
 
     def names(self) -> dict[str, str]:
-        """What logs call the request."""
+        """The request's ids, as log fields."""
         return {"request": self.request_id} | ({"trace_id": self.trace_id} if self.context is not None else {})
 
     @property
@@ -224,18 +223,18 @@ class Trace:
         return self.attempts[-1] if self.attempts else None
 
     def begin(self, wire_id: str, prefill_worker: str, decode_worker: str, now_s: float) -> None:
-        """Goes to these workers."""
+        """Begins an attempt on these workers."""
         last = self.last
         queued_s = self.received_s if last is None or last.ended_s is None else last.ended_s
         self.attempts.append(Attempt(wire_id, prefill_worker, decode_worker, queued_s, now_s))
 
     def failed(self, error: TandemError, now_s: float) -> None:
-        """The attempt there is, if there is one, is over. The first error is the one that counts."""
+        """Ends the current attempt, if any, with `error`. Later errors are ignored."""
         if (last := self.last) is not None and last.ended_s is None:
             last.failure, last.ended_s = Failure.of(error), now_s
 
     def to_first_token(self) -> Iterator[Span]:
-        """Of a request that has its first token: all that passed since it was received, without a gap."""
+        """Consecutive spans from receipt to the first token, without gaps. For a request that has its first token."""
         for attempt in self.attempts:
             if attempt.first_token_s is not None:
                 yield from attempt.to_first_token()
@@ -245,7 +244,7 @@ class Trace:
                 yield Span(Stage.RETRY, attempt.dispatched_s, attempt.ended_s)
 
     def report(self, done: worker_pb2.HandoffDone, anchor_s: float) -> Attempt | None:
-        """A worker's word about an attempt, perhaps after the request's end. Returns the attempt."""
+        """Adds a worker's report to its attempt, possibly after the request's end. Returns the attempt."""
         attempt = self.attempt(done.request_id)
         if attempt is not None and done.HasField("received"):
             attempt.received = Report(done, max(anchor_s, attempt.dispatched_s))
@@ -276,7 +275,7 @@ class Trace:
             total_s=0.0 if self.ended_s is None else self.ended_s - self.received_s,
             attempts=[_attempt(attempt, self.received_s) for attempt in self.attempts],
         )
-        if first_token_s:  # of a request that moved on after its first token, the one the client waited for
+        if first_token_s:  # the answer's, also if a later attempt continued it
             wire.first_token_s = first_token_s[0] - self.received_s
         return wire
 
@@ -309,15 +308,15 @@ def _attempt(attempt: Attempt, zero_s: float) -> trace_pb2.Attempt:
 
 
 class TraceStore:
-    """The last requests that ended, by their id and by what their clients call them."""
+    """The last requests that ended, by id and by client id."""
 
     def __init__(self, limit: int = MAX_TRACES) -> None:
         self._limit = limit
         self._traces: OrderedDict[str, Trace] = OrderedDict()
-        self._by_client: dict[str, Trace] = {}  # the last of that name
+        self._by_client: dict[str, Trace] = {}  # the latest with that id
 
     def add(self, trace: Trace) -> None:
-        """Requests that no worker ever saw are left out: a flood of refusals must not push the others out."""
+        """Stores a trace. Skips rejected requests without an attempt: a flood of them would evict the others."""
         if trace.state is RequestState.REJECTED and not trace.attempts:
             return
         self._traces[trace.request_id] = trace
@@ -329,8 +328,8 @@ class TraceStore:
                 del self._by_client[oldest.client_id]
 
     def get(self, request_id: str) -> Trace:
-        """By the bare id, that of an OpenAI answer (`chatcmpl-…`, `cmpl-…`, `resp_…`; of several answers the first), or
-        the `x-request-id` that its client sent. Raises NotFound."""
+        """Finds a trace by request id, by OpenAI answer id (`chatcmpl-…`, `cmpl-…`, `resp_…`; the first of several
+        answers), or by the client's `x-request-id`. Raises NotFound."""
         bare = _ANSWER_ID.sub("", request_id)
         trace = self._traces.get(bare) or self._traces.get(f"{bare}-0") or self._by_client.get(request_id)
         if trace is None:
@@ -342,13 +341,13 @@ class TraceStore:
         return trace
 
     def latest(self, number: int) -> list[Trace]:
-        """The last to end first."""
+        """The latest traces, newest first."""
         return list(islice(reversed(self._traces.values()), number or DEFAULT_LISTED))
 
 
 class Traces:
-    """Keeps the trace of every request under way, and hands it to `store` when the request ends. The first observer to
-    subscribe: others read what it noted."""
+    """Traces every active request and adds it to `store` at the end. It subscribes first: other observers read its
+    traces."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.store = TraceStore()
@@ -367,15 +366,15 @@ class Traces:
         facts.subscribe(act.End, name, self._ended)
 
     def subscribe_last(self, facts: Facts) -> None:
-        """After all observers that read a trace at the end of its request."""
+        """Call this after all observers that read a trace at the request's end have subscribed."""
         facts.subscribe(act.End, "traces", self._store)
 
     def of(self, run: RequestRun) -> Trace:
-        """Of a request under way, or of one that ended lately. Raises NotFound."""
+        """The trace of an active or recently ended request. Raises NotFound."""
         return self._live.get(run) or self.store.get(run.request.request_id)
 
     def attempt(self, run: RequestRun) -> Attempt | None:
-        """The latest one."""
+        """The latest attempt."""
         return self.of(run).last
 
     def reported(self, run: RequestRun, wire_id: str) -> Attempt | None:

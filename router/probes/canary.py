@@ -1,7 +1,7 @@
-"""Canaries: tiny requests of the router's own, sent to chosen workers along the path that clients' requests take.
+"""Canaries: tiny requests that the router sends to chosen workers on the path of clients' requests.
 
-Canaries do not wait in the queue, are not charged to workers, do not show in the metrics of clients' requests, and
-do not continue on other workers.
+Canaries are not queued, not charged to workers, not counted in the metrics of clients' requests, and not retried on
+other workers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tandem.errors import WorkerLost
 from tandem.request import SamplingParams
 
 CANARY_ID_PREFIX = "canary-"
-PROMPT = (0,)  # a token that every model has; less than a block, so never found in a cache
-ANSWER_TOKENS = 2  # the first is the prefill worker's, the second comes after the handoff
+PROMPT = (0,)  # a token of every model; less than a block, so never cached
+ANSWER_TOKENS = 2  # the prefill worker samples the first, the decode worker the second
 
 
-class _NoText:
+class _EmptyDecoder:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return ""
 
@@ -38,7 +38,7 @@ class _NoText:
 
 
 class Canary:
-    """One canary: a run of its own on the links. `on_end` is called exactly once."""
+    """One canary with its own run on the links. Calls `on_end` exactly once."""
 
     def __init__(
         self, model: str, fleet: Fleet, clock: Clock, timeout_s: float, on_end: Callable[[CanaryResult], None]
@@ -55,8 +55,8 @@ class Canary:
             block_hashes=(),
             block_tokens=1,
         )
-        terms = RequestTerms(priority="")  # it never waits
-        assembler = OutputAssembler(_NoText(), PROMPT, (), frozenset())
+        terms = RequestTerms(priority="")  # it is not queued
+        assembler = OutputAssembler(_EmptyDecoder(), PROMPT, (), frozenset())
         self._run = RequestRun(request, assembler, terms, clock.now_s(), max_migrations=0)
         self._carried = Carried(self._run, request, None, self, fleet.link, clock)
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self.cancel)
@@ -66,10 +66,10 @@ class Canary:
             self.on(self._run, event)
 
     def cancel(self) -> None:
-        """It ends as failed."""
+        """Ends the canary as failed."""
         self.on(self._run, Cancelled())
 
-    # ---- what happens to its run (a router.requests.carried.EventSink)
+    # ---- as router.requests.carried.EventSink
 
     def on(self, run: RequestRun, event: Event) -> None:
         self.perform(run, run.on(event, self._clock.now_s()))
@@ -98,4 +98,4 @@ class Canary:
                 failed = CanaryResult.REFUSED if self._was_refused else CanaryResult.FAILED
                 self._on_end(failed if final is None else CanaryResult.PASSED)
             case _:
-                pass  # its answer is not read and its facts are not observed
+                pass  # nothing reads its answer or its facts

@@ -1,4 +1,4 @@
-"""What requests show of their workers' health."""
+"""Derives the health of workers from requests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from router.requests.placer import Placer
 from router.requests.run import RequestRun
 from router.workers.fleet import Fleet
 
-LATENCY_TOKENS = 64  # prefill latency is that of 64 tokens; of a shorter prompt it is the whole
-LEAST_TOKENS = 8  # a shorter answer says nothing about the time per token
+LATENCY_TOKENS = 64  # prefill latency is scaled to 64 tokens; a shorter prompt's is taken whole
+LEAST_TOKENS = 8  # shorter answers are too few tokens to measure the time per token
 
 
 class HealthFacts:
@@ -24,7 +24,7 @@ class HealthFacts:
         facts.subscribe(act.End, "health", self._ended)
 
     def _first_token(self, run: RequestRun, fact: act.FirstToken, now_s: float) -> None:
-        """The latency of a prefill worker: since it was given the prompt, or was done with the one before."""
+        """Prefill latency counts from the later of the prompt's dispatch and the end of the previous prompt."""
         worker = self._fleet.find(fact.worker)
         if run.prefill is None or run not in self._placer or worker is None:
             return

@@ -1,6 +1,6 @@
-"""Watches the workers while there is something to watch, and executes what `router.workers.health` decides.
+"""Monitors workers that have requests or are unhealthy, and executes the decisions of `router.workers.health`.
 
-No timer runs while no worker has anything of ours to do and all are well.
+No timer runs while no worker has a request of this router and all workers are healthy.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tandem.config.spec import Role
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-LATE_S = 0.5  # a look that comes later than this says nothing about the workers
+LATE_TICK_S = 0.5  # a tick later than this says nothing about the workers: the router was busy
 
 
 class HealthWatch:
-    """On the event loop's thread. `on_change` is called when another set of workers may take requests."""
+    """Runs on the event loop's thread. Calls `on_change` when a different set of workers may take requests."""
 
     def __init__(
         self, fleet: Fleet, metrics: HealthMetrics, clock: Clock, stall_s: float, on_change: Callable[[], None]
@@ -41,10 +41,10 @@ class HealthWatch:
         self._closed = False
 
     def wake(self) -> None:
-        """There is something to watch."""
+        """Starts the timer: a worker has requests or is unhealthy."""
         if self._timer is None and not self._closed:
             self._due_s = self._clock.now_s() + TICK_S
-            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._look)
+            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def close(self) -> None:
         self._closed = True
@@ -53,12 +53,12 @@ class HealthWatch:
         for canary in list(self._canaries):
             canary.cancel()
 
-    def _look(self) -> None:
+    def _tick(self) -> None:
         self._timer = None
         now_s = self._clock.now_s()
         busy = [worker for worker in self._fleet.workers() if worker.link.ready and not worker.link.idle]
         late_s = now_s - self._due_s
-        if late_s > LATE_S:  # what the workers said meanwhile is still unread
+        if late_s > LATE_TICK_S:  # frames that arrived meanwhile are still unread
             for each in busy:
                 each.link.progress.excuse(late_s)
         board, changes = self._fleet.health, self._fleet.health.changes
@@ -66,7 +66,7 @@ class HealthWatch:
             worker = self._fleet.worker(action.key.worker_id, action.key.epoch)
             match action:
                 case MigrateRequests(silent_s=silent_s) if worker is not None:
-                    self._move(worker, silent_s)
+                    self._fail_stuck(worker, silent_s)
                 case SendCanary():
                     self._send_canary(action.key, worker)
         if board.changes != changes:
@@ -81,10 +81,10 @@ class HealthWatch:
             return None
         return Silence(worker.key, silent_s, progress.limit_s(self._stall_s, worker.account.prefill_tokens))
 
-    def _move(self, worker: Worker, silent_s: float) -> None:
-        words = {"worker": worker.key.worker_id, "silent_s": round(silent_s, 3)}
-        log.warning("worker is stuck: its requests go on elsewhere", extra=words)
-        worker.link.give_up(f"no progress for {silent_s:.1f} s")
+    def _fail_stuck(self, worker: Worker, silent_s: float) -> None:
+        fields = {"worker": worker.key.worker_id, "silent_s": round(silent_s, 3)}
+        log.warning("worker is stuck: its requests migrate", extra=fields)
+        worker.link.fail_requests(f"no progress for {silent_s:.1f} s")
 
     def _send_canary(self, key: WorkerKey, worker: Worker | None) -> None:
         path = None if worker is None else self._path(worker)
@@ -102,7 +102,7 @@ class HealthWatch:
         canary.start(*path)
 
     def _path(self, worker: Worker) -> tuple[Worker, Worker | None] | None:
-        """Through this worker, and a healthy one of the other role."""
+        """Returns (decode, prefill): this worker and a healthy one of the other role."""
         model, health = worker.link.info.model, self._fleet.health
         role = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
         others = [other for other in self._fleet.ready(model, role) if health.state(other.key) is HealthState.HEALTHY]
@@ -118,4 +118,4 @@ class HealthWatch:
         board, changes = self._fleet.health, self._fleet.health.changes
         board.canary_ended(key, self._clock.now_s(), passed=passed)
         if board.changes != changes:
-            asyncio.get_running_loop().call_soon(self._on_change)  # we may be inside the handling of a frame
+            asyncio.get_running_loop().call_soon(self._on_change)  # this may run while a frame is handled

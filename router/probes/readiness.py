@@ -1,4 +1,4 @@
-"""Ready means: since the model's decode workers came, a canary went the whole way. Asked once, not at every probe."""
+"""A model is ready once a canary has passed since its decode workers appeared. Readiness probes send no canaries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RETRY_S = 1.0
 
 
 class Readiness:
-    """`on_change` is called when the answer for a model has changed by a canary."""
+    """Calls `on_change` when a canary has made a model ready."""
 
     def __init__(
         self, fleet: Fleet, models: Iterable[str], metrics: HealthMetrics, clock: Clock, on_change: Callable[[], None]
@@ -32,14 +32,14 @@ class Readiness:
         self._passed: set[str] = set()
         self._running: dict[str, Canary] = {}
         self._retry: asyncio.TimerHandle | None = None
-        self._tries: dict[str, int] = {}  # in vain, since the model's workers came
+        self._tries: dict[str, int] = {}  # canaries sent since the model's workers appeared
         self._closed = False
 
     def is_ready(self, model: str) -> bool:
         return model in self._passed and bool(self._fleet.ready(model, Role.DECODE))
 
     def update(self) -> None:
-        """The fleet has changed."""
+        """Call this when the fleet has changed."""
         if self._closed:
             return
         for model in self._models:
@@ -57,7 +57,7 @@ class Readiness:
             canary.cancel()
 
     def _send(self, model: str) -> None:
-        """First with a handoff where one is possible, then with local prefill; other workers each time."""
+        """Tries a handoff if possible, then local prefill, then the next workers."""
         pair, is_local = divmod(self._tries.get(model, 0), 2)
         decodes = self._fleet.ready(model, Role.DECODE)
         decode = decodes[pair % len(decodes)]
@@ -77,7 +77,7 @@ class Readiness:
             self._passed.add(model)
             self._on_change()
         elif self._retry is None:
-            log.warning("the readiness canary did not pass", extra={"model": model, "result": result.value})
+            log.warning("readiness canary failed", extra={"model": model, "result": result.value})
             self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
 
     def _try_again(self) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from router.prefix_index.mirror import WorkerKey
 from router.requests.events import ScoredToken, Token
-from router.requests.output import Final, Piece, Usage
+from router.requests.output import Final, TextPiece, Usage
 from tandem.errors import TandemError
 from tandem.request import RequestState
 
@@ -201,4 +201,4 @@ class End(Fact, frozen=True):
     error: TandemError | None = None
 
 
-Action = Frame | Piece | EmitPromptScores | ChooseDecode | Requeue | Fact
+Action = Frame | TextPiece | EmitPromptScores | ChooseDecode | Requeue | Fact

@@ -1,4 +1,4 @@
-"""Several answers to one client request (choices, prompts), read as one stream. One is the common case."""
+"""Reads the answers to one client request (choices, prompts) as one stream. Most requests have one answer."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ from dataclasses import dataclass
 
 import msgspec
 
-from router.requests.output import Final, Piece, ResponseStream, Usage
+from router.requests.output import Final, ResponseStream, TextPiece, Usage
 from router.requests.request import ServingModel, ValidRequest
 from tandem.errors import TandemError
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
+class SubmittedRequest:
     request: ValidRequest
     model: ServingModel
     stream: ResponseStream
 
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):
-    """What came of the answer `index`; `final` set: it was the last."""
+    """New pieces of answer `index`; `final` is set with the last."""
 
     index: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[TextPiece]
     final: Final | None
 
 
 class Answers:
-    """Args: `submitted` holds `choices` answers for each prompt, prompt by prompt."""
+    """`submitted`: `choices` answers for each prompt, prompt by prompt."""
 
-    def __init__(self, request_id: str, submitted: Sequence[Submitted], choices: int) -> None:
+    def __init__(self, request_id: str, submitted: Sequence[SubmittedRequest], choices: int) -> None:
         self.request_id = request_id
         self.submitted = submitted
         self.model = submitted[0].model
         self._choices = choices
         self._finals: list[Final | None] = [None] * len(submitted)
         self._waiting = list(range(len(submitted)))  # answers that have not ended
-        self.has_failed = False  # behind what was taken waits an error
+        self.has_failed = False  # an error follows the pieces taken
 
     @property
     def ended(self) -> bool:
-        """Everything was taken, of every answer."""
+        """All output of all answers was taken."""
         return not self._waiting
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """Calls `wake` from now on when something has come of any answer."""
+        """Calls `wake` on every change of any answer from now on."""
         for each in self.submitted:
             each.stream.wake_with(wake)
 
     def take(self) -> list[Arrival]:
-        """What has come since the last call. Raises the TandemError of the first answer that fails, and cancels the
-        rest."""
+        """Returns the output since the last call. If an answer failed, cancels the others and raises its
+        TandemError."""
         arrivals: list[Arrival] = []
         has_final = False
         try:
@@ -75,7 +75,7 @@ class Answers:
         return arrivals
 
     async def next(self) -> list[Arrival]:
-        """Waits for what comes next, which is at least one arrival while they have not `ended`. Raises as `take`."""
+        """Waits for output: at least one arrival. Call it only before `ended`. Raises as `take`."""
         wake = asyncio.Event()
         self.wake_with(wake.set)
         while not (arrivals := self.take()):
@@ -84,12 +84,12 @@ class Answers:
         return arrivals
 
     def cancel(self) -> None:
-        """The reader wants no more. Idempotent."""
+        """Cancels all answers. Idempotent."""
         for each in self.submitted:
             each.stream.cancel()
 
     def usage(self) -> Usage:
-        """Of all answers; a prompt counts once, however many choices it has."""
+        """Usage of all answers; a prompt counts once for all its choices."""
         prompts = [final.usage for final in self._finals[:: self._choices] if final is not None]
         return Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in prompts),

@@ -76,7 +76,7 @@ class Carried:
         if frame.cancel:
             link.cancel(frame.wire_id)
         if frame.may_report:
-            link.detach_but_report(frame.wire_id)
+            link.detach_awaiting_report(frame.wire_id)
         else:
             link.detach(frame.wire_id)
 

@@ -19,7 +19,7 @@ from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.facts import Facts, Placed, Received, Requeued, Waited
-from router.requests.output import Piece
+from router.requests.output import TextPiece
 from router.requests.placer import FleetView, Placer, PrefixIndex
 from router.requests.recording import Recorder
 from router.requests.run import RequestRun
@@ -37,7 +37,7 @@ class Carrier(Protocol):
         """Queues a frame for a worker. Returns its number in the worker's session; None: there is no link."""
         ...
 
-    def emit(self, run: RequestRun, output: Piece | act.EmitPromptScores) -> bool:
+    def emit(self, run: RequestRun, output: TextPiece | act.EmitPromptScores) -> bool:
         """Gives the client a part of the answer. False: it has left too much unread."""
         ...
 
@@ -131,7 +131,7 @@ class RequestCore:
             run.is_performing = False
 
     def _perform(self, run: RequestRun, action: act.Action) -> None:
-        if isinstance(action, (Piece, act.EmitPromptScores)):
+        if isinstance(action, (TextPiece, act.EmitPromptScores)):
             if not self._carrier.emit(run, action):
                 self.on(run, ev.ReaderBehind())
         elif isinstance(action, act.Frame):

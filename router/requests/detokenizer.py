@@ -1,4 +1,4 @@
-"""Tokens to text, as they come. Never splits a character, never lets out the beginning of a stop string. Pure."""
+"""Turns tokens into text as they arrive. Never splits a character or returns the start of a stop string. Pure."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import dataclass
 from typing import Protocol
 
 PROMPT_TAIL_TOKENS = 5  # context for decoders that treat a text's first token differently (leading spaces)
-MAX_PENDING_TOKENS = 8  # a character takes at most 4 byte tokens; more that end in U+FFFD are not UTF-8
+MAX_PENDING_TOKENS = 8  # a character has at most 4 byte tokens; a longer run that ends in U+FFFD is not UTF-8
 _INCOMPLETE = "\ufffd"
 _TAIL_TOKENS = 3  # an incomplete character at the end takes at most 3 byte tokens
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
 
     def fixed_text(self, token_id: int) -> str | None:
-        """What the token adds to any text; None where that depends on its neighbours."""
+        """Returns the token's text; None if it depends on neighbouring tokens."""
         ...
 
 
 class Detokenizer:
-    """Text of a growing token sequence. Where a token's text depends on its neighbours, decodes a short window twice:
-    what is new is what the longer text has more than the shorter, so that context-dependent decoders come out right."""
+    """Text of a growing token sequence. If a token's text depends on its neighbours, it decodes a short window with and
+    without the token. The difference is the new text."""
 
-    def __init__(self, decoder: Decoder, prompt: Sequence[int]) -> None:
+    def __init__(self, decoder: TokenDecoder, prompt: Sequence[int]) -> None:
         self._decoder = decoder
         self._ids = list(prompt[-PROMPT_TAIL_TOKENS:])
-        self._shown = len(self._ids)  # tokens whose text is out
+        self._shown = len(self._ids)  # tokens whose text was returned
         self._shown_text = self._text(len(self._ids))
 
     def push(self, token_id: int) -> str:
-        """The characters that `token_id` completes; often one token's, sometimes none."""
+        """Returns the characters that `token_id` completes; may be empty."""
         if self._shown == len(self._ids) and (fixed := self._decoder.fixed_text(token_id)) is not None:
             self._ids, self._shown, self._shown_text = [token_id], 1, fixed
             return fixed
@@ -44,11 +44,11 @@ class Detokenizer:
         return self._show(len(self._ids), text)
 
     def flush(self) -> str:
-        """What is left at the end, with U+FFFD for characters that never became complete."""
+        """Returns the rest at the end, with U+FFFD for incomplete characters."""
         return self._show(len(self._ids), self._text(len(self._ids)))
 
     def _show_broken(self, text: str) -> str:
-        """Lets out as much as later tokens cannot change."""
+        """Returns the text that later tokens cannot change."""
         for end in range(len(self._ids) - _TAIL_TOKENS, self._shown, -1):
             shorter = self._text(end)
             if text.startswith(shorter):
@@ -57,7 +57,7 @@ class Detokenizer:
 
     def _show(self, end: int, text: str) -> str:
         new = text[len(self._shown_text) :]
-        # The tokens shown just now become the context of the next.
+        # The tokens just returned become the context of the next.
         self._ids = self._ids[self._shown :] if end > self._shown else self._ids
         self._shown = end - self._shown if end > self._shown else self._shown
         self._shown_text = self._text(self._shown)
@@ -74,7 +74,7 @@ class StopResult:
 
 
 class StopStrings:
-    """Lets text through up to the first stop string, and holds back what may become one."""
+    """Returns text up to the first stop string, and holds back a possible start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -98,7 +98,7 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`, less than the whole of it."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-size:]):
             return size

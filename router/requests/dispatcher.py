@@ -13,7 +13,7 @@ from router.requests import events as ev
 from router.requests.carried import Carried
 from router.requests.core import RequestCore
 from router.requests.facts import Facts
-from router.requests.output import OutputAssembler, Piece, ResponseStream
+from router.requests.output import OutputAssembler, ResponseStream, TextPiece
 from router.requests.recording import Recorder
 from router.requests.request import ServingModel, ValidRequest
 from router.requests.run import RequestRun
@@ -133,11 +133,11 @@ class Dispatcher:
     def send(self, run: RequestRun, frame: act.Frame) -> int | None:
         return self._carried[run].send(frame)
 
-    def emit(self, run: RequestRun, output: Piece | act.EmitPromptScores) -> bool:
+    def emit(self, run: RequestRun, output: TextPiece | act.EmitPromptScores) -> bool:
         stream = self._carried[run].stream
         if stream is None:
             return True
-        if isinstance(output, Piece):
+        if isinstance(output, TextPiece):
             return stream.put(output)
         stream.prompt_scores = tuple(output.tokens)  # type: ignore[arg-type]  # as `Carried.on_prompt_scores` got them
         return True

@@ -1,4 +1,4 @@
-"""What a request has to say to its client: pieces of text with their tokens, then one end."""
+"""A request's output for its client: pieces of text with their tokens, then one end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from router.requests.detokenizer import Decoder, Detokenizer, StopStrings
+from router.requests.detokenizer import Detokenizer, StopStrings, TokenDecoder
 from tandem.engine.api import TokenLogprob
 from tandem.errors import TandemError
 from tandem.request import FinishReason
@@ -17,8 +17,8 @@ from tandem.v1 import inference_pb2, worker_pb2
 MAX_UNREAD_PIECES = 1024
 
 
-class OutToken(msgspec.Struct, frozen=True, gc=False):  # made for every token: far faster than a frozen dataclass
-    """One generated token. `logprob` None: not asked for. `is_stop`: a stop token, which has no text."""
+class OutToken(msgspec.Struct, frozen=True, gc=False):  # one per token: created much faster than a frozen dataclass
+    """One generated token. `logprob` None: not requested. `is_stop`: a stop token, which has no text."""
 
     token_id: int
     logprob: float | None
@@ -26,8 +26,8 @@ class OutToken(msgspec.Struct, frozen=True, gc=False):  # made for every token: 
     is_stop: bool
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
-    """`text` may be empty while a character is incomplete or a stop string may be forming."""
+class TextPiece(msgspec.Struct, frozen=True, gc=False):
+    """`text` may be empty: a character is incomplete, or a stop string may have begun."""
 
     text: str
     tokens: tuple[OutToken, ...]
@@ -42,7 +42,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Where a request's time went. See tandem.v1.Timeline."""
+    """The time a request spent in each phase. See tandem.v1.Timeline."""
 
     queue_s: float
     prefill_s: float
@@ -66,35 +66,35 @@ class Final:
 
 
 class OutputAssembler:
-    """Tokens of one request to pieces. Pure."""
+    """Turns the tokens of one request into pieces. Pure."""
 
     def __init__(
-        self, decoder: Decoder, prompt: Sequence[int], stop: Sequence[str], stop_token_ids: frozenset[int]
+        self, decoder: TokenDecoder, prompt: Sequence[int], stop: Sequence[str], stop_token_ids: frozenset[int]
     ) -> None:
         self._detokenizer = Detokenizer(decoder, prompt)
         self._stops = StopStrings(stop)
         self._has_stops = bool(stop)
         self._stop_token_ids = stop_token_ids
-        self.stopped = False  # a stop string is complete
+        self.stopped = False  # a stop string was found
 
-    def push(self, message: worker_pb2.StepToken) -> Piece:
+    def push(self, message: worker_pb2.StepToken) -> TextPiece:
         token_id = message.token_id
         is_stop = token_id in self._stop_token_ids
         token = _scored(message, is_stop) if message.HasField("logprobs") else OutToken(token_id, None, (), is_stop)
         if is_stop:
-            return Piece("", (token,))
+            return TextPiece("", (token,))
         text = self._detokenizer.push(token_id)
         if self._has_stops:
             result = self._stops.push(text)
             text, self.stopped = result.text, result.stopped
-        return Piece(text, (token,))
+        return TextPiece(text, (token,))
 
-    def flush(self) -> Piece | None:
-        """What was held back, at an end that is no stop string."""
+    def flush(self) -> TextPiece | None:
+        """Returns the text held back, if the answer ends without a stop string."""
         result = self._stops.push(self._detokenizer.flush())
         self.stopped = result.stopped
         text = result.text + self._stops.flush()
-        return Piece(text, ()) if text else None
+        return TextPiece(text, ()) if text else None
 
 
 def _scored(message: worker_pb2.StepToken, is_stop: bool) -> OutToken:
@@ -103,27 +103,27 @@ def _scored(message: worker_pb2.StepToken, is_stop: bool) -> OutToken:
 
 
 class ResponseStream:
-    """From a request to the one reader at the edge. Bounded: a reader that stays away ends its request.
+    """Carries output from a request to its one reader at the edge. Bounded: a slow reader ends its request.
 
-    `prompt_scores`: logprobs of the prompt from its second token on, when asked for; there before the first piece.
+    `prompt_scores`: logprobs of the prompt from its second token on, if requested; set before the first piece.
     """
 
     def __init__(self, request_id: str, on_cancel: Callable[[], None]) -> None:
         self.request_id = request_id
         self.final: Final | None = None
         self.prompt_scores: tuple[inference_pb2.TokenLogprobs, ...] = ()
-        self._on_cancel: Callable[[], None] | None = on_cancel  # until the end: it leads back to us
-        self._pieces: list[Piece] = []
-        self._error: TandemError | None = None  # until it is raised: its traceback leads back to us
-        self._waiting: asyncio.Future[None] | None = None  # of `next`
-        self._wakes: Callable[[], None] | None = None  # another than `next`
+        self._on_cancel: Callable[[], None] | None = on_cancel  # None after the end: it would be a reference cycle
+        self._pieces: list[TextPiece] = []
+        self._error: TandemError | None = None  # None once raised: its traceback would be a reference cycle
+        self._waiting: asyncio.Future[None] | None = None  # `next` awaits it
+        self._wakes: Callable[[], None] | None = None  # replaces `next`
 
     def wake_with(self, wake: Callable[[], None]) -> None:
-        """Calls `wake` from now on when something has come: one reader can then wait for several streams."""
+        """Calls `wake` on every change from now on, so that one reader can wait for several streams."""
         self._wakes = wake
 
-    def take(self) -> list[Piece]:
-        """What has come since the last call. Raises the TandemError that ended the request, once, after all else."""
+    def take(self) -> list[TextPiece]:
+        """Returns the pieces since the last call. After them, raises the TandemError that ended the request, once."""
         if self._pieces:
             pieces, self._pieces = self._pieces, []
             return pieces
@@ -132,16 +132,16 @@ class ResponseStream:
             try:
                 raise error
             finally:
-                del error  # its traceback has this frame: all that the request held would wait for the collector
+                del error  # its traceback holds this frame: a reference cycle
         return []
 
     @property
     def has_failed(self) -> bool:
-        """`take` will raise when it has given out all else."""
+        """`take` raises after it has returned the remaining pieces."""
         return self._error is not None
 
-    def put(self, piece: Piece) -> bool:
-        """False when the reader has left too much unread."""
+    def put(self, piece: TextPiece) -> bool:
+        """Returns False if more than `MAX_UNREAD_PIECES` are unread."""
         self._pieces.append(piece)
         self._wake()
         return len(self._pieces) <= MAX_UNREAD_PIECES
@@ -155,12 +155,12 @@ class ResponseStream:
         self._wake()
 
     def cancel(self) -> None:
-        """The reader wants no more. Idempotent; nothing happens after the end."""
+        """Cancels the request. Idempotent; no effect after the end."""
         if self._on_cancel is not None:
             self._on_cancel()
 
-    async def next(self) -> list[Piece]:
-        """Waits for what comes next, and takes all there is; empty: it was the end. Raises as `take`. One reader."""
+    async def next(self) -> list[TextPiece]:
+        """Waits for pieces and takes all of them; empty: the end. Raises as `take`. For one reader."""
         while not (pieces := self.take()) and self._on_cancel is not None:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
@@ -172,7 +172,7 @@ class ResponseStream:
         elif self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
-        """All pieces there are, each time; ends after the last. Raises the TandemError that ended the request."""
+    async def __aiter__(self) -> AsyncIterator[list[TextPiece]]:
+        """Yields all pieces available each time. Raises the TandemError that ended the request."""
         while pieces := await self.next():
             yield pieces

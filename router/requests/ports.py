@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from router.requests.output import Piece
+from router.requests.output import TextPiece
 from tandem.kvcache.blockhash import BlockHash
 from tandem.request import SamplingParams
 
@@ -39,8 +39,8 @@ class Assembler(Protocol):
         """A stop string is complete."""
         ...
 
-    def push(self, token: Any) -> Piece: ...
+    def push(self, token: Any) -> TextPiece: ...
 
-    def flush(self) -> Piece | None:
+    def flush(self) -> TextPiece | None:
         """The text held back, at an end that is no stop string."""
         ...

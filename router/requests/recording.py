@@ -20,7 +20,7 @@ from router.policies.types import Placement
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
-from router.requests.output import Piece
+from router.requests.output import TextPiece
 from router.requests.placer import PlacementSeen
 from router.requests.run import RequestRun
 from tandem.errors import TandemError
@@ -30,7 +30,7 @@ VERSION = 1
 KIND = "tandem-recording"
 MAX_JOINED_TOKENS = 256
 
-_PASSING = (Piece, act.TokenGaps, act.DecodePaced)
+_PASSING = (TextPiece, act.TokenGaps, act.DecodePaced)
 
 
 class Header(msgspec.Struct, frozen=True, tag="header"):

@@ -20,7 +20,7 @@ from router.policies.types import Candidate, PlacementQuery
 from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
-from router.requests.output import Piece
+from router.requests.output import TextPiece
 from router.requests.recording import (
     KIND,
     VERSION,
@@ -118,10 +118,10 @@ class _Assembler:
 
     stopped: bool = False
 
-    def push(self, token: Any) -> Piece:
-        return Piece("", (token,))
+    def push(self, token: Any) -> TextPiece:
+        return TextPiece("", (token,))
 
-    def flush(self) -> Piece | None:
+    def flush(self) -> TextPiece | None:
         return None
 
 
@@ -290,7 +290,7 @@ def _comparable(actions: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Without text, which a replay does not make again: pieces that hold text alone are left out."""
     kept = []
     for each in actions:
-        if each["type"] != "Piece":
+        if each["type"] != "TextPiece":
             kept.append(each)
         elif each["tokens"]:
             kept.append({name: value for name, value in each.items() if name != "text"})

@@ -1,6 +1,6 @@
-"""From what a client sent to a request that cannot be wrong: one type for both edges.
+"""Parses and validates client requests into one type for both edges.
 
-Tokenizing and hashing of long prompts run in a thread, so that one long prompt does not hold up everybody's tokens.
+Long prompts are tokenized and hashed in a thread, so that they do not delay the tokens of other requests.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MAX_STOP_STRING_CHARS = 256
 MAX_CACHE_SALT_CHARS = 256
 INLINE_PROMPT_CHARS = 2048  # shorter prompts are tokenized on the event loop
 INLINE_PROMPT_TOKENS = 512
-MAX_PROMPT_SCORES = 1 << 18  # logprobs of one prompt: its tokens, times one and the alternatives of each
+MAX_PROMPT_SCORES = 1 << 18  # logprobs of one prompt: tokens x (1 + alternatives per token)
 CHARS_PER_TOKEN_OFTEN = 8  # most texts have fewer
-CHARS_PER_TOKEN_LIMIT = 64  # longest run of text one token may stand for, generously
+CHARS_PER_TOKEN_LIMIT = 64  # more than the longest text of any token
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class RawSampling:
-    """Sampling fields as a client gave them; None means absent."""
+    """Sampling fields from the client; None: absent."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -64,13 +64,13 @@ class RawSampling:
 
 @dataclass(frozen=True, slots=True)
 class RawRequest:
-    """`prompt` is a text, token ids, or a chat."""
+    """`prompt`: text, token ids or chat messages."""
 
     model: str
     prompt: str | tuple[int, ...] | tuple[Message, ...]
     sampling: RawSampling
-    session: str = ""  # whose requests share a prefix, in the client's words
-    cache_salt: str = ""  # cached blocks are shared with requests of the same only
+    session: str = ""  # the client's name for requests that share a prefix
+    cache_salt: str = ""  # only requests with the same salt share cached blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,7 @@ class ValidRequest:
         return len(self.prompt)
 
     def work(self, wire_id: str, answer: Sequence[int], trace_id: str = "") -> worker_pb2.Work:
-        """What a worker is asked for in one attempt, after the tokens of `answer` were given out. `trace_id`: for its
-        logs."""
+        """The work of one attempt that continues after the tokens of `answer`. `trace_id`: for the worker's logs."""
         sampling, given = self.sampling, len(answer)
         if given:
             sampling = replace(sampling, max_tokens=sampling.max_tokens - given, prompt_logprobs=None)
@@ -106,7 +105,7 @@ class ValidRequest:
 
 
 class ServingModel:
-    """What the router needs of one served model: its tokenizer, chat template and limits."""
+    """The router's part of one served model: tokenizer, chat template and limits."""
 
     def __init__(
         self, served: ServedModel, tokenizer: Tokenizer, template: ChatTemplate | None, config: ModelConfig
@@ -123,7 +122,7 @@ class ServingModel:
 
     @classmethod
     def load(cls, served: ServedModel) -> ServingModel:
-        """Raises CheckpointError when the directory lacks a usable tokenizer or config."""
+        """Raises CheckpointError if the directory lacks a usable tokenizer or config."""
         folder = Path(served.model_dir)
         return cls(served, Tokenizer.load(folder), ChatTemplate.load(folder), ModelConfig.load(folder))
 
@@ -136,8 +135,8 @@ class ServingModel:
         request_id: str | None = None,
         cache_salt: bytes = b"",
     ) -> ValidRequest:
-        """`max_model_tokens`: a tighter limit that the workers have. `cache_salt`: what the client's and its tenant's
-        come to, at most 64 bytes. Raises InputError naming the field."""
+        """`max_model_tokens`: the workers' limit, if lower. `cache_salt`: derived from the client's and the tenant's,
+        at most 64 bytes. Raises InputError with the field."""
         limit, request_id = max_model_tokens or self.max_model_tokens, request_id or new_request_id()
         work = partial(self._parse, raw, limit, request_id, cache_salt)
         if _is_short(raw.prompt):
@@ -147,7 +146,7 @@ class ServingModel:
     async def tokenize(
         self, prompt: str | tuple[Message, ...], executor: Executor, *, special_tokens: bool
     ) -> tuple[int, ...]:
-        """Token ids of a prompt. Raises InputError, ContextExceeded."""
+        """Returns the token ids of a prompt. Raises InputError, ContextExceeded."""
         work = partial(self.tokens, prompt, self.max_model_tokens, special_tokens=special_tokens)
         return work() if _is_short(prompt) else await asyncio.get_running_loop().run_in_executor(executor, work)
 
@@ -160,7 +159,7 @@ class ServingModel:
         return await asyncio.get_running_loop().run_in_executor(executor, decode)
 
     def tokenizer_info(self) -> dict[str, str | int | None]:
-        """What clients need to know of the tokenizer to use it from afar."""
+        """Tokenizer facts for clients that tokenize themselves."""
         eos, bos = min(self._eos, default=None), self._bos
         return {
             "eos_token": None if eos is None else self.tokenizer.token(eos),
@@ -174,8 +173,8 @@ class ServingModel:
     def tokens(
         self, prompt: str | tuple[int, ...] | tuple[Message, ...], limit: int, *, special_tokens: bool = True
     ) -> tuple[int, ...]:
-        """Token ids of a prompt, at most `limit` of them. `special_tokens`: also what the checkpoint puts around a
-        text. Raises InputError, ContextExceeded."""
+        """Returns the token ids of a prompt, at most `limit`. `special_tokens`: adds those that the checkpoint puts
+        around a text. Raises InputError, ContextExceeded."""
         if isinstance(prompt, str):
             self._check_chars("prompt", prompt, limit)
             return tuple(self.tokenizer.encode(prompt, add_special_tokens=special_tokens))
@@ -187,7 +186,7 @@ class ServingModel:
         return ids
 
     def check_tokens(self, field: str, count: int, limit: int | None = None) -> None:
-        """Before each of them is looked at. Raises ContextExceeded."""
+        """Checks the length before any token is checked. Raises ContextExceeded."""
         limit = self.max_model_tokens if limit is None else limit
         if count > limit:
             raise _too_long(field, count, limit)
@@ -204,15 +203,15 @@ class ServingModel:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _check_chars(self, field: str, text: str, limit: int) -> None:
-        """Refuses, before the work of tokenizing the whole of it, what cannot fit."""
+        """Refuses a text that cannot fit, before all of it is tokenized. Raises ContextExceeded."""
         if len(text) > limit * CHARS_PER_TOKEN_LIMIT:
             raise ContextExceeded(
-                f"{field}: the model's context is {limit} tokens, and {len(text)} characters are more; shorten it",
+                f"{field}: the model's context is {limit} tokens, too few for {len(text)} characters; shorten the text",
                 field=field,
             )
         if len(text) > limit * CHARS_PER_TOKEN_OFTEN:
             begin = self.tokenizer.encode(text[: limit * CHARS_PER_TOKEN_OFTEN], add_special_tokens=False)
-            if len(begin) > limit + limit // 4:  # where it was cut, a few tokens may differ
+            if len(begin) > limit + limit // 4:  # a few tokens may differ at the cut
                 raise _too_long(field, f"more than {limit}", limit)
 
     def _parse(self, raw: RawRequest, limit: int, request_id: str, cache_salt: bytes) -> ValidRequest:
@@ -227,8 +226,8 @@ class ServingModel:
         if (top := raw.sampling.prompt_logprobs) is not None and (top + 1) * len(prompt) > MAX_PROMPT_SCORES:
             most = MAX_PROMPT_SCORES // (top + 1)
             raise InputError(
-                f"{field}: expected at most {most} tokens with the logprobs of {top + 1} for each, got {len(prompt)}; "
-                "shorten it or ask for fewer logprobs",
+                f"{field}: expected at most {most} tokens with {top + 1} logprobs for each, got {len(prompt)}; "
+                "shorten the prompt or ask for fewer logprobs",
                 field=field,
             )
         served = self._served
@@ -253,12 +252,12 @@ class ServingModel:
         stop_ids = frozenset(raw.stop_token_ids)
         if raw.max_tokens is not None and raw.max_tokens > room:
             raise ContextExceeded(
-                f"max_tokens: the model's context is {prompt_tokens + room} tokens; the prompt has {prompt_tokens}, "
-                f"and {raw.max_tokens} more were asked for; ask for at most {room}, or leave it out",
+                f"max_tokens: expected at most {room}, got {raw.max_tokens}; the model's context is "
+                f"{prompt_tokens + room} tokens and the prompt has {prompt_tokens}; lower max_tokens or leave it out",
                 field="max_tokens",
             )
         return SamplingParams.parse(
-            # Drawn here, so that any worker can repeat the sampling.
+            # Drawn by the router, so that any worker can repeat the sampling.
             seed=secrets.randbits(63) if raw.seed is None else raw.seed,
             max_tokens=room if raw.max_tokens is None else raw.max_tokens,
             temperature=raw.temperature,
@@ -281,7 +280,7 @@ class ServingModel:
 
 
 def _session(name: str, cache_salt: bytes) -> bytes:
-    """Of another tenant's session of the same name nothing shows."""
+    """The salt as key separates sessions of the same name of different tenants."""
     return blake2b(name.encode("utf-8", "replace"), digest_size=8, key=cache_salt).digest()
 
 

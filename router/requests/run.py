@@ -21,7 +21,7 @@ from router.prefix_index.mirror import WorkerKey
 from router.requests import actions as act
 from router.requests import events as ev
 from router.requests.move import Move, MovePhase
-from router.requests.output import Piece
+from router.requests.output import TextPiece
 from router.requests.ports import Assembler, Request
 from router.requests.retries import BLAMED, HANDOFF_FAULTS, REFUSALS, RETRIED
 from router.requests.timeline import PaceMeter, RunTimeline
@@ -136,7 +136,7 @@ class RequestRun:
         _HANDLERS[type(event)](self, event)
         return self._actions
 
-    def on_token(self, worker: WorkerKey, token: ev.Token, now_s: float) -> Piece | None:
+    def on_token(self, worker: WorkerKey, token: ev.Token, now_s: float) -> TextPiece | None:
         """As `on(TokenSampled(worker, token))`, for the hot path. Returns the piece if there is nothing else to do,
         as nearly always; None: see `actions`."""
         self._now_s = now_s

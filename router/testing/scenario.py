@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from router.requests.events import Event
-from router.requests.output import Piece
+from router.requests.output import TextPiece
 from router.requests.recording import render
 from router.requests.replay import RecordedRequest, event_from
 from router.requests.run import RequestRun
@@ -32,11 +32,11 @@ class TextlessAssembler:
 
     stopped = False
 
-    def push(self, token: Any) -> Piece:
+    def push(self, token: Any) -> TextPiece:
         self.stopped = self.stopped or token.token_id == 99
-        return Piece("", (token,))
+        return TextPiece("", (token,))
 
-    def flush(self) -> Piece | None:
+    def flush(self) -> TextPiece | None:
         return None
 
 

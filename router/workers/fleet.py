@@ -1,6 +1,6 @@
-"""All workers the router knows, each with its link and the router's own account of what it gave it.
+"""The router's workers, each with its link and an account of the requests the router gave it.
 
-The placer's view of the workers (`router.requests.placer.FleetView`).
+`Fleet` is also the placer's view of the workers (`router.requests.placer.FleetView`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.v1 import cluster_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
-_NO_LOAD = worker_pb2.WorkerLoad()  # of a worker that has reported none; never changed
+_NO_LOAD = worker_pb2.WorkerLoad()  # for a worker without a report; never modified
 ROLES = {cluster_pb2.ROLE_PREFILL: Role.PREFILL, cluster_pb2.ROLE_DECODE: Role.DECODE}
 
 
@@ -32,8 +32,8 @@ class Worker:
     role: Role
     account: Account
     estimates: WorkerEstimates
-    last_prefill_s: float = 0.0  # when it was last done with a prompt of ours
-    listed: bool = True  # in the directory; otherwise it takes nothing new
+    last_prefill_s: float = 0.0  # when it last finished a prompt of this router
+    listed: bool = True  # in the directory; otherwise it gets no new requests
     drain: cluster_pb2.Drain.ValueType = cluster_pb2.DRAIN_NONE
 
     @property
@@ -41,12 +41,12 @@ class Worker:
         return self.link.key
 
     def reaches(self, other: Worker) -> bool:
-        reaches = self.link.reaches  # None: it has not said
+        reaches = self.link.reaches  # None: not reported yet
         return reaches is None or (other.key.worker_id, other.key.epoch) in reaches
 
     @property
     def running_requests(self) -> int:
-        """Running or about to, whichever router they came from: its report, and what of ours it cannot know of yet."""
+        """Running and waiting requests of all routers: its report, plus this router's newer requests."""
         self.account.acknowledge(self.link.seen_frames)
         load = self.link.load or _NO_LOAD
         reported = load.running_requests + load.waiting_requests + load.reserved_requests
@@ -54,12 +54,12 @@ class Worker:
 
     @property
     def total_blocks(self) -> int:
-        """Of its KV pool; 0: it has not said."""
+        """Blocks of its KV pool; 0: not reported yet."""
         return (self.link.load or _NO_LOAD).blocks.total or self.link.info.total_blocks
 
     def candidate(self, cached_tokens: int) -> Candidate:
         load, account = self.link.load or _NO_LOAD, self.account
-        running = self.running_requests  # first: it takes note of what the report knows
+        running = self.running_requests  # first: it updates the account from the report
         total = self.total_blocks
         free = load.blocks.free + load.blocks.cached if load.HasField("blocks") else total
         return Candidate(
@@ -78,11 +78,11 @@ class Worker:
 
 
 class Fleet:
-    """Reconciles links with the directory.
+    """Keeps one link per worker of the directory.
 
-    The hooks are set by the composition root: `on_change` runs when a worker comes, goes, or reports room; `on_load`
-    when a worker reports its load, which it does with every step; `on_work` when a worker that had nothing of this
-    router's to do gets something.
+    `RouterApp` sets the hooks. `on_change`: a worker was added, removed, connected or lost, or its health changed.
+    `on_load`: a worker reported its load, as it does with every step. `on_work`: a worker got a request from this
+    router and had none before.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Fleet:
         for key, info in listed.items():
             role = ROLES.get(info.role)
             if role is None:
-                log.warning("worker of unknown role left out", extra={"worker": info.worker_id})
+                log.warning("worker with an unknown role ignored", extra={"worker": info.worker_id})
             elif (worker := self._workers.get(key)) is not None:
                 self._update(worker, role, info)
             else:
@@ -118,7 +118,7 @@ class Fleet:
         self.on_change()
 
     def _update(self, worker: Worker, role: Role, info: cluster_pb2.WorkerInfo) -> None:
-        """A worker that changes its role keeps its link and what runs on it; its paces and its health begin anew."""
+        """A worker that changes its role keeps its link and requests; its paces and its health are reset."""
         worker.drain = info.drain
         if worker.role is not role:
             worker.role, worker.estimates = role, self.estimates.worker(info.model, role)
@@ -127,7 +127,7 @@ class Fleet:
             self.health.set_up(worker.key, is_up=worker.link.ready)
 
     def leaving(self) -> list[WorkerKey]:
-        """Those whose requests are to go on elsewhere."""
+        """Workers whose requests move to others."""
         return [
             key for key, worker in self._workers.items() if worker.drain == cluster_pb2.DRAIN_MOVE and worker.listed
         ]
@@ -156,7 +156,7 @@ class Fleet:
         worker = self._workers.get(key)
         return 0 if worker is None else worker.running_requests
 
-    # ---- as the placer sees them
+    # ---- the placer's view
 
     def candidates(
         self, model: str, role: Role, cached_blocks: Mapping[WorkerKey, int], block_tokens: int
@@ -200,18 +200,18 @@ class Fleet:
         return [
             worker
             for worker in self._workers.values()
-            if worker.role is role and worker.link.info.model == model and self._can_take(worker)
+            if worker.role is role and worker.link.info.model == model and self._accepts_requests(worker)
         ]
 
     def count_ready(self, role: Role) -> int:
-        return sum(worker.role is role and self._can_take(worker) for worker in self._workers.values())
+        return sum(worker.role is role and self._accepts_requests(worker) for worker in self._workers.values())
 
-    def _can_take(self, worker: Worker) -> bool:
+    def _accepts_requests(self, worker: Worker) -> bool:
         usable = worker.listed and worker.link.ready and worker.drain == cluster_pb2.DRAIN_NONE
         return usable and self.health.admits(worker.key, worker.account.requests)
 
     def max_model_tokens(self, model: str) -> int | None:
-        """The shortest context of the model's decode workers; None while none is known."""
+        """The shortest context among the model's decode workers; None: none is known."""
         limits = [
             worker.link.info.max_model_tokens
             for worker in self._workers.values()
@@ -228,7 +228,7 @@ class Fleet:
         self.on_load()
 
     def changed(self) -> None:
-        """Another set of workers may take requests."""
+        """A different set of workers may take requests."""
         self.on_change()
 
     def work_began(self, link: WorkerLink) -> None:
@@ -239,7 +239,7 @@ class Fleet:
         await asyncio.gather(*(worker.link.close() for worker in workers), *self._closing)
 
     def sweep(self) -> None:
-        """Closes links to workers that left the directory, once their last request is over."""
+        """Closes links to workers that left the directory, once their last request has ended."""
         for key, worker in list(self._workers.items()):
             if not worker.listed and (worker.link.idle or not worker.link.ready):
                 del self._workers[key]

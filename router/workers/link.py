@@ -1,7 +1,7 @@
-"""One link to one life of one worker: a multiplexed Session stream, with a sink for each request on it.
+"""One link to one epoch of one worker: a multiplexed Session stream, with a sink for each request on it.
 
-Sending never waits; what arrives is handed to the request's sink at once. When the stream ends, the worker has
-cancelled everything it carried, so every sink hears `on_lost`; the link then tries again until it is closed.
+Sending never waits; incoming frames go to the requests' sinks at once. When the stream ends, the worker cancels all of
+its requests. The link calls `on_lost` of every sink, then reconnects until it is closed.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from worker.wire import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
 
-HELLO_TIMEOUT_S = 3.0  # with the longest pause before another try: a healed network is noticed within 5 s
+HELLO_TIMEOUT_S = 3.0  # plus the longest backoff: a healed network is noticed within 5 s
 MAX_OUTBOX_FRAMES = 16_384
-MAX_MESSAGE_BYTES = 1 << 20  # of several frames together; gRPC's limit is 4 MiB
+MAX_MESSAGE_BYTES = 1 << 20  # of batched frames; gRPC's limit is 4 MiB
 MAX_BACKOFF_S = 1.0
-LATE_S = 5.0  # so long a request that ended is kept for the report of its handoff
+LATE_REPORT_S = 5.0  # how long an ended request waits for the report on its handoff
 
 
 class RequestSink(Protocol):
-    """What a request hears from the workers it is on."""
+    """Receives the events of one request from its workers."""
 
     def on_reserved(self, link: WorkerLink, reserved: worker_pb2.Reserved) -> None: ...
 
     def on_handoff(self, link: WorkerLink, done: worker_pb2.HandoffDone, age_s: float) -> None:
-        """`age_s`: how long before now the zero of the report's stages was."""
+        """`age_s`: seconds since the zero of the report's stages."""
 
     def on_prompt_scores(self, link: WorkerLink, scores: worker_pb2.PromptScores) -> None: ...
 
@@ -62,7 +62,7 @@ class LinkListener(Protocol):
         """The worker reported its load."""
 
     def work_began(self, link: WorkerLink) -> None:
-        """The worker had nothing to do for us, and now has."""
+        """The worker got a request from this router, and had none before."""
 
 
 class _LinkBroken(Exception):
@@ -80,16 +80,16 @@ class WorkerLink:
         self.reaches: frozenset[tuple[str, int]] | None = None
         self.ready = False
         self.sent_frames = 0  # of this session, hello not counted
-        self.seen_frames = 0  # so many of them the worker's report knows of
+        self.seen_frames = 0  # of them, those that the worker's last report includes
         self.progress = Progress()
         self._router_id = router_id
         self._listener = listener
         self._tls = tls
         self._sinks: dict[str, RequestSink] = {}
         self._offset = ClockOffset()
-        self._late: dict[str, RequestSink] = {}
+        self._late: dict[str, RequestSink] = {}  # detached, awaiting a report
         self._outbox: deque[worker_pb2.RouterFrame] = deque()
-        self._takes_more = False  # several frames in a message; older workers do not
+        self._takes_batches = False  # several frames per message; older workers do not support it
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -110,7 +110,7 @@ class WorkerLink:
         self._lost("the router closed the link")
 
     def attach(self, wire_id: str, sink: RequestSink) -> None:
-        """From now on `sink` hears what the worker says about `wire_id`."""
+        """Delivers the worker's events for `wire_id` to `sink` from now on."""
         began = not self._sinks
         self._sinks[wire_id] = sink
         if began:
@@ -118,17 +118,17 @@ class WorkerLink:
             self._listener.work_began(self)
 
     def detach(self, wire_id: str) -> None:
-        """Idempotent. Later words about `wire_id` are dropped."""
+        """Drops later events for `wire_id`. Idempotent."""
         self._sinks.pop(wire_id, None)
 
-    def detach_but_report(self, wire_id: str) -> None:
-        """As `detach`; but a report of the handoff that is on its way still reaches the sink, within `LATE_S`."""
+    def detach_awaiting_report(self, wire_id: str) -> None:
+        """As `detach`, but still delivers the report on its handoff if it arrives within `LATE_REPORT_S`."""
         if (sink := self._sinks.pop(wire_id, None)) is not None:
             self._late[wire_id] = sink
-            asyncio.get_running_loop().call_later(LATE_S, self._late.pop, wire_id, None)
+            asyncio.get_running_loop().call_later(LATE_REPORT_S, self._late.pop, wire_id, None)
 
     def send(self, frame: worker_pb2.RouterFrame) -> None:
-        """Queues a frame. On a lost link it is dropped: the sinks were told already."""
+        """Queues a frame. Drops it if the link is lost: `on_lost` was called already."""
         if self.ready:
             self._outbox.append(frame)
             self.sent_frames += 1
@@ -137,14 +137,14 @@ class WorkerLink:
     def cancel(self, wire_id: str) -> None:
         self.send(worker_pb2.RouterFrame(cancel=worker_pb2.Cancel(request_id=wire_id)))
 
-    def give_up(self, reason: str) -> None:
-        """The worker is there but does nothing: takes every request off it, as if the worker were lost."""
+    def fail_requests(self, reason: str) -> None:
+        """Takes every request off a worker that is connected but stuck, as if the worker were lost."""
         for wire_id in self._sinks:
             self.cancel(wire_id)
-        self._tell_lost(reason)
+        self._report_lost(reason)
 
     def local_s(self, worker_s: float) -> float | None:
-        """The router's time of a moment by the worker's clock."""
+        """Converts a time on the worker's clock to the router's."""
         return self._offset.local_s(worker_s)
 
     async def _run(self) -> None:
@@ -159,8 +159,8 @@ class WorkerLink:
                 reason = str(error)
             except TimeoutError:
                 reason = f"no hello within {HELLO_TIMEOUT_S:g} s"
-            except Exception:  # a fault of ours in handling one frame must not leave a link that looks alive
-                log.exception("link broken by our own fault", extra={"worker": self.key.worker_id})
+            except Exception:  # a bug in the handling of one frame must not leave a dead link that looks ready
+                log.exception("internal error on a worker link: reconnecting", extra={"worker": self.key.worker_id})
                 reason = "internal error"
             if self.ready:
                 backoff_s = 0.05
@@ -176,10 +176,10 @@ class WorkerLink:
                 await call.write(worker_pb2.RouterFrame(hello=hello))
                 first = await call.read()
             if not isinstance(first, worker_pb2.WorkerFrame):
-                # End of stream: the status has the worker's reason.
+                # The stream ended: the status holds the worker's reason.
                 raise _LinkBroken(await call.details() or "the worker ended the stream before its hello")
             self._check_hello(first)
-            self._takes_more = first.hello.takes_more
+            self._takes_batches = first.hello.takes_more
             self.sent_frames = self.seen_frames = 0
             self.ready = True
             self._listener.link_changed(self)
@@ -213,12 +213,12 @@ class WorkerLink:
                 self._wake.clear()
                 await self._wake.wait()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the reading side reports why the stream ended
+            pass  # the reader reports why the stream ended
 
     def _next_message(self) -> worker_pb2.RouterFrame:
-        """The next frame and all that are queued behind it: a message costs as much as the decision that it carries."""
+        """Batches the queued frames into one message: a message costs as much CPU as the placement it carries."""
         message, outbox = self._outbox.popleft(), self._outbox
-        if outbox and self._takes_more:
+        if outbox and self._takes_batches:
             room_bytes = MAX_MESSAGE_BYTES - message.ByteSize()
             while outbox and (room_bytes := room_bytes - outbox[0].ByteSize()) >= 0:
                 message.more.append(outbox.popleft())
@@ -279,16 +279,16 @@ class WorkerLink:
         self.progress = Progress()
         self._outbox.clear()
         self._late.clear()
-        self._tell_lost(reason)
+        self._report_lost(reason)
         if was_ready:
             log.warning("worker link lost", extra={"worker": self.key.worker_id, "reason": reason})
             self._listener.link_changed(self)
 
-    def _tell_lost(self, reason: str) -> None:
+    def _report_lost(self, reason: str) -> None:
         sinks, self._sinks = list(self._sinks.values()), {}
         error = WorkerLost(f"worker {self.key.worker_id} was lost ({reason}); a retry may succeed", retry_after_s=1.0)
         for sink in sinks:
             try:
                 sink.on_lost(self, error)
-            except Exception:  # a fault of ours in one request must not keep the others from their end
-                log.exception("a request could not be told of the loss", extra={"worker": self.key.worker_id})
+            except Exception:  # a bug in one request's handling must not stop the others from ending
+                log.exception("a request failed to handle the loss of its worker", extra={"worker": self.key.worker_id})

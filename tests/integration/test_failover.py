@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from router.requests.detokenizer import Decoder, Detokenizer
+from router.requests.detokenizer import Detokenizer, TokenDecoder
 from router.requests.output import OutToken
 from router.requests.request import RawRequest, RawSampling
 from router.service import RouterService
@@ -84,12 +84,12 @@ class Stream:
             assert [token.logprob for token in self.tokens] == pytest.approx(ask.logprobs, abs=1e-3)
 
 
-def unbroken_text(decoder: Decoder, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+def unbroken_text(decoder: TokenDecoder, prompt: Sequence[int], tokens: Sequence[int]) -> str:
     detokenizer = Detokenizer(decoder, prompt)
     return "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
 
 
-def asks_for(reference: Any, decoder: Decoder) -> list[Ask]:
+def asks_for(reference: Any, decoder: TokenDecoder) -> list[Ask]:
     """Greedy ones with logprobs and sampled ones. Half of all end at a stop string, which is the middle half of the
     answer: wherever in there a break comes, the string lies across it."""
     asks: list[Ask] = []

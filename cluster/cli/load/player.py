@@ -16,8 +16,8 @@ import numpy as np
 
 from cluster.cli.load.client import LoadClient, LoadRequest, LoadResponse
 from cluster.cli.load.prompts import Prompts
-from planner.simulator.outcome import LatencyPercentiles, Outcome, outcome_fields
-from planner.simulator.recorder import Recorder
+from planner.simulator.measurements import RunMeasurements
+from planner.simulator.outcome import LatencySummary, Outcome, outcome_fields
 from planner.simulator.setup import Slo
 from planner.traces.trace import TrafficTrace
 from tandem.errors import DeadlineExceeded, ErrorCode, InputError, TandemError
@@ -52,7 +52,7 @@ class LoadResult(Outcome):
     """`send_lag_s`: how late requests were sent, in seconds after they were due."""
 
     target: str
-    send_lag_s: LatencyPercentiles
+    send_lag_s: LatencySummary
 
 
 Progress = Callable[[int], None]  # requests that have ended
@@ -87,7 +87,7 @@ class Player:
                 raise InputError(f"{trace.name}: class: expected {expected}, got {priority[:40]!r}", field="class")
         self._trace, self._prompts, self._client, self._limits = trace, prompts, client, limits
         self._slo, self._progress = slo, progress
-        self._recorder = Recorder(len(trace), trace.arrival_s, slo)
+        self._recorder = RunMeasurements(len(trace), trace.arrival_s, slo)
         self._reported = _Reported(trace.prompt_tokens.tolist(), trace.output_tokens.tolist())
         self._connections = asyncio.Semaphore(limits.connections)
         self._start_s = 0.0
@@ -176,7 +176,7 @@ class Player:
 
     def _result(self, target: str) -> LoadResult:
         recorder, reported, played = self._recorder.head(self._due), self._reported, self._trace.head(self._due)
-        lag_s = LatencyPercentiles.of(np.array(reported.lag_s))
+        lag_s = LatencySummary.of(np.array(reported.lag_s))
         served = replace(
             played,
             prompt_tokens=np.array(reported.prompt_tokens[: self._due], np.int64),
@@ -190,7 +190,7 @@ class Player:
         kv_bytes = float(reported.kv_bytes) if reported.has_handoffs else None
         return LoadResult(**fields, kv_bytes_moved=kv_bytes, target=target, send_lag_s=lag_s)
 
-    def _notes(self, recorder: Recorder, lag_s: LatencyPercentiles) -> list[str]:
+    def _notes(self, recorder: RunMeasurements, lag_s: LatencySummary) -> list[str]:
         notes = []
         if lag_s.p99 is not None and lag_s.p99 > LATE_S:
             notes.append(

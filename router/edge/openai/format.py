@@ -29,7 +29,7 @@ from router.edge.openai.answer_schema import (
 )
 from router.edge.openai.logprobs import CompletionLogprobsBuilder, chat_logprobs
 from router.requests.answers import Answers, Arrival
-from router.requests.output import OutToken, Piece, Usage
+from router.requests.output import OutToken, TextPiece, Usage
 from tandem.errors import TandemError
 from tandem.request import FinishReason
 
@@ -87,18 +87,18 @@ class TextEventTemplate:
         return self._before + msgspec.json.encode(text) + self._after
 
 
-def _choice_of(index: int, arrivals: Sequence[Arrival]) -> tuple[list[Piece], FinishReason | None]:
+def _choice_of(index: int, arrivals: Sequence[Arrival]) -> tuple[list[TextPiece], FinishReason | None]:
     """All pieces of one choice, and its finish reason."""
     chosen = [arrival for arrival in arrivals if arrival.index == index]
     pieces = [piece for arrival in chosen for piece in arrival.pieces]
     return pieces, next((arrival.final.reason for arrival in chosen if arrival.final is not None), None)
 
 
-def tokens_of(pieces: Sequence[Piece]) -> list[OutToken]:
+def tokens_of(pieces: Sequence[TextPiece]) -> list[OutToken]:
     return [token for piece in pieces for token in piece.tokens]
 
 
-def text_of(pieces: Sequence[Piece]) -> str:
+def text_of(pieces: Sequence[TextPiece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
@@ -219,7 +219,7 @@ class CompletionFormat:
             choices.append(CompletionChoice(index, *self._part(index, pieces), self._reason(reason)))
         return self._completion(choices, self._usage())
 
-    def _part(self, index: int, pieces: Sequence[Piece]) -> tuple[str, CompletionLogprobs | None]:
+    def _part(self, index: int, pieces: Sequence[TextPiece]) -> tuple[str, CompletionLogprobs | None]:
         """Text and logprobs of the next pieces. With `echo`, those of the prompt go before the first ones."""
         logprobs = self._logprobs[index]
         text = ""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from router.edge.openai.answer_schema import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
-from router.requests.detokenizer import Decoder
+from router.requests.detokenizer import TokenDecoder
 from router.requests.output import OutToken
 from tandem.v1 import inference_pb2
 
@@ -19,7 +19,7 @@ class _Scored(Protocol):
     def logprob(self) -> float: ...
 
 
-def token_text(decoder: Decoder, token_id: int) -> str:
+def token_text(decoder: TokenDecoder, token_id: int) -> str:
     return decoder.decode([token_id], skip_special_tokens=False)
 
 
@@ -28,19 +28,19 @@ def _bytes_of(text: str) -> list[int] | None:
     return None if "\ufffd" in text else list(text.encode())
 
 
-def _top_logprob(decoder: Decoder, scored: _Scored) -> TopLogprob:
+def _top_logprob(decoder: TokenDecoder, scored: _Scored) -> TopLogprob:
     text = token_text(decoder, scored.token_id)
     return TopLogprob(text, scored.logprob, _bytes_of(text))
 
 
-def chat_logprobs(decoder: Decoder, tokens: Sequence[OutToken]) -> ChatLogprobs | None:
+def chat_logprobs(decoder: TokenDecoder, tokens: Sequence[OutToken]) -> ChatLogprobs | None:
     """`choices[].logprobs` of a chat completion; None if the request asked for none."""
     if all(token.logprob is None for token in tokens):
         return None
     return ChatLogprobs(logprob_entries(decoder, tokens))
 
 
-def logprob_entries(decoder: Decoder, tokens: Sequence[OutToken]) -> list[ChatTokenLogprob]:
+def logprob_entries(decoder: TokenDecoder, tokens: Sequence[OutToken]) -> list[ChatTokenLogprob]:
     content: list[ChatTokenLogprob] = []
     for token in tokens:
         if token.logprob is None or token.is_stop:
@@ -55,7 +55,7 @@ class CompletionLogprobsBuilder:
     """Builds `choices[].logprobs` of a text completion, whose text offsets count over the whole text. A stop token is
     included, as it is in the usage, although it has no text in the answer."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: TokenDecoder) -> None:
         self._decoder = decoder
         self._offset = 0
         self._next = _empty()

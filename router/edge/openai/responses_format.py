@@ -29,7 +29,7 @@ from router.edge.openai.format import text_of, tokens_of
 from router.edge.openai.logprobs import logprob_entries
 from router.edge.openai.responses_schema import ResponsesRequest
 from router.requests.answers import Answers, Arrival
-from router.requests.output import Piece, Usage
+from router.requests.output import TextPiece, Usage
 from tandem.errors import TandemError
 from tandem.request import FinishReason
 
@@ -44,7 +44,7 @@ class ResponsesFormat:
         self._item_id = f"msg_{answers.request_id}"
         self._created_at = int(time.time())
         self._sent = 0
-        self._pieces: list[Piece] = []
+        self._pieces: list[TextPiece] = []
         self._reason = FinishReason.STOP
 
     def begin(self) -> list[bytes]:
@@ -154,7 +154,7 @@ class ResponsesFormat:
     def _delta(self, text: str, logprobs: list[ChatTokenLogprob]) -> TextDeltaEvent:
         return TextDeltaEvent(sequence_number=self._sent, item_id=self._item_id, delta=text, logprobs=logprobs)
 
-    def _logprobs_of(self, pieces: Sequence[Piece]) -> list[ChatTokenLogprob]:
+    def _logprobs_of(self, pieces: Sequence[TextPiece]) -> list[ChatTokenLogprob]:
         return logprob_entries(self._answers.model.tokenizer, tokens_of(pieces)) if self._logprobs else []
 
     def _encode(self, event: ResponseEvent) -> bytes:

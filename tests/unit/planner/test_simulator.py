@@ -11,10 +11,10 @@ import pytest
 from planner.cost import PrefillWork
 from planner.shared_host import HostCores
 from planner.simulator import worker as worker_module
-from planner.simulator.links import Port, push
+from planner.simulator.links import SimPort, push
 from planner.simulator.result import SimResult
 from planner.simulator.scheduler import RepeatingScheduler, SimBlockPool
-from planner.simulator.sequence import BlockNames, SimSequence, TokenCount
+from planner.simulator.sequence import SimSequence, TokenCount, TraceBlockHashes
 from planner.simulator.setup import Fault, FaultKind, PoolSetup, Setup, Slo
 from planner.simulator.simulate import simulate
 from planner.traces.arrivals import Gamma
@@ -129,7 +129,7 @@ class TestShortcuts:
                 scheduler.add(
                     SimSequence(
                         str(number), tokens, prompt, SamplingParams(max_tokens=50), HashKey("m"), 4, number,
-                        index=number, maker=BlockNames(None, 4), counted=tokens,
+                        index=number, trace_hashes=TraceBlockHashes(None, 4), counted=tokens,
                     )
                 )  # fmt: skip
         repeated, single = schedulers
@@ -286,15 +286,19 @@ class TestLargePools:
 
 class TestLinks:
     def test_blocks_that_are_there_take_the_links_time(self) -> None:
-        assert push(Port(), Port(), start_s=1, end_s=1, layers=10, transfer_s=0.5, num_bytes=1) == 1.5
+        assert push(SimPort(), SimPort(), start_s=1, end_s=1, layers=10, transfer_s=0.5, num_bytes=1) == 1.5
 
     def test_a_fast_link_exposes_the_last_layer_only(self) -> None:
-        assert push(Port(), Port(), start_s=0, end_s=1, layers=10, transfer_s=0.5, num_bytes=1) == pytest.approx(1.05)
+        assert push(SimPort(), SimPort(), start_s=0, end_s=1, layers=10, transfer_s=0.5, num_bytes=1) == pytest.approx(
+            1.05
+        )
 
     def test_a_slow_link_starts_with_the_first_layer(self) -> None:
-        assert push(Port(), Port(), start_s=0, end_s=1, layers=10, transfer_s=5, num_bytes=1) == pytest.approx(5.1)
+        assert push(SimPort(), SimPort(), start_s=0, end_s=1, layers=10, transfer_s=5, num_bytes=1) == pytest.approx(
+            5.1
+        )
 
     def test_one_range_after_the_other_on_either_end(self) -> None:
-        source = Port()
-        push(source, Port(), start_s=0, end_s=0, layers=1, transfer_s=2, num_bytes=1)
-        assert push(source, Port(), start_s=0, end_s=0, layers=1, transfer_s=1, num_bytes=1) == 3
+        source = SimPort()
+        push(source, SimPort(), start_s=0, end_s=0, layers=1, transfer_s=2, num_bytes=1)
+        assert push(source, SimPort(), start_s=0, end_s=0, layers=1, transfer_s=1, num_bytes=1) == 3

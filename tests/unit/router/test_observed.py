@@ -224,7 +224,7 @@ async def test_cost_counts_the_workers_there_should_be(bare: Any) -> None:
 async def test_logs_name_request_and_trace_and_never_what_was_said(
     cluster: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a request that goes back in line, at the level that says most."""
+    """For a requeued request, at the most verbose level."""
     cluster.says("classified answer")
     cluster.decode.behaviour.fail_handoffs = 1
     trace_id = "a" * 32
@@ -234,7 +234,7 @@ async def test_logs_name_request_and_trace_and_never_what_was_said(
         await cluster.settled()
     said = [JsonFormatter("router").format(record) for record in caplog.records]
     lines = [json.loads(line) for line in said]
-    (again,) = [line for line in lines if line["message"] == "request goes back in line"]
+    (again,) = [line for line in lines if line["message"] == "request requeued"]
     assert (again["request"], again["trace_id"]) == (answer.headers["x-request-id"], trace_id)
     assert again["level"] == "info"
     assert not any("secret" in line or "classified" in line for line in said)

@@ -11,8 +11,8 @@ import pytest
 from router.edge.limits.http import SCOPE_KEY
 from router.edge.openai.format import AnswerFormat, ChatFormat, TextEventTemplate
 from router.edge.sse import LOAD_INTERVAL_S, PAUSE_S, SseResponse, WriteBatcher
-from router.requests.answers import Answers, Arrival, Submitted
-from router.requests.output import Final, OutToken, Piece, ResponseStream, Usage
+from router.requests.answers import Answers, Arrival, SubmittedRequest
+from router.requests.output import Final, OutToken, ResponseStream, TextPiece, Usage
 from tandem.errors import WorkerLost
 from tandem.request import FinishReason
 
@@ -55,8 +55,8 @@ class Texts:
         return [b" failed"]
 
 
-def piece(text: str) -> Piece:
-    return Piece(text, (OutToken(1, None, (), False),))
+def piece(text: str) -> TextPiece:
+    return TextPiece(text, (OutToken(1, None, (), False),))
 
 
 def final() -> Final:
@@ -70,7 +70,7 @@ class Stream:
         self.batcher = batcher or WriteBatcher()
         self.source = ResponseStream("r", lambda: None)
         self.reader = Reader()
-        self.answers = Answers("r", [Submitted(cast(Any, None), cast(Any, None), self.source)], 1)
+        self.answers = Answers("r", [SubmittedRequest(cast(Any, None), cast(Any, None), self.source)], 1)
         self.task: asyncio.Task[None]
 
     async def begin(self, first: str) -> None:
@@ -170,7 +170,7 @@ async def test_an_error_is_written_after_the_pieces_before_it() -> None:
 async def test_a_bug_ends_only_its_own_request() -> None:
     stream = Stream()
     await stream.begin("a")
-    stream.source.put(cast(Piece, "no piece"))
+    stream.source.put(cast(TextPiece, "no piece"))
     await asyncio.wait([stream.task])
     assert isinstance(stream.task.exception(), AttributeError)
 

@@ -1,4 +1,4 @@
-"""What a run saw, simulated or measured: a row of numbers for each request and a histogram of token intervals."""
+"""Measurements of a run, simulated or real: a row of numbers per request, and a histogram of token intervals."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tandem.request import RequestState
 
 STATES = tuple(RequestState)
 _LEAST_S = 1e-5
-_GROWTH = math.log(1.02)  # of a bin over the one before: percentiles are right within 1 %
+_GROWTH = math.log(1.02)  # log of the ratio between bins: percentiles are accurate to 1 %
 _BINS = 1024
 _ROWS = ("_arrival_s", "dispatched_s", "first_token_s", "last_token_s", "cached_tokens", "migrations", "state")
 
 
 class IntervalHistogram:
-    """Seconds between tokens."""
+    """Histogram of the seconds between tokens."""
 
     def __init__(self) -> None:
         self.counts = [0] * _BINS
@@ -40,12 +40,12 @@ class IntervalHistogram:
         return _LEAST_S * math.exp((at + 0.5) * _GROWTH)
 
 
-class Recorder:
-    """Seconds of virtual time, or since the run began; NaN: it did not happen."""
+class RunMeasurements:
+    """Times are seconds of virtual time, or since the run began; NaN: it did not happen."""
 
     def __init__(self, requests: int, arrival_s: NDArray[np.float64], slo: Slo) -> None:
         self._arrival_s, self._slo = arrival_s, slo
-        self.misses = 0  # requests that have missed their TTFT or were not finished, so far
+        self.misses = 0  # requests so far that missed the TTFT objective or ended unfinished
         self.dispatched_s = np.full(requests, np.nan)
         self.first_token_s = np.full(requests, np.nan)
         self.last_token_s = np.full(requests, np.nan)
@@ -59,11 +59,10 @@ class Recorder:
         self.refusals: dict[str, int] = {}
 
     def subscribe(self, facts: Facts) -> None:
-        """To what becomes of simulated requests."""
-        facts.subscribe(Placed, "recorder", self._placed)
-        facts.subscribe(act.FirstToken, "recorder", self._first_token)
-        facts.subscribe(Requeued, "recorder", self._requeued)
-        facts.subscribe(act.End, "recorder", self._ended)
+        facts.subscribe(Placed, "measurements", self._placed)
+        facts.subscribe(act.FirstToken, "measurements", self._first_token)
+        facts.subscribe(Requeued, "measurements", self._requeued)
+        facts.subscribe(act.End, "measurements", self._ended)
 
     def _placed(self, run: RequestRun, fact: Placed, now_s: float) -> None:
         if fact.placement.prefill is None:
@@ -95,8 +94,8 @@ class Recorder:
         if self._slo.ttft_s is not None and now_s - self._arrival_s[index] > self._slo.ttft_s:
             self.misses += 1
 
-    def head(self, count: int) -> Recorder:
-        """Of the first `count` requests, where the others were never due."""
+    def head(self, count: int) -> RunMeasurements:
+        """The measurements of the first `count` requests, if the others were never sent."""
         part = copy(self)
         for name in _ROWS:
             setattr(part, name, getattr(self, name)[:count])

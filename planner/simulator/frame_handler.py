@@ -1,6 +1,6 @@
-"""What the router's frames do on a worker, between two of its steps, and what the worker reports back.
+"""Handles the router's frames on simulated workers, between two steps, and reports events back.
 
-Stands for the engine's side of worker.service, and for the transfer agents of a handoff.
+It stands for worker.service and for the transfer agents of a handoff.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from planner.simulator.events import EventLoop
 from planner.simulator.links import push
 from planner.simulator.requests import LAST_TOKEN, SimRequest, SimToken
-from planner.simulator.sequence import BlockNames, SimSequence, TokenCount
+from planner.simulator.sequence import SimSequence, TokenCount, TraceBlockHashes
 from planner.simulator.setup import Setup
 from planner.simulator.worker import SimTicket, SimWorker
 from router.requests import actions as act
@@ -25,26 +25,27 @@ from tandem.scheduler.plan import ExportRange
 _KEY = HashKey("simulated")
 
 
-class WorkerSide:
-    """The workers' side of the protocol. `deliver` takes an event to the router, one network time later."""
+class FrameHandler:
+    """The workers' side of the protocol."""
 
     def __init__(
         self,
         setup: Setup,
         loop: EventLoop,
-        names: BlockNames,
+        hashes: TraceBlockHashes,
         deliver: Callable[[SimWorker, str, ev.Event], None],
-        answered_s: Callable[[int], float],
+        last_token_s: Callable[[int], float],
     ) -> None:
-        """`answered_s`: when the last token of a request, by its index, reached the router."""
-        self._setup, self._loop, self._names = setup, loop, names
-        self._deliver, self._answered_s = deliver, answered_s
+        """`deliver` sends an event to the router. `last_token_s(index)`: when the request's last token reached the
+        router."""
+        self._setup, self._loop, self._hashes = setup, loop, hashes
+        self._deliver, self._last_token_s = deliver, last_token_s
         self._arrivals = 0
 
     # --- frames --------------------------------------------------------------------------------------------------
 
     def take(self, run: RequestRun, frame: act.Frame, worker: SimWorker) -> None:
-        """A frame, between two steps. Those of a request that has left meanwhile only cancel."""
+        """Handles a frame. After a request has left the worker, only its Leave has an effect."""
         wire_id = frame.wire_id
         if isinstance(frame, act.Leave):
             worker.tickets.pop(wire_id, None)
@@ -56,7 +57,7 @@ class WorkerSide:
                 self._deliver(worker, wire_id, ev.AttemptEnded(worker.key, error=error))
 
     def _begin(self, run: RequestRun, frame: act.Frame, worker: SimWorker) -> None:
-        """Raises TandemError: the worker refuses."""
+        """Raises TandemError if the worker refuses."""
         match frame:
             case act.Generate():
                 worker.scheduler.add(self._sequence(run, frame.wire_id))
@@ -92,13 +93,13 @@ class WorkerSide:
             use_prefix_cache=self._setup.caches,
             export_from_block=export_from_block,
             index=request.index,
-            maker=self._names,
+            trace_hashes=self._hashes,
             counted=tokens,
-            last_token_s=self._answered_s(request.index) if run.answer_tokens else 0.0,
+            last_token_s=self._last_token_s(request.index) if run.answer_tokens else 0.0,
             _hashes=list(request.block_hashes),
         )
 
-    # --- what the engine did -------------------------------------------------------------------------------------
+    # --- the engine's events -------------------------------------------------------------------------------------
 
     def first_token(self, worker: SimWorker, sequence: SimSequence) -> None:
         wire_id = sequence.request_id
@@ -121,7 +122,7 @@ class WorkerSide:
         self._deliver(worker, wire_id, ev.AttemptEnded(worker.key, error=error))
 
     def export(self, worker: SimWorker, part: ExportRange, start_s: float, end_s: float) -> None:
-        """A computed range is pushed to the worker of its ticket."""
+        """Pushes a computed range to the worker of its ticket."""
         ticket, setup = worker.tickets.get(part.request_id), self._setup
         if ticket is None:
             return
@@ -147,7 +148,7 @@ class WorkerSide:
             ticket.decode.notify(self._join, ticket)
 
     def _sent(self, worker: SimWorker, wire_id: str) -> None:
-        """The prefill worker's side is over: it reports, and its blocks are free for others."""
+        """Ends the prefill worker's side of the handoff: releases its blocks and reports."""
         worker.notify(self._release_export, worker, wire_id)
         report = ev.HandoffReported(worker.key, wire_id, 0, 0, self._setup.network_s, None, None)
         self._deliver(worker, wire_id, report)
@@ -170,7 +171,7 @@ class WorkerSide:
         self._deliver(worker, wire_id, report)
 
     def _is_whole(self, ticket: SimTicket) -> bool:
-        """The decode worker has every block: only the first token is wanted."""
+        """The decode worker has every block cached and needs only the first token."""
         return ticket.cached_blocks * self._setup.block_tokens >= ticket.sequence.prompt_tokens
 
 
