@@ -55,7 +55,7 @@ class SimAutoscaler:
         self._cluster, self._trace, self._setup, self._loop = cluster, trace, setup, loop
         self._measurements = measurements
         self._changed_s = 0.0
-        loop.at(spec.interval_s, self._evaluate)
+        loop.call_at(spec.interval_s, self._evaluate)
 
     def _evaluate(self) -> None:
         if self._measurements.ended == len(self._trace):
