@@ -68,7 +68,7 @@ class SimAutoscaler:
             self._changed_s = now_s
             self.role_changes.append((now_s, *decision.target))
             self._cluster.pump()
-        self._loop.at(now_s + self._setup.autoscaler.interval_s, self._evaluate)
+        self._loop.call_at(now_s + self._setup.autoscaler.interval_s, self._evaluate)
 
     def _view(self, now_s: float) -> PoolObservation:
         fleet, trace = self._cluster.fleet, self._trace
